@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 IGNORE_INDEX = -100
-# What `Batch.values` calls the numbers that came with the rows; float32.
+# The name in `Batch.values` of the numbers that come with the rows; float32.
 ROW_VALUES = "row_values"
-# Of the losses that learn from a completion, each with a weight a token.
+# The usual weights of a completion's tokens in each loss.
 USUAL_WEIGHTS = {"rl": 1.0, "ce": 0.0, "kl": 1.0}
 
 
@@ -161,10 +161,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One tokenised conversation and the parts of it that are learned from: its replies, in order, at least one.
+    """One tokenised conversation and its learned parts: its replies, in order, at least one.
 
-    With `reads_ends` what is read is not the prediction of each of a reply's tokens but the model's answer once it has
-    seen the last of them: one place a reply.
+    With `reads_ends` the model is read only at the last token of each reply, not at the prediction of every token.
 
     Example::
 
@@ -182,12 +181,12 @@ class Document:
 
     @property
     def num_label_tokens(self) -> int:
-        """Places that are learned from: tokens of replies, or their ends."""
+        """The number of labels: tokens of replies, or their ends."""
         return len(self.responses) if self.reads_ends else sum(len(response) for response in self.responses)
 
 
 class KeptPositions(NamedTuple):
-    """Where a batch has labels, what they are, and whose. All int64 of shape (B, K)."""
+    """The positions of a batch's labels, the labels, and their sequence ids, all int64 of shape (B, K)."""
 
     positions_BK: torch.Tensor
     labels_BK: torch.Tensor
@@ -242,14 +241,14 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One microbatch: its documents as tensors, which rows they are, and what else the objective needs of them.
+    """One microbatch: its documents as tensors, the ids of their rows, and further values for the objective.
 
     The documents of R rows with D documents each lie document by document: sequence d * R + r is document d of row
     `row_ids[r]`. Each of `values` has an entry a sequence (name in `_S`) or a labelled token, in the order of the
     labels (name in `_N`), or belongs to those tokens that another of them lists. A microbatch of no rows still holds
     one unlabelled document, so that every rank enters the same collectives.
 
-    `documents` are what was laid out, in the order of the sequences, for an objective that lays some of them out again.
+    `documents` are those of the sequences, in their order, for an objective that packs some of them again.
 
     Example: two preference pairs, rows 7 and 3: sequences 0 and 1 are the chosen replies of rows 7 and 3, 2 and 3 the
     rejected ones, and `values` may be `{"reference_logps_S": tensor([-3.0, -9.5, -8.0, -7.5])}`.
@@ -285,7 +284,7 @@ class Metric:
 
 
 def mean_metrics(values_N: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
-    """Means over the labelled tokens, rows or pairs of a microbatch, weighted by their number: none weigh nothing."""
+    """Means over the labelled tokens, rows or pairs of a microbatch, weighted by their number, 0 for none."""
     return {
         name: Metric(value=value_N.sum() / max(value_N.numel(), 1), weight=float(value_N.numel()))
         for name, value_N in values_N.items()
@@ -294,19 +293,19 @@ def mean_metrics(values_N: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """How one answer is judged: which verifier, against what, and how much it counts.
+    """One judgement of an answer: the verifier, the ground truth, and the weight.
 
     Example: `Check(verifier="gsm8k", ground_truth="42", weight=1.0)`.
     """
 
     verifier: str
-    ground_truth: Any  # whatever JSON says; its form is the verifier's business
+    ground_truth: Any  # any JSON value, whose form the verifier defines
     weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt as the engine is given it, and how its answers are judged.
+    """One prompt as the engine receives it, with the checks that judge its answers.
 
     Example::
 
@@ -350,7 +349,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a completion is worth: the reward it is trained with, and each verifier's own score in 0..1.
+    """The judgement of a completion: its reward for training, and each verifier's own score in 0..1.
 
     Example: `Verdict(reward=1.0, scores={"gsm8k": 1.0})`; `problems` names verifiers that failed or took too long.
     """
@@ -367,9 +366,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """All completions of one asking of a prompt, with their verdicts, in the order of their sample index.
+    """All completions of a prompt asked once, with their verdicts, in the order of their sample index.
 
-    `ticket` counts askings from the start of the run: a prompt that is asked again has another ticket.
+    `ticket` counts the prompts asked since the start of the run; a prompt asked again gets another ticket.
     """
 
     ticket: int
@@ -387,11 +386,11 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSample:
-    """What the learner is given of one document: a completion after its prompt, or anything else that has labels.
+    """One document as the learner receives it: a completion after its prompt, or any other labelled document.
 
     Three losses learn from its labelled tokens: `rl`, the policy loss; `ce`, the cross-entropy; `kl`, the penalty for
-    being elsewhere than a frozen model. `weights` has those of a loss, one for each labelled token, where they are not
-    the usual ones of a completion: 1 for `rl` and `kl`, 0 for `ce`.
+    the distance to a frozen model. `weights` has a loss's weights of all labelled tokens where they differ from those
+    of a completion: 1 for `rl` and `kl`, 0 for `ce`.
 
     Example: a completion of 2 tokens with advantage 0.7 after a prompt of 4 tokens::
 
@@ -412,5 +411,5 @@ class RolloutSample:
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def weights_of(self, stream: str) -> tuple[float, ...]:
-        """Of each labelled token."""
+        """The weight of each labelled token in a loss."""
         return self.weights.get(stream, (USUAL_WEIGHTS[stream],) * len(self.engine_logprobs))

@@ -22,7 +22,7 @@ def check_weights(model: Transformer, *, what: str, last_checkpoint: str, dtype:
     :raises RunError: if a weight is not finite, is not finite in `dtype`, or is larger than `LARGEST_WEIGHT`.
     """
     limit = min(LARGEST_WEIGHT, torch.finfo(dtype).max)
-    held = [*held_of(model).values(), *held_of(model, of_adapters=True).values()]
+    held = [*held_of(model).values(), *held_of(model, adapters_only=True).values()]
     shards = [each.local for each in held if each.local.numel()]
     # A NaN is passed on by each of these, and is not at most the limit. No temporary of a shard's size.
     bounds = torch.stack([bound.float() for shard in shards for bound in shard.aminmax()]) if shards else torch.zeros(1)

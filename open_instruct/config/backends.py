@@ -1,6 +1,6 @@
-"""Who can hold the shards of a run: what `--backend` names, as it is asked before there is a model.
+"""The record of a backend, which holds the shards of a run: what `--backend` names, before there is a model.
 
-Which there are `config/installed_backends.py` knows.
+`config/installed_backends.py` finds the installed ones.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from open_instruct.records import ShardLayout
 
 
 class BackendRecord(Protocol):
-    """All that is known of a backend without torch, which `build` alone loads."""
+    """All that is known of a backend without torch; only `build` loads torch."""
 
     def settle(self, config: LearnerConfig) -> None:
-        """Give flags that were left alone, and whose default is its own, their value."""
+        """Fill in flags that were not given and whose default depends on the backend."""
 
     def problems(self, config: LearnerConfig) -> Iterator[str]:
-        """What its flags and the others ask of each other, and what it does not have: a sentence with a remedy each."""
+        """Flags that cannot go together, and flags that the backend lacks: a sentence with a remedy for each."""
 
     def warnings(self, config: LearnerConfig) -> Iterator[str]:
-        """Flags that it does not read."""
+        """A sentence for each given flag that the backend does not read."""
 
     def refuse_unfit(self) -> None:
         """:raises InputError: a library that it needs is not installed, or not in a version that will do."""
 
     def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
-        """Who shares what with whom.
+        """Which ranks share parameters, and which hold copies.
 
         :raises InputError: the flags cannot work on these nodes.
         """
 
     def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
-        """The same in a few words, for people: `2 x 4 (replicas x shard degree)`."""
+        """The layout in a few words, for people: `2 x 4 (replicas x shard degree)`."""
 
     def planned(self, config: LearnerConfig) -> Any:
-        """What a plan asks of it: a `planning.plan.Backend`."""
+        """The backend as a plan sees it: a `planning.plan.Backend`."""
 
     def build(self, pretrained: Any, *, run: Any, config: LearnerConfig, num_steps: int) -> Any:
         """The `learner.backend.Backend` of a run, with the weights of `pretrained` in place. Collective."""
 
 
 def backend_named(name: str) -> BackendRecord:
-    """:raises InputError: none that is installed has this name."""
+    """:raises InputError: no installed backend has this name."""
     record: BackendRecord = installed_backend(name)
     return record

@@ -12,7 +12,7 @@ from open_instruct.config.sections import PreferenceDataSection, PreferenceLossS
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import changed, validated
 
-# What they give a loss, and which value is none of it.
+# Flags that change a loss: what each adds to it, and the value that adds nothing.
 CHANGING_FLAGS = {
     SMOOTHING: ("label smoothing", 0),
     SHORTER: ("sums over replies to desensitize", None),
@@ -58,7 +58,7 @@ def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
         yield f"--loss_weights {spelled(loss.loss_weights)}: give a number above 0 for each of {given}, in their order"
     for flag, (what, off) in CHANGING_FLAGS.items():
         value, readers = getattr(loss, flag), [name for name in names if flag in PREFERENCE_LOSSES[name].reads]
-        # A loss without it beside one that has it is smoothed no less; the others change what all are computed from.
+        # Smoothing applies to the losses that have it; the other flags change the inputs of all losses.
         if value != off and not (readers if flag == SMOOTHING else readers == names):
             having = [name for name, known in PREFERENCE_LOSSES.items() if flag in known.reads]
             yield f"--{flag} {spelled(value)}: {given} has no {what}; use {spelled(off)}, or one of {', '.join(having)}"
@@ -77,7 +77,7 @@ def needs_reference(loss: PreferenceLossSection) -> bool:
 
 
 def _unused_flag_problems(config: DPOConfig) -> Iterator[str]:
-    """Flags that were given and would be read by nothing."""
+    """A problem for each given flag that none of the chosen losses reads."""
     for flag in FLAGS_OF_ONE_LOSS:
         (reader,) = (name for name, known in PREFERENCE_LOSSES.items() if flag in known.reads)
         if reader not in config.loss.names:

@@ -1,4 +1,4 @@
-"""What a flag is: its type, how words become its value, and how its type is told to a reader.
+"""What a flag is: its type, how words become its value, and how usage lines and messages describe it.
 
 Vocabulary: a *config class* is a dataclass whose fields are *sections*; a section is a dataclass
 whose fields are *flags* (made by `sections.flag`). A *word* is one argument of the command line
@@ -18,12 +18,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from open_instruct.errors import InputError
 
 NONE_WORDS = ("none", "null", "~")
-# Seeds and time-outs fit, no flag counts further, and what is computed from a few such numbers is still a float.
+# Large enough for seeds and time-outs; the product of a few such numbers is still a finite float.
 LARGEST_INT = 2**31 - 1
 LONGEST_SHOWN = 60
-# What other trainers call some of the values that flags choose from.
+# Other trainers' names for some of the choices of our flags.
 OTHER_WORDS = {"sigmoid": "dpo", "sigmoid_norm": "dpo_norm", "bf16": "bfloat16", "fp32": "float32"}
-# By the kind of a flag and of a list's items: the value in usage lines, and in error messages.
+# How a value is written in usage lines and in error messages, by the kind of the flag and of a list's items.
 KINDS: dict[tuple[type, type], tuple[str, str]] = {
     (bool, str): ("true|false", "true or false"),
     (int, str): ("INT", "a whole number"),
@@ -33,13 +33,13 @@ KINDS: dict[tuple[type, type], tuple[str, str]] = {
     (list, float): ("FLOAT ...", "a list of numbers"),
     (list, str): ("WORD ...", "a list of words"),
 }
-# Sections, in the order of every config that has them.
+# Sections that come last in every config, in this order.
 LAST_SECTIONS = ("optim", "parallel", "fleet", "memory", "evaluation", "run", "logging")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Where a number must lie. `note` follows in the sentence that says so."""
+    """The range that a number must lie in. `note` ends the error message."""
 
     minimum: float | None = None
     above: float | None = None
@@ -48,7 +48,7 @@ class Limits:
     note: str = ""
 
     def problem(self, number: float) -> str | None:
-        """`must be at least 0 and below 1`, if it is not."""
+        """The end of an error message, `must be at least 0 and below 1`; None if the number is within the limits."""
         limits = (
             ("at least", self.minimum, operator.ge),
             ("above", self.above, operator.gt),
@@ -80,7 +80,7 @@ class Flag:
     default: Any
     help: str
     item_kind: type = str  # of a list's items
-    or_one: bool = False  # of a list: a single word is that word, no list of one
+    or_one: bool = False  # of a list: a single word gives that item itself, not a list of one
     resume: str = "same"  # see `sections.Resume`
     takes_own: bool = False  # beside the choices, `FILE.py:function` or `module:function`
 
@@ -154,12 +154,12 @@ def spelled(value: Any) -> str:
 
 
 def quoted(word: str) -> str:
-    """`'word'`, of a long one the beginning."""
+    """The word in quotes; a long one is cut."""
     return f"'{word}'" if len(word) <= LONGEST_SHOWN else f"'{word[:LONGEST_SHOWN]}…'"
 
 
 def _is_text(word: str) -> bool:
-    # Bytes of the command line that are not UTF-8 come as lone surrogates, which nothing can print or write.
+    # Python turns bytes of the command line that are not UTF-8 into lone surrogates, which cannot be printed.
     return not any(character == "\0" or "\ud800" <= character <= "\udfff" for character in word)
 
 
@@ -200,7 +200,7 @@ def _read_flags(config_class: type) -> dict[str, Flag]:
                 section=section,
                 kind=kind,
                 choices=choices or field.metadata["choices"],
-                # A section that is made without a value may put one there itself.
+                # A default of None lets the section compute the value itself.
                 optional=optional or default is None,
                 required=default is MISSING,
                 default=None if default is MISSING else default,

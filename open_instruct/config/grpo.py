@@ -32,7 +32,7 @@ from open_instruct.config.validation import (
     refuse,
 )
 
-# A microbatch costs something whatever is in it: one completion of a few dozen tokens each would be many times slower.
+# Every microbatch has a fixed cost, so microbatches of one short completion each would be many times slower.
 DEFAULT_PACK_LENGTH = 4096
 MIXERS = ("dataset_mixer_list", "dataset_mixer_eval_list", "sft_mixer_list")
 
@@ -62,7 +62,7 @@ class GRPOConfig(LearnerConfig):
 
     @property
     def num_samples_per_step(self) -> int:
-        """Completions, and the conversations beside them."""
+        """Completions of a step, plus the written conversations that are mixed in."""
         return self.num_completions_per_step + self.data.sft_rows_per_step
 
     @property
@@ -71,7 +71,7 @@ class GRPOConfig(LearnerConfig):
 
     @property
     def sent_adapter(self) -> LoRASection | None:
-        """Where it is all that engines are sent."""
+        """The flags of the adapter where engines are sent the adapter alone; otherwise None."""
         return self.adapters if self.fleet.lora_sync == "adapter" else None
 
     @property

@@ -29,7 +29,7 @@ def asks_for_help(words: Iterable[str]) -> bool:
 def help_lines(config_class: type, program: str, width: int, usage: str = "") -> Iterator[Line]:
     """The lines of `--help`. The description is the config class's docstring, the examples its `examples`.
 
-    `usage` are the words after the program of one that takes flags of a run beside those of `config_class`.
+    `usage` is the usage line of a command that also takes the flags of a run.
     """
     flags = flags_of(config_class).values()
     required = " ".join(f"--{flag.name} {flag.metavar}" for flag in flags if flag.required)
@@ -72,7 +72,7 @@ def print_lines(lines_of_width: Callable[[int], Iterator[Line]]) -> None:
 
 
 def wrapped(text: str, width: int, indent: int = 0, later_indent: int = 0) -> Iterator[Line]:
-    """`text` in lines of at most `width` characters, its own line ends forgotten."""
+    """`text` in lines of at most `width` characters; its own line breaks count as spaces."""
     for line in textwrap.wrap(
         " ".join(text.split()),
         width=max(width, MIN_WIDTH),

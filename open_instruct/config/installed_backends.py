@@ -17,7 +17,7 @@ GROUP = "open_instruct.backends"
 
 @cache
 def installed_backend(name: str) -> Any:
-    """:raises InputError: none that is installed has this name."""
+    """:raises InputError: no installed backend has this name."""
     known = {each.name: each for each in entry_points(group=GROUP)}
     if not known:
         raise InputError("no backend is installed: run `make install`, or `pip install .`, once more")

@@ -1,4 +1,4 @@
-"""The flags of low-rank adapters (LoRA), and what they ask of the others."""
+"""The flags of low-rank adapters (LoRA), and the checks between them and other flags."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODULES_OF_TARGETS = {
     "up_proj": "feed_forward.w3",
 }
 ALL_LINEAR = "all-linear"
-# Those that an engine can be set up for.
+# Ranks of adapters that a vLLM engine supports.
 RANKS_OF_ENGINES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -53,7 +53,7 @@ class LoRASection:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """By peft's names, in the order of a block."""
+        """The adapted matrices by peft's names, in the order of a block."""
         wanted = MODULES_OF_TARGETS if ALL_LINEAR in self.lora_target_modules else self.lora_target_modules
         return tuple(name for name in MODULES_OF_TARGETS if name in wanted)
 

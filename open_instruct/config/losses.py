@@ -1,4 +1,4 @@
-"""The losses that flags can name: what is known of each without torch. Flags, their help, checks and docs read it here.
+"""The losses that flags can name, described without torch; flags, help texts, checks and docs read these tables.
 
 The functions are in losses/, under the same names; what they compute is in docs/losses.md, whose tables a test holds
 against these.
@@ -27,7 +27,7 @@ class PreferenceLoss:
         reads: flags that not every loss reads.
         per_token: whether log-probs are averaged over the reply, or added up.
         needs_reference: whether log-probs are compared with those of the start model.
-        of_global_batch: whether a pair's loss depends on the other pairs of the global batch.
+        needs_global_batch: whether a pair's loss depends on the other pairs of the global batch.
         first_loss: of a beta and a label smoothing, the loss of a policy that equals its reference; None where that
             depends on the policy.
     """
@@ -37,13 +37,13 @@ class PreferenceLoss:
     reads: tuple[str, ...] = ()
     per_token: bool = False
     needs_reference: bool = True
-    of_global_batch: bool = False
+    needs_global_batch: bool = False
     first_loss: Callable[[float, float], float] | None = None
 
 
 _SUMMED = PreferenceLoss(papers=(), reads=(SHORTER,))
-_OF_MARGIN = replace(_SUMMED, reads=(SHORTER, DIVERGENCE))
-_LOGISTIC = replace(_OF_MARGIN, reads=(SMOOTHING, SHORTER, DIVERGENCE), first_loss=lambda *_: LOG_2)
+_MARGIN = replace(_SUMMED, reads=(SHORTER, DIVERGENCE))
+_LOGISTIC = replace(_MARGIN, reads=(SMOOTHING, SHORTER, DIVERGENCE), first_loss=lambda *_: LOG_2)
 _FREE = PreferenceLoss(papers=(), needs_reference=False)
 
 PREFERENCE_LOSSES = {
@@ -54,18 +54,18 @@ PREFERENCE_LOSSES = {
     "ipo": PreferenceLoss(
         papers=("2310.12036",), beta=1.0, per_token=True, reads=(DIVERGENCE,), first_loss=lambda beta, _: 0.25 / beta**2
     ),
-    "hinge": replace(_OF_MARGIN, papers=("2305.10425", "2309.06657"), first_loss=lambda *_: 1.0),
+    "hinge": replace(_MARGIN, papers=("2305.10425", "2309.06657"), first_loss=lambda *_: 1.0),
     "robust": replace(_LOGISTIC, papers=("2403.00409",)),
     "exo_pair": replace(_LOGISTIC, papers=("2402.00856",), first_loss=lambda _, e: -LOG_2 - math.log(e - e * e) / 2),
     "nca_pair": replace(_SUMMED, papers=("2402.05369",), first_loss=lambda *_: 2 * LOG_2),
     "bco_pair": replace(_SUMMED, papers=("2404.04656",), first_loss=lambda *_: 2 * LOG_2),
     "sppo_hard": replace(_SUMMED, papers=("2405.00675",), first_loss=lambda beta, _: 1 / (2 * beta**2)),
-    "aot": replace(_LOGISTIC, papers=("2406.05882",), reads=(SMOOTHING, SHORTER), of_global_batch=True),
-    "aot_unpaired": replace(_LOGISTIC, papers=("2406.05882",), reads=(SMOOTHING, SHORTER), of_global_batch=True),
+    "aot": replace(_LOGISTIC, papers=("2406.05882",), reads=(SMOOTHING, SHORTER), needs_global_batch=True),
+    "aot_unpaired": replace(_LOGISTIC, papers=("2406.05882",), reads=(SMOOTHING, SHORTER), needs_global_batch=True),
     "apo_zero": replace(_SUMMED, papers=("2408.06266",), first_loss=lambda *_: 1.0),
     "apo_down": replace(_SUMMED, papers=("2408.06266",), first_loss=lambda *_: 1.0),
     "discopop": replace(
-        _OF_MARGIN,
+        _MARGIN,
         papers=("2406.08414",),
         reads=(SHORTER, DIVERGENCE, "discopop_tau"),
         first_loss=lambda *_: 0.5 + LOG_2 / 2,
@@ -126,7 +126,7 @@ POLICY_LOSSES = {
     "gpg": PolicyLoss(paper="2504.02546"),
 }
 OVER_TOKENS = [name for name, loss in POLICY_LOSSES.items() if loss.denominator == "tokens"]
-# A function of the user's own gives a loss a token, and may read any flag of the section.
+# A user's own function returns one loss for each token, and may read any flag of the section.
 OWN_POLICY_LOSS = PolicyLoss(paper="", reads=tuple({flag: 0 for loss in POLICY_LOSSES.values() for flag in loss.reads}))
 
 

@@ -41,9 +41,9 @@ def parse(
     replace its values. Dashes in a flag's name count as underscores. Booleans are spelled `--flag`,
     `--flag true|false` or `--no_flag`; a list takes every word up to the next flag; `none` unsets
     a flag that may be unset. `assumed` has values for flags that must be given and may be left out here.
-    Flags of open-instruct are taken as `upstream_flags` says; those that a run does not need are left out, and told of
-    in `unneeded`, each with its reason; or refused, where that is None. So are keys of the file that are no flags, in
-    `unknown`: those of a config.yaml that another version wrote.
+    Upstream's flags are translated by `upstream_flags`. A flag that a run does not need is left out and listed in
+    `unneeded` with the reason, or refused where `unneeded` is None. In the same way `unknown` lists keys of the file
+    that are no flags, such as those of a config.yaml that another version wrote.
 
     Raises:
         InputError: listing everything that is wrong (unknown, repeated and missing flags, values
@@ -66,7 +66,7 @@ def parse(
 
 
 def flags_given(config_class: type, argv: Sequence[str]) -> KeysView[str]:
-    """The names of the flags that `argv`, which `parse` accepts, gives a value, be it the default's; in its order."""
+    """The names of the flags that `argv` sets, be it to the default, in its order; `parse` must accept `argv`."""
     return _given(argv, flags_of(config_class), [], [], None).keys()
 
 
@@ -85,7 +85,7 @@ def _given(argv: Sequence[str], flags: Flags, problems: list[str], unneeded: Tol
 def _read_command_line(words: Sequence[str], flags: Flags, problems: list[str], unneeded: Told) -> dict[str, Any]:
     """The value of every flag in `words`. A value that is wrong is None, and reported in `problems`."""
     values: dict[str, Any] = {}
-    theirs: set[str] = set()  # flags of ours that upstream may say in two ways
+    theirs: set[str] = set()  # flags of ours that two flags of upstream's set
     spellings: dict[str, str] = {}
     for spelling, given in groups_of(words, problems):
         name = _name_of(spelling.removeprefix("--"))
@@ -115,7 +115,7 @@ def _read_command_line(words: Sequence[str], flags: Flags, problems: list[str], 
 
 
 def _twice(name: str, first: str, second: str, where: str = "") -> str:
-    """Where one flag of ours is given by two words; they may be different flags of upstream's."""
+    """The error message where two words set one flag of ours; they may be different flags of upstream's."""
     if _name_of(first) == _name_of(second):
         return f"{second} is given twice{where}; keep one"
     return f"{first} and {second} both say what --{name} is here, and are given{where}; keep one"
@@ -196,7 +196,7 @@ def nodes_of(path: str) -> list[tuple[Any, Any]]:
 
 
 def words_of(node: Any) -> list[str]:
-    """A YAML value as words of a command line; of a mapping keys and values in turn. What is nested deeper is empty."""
+    """A YAML value as words of a command line; a mapping gives keys and values in turn. Deeper nesting is dropped."""
     if isinstance(node, yaml.MappingNode):
         items = [each for pair in node.value for each in pair]
     else:
@@ -252,12 +252,12 @@ def _node_kind(node: Any) -> str:
 
 
 def _name_of(spelling: str) -> str:
-    """Our name of a flag, from how it was spelled."""
+    """Our name of a flag, from the user's spelling."""
     return spelling.replace("-", "_")
 
 
 def _tell(fate: Fate, origin: str, problems: list[str], unneeded: list[str] | None) -> None:
-    """Of a flag of open-instruct that is none of ours."""
+    """Record a flag of upstream's that has no counterpart here, as a problem or as unneeded."""
     if fate.refused is not None:
         problems.append(f"{origin} {fate.refused}")
     elif unneeded is None:

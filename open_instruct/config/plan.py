@@ -55,6 +55,6 @@ ASSUMED = {"mixer_list": ["rows.jsonl", "1.0"], "dataset_mixer_list": ["rows.jso
 
 
 def help_lines(width: int, runs: Iterable[str]) -> Iterator[Line]:
-    """The page of `open-instruct plan --help`; `runs` are the words that it can begin with."""
+    """The page of `open-instruct plan --help`; `runs` are the words that may follow `plan`."""
     usage = f"{'|'.join(runs)} [FILE.yaml] --model_name_or_path STR --gpus_per_node N ..."
     return lines_of_help(PlanFlags, "open-instruct plan", width, usage)

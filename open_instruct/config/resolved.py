@@ -29,7 +29,7 @@ def as_flat_dict(config: object) -> dict[str, Any]:
 def write_config(
     config: object, path: str | Path, extra: Mapping[str, Any] | None = None, *, command: str = ""
 ) -> None:
-    """Write `config.yaml`: `extra` as comment lines, whose `command` it is, then every flag, section by section.
+    """Write `config.yaml`: `extra` as comment lines, the `command`, then every flag, section by section.
 
     The file can be given back to the parser as FILE.yaml. It is replaced in one move, so that a
     crash leaves the old one or the new one.
@@ -65,17 +65,17 @@ def provenance() -> dict[str, Any]:
 
 
 def _git_state(repository: Path) -> str:
-    """The commit, and whether files differ from it; or that there is no repository."""
+    """The commit and whether files differ from it, or `not a git checkout`."""
     if not (repository / ".git").exists():
         return "not a git checkout"
     # `describe --dirty` refreshes the index: a run that is killed meanwhile leaves a lock that no later git gets past.
     command = ["git", "--no-optional-locks", "-C", str(repository), "status", "--porcelain=v2", "--branch", "-uno"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        status = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    commit = said.split()[2].replace("(initial)", "unknown")  # "# branch.oid COMMIT"
-    return commit if all(line[0] == "#" for line in said.splitlines()) else f"{commit} with uncommitted changes"
+    commit = status.split()[2].replace("(initial)", "unknown")  # "# branch.oid COMMIT"
+    return commit if all(line[0] == "#" for line in status.splitlines()) else f"{commit} with uncommitted changes"
 
 
 def resume_conflicts(
@@ -104,15 +104,15 @@ def resume_conflicts(
         if flags[name].resume == "same" and name in saved and _comparable(saved[name]) != _comparable(now[name])
     ]
     lengths = changed_lengths(saved, config)
-    conflicts += [told for name, told in lengths.items() if not _is_longer(saved[name], now[name], ended_after)]
-    of_batch = {name for name, flag in flags.items() if flag.resume == "batch"}
-    if of_batch and saved.keys() >= of_batch:
+    conflicts += [conflict for name, conflict in lengths.items() if not _is_longer(saved[name], now[name], ended_after)]
+    batch_flags = {name for name, flag in flags.items() if flag.resume == "batch"}
+    if batch_flags and saved.keys() >= batch_flags:
         conflicts += _batch_conflict(saved, now, saved_data_parallel_world_size, data_parallel_world_size)
     return conflicts
 
 
 def changed_lengths(saved: Mapping[str, Any], config: object) -> dict[str, str]:
-    """The flags of the length that are others than they were, where they set the learning rate, in words."""
+    """A sentence for each changed flag of the run's length, where the length sets the learning rate."""
     now, flags = as_flat_dict(config), flags_of(type(config))
     if _is_flat(saved) and _is_flat(now):
         return {}
@@ -126,12 +126,12 @@ def changed_lengths(saved: Mapping[str, Any], config: object) -> dict[str, str]:
 
 
 def _is_longer(before: int | None, after: int | None, ended_after: int | None) -> bool:
-    """Whether a run that had ended is asked for more; one that had its epochs is, with as many steps as it took."""
+    """Whether a run that had ended is asked for more steps; after one of whole epochs, as many steps count as more."""
     return ended_after is not None and after is not None and after > (ended_after - 1 if before is None else before)
 
 
 def refuse_conflicts(saved: Mapping[str, Any], config: object, **run: Any) -> None:
-    """Raise an InputError that lists `resume_conflicts`, made with `run`, and the ways out, if there are any."""
+    """Raise an InputError that lists `resume_conflicts` and the remedies, if there are any; `run` are its arguments."""
     if conflicts := resume_conflicts(saved, config, **run):
         listed = "\n".join(f"  {conflict}" for conflict in conflicts)
         folder = as_flat_dict(config)["output_dir"]

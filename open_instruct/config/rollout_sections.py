@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from open_instruct.config.losses import ADVANTAGES, OVER_TOKENS, POLICY_LOSSES
 from open_instruct.config.sections import ParallelSection, PrefixSharing, RunSection, flag, free_flag
 
-# vLLM's `_MAX_TEMP`: samples are drawn as if nothing above 0 and below this had been asked for.
+# vLLM's `_MAX_TEMP`: vLLM raises any temperature between 0 and this to this.
 LEAST_TEMPERATURE = 0.01
 
 
@@ -47,7 +47,7 @@ class PromptDataSection:
 
     @property
     def max_seq_length(self) -> int:
-        """Tokens of the longest prompt with the longest response."""
+        """Tokens of the longest prompt plus those of the longest response."""
         return self.max_prompt_token_length + self.response_length
 
 

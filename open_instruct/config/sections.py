@@ -16,12 +16,12 @@ from open_instruct.config.flags import Limits
 from open_instruct.config.losses import F_DIVERGENCES, PREFERENCE_LOSSES, SMOOTHED
 
 PrefixSharing = Literal["auto", "on", "off"]
-# Of each --weight_decay_on the patterns of the parameters' names that it spares.
+# The parameter-name patterns that each --weight_decay_on exempts from decay.
 BIASES = "*.bias"
 SPARED_BY_DECAY = {"linear": ("embeddings.*", "*norm.weight", BIASES), "matrices": ("*norm.weight", BIASES), "all": ()}
 
-# What another value means when a run resumes: another run; another schedule, unless that is flat; nothing, as long as
-# the rows of one global batch stay; or nothing, as it only says how, where and how often.
+# What a changed value means when a run resumes. same: another run. length: another schedule, unless that is flat.
+# batch: no change, as long as the global batch has as many rows. free: no change.
 Resume = Literal["same", "length", "batch", "free"]
 
 
@@ -36,7 +36,7 @@ def flag(
 ) -> Any:
     """A dataclass field that is a flag; `limits` are those of `Limits`. A list default is copied for every instance.
 
-    With `takes_own` it takes, beside its `choices`, a function of the user's own.
+    With `takes_own` the flag also takes a user's own function beside its `choices`.
     """
     limits = {"limits": Limits(**limits), "takes_own": takes_own}
     metadata = {"help": help, "choices": tuple(choices), "resume": resume, **limits}
@@ -158,7 +158,7 @@ class PreferenceLossSection:
     cache_logprobs_only: bool = free_flag("compute and store the reference log-probs, then stop", False)
 
     def __post_init__(self) -> None:
-        # At once, so that config.yaml, and what a resumed run is compared with, have the number.
+        # Filled in here, so that config.yaml and the comparison on resuming have the number.
         if self.beta is None:
             self.beta = PREFERENCE_LOSSES[self.leading].beta
 
@@ -168,7 +168,7 @@ class PreferenceLossSection:
 
     @property
     def leading(self) -> str:
-        """Of several losses the one that has the say in beta and rewards: the first that has a reference, if any."""
+        """The loss that sets beta and rewards: the first that has a reference, else the first."""
         return next((name for name in self.names if PREFERENCE_LOSSES[name].needs_reference), self.names[0])
 
 
@@ -196,7 +196,7 @@ class OptimizerSection:
 
     @property
     def not_decayed(self) -> tuple[str, ...]:
-        """Patterns of the names of parameters that are treated otherwise than the rest."""
+        """Name patterns of the parameters that weight decay spares; none where nothing decays."""
         return SPARED_BY_DECAY[self.weight_decay_on] if self.weight_decay else ()
 
 
@@ -242,7 +242,7 @@ class DegreesSection:
 
     @property
     def splitting(self) -> dict[str, int]:
-        """Those that were given and are above 1."""
+        """The degrees that are above 1, by flag."""
         degrees = {each.name: getattr(self, each.name) or 1 for each in fields(DegreesSection)}
         return {name: degree for name, degree in degrees.items() if degree > 1}
 

@@ -1,4 +1,4 @@
-"""Whether the trackers of `--report_to` can be reached from this machine, told without importing them."""
+"""Whether the trackers of `--report_to` can be reached from this machine, checked without importing them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_trackers(report_to: Sequence[str], environ: Mapping[str, str]) -> None
 
 
 def _wandb_may_log_in(environ: Mapping[str, str]) -> bool:
-    """False only where wandb would surely ask for a key; what is unclear is left to wandb."""
+    """False only where wandb would certainly ask for a key; in unclear cases wandb decides."""
     if environ.get("WANDB_MODE") in WANDB_WITHOUT_LOGIN:
         return True
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):

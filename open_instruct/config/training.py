@@ -1,4 +1,4 @@
-"""What the configuration of every run has, whatever it learns."""
+"""The sections that the configuration of every run has, whatever its objective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from open_instruct.config.sections import (
 
 @dataclass(kw_only=True)
 class LearnerConfig:
-    """The sections that any learner reads, GRPO's too. A subclass adds its own, and may have more in one of these."""
+    """The sections that any learner reads, GRPO's too. A subclass adds its own, and may extend these."""
 
     model: ModelSection
     data: DataSection | PromptDataSection
@@ -35,7 +35,7 @@ class LearnerConfig:
 
     @property
     def adapters(self) -> LoRASection | None:
-        """Where only those are trained."""
+        """The flags of the adapters where only adapters are trained; otherwise None."""
         return self.lora if self.lora.use_lora else None
 
     def __post_init__(self) -> None:

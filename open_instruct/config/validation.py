@@ -1,4 +1,4 @@
-"""What must hold within one section, and between those that several configs have.
+"""Checks within one section, and between sections that several configs have.
 
 Each function of problems yields a sentence for every problem: which flag, what is wrong, what would work.
 Nothing here reads a file or knows the number of GPUs.
@@ -19,8 +19,8 @@ from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 
 TRACKERS = ("wandb", "trackio", "tensorboard")
-OF_TRACKERS = {"exp_name": ("wandb", "trackio"), "wandb_project_name": ("wandb", "trackio"), "wandb_entity": ("wandb",)}
-# Flags that nothing reads without another one, or without that value of it.
+TRACKERS_OF = {"exp_name": ("wandb", "trackio"), "wandb_project_name": ("wandb", "trackio"), "wandb_entity": ("wandb",)}
+# Flags that are read only with another flag, or only with that value of it.
 READ_ONLY_WITH = {
     "use_lora": tuple(each.name for each in fields(LoRASection) if each.name != "use_lora"),
     "tokenizer_name_or_path": ("tokenizer_revision",),
@@ -46,7 +46,7 @@ MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 
 
 def changed(config: object, *names: str) -> list[str]:
-    """Of the flags `names`, those that `config` has and that are not at their default, spelled `--name value`."""
+    """Those of the flags `names` that `config` has with a value other than the default, spelled `--name value`."""
     flags = flags_of(type(config))
     values = {name: getattr(getattr(config, flags[name].section), name) for name in names if name in flags}
     return [f"--{name} {spelled(value)}" for name, value in values.items() if value != flags[name].default]
@@ -117,7 +117,7 @@ def _amount(word: str) -> float | None:
 
 
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
-    """What needs no knowledge of the world; `parallel/layout.py` checks the degrees against it."""
+    """The checks that need no number of GPUs; `parallel/layout.py` checks the degrees against that."""
     if parallel.single_gpu_mode:
         for name, degree in parallel.splitting.items():
             yield f"--single_gpu_mode does not shard, but --{name} is {degree}: leave one of them out"
@@ -128,7 +128,7 @@ def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
 
 
 def lora_problems(config: LearnerConfig) -> Iterator[str]:
-    """What the flags of adapters and the others ask of each other."""
+    """Conflicts between the flags of adapters and other flags."""
     if config.adapters is None:
         return
     yield from target_problems(config.adapters)
@@ -177,7 +177,7 @@ def logging_problems(logging: LoggingSection) -> Iterator[str]:
 
 
 def learner_problems(config: LearnerConfig) -> Iterator[str]:
-    """Those of any config that trains, GRPO's too."""
+    """Problems of any config that trains, GRPO's too."""
     yield from limit_problems(*(getattr(config, section) for section in sections_of(type(config))))
     yield from idle_problems(config)
     yield from parallel_problems(config.parallel)
@@ -205,13 +205,13 @@ def learner_warnings(config: LearnerConfig) -> Iterator[str]:
     if not config.run.push_to_hub:
         for given in changed(config, "hub_model_id", "hub_private"):
             yield f"{given} is read only with --push_to_hub"
-    for name, trackers in OF_TRACKERS.items():
+    for name, trackers in TRACKERS_OF.items():
         for given in () if {*trackers} & {*config.logging.report_to} else changed(config, name):
             yield f"{given} is read only with --report_to {' or '.join(trackers)}"
 
 
 def training_problems(config: TrainingConfig) -> Iterator[str]:
-    """Those of a config that trains on the rows of a `DataSection`, whatever its loss."""
+    """Problems of a config that trains on the rows of a `DataSection`, whatever its loss."""
     yield from learner_problems(config)
     asked = config.parallel.num_processes
     if asked not in (None, "auto") and not (asked.isdecimal() and 1 <= int(asked) <= MAX_PROCESSES):
@@ -236,7 +236,7 @@ def training_problems(config: TrainingConfig) -> Iterator[str]:
 
 
 def training_warnings(config: TrainingConfig) -> Iterator[str]:
-    """What is allowed in such a config but is seldom meant."""
+    """Settings of such a config that are allowed but seldom meant."""
     yield from mixer_warnings("mixer_list", config.data.mixer_list)
     yield from mixer_warnings("eval_mixer_list", config.data.eval_mixer_list)
     if config.parallel.gradient_reduction == "last" and config.optim.gradient_accumulation_steps == 1:

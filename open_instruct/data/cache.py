@@ -1,4 +1,4 @@
-"""Arrays on disk that are either whole or not there: one safetensors file each, mapped into memory when read."""
+"""Named arrays in one safetensors file, written in one move and mapped into memory when read."""
 
 from __future__ import annotations
 

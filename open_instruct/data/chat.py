@@ -1,9 +1,9 @@
 """Conversations into tokens, with the assistant's turns marked.
 
-For each reply a conversation is rendered twice: up to the reply and with the generation prompt (what a model is given
-when it is asked for it), and with the reply. The first text must begin the second; the rest is the reply. The two
-parts are tokenised apart and laid end to end, so the boundary is exact, chosen and rejected share the very
-same prompt tokens, and these are the tokens that an engine is given. Tokenising the whole at once could merge the
+For each reply a conversation is rendered twice: up to the reply with the generation prompt, as a model is asked for
+it, and with the reply. The first text must begin the second; the rest is the reply. The two parts are tokenised
+apart and laid end to end. So the boundary is exact, chosen and rejected share the same prompt tokens, and an
+engine is given these very tokens. Tokenising the whole at once could merge the
 end of the prompt and the start of a reply into one token, another one for every reply.
 """
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 _TEMPLATE_DATE = "26 Jul 2024"
 
 MAX_TOKENS = 2**24
-# A template comes with a model: it runs in Jinja's sandbox, and may loop or write without end there.
+# A template that comes with a model runs in Jinja's sandbox, where it could still loop or write without end.
 RENDER_TIMEOUT_S = 30.0
 MAX_RENDERED = 2**24  # characters beside those of the conversation
-_LONGEST_OPENING = 32  # characters of a reply that a template may ask with
+_LONGEST_OPENING = 32  # characters of a reply that a generation prompt may already hold
 
 
 def load_tokenizer(
@@ -63,7 +63,7 @@ def load_tokenizer(
     elif name_or_path.startswith((".", "/", "~")) or len(path.parts) > 2:
         raise InputError(f"{flag}: {name_or_path}: no such folder.{near_files(path)}")
     try:
-        with _panics_told(f"{flag}: the tokenizer of {name_or_path}"):
+        with _panics_as_errors(f"{flag}: the tokenizer of {name_or_path}"):
             if path.is_dir() and not (path / "tokenizer_config.json").is_file():
                 tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
             else:
@@ -74,7 +74,7 @@ def load_tokenizer(
             text = tokenizer.backend_tokenizer.decode(a + b)
     except InputError:
         raise
-    except Exception as error:  # the library raises many kinds, of its own, of its parsers and of its downloads
+    except Exception as error:  # the library raises many kinds of errors: its own, its parsers' and those of downloads
         raise InputError(
             f"{flag}: the tokenizer of {name_or_path} cannot be loaded: {type(error).__name__}: {one_line(error)}"
         ) from error
@@ -87,7 +87,7 @@ def load_tokenizer(
 
 
 def check_tokenizer_folder(path: Path, *, flag: str) -> None:
-    """:raises InputError: it has no tokenizer that can be read."""
+    """:raises InputError: the folder has no tokenizer that can be read."""
     if path.is_file():
         raise InputError(f"{flag}: {path} is a file; give the folder that has the tokenizer's files.")
     if not (path / "tokenizer.json").is_file():
@@ -99,8 +99,8 @@ def check_tokenizer_folder(path: Path, *, flag: str) -> None:
 
 
 @contextmanager
-def _panics_told(name: str) -> Iterator[None]:
-    """:raises InputError: the library, which is written in Rust, panics: what Python then gets is no Exception."""
+def _panics_as_errors(name: str) -> Iterator[None]:
+    """:raises InputError: the tokenizer library, written in Rust, panics; Python's PanicException is no `Exception`."""
     try:
         yield
     except BaseException as error:
@@ -112,7 +112,7 @@ def _panics_told(name: str) -> Iterator[None]:
 
 
 def _check_token_ids(file: Path) -> None:
-    """The library makes a place for every id up to the largest, so one that is far off takes minutes and gigabytes."""
+    """Refuse ids out of range: the library allocates a place for every id up to the largest."""
     fields = read_object(file)
     model = fields.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -126,7 +126,7 @@ def _check_token_ids(file: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A Jinja chat template and the name to speak of it by."""
+    """A Jinja chat template, with its name for messages."""
 
     name: str
     text: str
@@ -197,15 +197,15 @@ def _check_syntax(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) ->
     except InputError:
         raise
     except Exception:
-        pass  # it may want other turns than these, and say so in any way; the rows will tell
+        pass  # the template may refuse these turns in any way; an error in real rows is reported with the row
 
 
 @contextmanager
 def _ends_in_time(template: ChatTemplate) -> Iterator[None]:
-    """Interrupts a template that does not end, in the main thread, where Python lets one be interrupted.
+    """Interrupt a template that does not end; this works in the main thread alone, the only one that Python interrupts.
 
     Raises:
-        InputError: the time is over.
+        InputError: the template runs longer than `RENDER_TIMEOUT_S`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -239,18 +239,18 @@ class ChatFormat:
     def fingerprint(self) -> str:
         """Hash of everything that token ids depend on: the tokenizer's content and the template's text."""
         content = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        content["truncation"] = content["padding"] = None  # state of the last call, not content
+        content["truncation"] = content["padding"] = None  # settings of the last call, no content
         special = {key: str(value) for key, value in self.tokenizer.special_tokens_map.items()}
         text = json.dumps([content, special, self.template.text], sort_keys=True)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
     @property
     def reads_reasoning(self) -> bool:
-        """Whether the template writes what was thought before a reply, where a message has it apart."""
+        """Whether the template writes a message's `reasoning_content`."""
         return REASONING in self.template.text
 
     def render(self, prompt: Sequence[Message], replies: Sequence[Message]) -> tuple[str, tuple[str, ...]]:
-        """The text of the prompt, and of each reply as it follows on it, up to its end-of-turn token.
+        """The text of the prompt, and the text of each reply behind it, up to the end-of-turn token.
 
         Raises:
             MalformedRow: the template refuses the conversation, does not begin the whole with the prompt, or
@@ -262,7 +262,7 @@ class ChatFormat:
         return prompt_text, tuple(self._render_reply(prompt, prompt_text, reply) for reply in replies)
 
     def render_turns(self, messages: Sequence[Message]) -> tuple[str, ...]:
-        """The text of a conversation, cut so that every second piece is an assistant's turn as a model would say it.
+        """The text of a conversation, cut so that every second piece is an assistant's turn as a model generates it.
 
         Example: two turns of the user and of the assistant each give prompt, reply, prompt, reply; the second prompt
         starts with what the template writes between a reply and the user's next turn.
@@ -290,11 +290,11 @@ class ChatFormat:
         return tuple(pieces)
 
     def _as_earlier(self, reply_text: str, written: str) -> str:
-        """A rendered reply as `written` begins with it: OLMo's end with another token once there is a later turn."""
+        """The reply with the end token that it has in `written`; OLMo's template ends earlier turns otherwise."""
         own_end = next((end for end in self._end_tokens if reply_text.endswith(end)), "")
-        said = reply_text.removesuffix(own_end)
-        end = next((end for end in self._end_tokens if written.startswith(said + end)), "")
-        return said + end if end else reply_text
+        body = reply_text.removesuffix(own_end)
+        end = next((end for end in self._end_tokens if written.startswith(body + end)), "")
+        return body + end if end else reply_text
 
     def _render_reply(self, prompt: Sequence[Message], prompt_text: str, message: Message) -> str:
         whole = self._apply([*prompt, message], add_generation_prompt=False)
@@ -305,13 +305,13 @@ class ChatFormat:
                 "choose another by --chat_template_name",
             )
         reply, reply_text = message["content"], whole[len(prompt_text) :]
-        # What it asks with may be the first words of the reply, such as <think>.
+        # The generation prompt may hold the first words of the reply, such as <think>.
         starts = (n for n in range(min(len(reply), _LONGEST_OPENING)) if prompt_text.endswith(reply[:n]))
         if not any(squeezed(reply[n:]) in squeezed(reply_text) for n in starts):
             raise self._refusal(f"leaves out part of the reply {_shorten(reply)}")
         if self.reads_reasoning and squeezed(message.get(REASONING, "")) not in squeezed(reply_text):
             raise self._refusal(f"leaves out part of the {REASONING} of the reply {_shorten(reply)}")
-        # Whatever follows the end of the turn (ChatML's newline) is never generated, so never learned.
+        # A model never generates what follows the end of the turn (ChatML's newline), so it is not learned.
         trimmed = reply_text.rstrip()
         return trimmed if self.ends_turn(trimmed) else reply_text
 
@@ -339,11 +339,11 @@ class ChatFormat:
         return MalformedRow("template", f"{self.template.name} chat template {what_it_does}")
 
     def ends_turn(self, reply_text: str) -> bool:
-        """Whether a rendered reply ends in a token that the tokenizer was given for such ends."""
+        """Whether a rendered reply ends in one of the tokenizer's special tokens."""
         return reply_text.endswith(self._end_tokens) if self._end_tokens else False
 
     def turn_end_token_ids(self) -> tuple[int, ...]:
-        """Where a generated reply is over, ascending: the end of text, and what the template ends a turn with.
+        """Ids of the tokens that end a generated reply, ascending: the end of text, and the template's end of a turn.
 
         Example: ChatML ends a turn with `<|im_end|>`; the tokenizer's own end may be `<|endoftext|>`: both are in.
         """
@@ -356,13 +356,13 @@ class ChatFormat:
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, with nothing added: templates write their own special tokens."""
-        with _panics_told(f"the tokenizer of {self.tokenizer.name_or_path}"):
+        with _panics_as_errors(f"the tokenizer of {self.tokenizer.name_or_path}"):
             return self.tokenizer(
                 list(texts), add_special_tokens=False, return_attention_mask=False, truncation=False, verbose=False
             )["input_ids"]
 
     def check_reply(self, reply_text: str, token_ids: Sequence[int]) -> None:
-        """The tokens of a rendered reply must say it again.
+        """Check that the tokens of a rendered reply decode to its text.
 
         Raises:
             MalformedRow: they do not, or there are none.
@@ -372,7 +372,7 @@ class ChatFormat:
             raise MalformedRow("tokenizer", f"the tokenizer cannot write the reply {_shorten(reply_text)}")
 
     def encode(self, messages: Sequence[Message]) -> Document:
-        """One conversation that ends with an assistant's turn, whole.
+        """The document of one conversation that ends with an assistant's turn.
 
         Raises:
             MalformedRow: see `render` and `check_reply`.
@@ -388,7 +388,7 @@ def single_token_id(tokenizer: PreTrainedTokenizerFast, word: str) -> int:
     """The id of a word that is one token.
 
     Raises:
-        InputError: it is not.
+        InputError: the word is several tokens.
     """
     ids: list[int] = tokenizer(word, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
@@ -399,7 +399,7 @@ def single_token_id(tokenizer: PreTrainedTokenizerFast, word: str) -> int:
 
 
 def squeezed(text: str) -> str:
-    """Text in Unicode form NFKC without white space: what templates and tokenizers may not change."""
+    """Text in Unicode form NFKC without white space; templates and tokenizers must leave this unchanged."""
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 

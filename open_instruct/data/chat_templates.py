@@ -1,7 +1,7 @@
-"""The built-in chat templates, by name (Jinja, as `--chat_template_name` takes them), and those of a user's own file.
+"""The built-in chat templates, by name (Jinja, as `--chat_template_name` takes them), and templates from a user's file.
 
-A file in templates/ is one that is called as the file is. Of those in templates/shared/ several are made, as made.yaml
-says: by settings, which are written in front of them.
+A file in templates/ is the template of that name. made.yaml lists the templates that are made from the files in
+templates/shared/, each by settings that are written in front of the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from open_instruct.whole_file import read_asked
 FOLDER = Path(__file__).parent / "templates"
 FILE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 MAX_BYTES = 2**20
-# Tokens that a template which writes them needs as single tokens: a turn that never ends in one would never end.
+# A template that writes one of these needs it as a single token; otherwise a generated turn would never end.
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
@@ -60,6 +60,6 @@ def required_tokens(text: str) -> list[str]:
 
 
 def _made(file: str, **settings: Any) -> str:
-    # A value is written alike in JSON and in Jinja.
+    # JSON and Jinja write these values alike.
     written = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}\n" for name, value in settings.items())
     return written + (FOLDER / "shared" / f"{file}.jinja").read_text(encoding="utf-8")

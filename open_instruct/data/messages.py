@@ -9,13 +9,13 @@ from open_instruct.data.files.foreign_json import kind_of
 from open_instruct.data.files.rows import MalformedRow
 
 ROLES = ("system", "user", "assistant")
-# What the roles are called by ShareGPT, of some of the programs that its conversations were had with, and by OpenAI.
+# Other names of the roles: ShareGPT's, those of chat programs in its data, and OpenAI's.
 _OTHER_ROLES = {
     "human": "user",
     "developer": "system",
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }
-# ShareGPT's turns are {"from", "value"}. OpenAI's weight and axolotl's train say whether a reply is learned.
+# ShareGPT writes turns as {"from", "value"}. OpenAI's `weight` and axolotl's `train` say whether a reply is learned.
 READ_KEYS = {"role", "content", "from", "value", "weight", "train"}
 REASONING: Final = "reasoning_content"
 
@@ -25,8 +25,8 @@ class Message(TypedDict):
 
     role: str
     content: str
-    reasoning_content: NotRequired[str]  # what was thought before it, which some templates write
-    is_learned: NotRequired[Literal[False]]  # a reply that shows what came before, and is not to be imitated
+    reasoning_content: NotRequired[str]  # the reasoning before the reply, which some templates write
+    is_learned: NotRequired[Literal[False]]  # a reply that is context only, not to be learned
 
 
 def parse_conversation(
@@ -34,10 +34,10 @@ def parse_conversation(
 ) -> tuple[Message, ...]:
     """The turns under `key`: an optional system turn, then user and assistant in turn, until `last_role`'s.
 
-    Where that is the user, an assistant's turn at the end, which answers, is left out.
+    If `last_role` is the user, an assistant's turn at the end is left out.
 
     Raises:
-        MalformedRow: they are not such turns, or the last is empty.
+        MalformedRow: the turns are of another form, or the last one is empty.
     """
     if key not in row:
         raise MalformedRow("missing_key", f"no key {key!r}; the row has {keys_of(row)}")
@@ -57,12 +57,12 @@ def parse_conversation(
 
 
 def keys_of(row: Mapping[str, Any]) -> str:
-    """The keys of a row, to tell of."""
+    """The keys of a row, for messages."""
     return ", ".join(map(repr, row)) or "no keys"
 
 
 def unread_of_messages(row: Mapping[str, Any], reads_reasoning: bool) -> set[str]:
-    """What messages of a row have that nothing reads, such as `reasoning_content` with many a chat template."""
+    """Keys of a row's messages that nothing reads, such as `reasoning_content` where the chat template ignores it."""
     read = {*READ_KEYS, REASONING} if reads_reasoning else READ_KEYS
     lists = [value for value in row.values() if isinstance(value, list)]
     messages = [item for each in lists for item in each if isinstance(item, Mapping) and role_of(item) in ROLES]
@@ -70,13 +70,13 @@ def unread_of_messages(row: Mapping[str, Any], reads_reasoning: bool) -> set[str
 
 
 def role_of(message: Mapping[str, Any]) -> Any:
-    """Who speaks, under whichever key and name; unchecked."""
+    """The role of a message, under any of its known keys and names; unchecked."""
     speaker = message.get("role", message.get("from"))
     return _OTHER_ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
 
 
 def check_is_learned(reply: Message, where: str) -> None:
-    """:raises MalformedRow: a loss of whole replies is given one that is not to be learned."""
+    """:raises MalformedRow: the reply is marked as not learned, but the loss is of whole replies."""
     if "is_learned" in reply:
         raise MalformedRow("nothing_learned", f"the reply in {where} has weight 0 or train false: leave the row out")
 

@@ -57,7 +57,7 @@ class MixerEntry:
 def parse_mixer_list(
     words: Sequence[str], splits: Sequence[str] = ("train",), *, flag: str = "--mixer_list"
 ) -> tuple[MixerEntry, ...]:
-    """Reads alternating names and amounts, with one split for all or one for each.
+    """The entries of a list of alternating names and amounts, with one split for all or one for each.
 
     An amount with a dot is a fraction (`1.0` is every row, `2.5` every row twice and half of them a third
     time), one without is a count.

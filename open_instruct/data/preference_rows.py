@@ -1,7 +1,7 @@
-"""What a preference row must look like: `{"chosen": [messages], "rejected": [messages]}`, and what is kept of it.
+"""Preference rows, `{"chosen": [messages], "rejected": [messages]}`: their form, and the pieces of a pair.
 
-The two conversations are equal up to the last turn, which is the assistant's and differs. Or they are replies alone, to
-what the row asks beside them.
+The two conversations are equal up to the last turn, which is the assistant's and differs. Or they are two replies
+alone, to a prompt in the same row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PreferencePair:
 
 
 def parse_preference_row(row: Mapping[str, Any]) -> PreferencePair:
-    """Checks one row and takes out what is used.
+    """Check one row and return its pair.
 
     Raises:
         MalformedRow: with the kind and the reason; docs/data.md lists them.

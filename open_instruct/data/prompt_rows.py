@@ -1,10 +1,10 @@
-"""What a prompt row must look like: `{"messages": [...], "ground_truth": ..., "dataset": "verifier"}`.
+"""The form of a prompt row: `{"messages": [...], "ground_truth": ..., "dataset": "verifier"}`.
 
-The last turn is the user's (an answer behind it is left out); row_forms.py has the other forms of what is asked.
-`dataset` names the verifier that judges the answers; a row without is judged by those that `--verifier` names. A list
+The last turn is the user's (an answer behind it is left out); row_forms.py has the other forms of a prompt.
+`dataset` names the verifier that judges the answers; without it the verifiers of `--verifier` do. A list
 of several pairs up with a list of as many ground truths, or shares one ground truth. `weights` (or `weight`) says how
 much each verifier counts, 1 where it is not given.
-A row with something under a key of `OF_ENVIRONMENTS` is refused: without it a reply would be judged by other rules.
+A row with a value under one of `ENVIRONMENT_KEYS` is refused, because its replies need an environment to judge them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from open_instruct.data.row_forms import prompt_of
 from open_instruct.records import Check
 from open_instruct.verifiers.verifier import Verifier
 
-# Where open-instruct's rows say what answers a reply; arrow fills those that say nothing with empty forms of it.
-OF_ENVIRONMENTS = ("env_config", "tools")
+# The keys of the environment in open-instruct's rows; Arrow fills missing ones with empty values.
+ENVIRONMENT_KEYS = ("env_config", "tools")
 
 
 def parse_prompt_row(
@@ -34,15 +34,15 @@ def parse_prompt_row(
     judges: Sequence[str] = (),
     remapped: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[tuple[Message, ...], tuple[Check, ...]]:
-    """Checks one row and takes out its conversation, which waits for a reply, and how the reply is judged.
+    """Check one row and return its conversation, which ends with the user's turn, and how a reply is judged.
 
-    Where `known_verifiers`, by name, is None, any name and any ground truth will do. A row that names no verifier is
-    judged by `judges`; what one names, in small letters, is called otherwise in `remapped`.
+    If `known_verifiers` is None, any name and any ground truth is accepted. `judges` judge a row that names no
+    verifier. `remapped` gives the verifier for a name in lower case.
 
     Raises:
         MalformedRow: with the kind and the reason.
     """
-    for key in OF_ENVIRONMENTS:
+    for key in ENVIRONMENT_KEYS:
         if _says_something(row.get(key)):
             raise MalformedRow(
                 "environment",
@@ -74,7 +74,7 @@ def _checks(
     if truths is None and not given_row.issuperset(verifiers):
         raise MalformedRow("missing_key", f"no 'ground_truth'; the row has {keys_of(row)}")
     if not isinstance(names, list):
-        truths = [truths]  # a list is what this one verifier compares with
+        truths = [truths]  # one verifier: the list itself is its ground truth
     elif not isinstance(truths, list):
         truths = [truths] * len(verifiers)
     if len(truths) != len(verifiers):
@@ -97,7 +97,7 @@ def _checks(
 def _check_ground_truth(check: Check, verifier: Verifier) -> None:
     try:
         verifier.check_ground_truth(check.ground_truth)
-    except Exception as error:  # it may be foreign code, which may raise anything
+    except Exception as error:  # the verifier may be foreign code, which may raise anything
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise MalformedRow("bad_ground_truth", f"'ground_truth' for {check.verifier!r}: {reason}") from error
 
@@ -132,7 +132,7 @@ def _weights(row: Mapping[str, Any], count: int) -> list[float]:
 
 
 def _json_value(value: Any) -> Any:
-    """`value` itself, where JSON can say it: it is kept as JSON, and it travels to other processes."""
+    """`value` itself if JSON can hold it: the cache keeps it as JSON, and other processes receive it."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

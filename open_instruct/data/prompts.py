@@ -1,4 +1,4 @@
-"""Prompts as engines are given them, tokenised once, what judges their answers, and the order they are asked in."""
+"""Prompts as engines receive them, tokenised once, with their verifiers, and the order in which they are asked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.prompt_rows import OF_ENVIRONMENTS, parse_prompt_row
+from open_instruct.data.prompt_rows import ENVIRONMENT_KEYS, parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.saved_place import check_saved_place
@@ -52,7 +52,7 @@ class Prompts:
 
 
 class PromptBuilder(RowBuilder):
-    """The one piece of a prompt: all that comes before a reply."""
+    """Builds prompt rows, whose one piece is all text before the reply."""
 
     unit = "prompt"
     wanted = '{"prompt": "text", "ground_truth": "42", "dataset": "the verifier\'s name"}'
@@ -71,7 +71,7 @@ class PromptBuilder(RowBuilder):
         remapped: Mapping[str, str] = MappingProxyType({}),
         system_prompt: str | None = None,
     ) -> None:
-        # One token more, the first of a reply.
+        # One more token, for the first of a reply.
         super().__init__(chat, max_seq_length=max_prompt_token_length + 1, on_bad_row=on_bad_row)
         self.known_verifiers = known_verifiers
         self.judges = judges
@@ -100,7 +100,7 @@ class PromptBuilder(RowBuilder):
 def load_prompt_dataset(
     *, known_verifiers: Mapping[str, Verifier] | None, flag: str = "--dataset_mixer_list", **arguments: Any
 ) -> tuple[Prompts, DataReport]:
-    """`load_token_dataset` with `max_prompt_token_length`, and what may judge an answer (None: any verifier will do).
+    """`load_token_dataset` with `max_prompt_token_length` and the known verifiers (None: any verifier is accepted).
 
     Raises:
         InputError: see there; a row that names none of `known_verifiers`, or one that refuses its ground truth, is
@@ -108,22 +108,22 @@ def load_prompt_dataset(
     """
     builder_of = partial(PromptBuilder, known_verifiers=known_verifiers)
     names = None if known_verifiers is None else sorted(known_verifiers)
-    facts = {"names_of_verifiers": names, "refused": OF_ENVIRONMENTS}  # so is a cache that has rows with those
+    facts = {"names_of_verifiers": names, "refused": ENVIRONMENT_KEYS}  # so caches with such rows are not read
     dataset, report = load_token_dataset(builder_of, flag=flag, facts=facts, **arguments)
     return Prompts(dataset), report
 
 
 class PromptStream:
-    """Prompts without end; epoch e is a permutation of all of them that depends on the seed and e alone.
+    """An endless stream of prompts; epoch e is a permutation of all prompts that depends on the seed and e alone.
 
-    Every prompt handed out has a ticket, counted from 0; excluded prompts are passed over and take none.
+    Every prompt handed out gets a ticket, counted from 0; excluded prompts are skipped and get none.
     """
 
     def __init__(self, dataset: Prompts, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
         self._epoch = 0
-        self._position = 0  # in the order of the epoch
+        self._position = 0  # in the permutation of the epoch
         self._next_ticket = 0
         self._excluded: set[int] = set()
         self._fingerprint = dataset.fingerprint
@@ -157,7 +157,7 @@ class PromptStream:
         self._excluded.add(row_id)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, as JSON can say it."""
+        """The position of the stream, as JSON."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -168,7 +168,7 @@ class PromptStream:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where another stream over the same prompts stood.
+        """Continue where another stream over the same prompts stood.
 
         Raises:
             InputError: the state is of other prompts, or of another seed.
@@ -198,7 +198,7 @@ class PromptStream:
 
 
 def row_changes(config: GRPOConfig) -> dict[str, Any]:
-    """What flags say of every row, as `PromptBuilder` takes it; nothing where they say nothing.
+    """The arguments of `PromptBuilder` that flags set for every row; empty where no such flag is given.
 
     Raises:
         InputError: the file of the system prompt cannot be read.

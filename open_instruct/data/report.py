@@ -1,4 +1,4 @@
-"""What became of every row, in counts and in words."""
+"""The report on how many rows were kept, cut, left out or malformed, in counts and in words."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from open_instruct.errors import InputError
 from open_instruct.wording import counted
 
 NUM_REASONS_SHOWN = 5
-WARNING = "warning: "  # how a line begins that is one
-# Kinds of rows whose form is right; why they cannot be used says something of each, and is one reason still.
+WARNING = "warning: "  # the beginning of a line that is a warning
+# Kinds of rows whose form is right. Their reasons differ from row to row, so each kind is counted as one reason.
 WELL_FORMED = ("template", "tokenizer")
 
 FILTERED_WORDS = {
@@ -32,41 +32,41 @@ class BadRowLog:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._first: dict[str, BadRow] = {}
-        self._of_reason: Counter[str] = Counter()
+        self._rows_by_reason: Counter[str] = Counter()
         self._found: Mapping[str, Any] | None = None
 
     def add(self, row: BadRow, value: Mapping[str, Any] | None = None) -> None:
-        """`value` is what was read, where it is that which cannot be used."""
+        """Count a bad row; `value` is its parsed content, if it could be parsed."""
         self.counts[row.kind] += 1
         is_well_formed = row.kind in WELL_FORMED
         reason = row.kind if is_well_formed else row.reason
         if reason in self._first or len(self._first) < NUM_REASONS_SHOWN:
             self._first.setdefault(reason, row)
-            self._of_reason[reason] += 1
+            self._rows_by_reason[reason] += 1
         if self._found is None and not is_well_formed:
             self._found = value
 
     def lines(self) -> list[str]:
-        """A line a reason."""
-        more = {reason: self._of_reason[reason] - 1 for reason in self._first}
+        """One line for each reason."""
+        more = {reason: self._rows_by_reason[reason] - 1 for reason in self._first}
         return [
             f"{row}" + (f" (and so {counted(more[reason], 'row')} more)" if more[reason] else "")
             for reason, row in self._first.items()
         ]
 
     def error(self, num_rows: int, *, wanted: str, columns: Sequence[str], page: str) -> InputError:
-        """All of it as one error for the user.
+        """One error for the user, with all reasons.
 
         Args:
             num_rows: how many rows there are, bad or not.
-            wanted: a row as it should be, of which `page` has more.
-            columns: the keys that such a row has, to be looked for under other names.
+            wanted: an example of a good row; `page` of the docs has more.
+            columns: the keys of a good row, to be guessed among those of the bad row.
         """
-        total, told = self.counts.total(), self._of_reason.total()
+        total, num_shown = self.counts.total(), self._rows_by_reason.total()
         lines = [f"{counted(total, 'row')} of {num_rows:,} cannot be used ({_counts(self.counts.items())}):"]
         lines += [f"  {line}" for line in self.lines()]
-        if total > told:
-            lines.append(f"  ... and {total - told:,} more")
+        if total > num_shown:
+            lines.append(f"  ... and {total - num_shown:,} more")
         if self._found is not None and wanted:
             lines += [f"found   {shortened(self._found)}", f"wanted  {wanted}"]
             guess = guessed_columns(self._found, columns)
@@ -81,7 +81,7 @@ class BadRowLog:
 class DataReport:
     """Counts over distinct rows, but for `num_pairs` and `num_tokens`, which count repeated rows again.
 
-    `unit` says what became of a row that was kept; `num_pairs` counts whatever that is.
+    `unit` names what a kept row becomes, such as "pair"; `num_pairs` counts these units.
     `num_rows` is always `num_bad + num_kept` and the sum of `filtered`. `sources` has, for each data set of the
     mixture, its name, the rows it has, and the rows taken (with repeats).
 
@@ -110,7 +110,7 @@ class DataReport:
         return sum(self.bad.values())
 
     def lines(self) -> list[str]:
-        """The report for a person, one thing a line."""
+        """The report in lines of text."""
         lines = [f"{name}: {taken:,} taken of {counted(rows, 'row')}" for name, rows, taken in self.sources]
         text, num_texts = ("conversation", 2 * self.num_pairs) if self.unit == "pair" else (self.unit, self.num_pairs)
         mean = self.num_tokens / num_texts if num_texts else 0

@@ -1,4 +1,4 @@
-"""From raw rows to flat arrays of tokens, whatever a row holds: check, render, tokenise, cut, count.
+"""From raw rows of any form to flat arrays of tokens: check, render, tokenise, cut, count.
 
 Legend for array names: N rows of the data set, T tokens.
 """
@@ -25,15 +25,15 @@ from open_instruct.errors import InputError
 from open_instruct.wording import counted
 
 _ROWS_AT_ONCE = 512
-_MOST_KEYS = 8  # to name
-MOST_CUT = 0.1  # of the rows; beyond, the limit is not one for the few longest
+_MOST_KEYS = 8  # named in a warning
+MOST_CUT = 0.1  # of the rows; above this share a warning says that the length limit is too low
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedRow:
-    """A row as the pieces of text that are tokenised apart; see `RowBuilder` for which of them are learned.
+    """A row as pieces of text that are tokenised apart; `RowBuilder` says which of them are learned.
 
-    `details` is what is kept beside the tokens; `values` are numbers that the loss of the row is given.
+    `details` are bytes that are kept beside the tokens; `values` are numbers for the loss of the row.
 
     Example: `RenderedRow(texts=("User: Hi\nAssistant:", "Hello<eos>"))`.
     """
@@ -44,20 +44,19 @@ class RenderedRow:
 
 
 class RowBuilder(ABC):
-    """Gathers the distinct rows of all sources, then repeats them as the mixture says.
+    """Collects the distinct rows of all sources, then repeats them by the amounts of the mixture.
 
-    A subclass says how a row is rendered, and what of its tokens is kept. Of a row with one document, pieces that are
-    given and pieces that are learned take turns; of one with several, the first piece is the prompt of them all, and
-    each further piece one reply to it.
+    A subclass renders a row and cuts its tokens. In a row with one document, context and learned pieces alternate. In a
+    row with several documents the first piece is their common prompt, and each further piece is one reply to it.
     """
 
-    unit: ClassVar[str]  # what a row is when it is kept
-    # For the people whose rows are refused: a row of this form, and where others stand.
+    unit: ClassVar[str]  # the name of a kept row in reports, such as "pair"
+    # For the message that refuses rows: an example of this form, and the page of the docs with others.
     wanted: str = ""
-    columns: ClassVar[tuple[str, ...]] = ()  # under which keys its parts are, where they can be guessed
+    columns: ClassVar[tuple[str, ...]] = ()  # the keys of a row, where they can be guessed among other names
     page: str = "docs/data.md"
     documents_per_row: ClassVar[int] = 1
-    titles: ClassVar[tuple[str, ...]] = ("",)  # of the documents of a row, where they are shown
+    titles: ClassVar[tuple[str, ...]] = ("",)  # of the documents of a row, for the preview
     reads_ends: ClassVar[bool] = False  # see `Document`
     too_long: ClassVar[str] = "prompt_too_long"
 
@@ -70,12 +69,12 @@ class RowBuilder(ABC):
         self.max_seq_length = max_seq_length
         self.on_bad_row = on_bad_row
         self.token_ids = array("i")
-        self.edges: list[list[int]] = []  # of each row kept: where its pieces start in token_ids, and the last stops
+        self.edges: list[list[int]] = []  # for each kept row: starts of its pieces in token_ids, stop of the last
         self.details = bytearray()
-        self.details_edges = [0]  # where the details of each row kept start, and the last stop
+        self.details_edges = [0]  # starts of the details of each kept row, stop of the last
         self.keys = bytearray()
         self.bad = BadRowLog()
-        self.unread: Counter[str] = Counter()  # rows that have something under a key that nothing reads
+        self.unread: Counter[str] = Counter()  # by key that nothing reads: the number of rows with a value there
         self.filtered: Counter[str] = Counter()
         self.num_truncated = 0
         self.num_without_end = 0
@@ -91,18 +90,18 @@ class RowBuilder(ABC):
 
     @abstractmethod
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
-        """The token ids of a row's pieces that are kept; None, noted in `filtered`, where nothing is left to learn."""
+        """The token ids to keep of a row's pieces; None, counted in `filtered`, if nothing is left to learn."""
 
     @classmethod
     def rows_in(cls, source: RowSource) -> RowSource:
-        """The source as this form reads it."""
+        """The rows of a source in this builder's form."""
         return source
 
     @staticmethod
     def check(row: Mapping[str, Any]) -> object:
-        """Read a row as far as that needs no tokenizer; what it becomes does not matter.
+        """Check the parts of a row that need no tokenizer; the result is not used.
 
-        It is asked of a class that has its own alone: one that inherits it may render other rows.
+        Called only for a class that defines it itself, since a subclass may render other rows.
 
         Raises:
             MalformedRow: with the kind and the reason.
@@ -110,7 +109,7 @@ class RowBuilder(ABC):
         return row
 
     def end_source(self, name: str, first: int) -> None:
-        """Called once all rows of a source are in: those kept of it are the `first` and what follows, one at least."""
+        """Called after the last row of a source of which rows were kept: those from the number `first` on."""
         return
 
     def limit(self) -> str:
@@ -121,8 +120,8 @@ class RowBuilder(ABC):
         """What to change when nothing is left."""
         return f"raise --max_seq_length: the shortest prompt alone has {counted(self.shortest_prompt or 0, 'token')}"
 
-    def told_of_cuts(self) -> str | None:
-        """What people should not miss of the rows that were cut."""
+    def cut_warning(self) -> str | None:
+        """A warning about rows that were cut; None if there is nothing to warn of."""
         num_kept = len(self.edges)
         if self.num_truncated <= MOST_CUT * num_kept:
             return None
@@ -139,7 +138,7 @@ class RowBuilder(ABC):
         seed: int,
         on_progress: Callable[[int, int], None] | None,
     ) -> tuple[dict[str, np.ndarray], DataReport]:
-        """All sources in turn, into the arrays that the data set is made of.
+        """Read all sources and return the arrays of the data set.
 
         Raises:
             InputError: a row is malformed and `on_bad_row` is "error", or nothing is left.
@@ -181,8 +180,8 @@ class RowBuilder(ABC):
             keys = ", ".join(f"{key!r}" for key, _ in self.unread.most_common(_MOST_KEYS))
             more = f" and {len(self.unread) - _MOST_KEYS} more" if len(self.unread) > _MOST_KEYS else ""
             warnings.append(f"{keys}{more} of {counted(max(self.unread.values()), 'row')}: nothing reads what is there")
-        if told := self.told_of_cuts():
-            warnings.append(told)
+        if warning := self.cut_warning():
+            warnings.append(warning)
         return arrays, DataReport(
             sources=tuple(
                 (source.name, len(source), len(indices)) for source, indices in zip(sources, selected, strict=True)
@@ -201,11 +200,11 @@ class RowBuilder(ABC):
 
     @property
     def _only_counts(self) -> bool:
-        """After a bad row the rest is read only to say how many there are."""
+        """Whether a bad row has made the build fail, so that further rows are read only to be counted."""
         return bool(self.bad.counts) and self.on_bad_row == "error"
 
     def _add(self, rows: Sequence[tuple[int, RawRow | BadRow]]) -> Iterator[tuple[int, int]]:
-        """Takes rows in; yields (index of the row, its index among those kept) of those that stay."""
+        """Add rows; yield (index of the row, its index among the kept rows) for each row that is kept."""
         rendered: list[tuple[int, RawRow, RenderedRow]] = []
         for index, row in rows:
             if isinstance(row, BadRow):
@@ -240,11 +239,11 @@ class RowBuilder(ABC):
 
     @property
     def _pieces_a_reply(self) -> int:
-        """With the prompt before each."""
+        """The step between learned pieces: 1 behind a common prompt, 2 where context and replies alternate."""
         return 1 if self.documents_per_row > 1 else 2
 
     def _arrays(self, order_N: np.ndarray) -> dict[str, np.ndarray]:
-        """What `TokenDataset` is made of, for rows `order_N` of those kept."""
+        """The arrays of a `TokenDataset` of the kept rows in the order `order_N`."""
         stops = np.array(list(accumulate(map(len, self.edges), initial=0)), dtype=np.int64)
         details = np.array(self.details_edges, dtype=np.int64)
         first = 1 if self.documents_per_row > 1 else 0
@@ -270,7 +269,7 @@ class RowBuilder(ABC):
         self.bad.add(error.at(row.file, row.line), row.value)
 
     def refusal(self, num_rows: int) -> InputError:
-        """What is said of the bad rows among `num_rows`."""
+        """The error about the bad rows among `num_rows`."""
         return self.bad.error(num_rows, wanted=self.wanted, columns=self.columns, page=self.page)
 
     def _keep(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The forms in which people write what was asked and what was said, as turns of a conversation."""
+"""The forms in which published rows write prompts and replies, turned into conversations."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from open_instruct.data.files.foreign_json import kind_of
 from open_instruct.data.files.rows import MalformedRow, reach, says
 from open_instruct.data.messages import Message, keys_of, parse_conversation, role_of
 
-# Under which keys rows have turns; the second and the third are ShareGPT's.
+# The keys of conversations; the second and the third are ShareGPT's.
 _TURNS = ("messages", "conversations", "conversation")
-# What is asked (TRL's, Alpaca's, OpenOrca's), what is said to it, and who the model is to be.
+# The keys of a prompt (TRL's, Alpaca's, OpenOrca's), of a reply, and of a system prompt.
 _ASKED = ("prompt", "instruction", "question")
 _SAID = ("completion", "response", "output")
 _SYSTEM = ("system", "system_prompt")
-_FEWEST_WORDS = 3  # of a prompt that replies repeat; they may begin with a shorter one by chance
+_FEWEST_WORDS = 3  # of a prompt that replies repeat: they may begin with fewer words by chance
 # One text for a conversation, as Anthropic's hh-rlhf has it.
 _TRANSCRIPT = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
-# What else people call a column, by what rows call it here; a dot reaches into an object.
+# Other names of a column, by its name here; a dot reaches into an object.
 _OTHER_NAMES = {
     "prompt": ("question", "query", "problem", "input", "user", "text"),
     "completion": ("answer", "reply", "target", "assistant", "solution", "chosen"),
@@ -31,16 +31,16 @@ _OTHER_NAMES = {
 
 
 def conversation_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The conversation of a row in whatever form; the last turn is the assistant's.
+    """The conversation of a row of any form; the last turn is the assistant's.
 
     Raises:
         MalformedRow: the row has none, or see `parse_conversation`.
     """
     if not _key(row, _TURNS):
-        asked, said = _key(row, _ASKED), _key(row, _SAID)
-        if asked and said:
-            both = f"{asked} + {said}"
-            return parse_conversation({both: _asked_and_said(row, said, row[said])}, both)
+        asked, replied = _key(row, _ASKED), _key(row, _SAID)
+        if asked and replied:
+            both = f"{asked} + {replied}"
+            return parse_conversation({both: _prompt_and_reply(row, replied, row[replied])}, both)
         if "messages" not in row:
             raise MalformedRow(
                 "missing_key",
@@ -52,26 +52,26 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def prompt_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    """What a row asks, in whatever form; an answer that it has as its last turn is left out.
+    """The prompt of a row of any form; an answer as its last turn is left out.
 
     Raises:
-        MalformedRow: the row asks nothing, or see `parse_conversation`.
+        MalformedRow: the row has no prompt, or see `parse_conversation`.
     """
     key, turns = _turns_asked(row)
     return parse_conversation({key: turns}, key, last_role="user")
 
 
 def replies_to_one(row: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[Message, ...]]:
-    """A conversation for each of `keys`: the turns there, or the reply there behind what the row asks.
+    """A conversation for each of `keys`: the turns under the key, or the row's prompt with the reply under the key.
 
     Raises:
-        MalformedRow: there is a reply alone and nothing that asks for it; whole conversations do not begin with the
-            prompt beside them; or see `parse_conversation`.
+        MalformedRow: a reply has no prompt; a conversation does not begin with the row's `prompt`; or see
+            `parse_conversation`.
     """
     values = {key: row[key] for key in keys if key in row}
     prompt = row["prompt"] if says(row, "prompt") else None
     if isinstance(prompt, str) and len(prompt.split()) >= _FEWEST_WORDS and not _is_transcript(prompt):
-        # Some write the prompt once more in front of all that was said to it.
+        # Some rows repeat the prompt at the beginning of every reply.
         is_repeated = all(isinstance(text, str) and text.startswith(prompt) for text in values.values())
         values = {key: text.removeprefix(prompt).lstrip() for key, text in values.items()} if is_repeated else values
     turns = {key: _with_reply(row, key, value) for key, value in values.items()}
@@ -79,7 +79,7 @@ def replies_to_one(row: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[Me
 
 
 def guessed_columns(row: Mapping[str, Any], wanted: Sequence[str]) -> str:
-    """The words of `--columns` under which a row that lacks some of `wanted` has them; none where one is not there."""
+    """The words of `--columns` that would map other columns of a row to `wanted`; "" if one has no likely column."""
     words = []
     for ours in wanted:
         if says(row, ours) or (ours == "prompt" and _key(row, (*_TURNS, *_ASKED))):
@@ -92,13 +92,13 @@ def guessed_columns(row: Mapping[str, Any], wanted: Sequence[str]) -> str:
 
 
 def _with_reply(row: Mapping[str, Any], key: str, value: Any) -> Any:
-    """The turns of `value`, unchecked; of a reply alone, what the row asks with the reply behind it."""
+    """The turns of `value`, unchecked; a reply alone is put behind the row's prompt."""
     asked = _key(row, (*_TURNS, *_ASKED))
     if isinstance(value, str) and _is_transcript(value) and (not asked or _is_transcript(row[asked])):
         return _with_system(row, _turns_of_transcript(value))
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(value, str) or (isinstance(first, Mapping) and role_of(first) == "assistant"):
-        return _asked_and_said(row, key, value, f"{key!r} is a reply alone: ")
+        return _prompt_and_reply(row, key, value, f"{key!r} is a reply alone: ")
     if not isinstance(value, list):
         return value
     if asked == "prompt":
@@ -120,20 +120,20 @@ def _texts_of_users(turns: list[Any]) -> list[str]:
     return [text for turn in users if isinstance(text := turn.get("content", turn.get("value")), str)]
 
 
-def _asked_and_said(row: Mapping[str, Any], key: str, said: Any, before: str = "") -> list[Any]:
-    """What a row asks, and a reply as text, as a message or as a list of one, as turns."""
+def _prompt_and_reply(row: Mapping[str, Any], key: str, reply: Any, before: str = "") -> list[Any]:
+    """The row's prompt and a reply as turns; the reply is a text, a message or a list of one message."""
     asked, turns = _turns_asked(row, before)
-    if isinstance(said, list):
-        if len(said) != 1:
-            raise MalformedRow("not_messages", f"{key!r} must be one message, the reply, not {len(said)}")
-        return [*turns, *said]
-    if isinstance(said, str) and _is_transcript(row[asked]):
-        said = said.strip()  # the space behind "Assistant:"
-    return [*turns, said if isinstance(said, Mapping) else {"role": "assistant", "content": said}]
+    if isinstance(reply, list):
+        if len(reply) != 1:
+            raise MalformedRow("not_messages", f"{key!r} must be one message, the reply, not {len(reply)}")
+        return [*turns, *reply]
+    if isinstance(reply, str) and _is_transcript(row[asked]):
+        reply = reply.strip()  # the space behind "Assistant:"
+    return [*turns, reply if isinstance(reply, Mapping) else {"role": "assistant", "content": reply}]
 
 
 def _turns_asked(row: Mapping[str, Any], before: str = "") -> tuple[str, list[Any]]:
-    """Under which key a row asks, and the turns there, unchecked."""
+    """The key of a row's prompt, and the turns there, unchecked."""
     key = _key(row, (*_TURNS, *_ASKED)) or ("messages" if "messages" in row else None)
     if key is None:
         raise MalformedRow(
@@ -150,7 +150,7 @@ def _turns_asked(row: Mapping[str, Any], before: str = "") -> tuple[str, list[An
 
 
 def _with_system(row: Mapping[str, Any], turns: list[Any]) -> list[Any]:
-    """The turns behind the system prompt that stands beside them, unless they have one."""
+    """The turns with the row's separate system prompt in front, unless they have one."""
     key = _key(row, _SYSTEM)
     first = turns[0] if turns else None
     if key is None or (isinstance(first, Mapping) and role_of(first) == "system"):
@@ -165,14 +165,14 @@ def _is_transcript(text: Any) -> bool:
 
 def _turns_of_transcript(text: str) -> list[Any]:
     _, *parts = _TRANSCRIPT.split(text.strip())
-    pairs = [(speaker, said.strip()) for speaker, said in zip(parts[::2], parts[1::2], strict=True)]
-    if pairs[-1] == ("Assistant", ""):  # a prompt ends with who is to speak
+    pairs = [(speaker, words.strip()) for speaker, words in zip(parts[::2], parts[1::2], strict=True)]
+    if pairs[-1] == ("Assistant", ""):  # a prompt ends with the name of the next speaker
         pairs.pop()
-    return [{"role": "user" if speaker == "Human" else "assistant", "content": said} for speaker, said in pairs]
+    return [{"role": "user" if speaker == "Human" else "assistant", "content": words} for speaker, words in pairs]
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[Any]:
-    """An instruction with what it is about, and what was said before."""
+    """The turns of an Alpaca row: the instruction with its `input`, behind the turns of `history`."""
     earlier, more = row.get("history") or [], row.get("input")
     if not isinstance(earlier, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in earlier):
         raise MalformedRow("not_messages", "'history' must be a list of pairs, what was asked and what was said")
@@ -184,5 +184,5 @@ def _alpaca(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _key(row: Mapping[str, Any], keys: Sequence[str]) -> str | None:
-    """The first of `keys` under which a row says something."""
+    """The first of `keys` under which a row has a value."""
     return next((key for key in keys if says(row, key)), None)

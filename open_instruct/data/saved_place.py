@@ -1,4 +1,4 @@
-"""When a place in the data that a checkpoint holds is the same place in this run."""
+"""The check that a checkpoint's position in the data means the same rows in this run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from open_instruct.errors import InputError
 
 
 def check_saved_place(state_dict: Mapping[str, Any], *facts: tuple[str, Any, str]) -> None:
-    """Refuse a place that means another one here.
+    """Refuse a saved position that would mean other rows in this run.
 
     Args:
-        state_dict: of the checkpoint.
-        facts: that the place depends on, each as its key in `state_dict`, its value in this run, and the remedy where
-            the two are not equal.
+        state_dict: the saved position, from the checkpoint.
+        facts: what the position depends on: each a key of `state_dict`, the value in this run, and the remedy if the
+            two differ.
 
     Raises:
-        InputError: one of them is another; names the first.
+        InputError: a fact differs; the message names the first.
     """
     for key, ours, remedy in facts:
         if state_dict[key] != ours:

@@ -1,4 +1,4 @@
-"""What a row of supervised tuning must look like, `{"messages": [...]}`, and what is kept of it: all of its replies."""
+"""Rows of supervised fine-tuning, `{"messages": [...]}`: every reply of the conversation is learned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from open_instruct.data.row_forms import conversation_of
 
 
 def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    """Checks one row and takes out its conversation, which ends with an assistant's turn; other keys are left alone.
+    """Check one row and return its conversation, which ends with an assistant's turn; other keys are not read.
 
     Raises:
         MalformedRow: with the kind and the reason; docs/data.md lists them.
@@ -27,7 +27,7 @@ def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 class SFTBuilder(RowBuilder):
-    """The pieces of a conversation: what is given and what is learned, in turn."""
+    """Builds conversations, whose pieces are context and learned replies in turn."""
 
     unit = "conversation"
     columns = ("prompt", "completion")
@@ -49,7 +49,7 @@ class SFTBuilder(RowBuilder):
         return RenderedRow(texts=tuple(texts))
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
-        """The conversation is cut on the right, and ends with the last token that is learned."""
+        """Cut a conversation on the right, so that it ends with the last learned token that fits."""
         kept: list[list[int]] = []
         room = self.max_seq_length
         for prompt, reply in zip(pieces[::2], pieces[1::2], strict=True):

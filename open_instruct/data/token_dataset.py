@@ -37,18 +37,18 @@ CACHE_VERSION = 7
 class TokenDataset:
     """Tokenised rows in mixture order, as arrays that can be mapped from a file. Repeated rows share their tokens.
 
-    A row is a run of pieces. Of a row with one document, pieces that are given and pieces that are learned take
-    turns; of one with several (D), the first piece is the prompt of them all, and each further piece one reply to it.
+    A row is a run of pieces. In a row with one document, context and learned pieces alternate. In a row with several
+    documents (D) the first piece is their common prompt, and each further piece is one reply to it.
 
     Attributes:
         token_ids_T: int32; the pieces of every distinct row.
         edges_E: int64; for each distinct row, where its pieces start in `token_ids_T`, and where the last one stops.
-        details_C: uint8; what is kept beside the tokens of each distinct row.
+        details_C: uint8; the details of each distinct row, kept beside its tokens.
         bounds_N4: int64; where row n's edges start and stop in `edges_E`, and its details in `details_C`.
         num_tokens: int64 (N,); tokens that the documents of each row have.
-        num_label_tokens: int64 (N,); of these, those that are learned.
+        num_label_tokens: int64 (N,); the learned ones among them.
         prompt_lengths: int64 (N,); tokens of each row's first piece.
-        keys_N32: uint8; sha256 of each row: its token ids, where its pieces start and stop, what is kept beside them.
+        keys_N32: uint8; sha256 of each row: its token ids, the edges of its pieces, its details.
     """
 
     token_ids_T: np.ndarray
@@ -90,7 +90,7 @@ class TokenDataset:
         )
 
     def label_lengths(self) -> np.ndarray:
-        """Tokens that are learned of each document: int64 (N, D). Not where only their ends are read."""
+        """The number of learned tokens of each document: int64 (N, D). Not for rows of which only the ends are read."""
         assert not self.reads_ends
         if self.documents_per_row == 1:
             return self.num_label_tokens[:, None]
@@ -100,15 +100,15 @@ class TokenDataset:
 
     @property
     def has_values(self) -> bool:
-        """Whether the form of the rows brings numbers."""
+        """Whether rows come with numbers for the loss."""
         return len(self.details_C) > 0
 
     def values(self, index: int) -> np.ndarray:
-        """The numbers that the loss of row `index` is given: float32, none for many a form of row."""
+        """The numbers of row `index` for the loss, float32; most forms of rows have none."""
         return np.frombuffer(self.details(index), dtype=np.float32)
 
     def details(self, index: int) -> bytes:
-        """What is kept beside the tokens of row `index`."""
+        """The bytes kept beside the tokens of row `index`."""
         start, stop = self.bounds_N4[index, 2:].tolist()
         return self.details_C[start:stop].tobytes()
 
@@ -139,12 +139,12 @@ def load_token_dataset(
     on_progress: Callable[[int, int], None] | None = None,
     **own: Any,
 ) -> tuple[TokenDataset, DataReport]:
-    """The tokenised mixture, from the cache where the same has been asked for before.
+    """The tokenised mixture, from the cache where the same mixture was built before.
 
-    `columns` are words such as `messages=conversations`: what a row should have, and the column it has it in.
-    `builder_of` is the class of rows; `own` are the arguments of this kind of builder, such as `max_seq_length`, as
-    JSON can write them; `facts` are what the arrays depend on beside all that, as JSON too. Nothing here speaks of
-    ranks: let one rank call it first, then, past a barrier, the others; they find the file. `on_progress(done,
+    `columns` are words such as `messages=conversations`: the key of a row, and the column that has it.
+    `builder_of` is the class that builds the rows; `own` are its arguments, such as `max_seq_length`, as JSON;
+    `facts` are other values that the arrays depend on, as JSON. Ranks are not coordinated here: one rank calls
+    it first, then, past a barrier, the others, which find the file. `on_progress(done,
     total)` counts distinct rows while they are tokenised.
 
     Raises:

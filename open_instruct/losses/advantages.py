@@ -1,6 +1,6 @@
-"""From the verdicts on the groups of a step to the advantage of each of their completions. Plain numbers, no tensors.
+"""The advantage of each completion of a step, from the rewards of its groups; plain numbers, no tensors.
 
-With r a reward, of a group of G:
+With r a reward in a group of G:
 
     standard      (r - mean) / (std + 1e-8), with the population's standard deviation
                                                                      DeepSeekMath, arXiv 2402.03300, section 4.1.2
@@ -39,25 +39,25 @@ AdvantageFunction = Callable[[Sequence[RolloutGroup]], Sequence[Sequence[float]]
 def advantages_of(
     groups: Sequence[RolloutGroup], name: str, *, pass_k: int = 1, own: AdvantageFunction | None = None
 ) -> Advantages:
-    """How much better each completion did than its group, by the way called `name`, or by `own`.
+    """The advantage of each completion by the formula `name`, or by the user's function `own`.
 
-    Except where the step is looked at as a whole, a group whose rewards are all the same has advantages of exactly 0.
+    A group with equal rewards has advantages of exactly 0, except under formulas that normalise over the whole step.
 
     Raises:
         InputError: `own` does not give a finite number for every completion.
     """
     if own is None:
         return _pass_at_k(groups, k=pass_k) if name == "pass_at_k" else ADVANTAGE_FUNCTIONS[name](groups)
-    given = [tuple(map(float, of_group)) for of_group in own(groups)]
-    if [len(of_group) for of_group in given] != [len(group.completions) for group in groups]:
+    given = [tuple(map(float, values)) for values in own(groups)]
+    if [len(values) for values in given] != [len(group.completions) for group in groups]:
         raise InputError(f"--advantages {name}: gives other numbers than one for every completion of every group")
-    if not all(math.isfinite(value) for of_group in given for value in of_group):
+    if not all(math.isfinite(value) for values in given for value in values):
         raise InputError(f"--advantages {name}: gives a number that is not finite")
     return given
 
 
 def group_advantages(rewards: Sequence[float], normalization: Literal["standard", "centered"]) -> tuple[float, ...]:
-    """Those of one group; an empty group has none.
+    """The advantages of one group; an empty group has none.
 
     Example: `group_advantages([1.0, 0.0, 0.0, 1.0], "centered") == (0.5, -0.5, -0.5, 0.5)`.
     """
@@ -72,7 +72,7 @@ def group_advantages(rewards: Sequence[float], normalization: Literal["standard"
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the rewards differ, so that there is something to prefer."""
+    """Whether the rewards differ."""
     return bool(rewards) and max(rewards) - min(rewards) > SAME_REWARD
 
 
@@ -86,19 +86,19 @@ def _centered(groups: Sequence[RolloutGroup]) -> Advantages:
 
 def _batch(groups: Sequence[RolloutGroup]) -> Advantages:
     _, std = _mean_and_std([reward for group in groups for reward in group.rewards])
-    return [tuple(value / (std + EPSILON) for value in of_group) for of_group in _centered(groups)]
+    return [tuple(value / (std + EPSILON) for value in values) for values in _centered(groups)]
 
 
 def _rloo(groups: Sequence[RolloutGroup]) -> Advantages:
-    # The mean of the others is further away than the mean of all.
+    # r - mean of the others = (r - mean of all) * G / (G - 1).
     return [tuple(value * len(each) / max(len(each) - 1, 1) for value in each) for each in _centered(groups)]
 
 
 def _maxrl(groups: Sequence[RolloutGroup]) -> Advantages:
     means = [_mean_and_std(group.rewards)[0] for group in groups]
     return [
-        tuple(value / mean if mean > 0 else 0.0 for value in of_group)
-        for of_group, mean in zip(_centered(groups), means, strict=True)
+        tuple(value / mean if mean > 0 else 0.0 for value in values)
+        for values, mean in zip(_centered(groups), means, strict=True)
     ]
 
 
@@ -128,7 +128,7 @@ def _pass_at_k(groups: Sequence[RolloutGroup], *, k: int) -> Advantages:
         num_wrong = size - sum(is_right)
         mean = 1 - math.comb(num_wrong, k) / max(math.comb(size, k), 1)
         std = math.sqrt(mean * (1 - mean))
-        # Of the other members of its k, a wrong completion needs one that is right.
+        # The chance that the other k - 1 members of a wrong completion's sample are all wrong.
         none_right = math.comb(num_wrong - 1, k - 1) / max(math.comb(size - 1, k - 1), 1) if num_wrong else 0.0
         good, bad = (1 - mean, 1 - mean - none_right) if std else (0.0, 0.0)
         advantages.append(tuple((good if right else bad) / (std or 1.0) for right in is_right))
@@ -136,20 +136,20 @@ def _pass_at_k(groups: Sequence[RolloutGroup], *, k: int) -> Advantages:
 
 
 def _over_the_step(advantages: Advantages) -> Advantages:
-    """Mean 0 and standard deviation 1 over all completions; what does not differ is 0."""
-    values = [value for of_group in advantages for value in of_group]
+    """The advantages with mean 0 and standard deviation 1 over all completions; all 0 if they are equal."""
+    values = [value for group in advantages for value in group]
     mean, std = _mean_and_std(values)
     normalised = iter((value - mean) / (std + EPSILON) if has_signal(values) else 0.0 for value in values)
-    return [tuple(islice(normalised, len(of_group))) for of_group in advantages]
+    return [tuple(islice(normalised, len(group))) for group in advantages]
 
 
 def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:
-    """Of the population; 0 of nothing."""
+    """Mean and population standard deviation; 0 and 0 of no values."""
     mean = math.fsum(values) / max(len(values), 1)
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(len(values), 1))
 
 
-# Of `ADVANTAGES`; pass_at_k needs its k.
+# The functions of `ADVANTAGES`; pass_at_k stands apart, because it needs its k.
 ADVANTAGE_FUNCTIONS: dict[str, Callable[[Sequence[RolloutGroup]], Advantages]] = {
     "standard": _standard,
     "centered": _centered,

@@ -4,10 +4,10 @@ With p the teacher's distribution and q the student's, and beta between 0 and 1 
 beta 0 is the forward KL(p || q), beta 1 the reverse KL(q || p), and between them the generalised Jensen-Shannon
 divergence `beta KL(p || m) + (1 - beta) KL(q || m)` of the mixture `m = beta p + (1 - beta) q`.
 
-Where the teacher rules tokens out (a logit of -inf), the reverse KL of any q is infinite: there it is that of q without
-these tokens, which have no gradient. The other divergences are finite, and pull q away from them.
+Where the teacher rules tokens out (a logit of -inf), the reverse KL of any q is infinite. It is computed for q
+renormalised without these tokens, which get no gradient. The other divergences are finite, and lower q there.
 
-Legend: N labelled tokens, V vocabulary, k tokens kept of a teacher's distribution, O outcomes (V, or k and the rest).
+Legend: N labelled tokens, V vocabulary, k kept tokens of a teacher's distribution, O outcomes (V, or k and the rest).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-LEAST_KEPT = 1e-6  # of a student's distribution, by what float32 can tell
+LEAST_KEPT = 1e-6  # probability left of a student's distribution; float32 resolves no less
 
 
 def divergence(
@@ -24,15 +24,15 @@ def divergence(
 ) -> torch.Tensor:
     """Divergence (nats) of every position, shape (N,); both logits are divided by `temperature`.
 
-    Exactly 0, with a gradient of exactly 0, where the two are the same bits.
+    It is exactly 0, with a gradient of exactly 0, where both logits are equal bit for bit.
     """
     teacher_NV = (teacher_logits_NV / temperature).log_softmax(dim=-1)
     return _divergence((logits_NV / temperature).log_softmax(dim=-1), teacher_NV, beta)
 
 
 def keep_top_k(logits_NV: torch.Tensor, k: int, temperature: float = 1.0) -> torch.Tensor:
-    """What is kept of distributions: float32 (N, 2k + 1), the ids of the k most likely tokens, then the log-probs of
-    those and of all others together. Float32 holds every whole number up to 16.7 million, so ids too.
+    """Distributions cut to their k most likely tokens: float32 (N, 2k + 1), their ids, then their log-probs and that
+    of all others together. Float32 holds every whole number up to 16.7 million, so it holds ids exactly.
     """
     ids_Nk = logits_NV.topk(k, dim=-1).indices
     return torch.cat([ids_Nk.float(), _outcomes(logits_NV, ids_Nk, temperature).float()], dim=-1)
@@ -41,9 +41,9 @@ def keep_top_k(logits_NV: torch.Tensor, k: int, temperature: float = 1.0) -> tor
 def top_k_divergence(
     logits_NV: torch.Tensor, kept_NC: torch.Tensor, *, beta: float, temperature: float = 1.0
 ) -> torch.Tensor:
-    """`divergence` over the tokens that `keep_top_k` kept of the teacher under `temperature`, and all others as one.
+    """`divergence` over the teacher's tokens kept by `keep_top_k`, with all other tokens as one outcome.
 
-    It is never more than that over the whole vocabulary.
+    It is never more than the divergence over the whole vocabulary.
     """
     k = kept_NC.shape[-1] // 2
     ids_Nk, teacher_NO = kept_NC[:, :k].long(), kept_NC[:, k:].to(logits_NV.dtype)
@@ -63,9 +63,9 @@ def _divergence(logprobs_NO: torch.Tensor, teacher_NO: torch.Tensor, beta: float
 
 
 class _Divergence(torch.autograd.Function):
-    """Keeps one tensor for the backward pass, where autograd would keep one an operation.
+    """The divergence with one tensor kept for the backward pass, where autograd would keep one for each operation.
 
-    The gradient is written so that it adds up to 0 over the outcomes: normalised log-probs have no other.
+    The gradient adds up to 0 over the outcomes, as that of normalised log-probs must.
     """
 
     @staticmethod
@@ -76,7 +76,7 @@ class _Divergence(torch.autograd.Function):
             slope_NO = q_NO - p_NO
         elif beta == 1.0:
             is_out_NO = teacher_NO.isneginf()
-            # Exactly 1 where none is out.
+            # Exactly 1 where no token is ruled out.
             kept_N1 = (1.0 - torch.where(is_out_NO, q_NO, 0.0).sum(dim=-1, keepdim=True)).clamp(min=LEAST_KEPT)
             q_NO = q_NO.masked_fill_(is_out_NO, 0.0).div_(kept_N1)
             ratio_NO = logprobs_NO - teacher_NO - kept_N1.log()
@@ -107,7 +107,7 @@ def _log_mixed(ratio_NO: torch.Tensor, weight: float) -> torch.Tensor:
 
 
 def _weighed(probs_NO: torch.Tensor, values_NO: torch.Tensor) -> torch.Tensor:
-    """Their product; what cannot happen counts nothing, also where its value is infinite."""
+    """The product; an outcome of probability 0 counts 0, also where its value is infinite."""
     return torch.where(probs_NO > 0, probs_NO * values_NO, 0.0)
 
 

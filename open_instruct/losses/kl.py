@@ -9,8 +9,8 @@ With d = log policy - log reference at a token that the policy sampled (J. Schul
     3  exp(l - stop(l)) * d   the value of 0; the factor is 1 and adds the score function's gradient d * grad l, so the
                               expected gradient is that of the KL
 
-Estimate 2 takes no d below -20: float32 overflows at -89, and then its gradient is not a number. Beyond it is flat.
-A token that the reference rules out (-inf) has no distance to it: d is 0 there, and pulls nowhere.
+Estimate 2 clamps d at -20, below which it is flat: float32 overflows at -89, where the gradient is not a number.
+At a token that the reference rules out (-inf), d is set to 0, without a gradient.
 
 Legend: N labelled tokens of a microbatch.
 """

@@ -1,6 +1,6 @@
 """From log-probabilities of labels to one number per document.
 
-Legend: B rows, K label positions kept in a row (or T, all of them), S documents of the microbatch.
+Legend: B rows, K kept label positions of a row (or all T), S documents of the microbatch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def sum_by_sequence(
     """
     assert logprobs_BK.shape == sequence_ids_BK.shape, (logprobs_BK.shape, sequence_ids_BK.shape)
     result_dtype = torch.promote_types(logprobs_BK.dtype, torch.float32)
-    # Unlabelled positions go to one bin more, which is cut off: no boolean indexing, so no wait for the device.
+    # Unlabelled positions go to an extra bin that is cut off: boolean indexing would wait for the device.
     bins_N = torch.where(sequence_ids_BK < 0, num_sequences, sequence_ids_BK).flatten().long()
     logprobs_N = logprobs_BK.flatten().double()
     sums = logprobs_N.new_zeros(num_sequences + 1).index_add(0, bins_N, logprobs_N)
@@ -51,7 +51,7 @@ def lengths_of(sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor
 def sum_by_reply(
     logprobs_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int, ld_alpha: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sum_by_sequence` of pairs, in which only `ld_alpha` of a reply counts where the other one has no token any more.
+    """`sum_by_sequence` for pairs, where tokens beyond the length of the shorter reply are weighted by `ld_alpha`.
 
     LD-DPO, arXiv 2409.06411 eq. 9 and 10: log p of the first min(|y_w|, |y_l|) tokens, plus `ld_alpha` times that of
     the rest. Sequences are all chosen replies, then all rejected ones; None counts every token.

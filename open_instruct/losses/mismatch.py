@@ -1,11 +1,10 @@
-"""What is done where the learner and the engine that sampled disagree: rho = learner / engine, token by token.
+"""The correction for a learner and a sampling engine that disagree: rho = learner / engine, token by token.
 
 The learner's log-probs are those at the start of the step, so rho holds both the rounding of two
 implementations and the staleness of the weights that sampled. It carries no gradient; log rho is clamped to +-20.
 
-Tokens that are left out still count in the loss's denominator: it is known before the forward pass and is the same
-however the batch is cut; and where little of a batch can be trusted its step is short, instead of resting on the few
-tokens that are left.
+Tokens that are left out still count in the loss's denominator. So the denominator is known before the forward pass and
+does not depend on how the batch is cut, and a batch with few trusted tokens makes a short step.
 
 Legend: N labelled tokens of a microbatch, S sequences.
 """
@@ -90,7 +89,7 @@ def sequence_means(values_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_seq
 
 
 def rho_values(correction: Correction) -> dict[str, torch.Tensor]:
-    """What is told of rho, token by token, by the name of the metric that is its mean.
+    """Values of each token for the metrics of rho, by the name of the metric; the metric is their mean.
 
     `rho/hist_LOW_to_HIGH` is 1 where LOW < rho <= HIGH: its mean is the share of the tokens in that bucket.
     """

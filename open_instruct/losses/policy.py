@@ -12,7 +12,7 @@ With r = policy / policy at the start of the step, A the advantage of the comple
     dr_grpo   dapo's, over a constant length                       Dr. GRPO, arXiv 2503.20783, section 3.2
     gspo      dapo's, with s = exp(mean of log r over the completion) in place of every r of it, averaged
               over each completion                                 GSPO, arXiv 2507.18071, eq. 5 to 7
-    bnpo      dapo's: what TRL calls so is a mean over the tokens of one microbatch; here it is over those of the update
+    bnpo      dapo's; TRL takes the mean over the tokens of one microbatch, here it is over those of the update
     sapo      -4/t sigmoid(t (r - 1)) A, t by the sign of A        SAPO, arXiv 2511.20347; averaged over each completion
     gmpo      -A exp(mean of log of the clipped r)                 GMPO, arXiv 2507.20673, eq. 4; mean over completions
     luspo     gspo's, each completion times its length             LUSPO, arXiv 2602.05261
@@ -28,8 +28,8 @@ With --delta D the r of a negative A is at most D: the two-sided clip of INTELLE
 D > 1 + E is the dual clip of arXiv 1912.09729. In dppo_tv and dppo_kl, which clip no ratio, the r of any A weighs at
 most D, and keeps its gradient: -stop(min(1, D / r)) r A.
 
-Ratios are those of log-ratios clamped to +-20. Beyond, a loss is flat, so that its value and gradient stay finite
-however far the policies are apart.
+Log-ratios are clamped to +-20. Beyond, a loss is flat, so that its value and gradient stay finite however far the
+policies are apart.
 
 Legend: N labelled tokens of a microbatch, S sequences (completions). All log-probs are in nats.
 """
@@ -47,17 +47,17 @@ from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.losses.logprobs import MAX_LOG_RATIO, clamped_exp, lengths_of
 from open_instruct.losses.mismatch import sequence_means, sequence_sums
 
-# VESPO's (k, lambda): of completions that did well, and of the others.
+# VESPO's (k, lambda), for completions with an advantage >= 0 and for the others.
 VESPO_GOOD, VESPO_BAD = (2.0, 3.0), (3.0, 2.0)
 LEAST_PROBABILITY = 1e-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossInputs:
-    """What any policy loss is computed from.
+    """The inputs of any policy loss.
 
-    Only `logprobs_N` carries a gradient. `sequence_ids_N` (int64, 0..S-1) says whose a token is. `marked_N` (0 or 1)
-    are the tokens that a loss which `marks` singles out.
+    Only `logprobs_N` carries a gradient. `sequence_ids_N` (int64, 0..S-1) gives the completion of each token.
+    `marked_N` is 1 at the tokens that a loss with `marks` treats apart, else 0.
     """
 
     logprobs_N: torch.Tensor
@@ -72,7 +72,7 @@ class PolicyLossInputs:
         return self.logprobs_N - self.old_logprobs_N
 
     def mean_by_sequence(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Of each token, the mean over its completion."""
+        """For each token, the mean over its completion."""
         return sequence_means(values_N, self.sequence_ids_N, self.num_sequences)[self.sequence_ids_N]
 
     def __post_init__(self) -> None:
@@ -83,9 +83,9 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossOutputs:
-    """`losses_N` carries the gradient; `is_clipped_N` (0 or 1) marks tokens that the clip range took it from.
+    """`losses_N` carries the gradient; `is_clipped_N` (0 or 1) marks tokens whose gradient was clipped away.
 
-    What has an advantage of 0 has no gradient to take: `policy_loss` marks none of it.
+    A token with an advantage of 0 has no gradient to clip, so `policy_loss` never marks it.
     """
 
     losses_N: torch.Tensor
@@ -125,7 +125,7 @@ def _gspo(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutput
 
 
 def importance_ratio(kind: str, inputs: PolicyLossInputs) -> torch.Tensor:
-    """Of each token, the ratio by which the loss `kind` weighs the samples: its own, or its completion's."""
+    """The ratio by which the loss `kind` weighs each token: the token's own, or that of its completion."""
     log_ratio_N = inputs.log_ratio_N
     if policy_loss_facts(kind).by_completion:
         log_ratio_N = inputs.mean_by_sequence(log_ratio_N)
@@ -205,7 +205,7 @@ def _nothing_clipped(losses_N: torch.Tensor) -> PolicyLossOutputs:
     return PolicyLossOutputs(losses_N=losses_N, is_clipped_N=torch.zeros_like(losses_N, dtype=torch.float32))
 
 
-# Of `POLICY_LOSSES`.
+# The functions of `POLICY_LOSSES`.
 POLICY_FUNCTIONS: dict[str, PolicyLossFunction] = {
     "dapo": _dapo,
     "cispo": _cispo,
@@ -240,9 +240,9 @@ def policy_loss(
 
 
 def shares(kind: str, values_N: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tensor:
-    """`values_N` as the loss `kind` weighs tokens: as they are, or as shares of their completion's mean.
+    """`values_N` as the loss `kind` weighs tokens: unchanged, or divided by the length of their completion.
 
-    The sum of the latter over tokens is the sum of the means over completions.
+    In the second case their sum is the sum of the means over completions.
     """
     if not policy_loss_facts(kind).averaged:
         return values_N
@@ -253,7 +253,7 @@ def shares(kind: str, values_N: torch.Tensor, inputs: PolicyLossInputs) -> torch
 def global_denominator(
     kind: str, *, num_tokens: int, num_completions: int, response_length: int, constant: int | None = None
 ) -> float:
-    """What the sum of the losses over the whole global batch is divided by.
+    """The denominator of the sum of losses over the whole global batch.
 
     Args:
         kind: the loss.

@@ -3,8 +3,9 @@
 No loss here divides by a number of pairs. The caller adds up `losses_P` over microbatches and
 ranks and divides by the global number of pairs, so the result does not depend on the split.
 
-Legend: P pairs. All log-probs are in nats. What a function is given of the chosen and the rejected reply is what its
-loss compares: the log-ratio to the reference, of a loss without one the log-prob; over the reply summed or averaged.
+Legend: P pairs. All log-probs are in nats. For the chosen and the rejected reply a function
+is given what its loss compares: the log-ratio to the reference, or the log-prob in a loss without a reference, summed
+or averaged over the reply.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from open_instruct.losses.logprobs import MAX_LOG_RATIO, ROUNDING, per_token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLossInputs:
-    """What any preference loss is computed from: of the chosen replies, and below them of the rejected ones.
+    """The inputs of any preference loss; row 0 is for the chosen replies, row 1 for the rejected ones.
 
     Log-probs are sums over the reply's tokens. `collision_logps_2P` are sums of log(sum over v of p(v)^2), see
-    `TokenLogprobs`; without them, weights are not aligned. `matched_3P` is what a loss of the global batch must know of
-    the other pairs: see `matched_pairs`.
+    `TokenLogprobs`; without them, weights are not aligned. `matched_3P` are values from other pairs for losses over the
+    global batch: see `matched_pairs`.
 
     Example: one pair, replies of 2 and 4 tokens, before the first step::
 
@@ -59,9 +60,10 @@ class PreferenceLossOutputs:
 
     Rewards are beta * (policy - reference) of the log-probs as the loss sees them (simpo: beta * policy):
     sums, or means over the reply's tokens for a length-normalised loss. `logps_2P` are those of the policy.
-    Of several losses the leading one says how. `parts` are the losses of each, before they are weighted.
+    Among several losses the leading one decides. `parts` are the separate losses before they are weighted.
     `is_right_P` says whether the chosen reply has the higher reward, by more than the log-probs' rounding: a policy
-    that equals its reference, and has it computed by ranks that split rows otherwise, tells no pair apart.
+    that equals its reference is right on no pair, even if the reference was computed on ranks that split rows
+    otherwise.
     """
 
     losses_P: torch.Tensor
@@ -73,7 +75,7 @@ class PreferenceLossOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedPairs:
-    """What a loss compares, of the chosen and of the rejected replies, and what that was made from."""
+    """The compared values of the chosen and of the rejected replies, with the inputs they were made from."""
 
     chosen_P: torch.Tensor
     rejected_P: torch.Tensor
@@ -158,8 +160,8 @@ def robust_losses(pairs: ComparedPairs) -> torch.Tensor:
 def exo_losses(pairs: ComparedPairs) -> torch.Tensor:
     """EXO on pairs, arXiv 2402.00856 eq. 16: KL(q || (1 - e, e)), q the policy's preference `sigmoid(beta * m)`."""
     e, logits_P = pairs.loss.label_smoothing, pairs.logits_P
-    of_chosen_P = torch.sigmoid(logits_P) * (F.logsigmoid(logits_P) - math.log1p(-e))
-    return of_chosen_P + torch.sigmoid(-logits_P) * (F.logsigmoid(-logits_P) - math.log(e))
+    chosen_term_P = torch.sigmoid(logits_P) * (F.logsigmoid(logits_P) - math.log1p(-e))
+    return chosen_term_P + torch.sigmoid(-logits_P) * (F.logsigmoid(-logits_P) - math.log(e))
 
 
 def nca_losses(pairs: ComparedPairs) -> torch.Tensor:
@@ -198,9 +200,9 @@ def aot_unpaired_losses(pairs: ComparedPairs) -> torch.Tensor:
     loss, matched_3P = pairs.loss, pairs.inputs.matched_3P
     assert matched_3P is not None
     _, rejected_partners_P, chosen_partners_P = matched_3P.to(pairs.chosen_P.dtype)
-    of_chosen_P = _smoothed_logistic(loss.beta * (pairs.chosen_P - rejected_partners_P), loss.label_smoothing)
-    of_rejected_P = _smoothed_logistic(loss.beta * (chosen_partners_P - pairs.rejected_P), loss.label_smoothing)
-    return of_chosen_P + (of_rejected_P - of_rejected_P.detach())
+    chosen_losses_P = _smoothed_logistic(loss.beta * (pairs.chosen_P - rejected_partners_P), loss.label_smoothing)
+    rejected_losses_P = _smoothed_logistic(loss.beta * (chosen_partners_P - pairs.rejected_P), loss.label_smoothing)
+    return chosen_losses_P + (rejected_losses_P - rejected_losses_P.detach())
 
 
 def apo_zero_losses(pairs: ComparedPairs) -> torch.Tensor:
@@ -216,7 +218,7 @@ def apo_down_losses(pairs: ComparedPairs) -> torch.Tensor:
 def discopop_losses(pairs: ComparedPairs) -> torch.Tensor:
     """DiscoPOP, arXiv 2406.08414 eq. 5: `-(1 - s) * log sigmoid(z) + s * exp(-z)`, z = beta * m, s = sigmoid(z / tau).
 
-    The product is the exponential of a sum, which is never far above 0: neither factor overflows.
+    The product s * exp(-z) is computed as the exponential of a sum, which is never far above 0, so it cannot overflow.
     """
     logits_P = pairs.logits_P
     modulated_P = logits_P / pairs.loss.discopop_tau
@@ -258,7 +260,7 @@ def _smoothed_logistic(logits_P: torch.Tensor, label_smoothing: float) -> torch.
     return (1.0 - label_smoothing) * losses_P - label_smoothing * F.logsigmoid(-logits_P)
 
 
-# Of `PREFERENCE_LOSSES`.
+# The functions of `PREFERENCE_LOSSES`.
 PREFERENCE_FUNCTIONS: dict[str, LossFunction] = {
     "dpo": logistic_losses,
     "dpo_norm": logistic_losses,
@@ -305,21 +307,21 @@ def preference_loss(loss: PreferenceLossSection, inputs: PreferenceLossInputs) -
 
 
 def compared(name: str, inputs: PreferenceLossInputs, loss: PreferenceLossSection) -> ComparedPairs:
-    """What the loss of that name compares, of the chosen and of the rejected replies."""
+    """The values of the chosen and of the rejected replies that the loss of that name compares."""
     known = PREFERENCE_LOSSES[name]
     compared_2P = inputs.policy_logps_2P
     if known.needs_reference:
         assert inputs.reference_logps_2P is not None, f"{name} needs the reference log-probs"
-        # Policy and reference are close: subtracting them first, before chosen and rejected, loses no digits.
+        # Policy and reference are close, so subtracting them before chosen and rejected keeps the most digits.
         compared_2P = compared_2P - inputs.reference_logps_2P
     if known.per_token:
         compared_2P = per_token(compared_2P, inputs.lengths_2P)
-    chosen_P, rejected_P = _of_divergence(compared_2P, loss)
+    chosen_P, rejected_P = _divergence_terms(compared_2P, loss)
     return ComparedPairs(chosen_P=chosen_P, rejected_P=rejected_P, inputs=inputs, loss=loss)
 
 
-def _of_divergence(log_ratios_P: torch.Tensor, loss: PreferenceLossSection) -> torch.Tensor:
-    """f'(u) of f-DPO, arXiv 2309.16240 table 1, of log u, with a constant that makes it 0 where u is 1.
+def _divergence_terms(log_ratios_P: torch.Tensor, loss: PreferenceLossSection) -> torch.Tensor:
+    """f'(u) of f-DPO, arXiv 2309.16240 table 1, given log u, shifted by a constant to be 0 at u = 1.
 
     Reverse KL: log u. Forward KL: 1 - 1 / u. Jensen-Shannon: log(2 u / (1 + u)). The alpha divergence, with the alpha
     of --f_alpha_divergence_coef, 1 - alpha in the paper: (u^(alpha - 1) - 1) / (alpha - 1).
@@ -334,7 +336,7 @@ def _of_divergence(log_ratios_P: torch.Tensor, loss: PreferenceLossSection) -> t
 
 
 def to_match(inputs: PreferenceLossInputs) -> torch.Tensor:
-    """What `matched_pairs` wants of pairs, shape (3, P), float64: both log-ratios, and the reference's margins."""
+    """The input of `matched_pairs`, shape (3, P), float64: both log-ratios, and the reference's margins."""
     assert inputs.reference_logps_2P is not None
     reference_chosen_P, reference_rejected_P = inputs.reference_logps_2P
     log_ratios_2P = inputs.policy_logps_2P - inputs.reference_logps_2P
@@ -342,19 +344,19 @@ def to_match(inputs: PreferenceLossInputs) -> torch.Tensor:
 
 
 def matched_pairs(to_match_3P: torch.Tensor) -> torch.Tensor:
-    """What losses of the global batch must know of all its pairs, shape (3, P).
+    """Values for losses over the global batch, which match pairs by the ranks of their values; shape (3, P).
 
-    First for aot, which compares a pair's margin under the policy with the reference's margin of the same rank: the
-    pair's own reference margin minus that one, so that large margins cancel exactly. Then for aot_unpaired: the
-    rejected log-ratio that has the rank of the chosen one, and the chosen one that has the rank of the rejected one.
-    Of equal values the first ranks lower.
+    Row 0 is for aot, which compares a pair's margin under the policy with the reference's margin of the same rank: the
+    pair's own reference margin minus the matched one, so that large margins cancel exactly. Rows 1 and 2 are for
+    aot_unpaired: the rejected log-ratio with the rank of the pair's chosen one, and the chosen log-ratio with the rank
+    of the pair's rejected one. Among equal values the first ranks lower.
     """
     chosen_P, rejected_P, reference_margins_P = to_match_3P
     margins_P = chosen_P - rejected_P + reference_margins_P
-    shifts_P = reference_margins_P - _of_same_rank(reference_margins_P, margins_P)
-    return torch.stack([shifts_P, _of_same_rank(rejected_P, chosen_P), _of_same_rank(chosen_P, rejected_P)])
+    shifts_P = reference_margins_P - _rank_partners(reference_margins_P, margins_P)
+    return torch.stack([shifts_P, _rank_partners(rejected_P, chosen_P), _rank_partners(chosen_P, rejected_P)])
 
 
-def _of_same_rank(others_P: torch.Tensor, values_P: torch.Tensor) -> torch.Tensor:
-    """For each of `values_P`, the one of `others_P` that has the same place in their order."""
+def _rank_partners(others_P: torch.Tensor, values_P: torch.Tensor) -> torch.Tensor:
+    """For each of `values_P`, the one of `others_P` with the same rank."""
     return torch.empty_like(others_P).index_copy(0, values_P.argsort(stable=True), others_P.sort().values)

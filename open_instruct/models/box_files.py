@@ -1,4 +1,4 @@
-"""Boxes of sharded tensors in safetensors files: who writes which, hashed as it is written, read under any layout."""
+"""Boxes of sharded tensors in safetensors files: shared out to ranks, hashed while written, read under any layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What this rank holds of a tensor.
+    """The box of a tensor that this rank holds.
 
     Example: the lower half of a matrix of four rows, `Part(local=zeros(2, 3), start=(2, 0), shape=(4, 3))`.
     """
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """That a rank holds the box of `size` at `start` of a tensor of `shape`.
+    """A rank's claim to hold the box of `size` at `start` of a tensor of `shape`.
 
     Example: `Claim(dtype="F32", start=(2, 0), size=(2, 3), shape=(4, 3))`.
     """
@@ -63,7 +63,7 @@ class WrittenFile:
 
 
 def part_of(tensor: torch.Tensor | Part) -> Part:
-    """An ordinary tensor is a part that is the whole, the same on every rank."""
+    """The tensor as a part; an ordinary tensor is whole, and the same on every rank."""
     if isinstance(tensor, Part):
         return tensor
     start = tuple(cut.start for cut in own_box(tensor))
@@ -71,7 +71,7 @@ def part_of(tensor: torch.Tensor | Part) -> Part:
 
 
 def share_out(claims_of_ranks: Sequence[Mapping[str, Claim]]) -> dict[str, dict[str, Any]]:
-    """Who writes which box: each is written once, by the holder that has least to write so far.
+    """Assign each box to one writer: the holder with the fewest bytes to write so far.
 
     Returns, for each tensor, what a reader needs: dtype, shape, and its boxes as (rank, start, size).
 
@@ -104,7 +104,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> WrittenFil
 
 
 def write_hashed(path: Path, contents: Iterable[bytes | memoryview]) -> WrittenFile:
-    """Write `contents` one after the other, down to the disk."""
+    """Write `contents` one after the other, and flush them to the disk."""
     bits, num_bytes = xxhash.xxh3_128(), 0
     with path.open("wb") as file:
         for content in contents:
@@ -125,7 +125,7 @@ def digest_of(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """What of the box of tensor `name` that a file holds is copied into a view of a part."""
+    """A slice of a file's box of tensor `name`, and the view of a part that it is copied into."""
 
     name: str
     size: list[int]
@@ -139,25 +139,25 @@ def read_parts(folder: Path, index: Mapping[str, Mapping[str, Any]], parts: Mapp
 
     :raises ValueError: a tensor is missing, has another shape or dtype, or is not there whole. Nothing is filled then.
     """
-    of_ranks: dict[int, list[_Piece]] = {}
+    pieces_by_rank: dict[int, list[_Piece]] = {}
     for name, part in parts.items():
         if part.local.numel():
             for rank, piece in _pieces(name, part, index.get(name)):
-                of_ranks.setdefault(rank, []).append(piece)
-    headers = {rank: read_header(folder / f"rank{rank}.safetensors") for rank in sorted(of_ranks)}
-    for rank, pieces in of_ranks.items():
+                pieces_by_rank.setdefault(rank, []).append(piece)
+    headers = {rank: read_header(folder / f"rank{rank}.safetensors") for rank in sorted(pieces_by_rank)}
+    for rank, pieces in pieces_by_rank.items():
         for piece in pieces:
             stored = headers[rank].get(piece.name)
             if stored is None or (stored.dtype, list(stored.shape)) != (piece.into.dtype, piece.size):
                 raise ValueError(f"rank{rank}.safetensors does not hold {piece.name!r} as the index says")
-    for rank, pieces in sorted(of_ranks.items()):
+    for rank, pieces in sorted(pieces_by_rank.items()):
         files = CheckpointFiles(folder, headers[rank])
         for piece in pieces:
             piece.into.copy_(files.read(piece.name, piece.there))
 
 
 def _pieces(name: str, part: Part, entry: Mapping[str, Any] | None) -> Iterator[tuple[int, _Piece]]:
-    """Where what a part needs lies: which rank's file, and what of the box in it."""
+    """The pieces that fill a part, each with the rank whose file holds it."""
     if entry is None:
         raise ValueError(f"it has no {name!r}")
     saved, wanted = (entry["dtype"], tuple(entry["shape"])), (DTYPE_NAMES[part.local.dtype], part.shape)

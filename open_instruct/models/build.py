@@ -1,4 +1,4 @@
-"""An OLMo-core model that waits, without storage or with poisoned storage, for its weights to be read."""
+"""Builds OLMo-core models without weights: on the meta device, or filled with NaN until a checkpoint is read."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta", head:
     """The model of `hf_config`, to be materialised by OLMo-core's `parallelize_model` (or `materialize`).
 
     Its `init_weights` allocates this rank's shards and fills them with NaN instead of drawing random
-    numbers: every value is going to be read from a checkpoint, and one that is not must be noticed.
+    numbers, so that a value that no checkpoint fills is detected.
 
     Args:
         hf_config: configuration of the checkpoint that will be loaded.
         init_device: "meta" builds without storage; "cpu" builds with real storage.
-        head: what it says at a position.
+        head: the kind of head, see `Head`.
 
     Raises:
         InputError: the configuration is not supported.
@@ -43,13 +43,13 @@ def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta", head:
         config.tie_word_embeddings = False
     model = config.build(init_device=init_device)
     for block in model.blocks.values():
-        # OLMo-core knows a bias on all four projections, or on none; no family has one here.
+        # OLMo-core has a bias on all four projections or on none; no family has one here.
         cast(Attention, block.attention).w_out.register_parameter("bias", None)
     install_segment_attention(model)
     install_segments(model)
     install_head(model, config, head, init_device=init_device)
     install_products(model)
-    # OLMo-core calls the model's own init_weights once it is sharded: this is where we step in.
+    # OLMo-core calls the model's init_weights once it is sharded; ours replaces it.
     model.init_weights = types.MethodType(materialize, model)  # type: ignore[method-assign]
     model.apply_compile = types.MethodType(apply_compile, model)  # type: ignore[method-assign]
     model.apply_cp = types.MethodType(apply_context_parallel, model)  # type: ignore[method-assign]
@@ -88,13 +88,13 @@ def materialize(
     Takes the arguments of OLMo-core's `Transformer.init_weights`. No collective is entered.
     """
     del max_local_microbatch_size, world_mesh, model_part_idx
-    # Not model.device: OLMo-core remembers what that property first said, and it would say "meta".
+    # Not model.device: OLMo-core caches the property's first value, which would be "meta".
     device = device or get_default_device()
     model.to_empty(device=device)
     for parameter in model.parameters():
         local_part(parameter).fill_(float("nan"))
     if model.tie_word_embeddings:
-        model._tie_weights()  # to_empty gave the two ends of the tie storage of their own
+        model._tie_weights()  # to_empty gave the tied head and embeddings separate storage
     warm_up_rope(model, max_seq_len=max_seq_len, device=device)
 
 
@@ -108,17 +108,17 @@ def warm_up_rope(model: Transformer, *, max_seq_len: int | None, device: torch.d
 
 @torch.no_grad()
 def find_not_finite(model: torch.nn.Module) -> dict[str, str]:
-    """The parameters with a value that is no number in this rank's shard, and that value: "NaN" or "inf".
+    """The parameters with a value that is not finite in this rank's shard, and that value: "NaN" or "inf".
 
-    NaN is also what stands where nothing was read into.
+    NaN is also the value where nothing was read.
     """
-    found = {}
+    not_finite = {}
     for name, held in held_of(model).items():
         local = held.local
         if local.numel() == 0:
             continue
-        # The ends of the range pass NaN on, and need no mask of the tensor's size.
+        # aminmax propagates NaN, and needs no mask of the tensor's size.
         ends = torch.stack(local.aminmax())
         if not bool(ends.isfinite().all()):
-            found[name] = "NaN" if bool(ends.isnan().any()) else "inf"
-    return found
+            not_finite[name] = "NaN" if bool(ends.isnan().any()) else "inf"
+    return not_finite

@@ -1,8 +1,8 @@
-"""Compiled blocks and a compiled loss, in few versions, and what is said where there are too many.
+"""Compiled blocks and a compiled loss, in few versions, with a warning where there are too many.
 
-What a block is given differs from row to row: its tokens, its documents, the longest of them. A version made for one
-row serves no other, so all of these are symbols from the start. A version each remains for what is another computation:
-with or without gradient, with or without keys that are shared, another window, a row of a single token.
+The numbers of tokens and documents of a row and its longest document change from row to row. A version compiled for one
+row would serve no other, so these sizes are symbols from the start. Separate versions remain for separate computations:
+with or without gradient, with or without shared keys, for each window, and for a row of a single token.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from open_instruct.models.heads.logprob_head import LogprobHead, losses_of_logit
 
 log = logging.getLogger(__name__)
 
-# Of a function, for all models and layers of the process together; beyond them it runs uncompiled. PyTorch's own is 8.
+# Versions of a function for all models and layers of the process; beyond, it runs uncompiled. PyTorch's default is 8.
 MAX_VERSIONS = 64
-# What blocks are given, as PyTorch's compiler calls it: numbers, and the stream's axis of tokens. Sizes of other
-# tensors are marked on them; a mark on the stream is lost where FSDP takes hold of it.
+# Dynamic inputs of blocks by the names of PyTorch's compiler: numbers, and the token axis of the residual stream. Other
+# tensors carry marks of dynamic sizes; a mark on the stream would be lost in FSDP's hooks.
 DYNAMIC_SOURCES = r"L\['kwargs'\]\['cu_doc_lens'\]\.max_(queries|keys),L\['x'\]:1,"
 
 
 def apply_compile(model: Transformer) -> None:
-    """Stands in for `Transformer.apply_compile`, which would compile the head's Python, too."""
+    """Replaces `Transformer.apply_compile`, which would compile the head's Python too."""
     torch._dynamo.config.recompile_limit = MAX_VERSIONS
     if DYNAMIC_SOURCES not in torch.compiler.config.dynamic_sources:
         torch.compiler.config.dynamic_sources += DYNAMIC_SOURCES
@@ -36,7 +36,7 @@ def apply_compile(model: Transformer) -> None:
     for block in model.blocks.values():
         cast(TransformerBlockBase, block).apply_compile()
     if isinstance(model.lm_head, LogprobHead):
-        model.lm_head.of_logits = compiled_losses()
+        model.lm_head.compute_losses = compiled_losses()
     model._compile_enabled = True
 
 
@@ -44,16 +44,16 @@ def compiled_losses() -> Callable[..., Any]:
     """`losses_of_logits` in one version for any number of positions."""
     compiled = torch.compile(losses_of_logits)
 
-    def of_logits(logits_NV: torch.Tensor, labels_N: torch.Tensor, *settings: Any) -> Any:
+    def compute_losses(logits_NV: torch.Tensor, labels_N: torch.Tensor, *settings: Any) -> Any:
         for tensor in (logits_NV, labels_N):
             mark_dynamic(tensor, 0, strict=False)
         return compiled(logits_NV, labels_N, *settings)
 
-    return of_logits
+    return compute_losses
 
 
 class Fallbacks(logging.Handler):
-    """Counts the functions that PyTorch has given up compiling, of which it tells its own log alone, and warns."""
+    """Counts and warns of functions that PyTorch has given up compiling, which it reports to its own log alone."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,12 +1,11 @@
 """Shards back into a Hugging Face folder, tensor by tensor, spread over the ranks.
 
-Which tensor goes into which file, at which offset, and which rank writes that file, is planned first, from
-shapes alone. Then all ranks walk in rounds: in a round every owner is sent the parts of its next tensor, cast
-already, and writes it to its file while the next arrives. Beside its shards a rank holds these two tensors,
-and its parts of those that the other owners receive.
+A plan made from shapes alone assigns each tensor a file and an offset, and each file a writing rank, its owner. Then
+all ranks go through rounds: in each round every owner receives the parts of its next tensor, already cast, and writes
+it while the next one arrives. Beside its shards a rank holds these two tensors, and its parts of the other owners'.
 
-Everything goes to a sibling folder that takes the place of an earlier export in the end, so that a crash
-leaves the earlier one as it was.
+Everything is written to a sibling folder, which replaces an earlier export in the end, so that a crash leaves the
+earlier export unchanged.
 """
 
 from __future__ import annotations
@@ -83,9 +82,9 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
         if scores:
             config.num_labels = 1
         with torch.device("meta"):
-            # Attention is named, or transformers would fetch a kernel that the config may name; it notes both there.
+            # Attention is given, since transformers would otherwise fetch a kernel that the config may name.
             theirs = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).state_dict()
-    except Exception as error:  # whatever its modules make of a value
+    except Exception as error:  # its modules may raise anything for a bad value
         raise InputError(
             f"transformers cannot build the model that config.json describes{', with a score' if scores else ''}: "
             f"{one_line(error)}"
@@ -97,12 +96,12 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
     written = {hf_name_of.get(name, name): tuple(shape) for name, shape in expected_shapes.items()}
     differing = sorted(name for name in wanted.keys() | written.keys() if wanted.get(name) != written.get(name))
     if differing:
-        told = [
+        mismatches = [
             f"{each} (ours {written.get(each, 'absent')}, theirs {wanted.get(each, 'absent')})" for each in differing
         ]
         raise InputError(
             "an export of this model would not open in transformers: what config.json asks for is not met by "
-            f"{listing(told)}. Is config.json of the same model?"
+            f"{listing(mismatches)}. Is config.json of the same model?"
         )
 
 
@@ -144,16 +143,16 @@ def export_hf(
         model: on any mesh: FSDP, HSDP, tensor parallel, or plain.
         hf_config: the configuration, written if `source_folder` holds no config.json of its own.
         names: the model's names.
-        source_folder: what training started from; its config.json (with the dtype changed, and without what names
-            code) and generation_config.json are kept.
+        source_folder: the start model; its config.json (with the dtype changed, and without fields that name code) and
+            generation_config.json are kept.
         out_folder: replaced as a whole in the end, if it is an earlier export.
         dtype: stored dtype; None stores each parameter as it is.
         max_file_bytes: of tensor data in one file.
         tokenizer_folder: where the tokenizer's files are copied from; default: `source_folder`.
         chat_template: Jinja text to store instead of the tokenizer's own chat template.
-        card: gives README.md, for whoever finds the folder; rank 0 alone asks.
+        card: gives the text of README.md; only rank 0 calls it.
         more_config: fields of config.json beside those of the source, or in their place; None leaves one out.
-        weights: what is written of each parameter; default: `held_of(model)`.
+        weights: the written shard of each parameter; default: `held_of(model)`.
 
     Raises:
         InputError: `out_folder` is the source, cannot be written, or is something other than an export.
@@ -170,7 +169,7 @@ def export_hf(
     on_main_process(partial(_prepare, source, out, num_bytes))
     device = next(iter(parameters.values())).local.device
     if device.type != "cpu" and dist.is_initialized():
-        # NCCL makes its communicator in the first call, which every rank must enter; not all send in every round.
+        # NCCL makes its communicator in the first call, which every rank must enter; not all ranks send in every round.
         dist.all_reduce(torch.zeros(1, device=device))
     beside = partial_folder_of(out)
     writers = {file.file_name: FileWriter(beside, file) for file in plan if file.owner == rank}
@@ -184,7 +183,7 @@ def export_hf(
                 ]
             )
             if writing is not None:
-                writing.result()  # never more than one tensor waits for the disk while the next arrives
+                writing.result()  # at most one tensor waits for the disk while the next arrives
             own = next((file.file_name for file, _ in entries if file.owner == rank), None)
             writing = None if own is None or whole is None else disk.submit(writers[own].write, whole)
             del whole
@@ -228,7 +227,7 @@ def _swap(out: Path) -> None:
 def _write_config(
     folder: Path, source: Path, hf_config: Any, dtypes: set[torch.dtype], more: Mapping[str, Any]
 ) -> None:
-    """The configuration as it was with `more`, but for the dtype of the weights, and without what names code."""
+    """The source's configuration with `more` and the new dtype, without fields that name code."""
     path = source / "config.json"
     fields = without_code(read_object(path) if path.is_file() else hf_config.to_dict()) | dict(more)
     fields = {name: value for name, value in fields.items() if value is not None or name not in more}

@@ -1,4 +1,4 @@
-"""Files of an export: what goes where, written tensor by tensor, put in place as a whole.
+"""Files of an export: planned from shapes, written tensor by tensor, moved into place as a whole.
 
 A safetensors file begins with a header that gives every tensor's place, so with a plan made from shapes
 alone it can be written front to back without ever holding more than one tensor.
@@ -83,19 +83,19 @@ def plan_files(
 
 
 def writing_rounds(files: Sequence[PlannedFile]) -> Iterator[list[tuple[PlannedFile, PlannedTensor]]]:
-    """Rounds that all ranks walk in step: in each, every owner that has any left gets its next tensor.
+    """Rounds that all ranks go through together: in each, every owner with tensors left gets its next one.
 
-    So all owners write at the same time, each its files one after the other.
+    So all owners write at the same time, each its own files one after the other.
     """
-    of_owner: dict[int, list[tuple[PlannedFile, PlannedTensor]]] = {}
+    tensors_by_owner: dict[int, list[tuple[PlannedFile, PlannedTensor]]] = {}
     for file in files:
-        of_owner.setdefault(file.owner, []).extend((file, tensor) for tensor in file.tensors)
-    for entries in zip_longest(*of_owner.values()):
+        tensors_by_owner.setdefault(file.owner, []).extend((file, tensor) for tensor in file.tensors)
+    for entries in zip_longest(*tensors_by_owner.values()):
         yield [entry for entry in entries if entry is not None]
 
 
 class FileWriter:
-    """Writes one planned file front to back; keeps an error for the end, since peers still wait to send."""
+    """Writes one planned file front to back. An error is kept until the end, since peers still wait to send."""
 
     def __init__(self, folder: Path, file: PlannedFile) -> None:
         self._path = folder / file.file_name
@@ -121,7 +121,7 @@ class FileWriter:
             self._problem = disk_problem(self._path, error)
 
     def close(self) -> list[str]:
-        """Make the file durable; what went wrong with it, if anything did."""
+        """Flush the file to the disk, and return its errors, if any."""
         try:
             if self._file is not None:
                 with self._file:
@@ -144,7 +144,7 @@ def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
 
 
 def write_texts(folder: Path, texts: Mapping[str, str | None]) -> None:
-    """Files by their names; None leaves what is there."""
+    """Write text files by their names; None leaves an existing file."""
     for name, text in texts.items():
         if text is not None:
             (folder / name).write_text(text, encoding="utf-8")
@@ -159,7 +159,7 @@ def _previous_folder_of(out: Path) -> Path:
 
 
 def prepare_folder(out: Path, num_bytes: int) -> None:
-    """Make an empty folder beside `out`, after clearing up behind an export that was cut off.
+    """Make an empty folder beside `out`, after removing the remains of an interrupted export.
 
     Raises:
         OSError: it cannot be made, or the disk has no room for `num_bytes`.
@@ -176,7 +176,7 @@ def prepare_folder(out: Path, num_bytes: int) -> None:
 
 
 def replacing_problem(out: Path) -> str | None:
-    """Why a finished export could not be moved to `out`, if that can be told beforehand; changes nothing."""
+    """Why a finished export could not be moved to `out`, as far as known beforehand; changes nothing."""
     for path in (out, partial_folder_of(out), _previous_folder_of(out)):
         if path.is_symlink():
             return f"{path} is a link to {os.readlink(path)}; an export takes the place of a folder: remove the link"
@@ -191,7 +191,7 @@ def replacing_problem(out: Path) -> str | None:
 
 
 def put_in_place(out: Path) -> None:
-    """Let the finished partial folder take the place of `out`. Raises OSError."""
+    """Move the finished partial folder to `out`, replacing it. Raises OSError."""
     previous = _previous_folder_of(out)
     if out.exists():
         out.rename(previous)

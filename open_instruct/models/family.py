@@ -1,4 +1,4 @@
-"""What each family of Hugging Face models looks like as an OLMo-core `TransformerConfig`.
+"""Each family of Hugging Face models as an OLMo-core `TransformerConfig`.
 
 A field of config.json that would change the forward pass and has no counterpart here is refused by name.
 """
@@ -31,11 +31,11 @@ from open_instruct.errors import InputError
 from open_instruct.families import Family, family_of
 from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, check_size
 
-MAX_NUMBER = 1e12  # of RoPE's parameters; float32 can still tell the frequencies apart
+MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
 FULL, SLIDING = "full_attention", "sliding_attention"
 HEAD_DIM = "head_dim (else hidden_size / num_attention_heads)"
 
-# Fields that change what a model computes, with the only values that the forward pass here stands for.
+# Fields that change what a model computes, with the only values that the forward pass here supports.
 REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -56,7 +56,7 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "dual_chunk_attention_config": (None,),
 }
-# Fields that no class has and something knows: those of every file, and those that are looked at below or written here.
+# Fields that no config class of transformers has but that are known: those of any file, and those read or written here.
 KNOWN = {"model_type", "tokenizer_class", "head_dim", "layer_types", "score_mean", "score_std", *REQUIRED_VALUES}
 
 ROPE_FIELDS: dict[str, frozenset[str]] = {
@@ -87,7 +87,7 @@ class YaRNScaling(YaRNRoPEScalingConfig):
         """Inverse frequencies of shape (dim / 2,), float32, and the factor on sine and cosine."""
 
         def dim_that_turns(num_turns: float) -> float:
-            """The dimension whose wave turns so many times within the original context."""
+            """The dimension whose angle makes `num_turns` turns within the original context."""
             return dim * math.log(self.old_context_len / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
 
         low = max(math.floor(dim_that_turns(self.beta_fast)), 0)
@@ -129,14 +129,14 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
 
 
 def unknown_fields(hf_config: PretrainedConfig) -> list[str]:
-    """Fields that config.json gives, and that transformers and we have no use for in a model of this family."""
+    """Fields of config.json that neither transformers nor this package reads for this family."""
     given = (name for name, value in vars(hf_config).items() if value is not None and value is not False)
     unknown = (name for name in given if name not in KNOWN and not hasattr(type(hf_config), name))
     return [name for name in unknown if not name.startswith(("_", "prm_"))]
 
 
 def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
-    # transformers may give all layers a window, by that field alone.
+    # In families without windows, transformers gives all layers a window by this field alone.
     required = REQUIRED_VALUES if family.has_windows else REQUIRED_VALUES | {"sliding_window": (None,)}
     for field, supported in required.items():
         value = getattr(hf_config, field, supported[0])
@@ -156,7 +156,7 @@ def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
 
 
 def _layer_types(hf_config: PretrainedConfig, family: Family) -> list[str]:
-    """One attention type a layer."""
+    """The attention type of each layer."""
     num_layers: int = hf_config.num_hidden_layers
     layer_types: list[str] = getattr(hf_config, "layer_types", None) or [FULL] * num_layers
     supported = (FULL, SLIDING) if family.has_windows else (FULL,)

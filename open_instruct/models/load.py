@@ -1,6 +1,6 @@
 """Weights from safetensors into shards: every rank reads the byte ranges of its own shards and nothing else.
 
-The whole walk, with a model that `build_model` made on the meta device and `parallelize_model` sharded::
+The steps, with a model that `build_model` made on the meta device and `parallelize_model` sharded::
 
     names = TensorNames(hf_config)
     with CheckpointFiles.open(folder) as files:
@@ -48,7 +48,7 @@ def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def check_cover(names: TensorNames, files: CheckpointFiles, expected_shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Hold the headers of a checkpoint against the model that it is to fill. Reads no tensor data.
+    """Check that the headers of a checkpoint fit the model that it will fill. Reads no tensor data.
 
     Args:
         names: of the model that config.json describes.
@@ -69,9 +69,9 @@ def check_cover(names: TensorNames, files: CheckpointFiles, expected_shapes: Map
 
 
 def cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """What is wrong with `files` that are to hold tensors of these names and shapes; "" if nothing is."""
+    """What is wrong with `files` that should hold tensors of these names and shapes; "" if nothing is."""
     shapes, dtypes = files.shapes, files.dtypes
-    found = [name for name in wanted if name in files]
+    stored = [name for name in wanted if name in files]
 
     def where(name: str) -> str:
         return f"(in {files.file_of(name).name})"
@@ -83,11 +83,11 @@ def cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]])
         ],
         "holds a tensor of another shape than the model's:": [
             f"{name} is {shapes[name]}, expected {tuple(wanted[name])} {where(name)}"
-            for name in found
+            for name in stored
             if shapes[name] != tuple(wanted[name])
         ],
         "holds a tensor whose dtype is not float32, float16 or bfloat16 (is it quantised? use the original):": [
-            f"{name} is {dtypes[name]} {where(name)}" for name in found if dtypes[name] not in LOADABLE_DTYPES
+            f"{name} is {dtypes[name]} {where(name)}" for name in stored if dtypes[name] not in LOADABLE_DTYPES
         ],
     }
     problems = [f"{problem} {listing(names)}" for problem, names in listed.items() if names]
@@ -95,7 +95,7 @@ def cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]])
 
 
 def listing(items: list[str]) -> str:
-    """The first of them, and how many there are beside."""
+    """The first items, and the number of further ones."""
     more = f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
     return f"{', '.join(items[:MAX_NAMED])}{more}"
 
@@ -106,8 +106,8 @@ def stream_load(
 ) -> LoadReport:
     """Fill this rank's shards of `model` from `files`, cast to each parameter's dtype. Collective.
 
-    Plain tensors and DTensors (FSDP, HSDP, tensor parallel, and together) are filled alike. Nothing is
-    held beside the shards but `chunk_bytes`. Ranks agree on the outcome, so an error is raised on all.
+    Plain tensors and DTensors (FSDP, HSDP, tensor parallel, and together) are filled alike. Only
+    `chunk_bytes` are held beside the shards. Ranks agree on the outcome, so an error is raised on all.
 
     Raises:
         InputError: a tensor in the files holds NaN or inf, or a separate head differs from the embeddings that it is
@@ -154,7 +154,7 @@ def _chunks(
 
 
 def _untied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int) -> list[str]:
-    """A problem, if the file's own lm_head differs from the embeddings that were loaded in its place."""
+    """A problem if the file's lm_head differs from the embeddings, which were loaded in its place."""
     pairs = _chunks(held_of(model)[EMBEDDINGS], files, HF_LM_HEAD, chunk_bytes)
     if all(torch.equal(ours, stored.to(device=ours.device, dtype=ours.dtype)) for ours, stored in pairs):
         return []
@@ -166,6 +166,6 @@ def _untied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int) -> 
 
 def raise_together(problems: Iterable[str], *, kind: Callable[[str], Exception] = InputError) -> None:
     """Raise one `kind` on every rank if any rank has a problem, so that none waits for one that gave up. Collective."""
-    distinct = list(dict.fromkeys(problem for of_rank in gathered(list(problems)) for problem in of_rank))
+    distinct = list(dict.fromkeys(problem for rank_problems in gathered(list(problems)) for problem in rank_problems))
     if distinct:
         raise kind("; ".join(distinct[:MAX_NAMED]))

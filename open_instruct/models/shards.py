@@ -50,17 +50,17 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def at(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    """What is in `box` of `whole`. A box of one range is, of any tensor, a run of its values, counted row by row."""
+    """The part of `whole` in `box`. A box of one range is a run of the flattened values of any tensor."""
     return (whole if len(box) == whole.dim() else whole.view(-1))[box]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of `tensor`; an ordinary tensor itself. Shares storage."""
+    """The part of `tensor` that this rank holds, sharing storage; an ordinary tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def own_box(tensor: torch.Tensor) -> Box:
-    """The part of `tensor` that this rank holds: of an ordinary tensor, the whole."""
+    """The box of `tensor` that this rank holds; all of an ordinary tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -83,9 +83,9 @@ def reshard(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
-    """What this rank holds of a tensor of `shape`: `local`, which is what is in `box` of it (see `at`).
+    """This rank's part of a tensor of `shape`: `local`, the values in `box` of it (see `at`).
 
-    A matrix may be cut along its columns into `num_slabs`, whose values lie one slab after the other then.
+    A matrix may be cut along its columns into `num_slabs`, whose values then lie slab after slab.
 
     Example: row 1 of two, `Held(local=tensor([3, 4]), shape=(2, 2), box=(slice(1, 2), slice(0, 2)), beside=…)`.
 
@@ -99,18 +99,18 @@ class Held:
     num_slabs: int = 1
 
     def values(self, whole: torch.Tensor) -> torch.Tensor:
-        """Those of `whole`, which is contiguous, that go into `local`."""
+        """The values of the contiguous tensor `whole` that belong in `local`."""
         slabs = whole.unflatten(-1, (self.num_slabs, -1)).movedim(-2, 0)
         return at(slabs.reshape(whole.shape), self.box)
 
 
 def in_order(values: torch.Tensor, num_slabs: int) -> torch.Tensor:
-    """Of values that lie slab after slab the tensor; it has the shape already. Of a single slab a view."""
+    """Values that lie slab after slab, reordered as the tensor, whose shape they have; a view for one slab."""
     return values.view(num_slabs, *values.shape[:-1], -1).movedim(0, -2).reshape(values.shape)
 
 
 def held(parameter: torch.Tensor) -> Held:
-    """Of a parameter: its own part, or what was put beside it as its `held`, by who holds its values elsewhere."""
+    """The part of a parameter on this rank: its own shard, or the `held` that a backend attached to it."""
     elsewhere: Held | None = getattr(parameter, "held", None)
     if elsewhere is not None:
         return elsewhere
@@ -121,7 +121,7 @@ def held(parameter: torch.Tensor) -> Held:
 def held_run(
     local: torch.Tensor, shape: tuple[int, ...], ranges: Sequence[tuple[int, int]], *, rank: int, num_slabs: int = 1
 ) -> Held:
-    """Of a tensor of which each rank has a run of values, `ranges[rank]`; some may have the same one.
+    """The `Held` of a tensor of which each rank has a run of values, `ranges[rank]`; ranks may share one.
 
     Example: the last two of three values on rank 1, `held_run(…, (3,), ((0, 1), (1, 3)), rank=1)`.
     """
@@ -134,17 +134,17 @@ def held_run(
     return Held(local=local, shape=shape, box=box, beside=beside, num_slabs=num_slabs)
 
 
-def held_of(model: nn.Module, *, of_adapters: bool = False) -> dict[str, Held]:
+def held_of(model: nn.Module, *, adapters_only: bool = False) -> dict[str, Held]:
     """`held` of each parameter, by OLMo-core's names.
 
-    Adapters are no part of the model that a checkpoint is read into, and written from; `of_adapters` are theirs alone.
+    A checkpoint is read into, and written from, the model without its adapters; with `adapters_only`, theirs alone.
     """
     parameters = model.named_parameters()
-    return {clean_name(name): held(each) for name, each in parameters if is_of_adapter(name) == of_adapters}
+    return {clean_name(name): held(each) for name, each in parameters if is_of_adapter(name) == adapters_only}
 
 
 def whole_of(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The whole, on every rank, where it is held, cast to `dtype` before it travels. Collective."""
+    """The whole parameter on every rank, on its device, cast to `dtype` before it travels. Collective."""
     if isinstance(elsewhere := getattr(parameter, "held", None), Held):
         whole = elsewhere.local.new_zeros(elsewhere.shape, dtype=dtype)
         if dist.get_rank() in elsewhere.beside(0):
@@ -157,7 +157,7 @@ def whole_of(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """A tensor that is to come together, cast to `dtype`, on the CPU of global rank `owner`."""
+    """A tensor to be gathered, cast to `dtype`, on the CPU of global rank `owner`."""
 
     owner: int
     tensor: Held
@@ -166,7 +166,7 @@ class Delivery:
 
 @torch.no_grad()
 def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
-    """Bring several tensors together at once, each on an owner of its own; return this rank's, if it has one.
+    """Gather several tensors at once, each on its own owner; return this rank's, if it owns one.
 
     Shards are cast before they travel, and go point to point from the ranks that share one copy of the
     model with the owner; other replicas do nothing. All sends and receives are posted together, so no

@@ -1,4 +1,4 @@
-"""Distillation: a student learns a frozen teacher's distribution at every token of the replies, and the tokens.
+"""Distillation: a student learns a frozen teacher's distribution at every token of the replies, and these tokens.
 
 With the divergence D of the two distributions, both under --kd_temperature T (see losses/distillation.py):
 
@@ -82,7 +82,7 @@ def _problems(config: DistillConfig) -> Iterator[str]:
 
 
 def teacher_of(config: DistillConfig) -> Teacher:
-    """The teacher that the flags name, and how the student is compared with it."""
+    """The teacher that the flags name, with the comparison of the student's distribution with it."""
     section = config.distillation
     settings = {
         "beta": {"forward": 0.0, "reverse": 1.0, "jsd": section.kd_beta}[section.kd_loss],
@@ -117,12 +117,12 @@ def teacher_of(config: DistillConfig) -> Teacher:
 
 
 def bind(section: DistillationSection) -> BoundLoss:
-    """The mixture that the flags name."""
-    of_ce, of_kl = weights_of(section)
+    """The mixed loss that the flags name."""
+    ce_weight, kl_weight = weights_of(section)
 
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         ce_N, kl_N = -scores.logprobs_N, compared(scores)
-        loss_N = of_ce * ce_N + of_kl * kl_N
+        loss_N = ce_weight * ce_N + kl_weight * kl_N
         return LossOutputs(
             loss=loss_N.sum() / counts["labels"],
             metrics=mean_metrics({"loss": loss_N.detach(), "ce": ce_N.detach(), "kl": kl_N.detach()}),
@@ -143,18 +143,18 @@ def compared(scores: TokenLogprobs) -> torch.Tensor:
 
 
 def weights_of(section: DistillationSection) -> tuple[float, float]:
-    """What cross-entropy and divergence are multiplied by."""
+    """The weights of the cross-entropy and of the divergence."""
     return 1.0 - section.kd_coef, section.kd_coef * section.kd_temperature**2
 
 
 def evaluate(
     dataset: TokenDataset, sums_N2: np.ndarray, reference_ND: np.ndarray | None, config: DistillConfig
 ) -> Evaluation:
-    """The same means over held-out conversations."""
+    """The means of the loss and its parts over held-out conversations."""
     num_label_tokens = int(dataset.num_label_tokens.sum())
     log_prob, kl = (sums_N2.sum(axis=0, dtype="float64") / num_label_tokens).tolist()
-    of_ce, of_kl = weights_of(config.distillation)
-    loss = of_kl * kl - of_ce * log_prob
+    ce_weight, kl_weight = weights_of(config.distillation)
+    loss = kl_weight * kl - ce_weight * log_prob
     return Evaluation(
         row={
             "eval/loss": loss,

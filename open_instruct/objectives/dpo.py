@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from open_instruct.data.token_dataset import TokenDataset
     from open_instruct.losses.preference import PreferenceLossInputs, PreferenceLossOutputs
 
-# What a microbatch has of the other pairs of the global batch, see `matched_pairs`.
+# The values that a microbatch has from other pairs of the global batch, see `matched_pairs`.
 MATCHED = "matched_3P"
 
 
@@ -58,7 +58,7 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
     return BoundLoss(
         function=function,
         prepare=partial(with_matched_pairs, ld_alpha=loss.ld_alpha)
-        if any(each.of_global_batch for each in known)
+        if any(each.needs_global_batch for each in known)
         else None,
         with_collisions=loss.weight_alignment,
         ld_alpha=loss.ld_alpha,
@@ -67,7 +67,7 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
 
 
 def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | None) -> PreferenceLossInputs:
-    """What the loss of a microbatch is computed from."""
+    """The inputs of the loss of a microbatch."""
     from open_instruct.losses.logprobs import sum_by_reply
     from open_instruct.losses.preference import PreferenceLossInputs
     from open_instruct.packing.on_device import on_device
@@ -92,7 +92,7 @@ def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | 
 def with_matched_pairs(
     step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, ld_alpha: float | None
 ) -> StepBatch:
-    """The step, its pairs with what their losses must know of all pairs of the global batch."""
+    """The step, with the values of `matched_pairs` added to its microbatches."""
     import torch
 
     from open_instruct.losses.preference import matched_pairs, to_match
@@ -100,10 +100,10 @@ def with_matched_pairs(
 
     row_ids_P = torch.tensor([row for batch in step.microbatches for row in batch.row_ids], dtype=torch.float64)
     inputs = [preference_inputs(*each, ld_alpha=ld_alpha) for each in zip(scores, step.microbatches, strict=True)]
-    own_3P = torch.cat([to_match(of_microbatch) for of_microbatch in inputs], dim=1)
+    own_3P = torch.cat([to_match(each) for each in inputs], dim=1)
     row_ids_P = on_device(row_ids_P, own_3P.device)
     all_P4 = gather(torch.cat([row_ids_P[None], own_3P]).T)
-    # In the order of the rows, whichever rank has them: it decides between equal ones.
+    # Sorted by row, so that the order of equal values does not depend on the ranks.
     all_4P = all_P4[all_P4[:, 0].argsort()].T.contiguous()
     places_P = torch.searchsorted(all_4P[0], row_ids_P)
     parts = matched_pairs(all_4P[1:])[:, places_P].split([len(batch.row_ids) for batch in step.microbatches], dim=1)
@@ -151,7 +151,7 @@ def evaluate(
     )
     if reference_N2 is not None:
         inputs = replace(inputs, matched_3P=matched_pairs(to_match(inputs)))
-    # How likely other tokens are is not known of held-out replies.
+    # Held-out scores lack the collision log-probs that weight alignment needs.
     outputs = preference_loss(replace(config.loss, weight_alignment=False), inputs)
     margins_N = outputs.rewards_2P[0] - outputs.rewards_2P[1]
     accuracy = float((outputs.logps_2P[0] > outputs.logps_2P[1]).float().mean())

@@ -1,6 +1,6 @@
 """KTO: single replies, each labelled as desirable or not (arXiv 2402.01306).
 
-A reply is held against z0, how far the policy has moved from the reference on replies that do not belong to their
+A reply is compared with z0, the policy's divergence from the reference on replies that do not belong to their
 prompts. So a row has two documents: its prompt with its own reply, and its prompt with the reply of another row. The
 second is scored before the step, without gradient; the step learns from the first alone.
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from open_instruct.data.token_dataset import TokenDataset
 
-# Of the weight of all desirable rows to that of all undesirable ones; the paper's section 4.2.
+# Bounds of the ratio of the total weights of desirable and undesirable rows; the paper's section 4.2.
 LOWEST_RATIO, HIGHEST_RATIO = 1.0, 4.0 / 3.0
-DESIRABLE = "desirable"  # of a step's counts
+DESIRABLE = "desirable"  # the name of their number among a step's counts
 
 
 @dataclass(kw_only=True)
@@ -86,7 +86,7 @@ class KTOConfig(TrainingConfig):
 
 
 def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], bool]:
-    """The conversation of a row, which ends with the reply that is judged, and whether that is desirable.
+    """The conversation of a row, which ends with the labelled reply, and whether the reply is desirable.
 
     Raises:
         MalformedRow: with the kind and the reason; docs/kto.md lists them.
@@ -96,7 +96,7 @@ def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], boo
     if "label" not in row:
         raise MalformedRow("missing_key", f"no key 'label'; the row has {', '.join(map(repr, row))}")
     label = row["label"]
-    if isinstance(label, str):  # a table has nothing but text
+    if isinstance(label, str):  # tables hold text only
         label = {"true": True, "1": True, "false": False, "0": False}.get(label.strip().lower(), label)
     if not isinstance(label, bool | int | float) or label not in (0, 1):
         shown = f"{label!r:.40}" if isinstance(label, str | int | float) else kind_of(label)
@@ -105,7 +105,7 @@ def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], boo
 
 
 class UnpairedBuilder(RowBuilder):
-    """The pieces of a row: the prompt, and the reply; its label is the number that comes with it."""
+    """Builds rows of two pieces, the prompt and the reply; the label is the row's number for the loss."""
 
     unit = "row"
     wanted = '{"prompt": "text", "completion": "text", "label": true}, or lists of messages in place of the texts'
@@ -115,7 +115,7 @@ class UnpairedBuilder(RowBuilder):
 
     @classmethod
     def rows_in(cls, source: RowSource) -> RowSource:
-        """Preference pairs, as the first readable row of a source is one, are two rows each."""
+        """The source; if its first readable row is a preference pair, every pair gives two rows."""
         first = next((row.value for row in source.rows(range(len(source))) if isinstance(row, RawRow)), {})
         return _BothReplies(source) if "chosen" in first and "label" not in first else source
 
@@ -131,7 +131,7 @@ class UnpairedBuilder(RowBuilder):
 
 
 class MismatchedBuilder(UnpairedBuilder):
-    """The same with a third piece, the reply of another row of the source: see `mismatched_replies`."""
+    """As `UnpairedBuilder`, with a third piece: the reply of another row of the source, see `mismatched_replies`."""
 
     documents_per_row = 2
     check = staticmethod(parse_labelled_row)
@@ -153,11 +153,11 @@ class MismatchedBuilder(UnpairedBuilder):
         for ((prompt, reply), details), number in zip(rows, mismatched_replies(numbers), strict=True):
             room = self.max_seq_length - len(prompt)
             in_turn = (distinct[(number + step) % len(distinct)][:room] for step in range(len(distinct)))
-            # Replies may differ only behind the cut: of all of them, then its own is as good as any.
+            # Replies that differ only behind the cut are equal here; if all are, the row gets its own reply.
             self._keep([prompt, reply, next((other for other in in_turn if other != reply), reply)], details)
 
     def _taken_back(self, first: int) -> list[tuple[list[array[int]], bytes]]:
-        """Pieces and details of the rows from `first` on, which are no longer kept."""
+        """Remove the rows from `first` on, and return their pieces and details."""
         rows = [
             ([self.token_ids[start:stop] for start, stop in pairwise(edges)], bytes(self.details[begin:end]))
             for edges, (begin, end) in zip(self.edges[first:], pairwise(self.details_edges[first:]), strict=True)
@@ -218,7 +218,7 @@ def _both_rows(row: RawRow) -> tuple[RawRow | BadRow, ...]:
 
 
 def check_rows(dataset: TokenDataset, num_rows_per_step: int, config: KTOConfig) -> list[str]:
-    """What labels and weights are together, as warnings.
+    """Warnings about the balance of labels and weights.
 
     Raises:
         InputError: a global batch of one row.
@@ -273,7 +273,7 @@ def bind(config: KTOConfig) -> BoundLoss:
     loss, parallel = config.loss, config.parallel
 
     def documents(step: StepBatch, document: int) -> StepBatch:
-        """The step with only that document of each row."""
+        """The step with only the document `document` of each row."""
         from open_instruct.packing.documents import lay_out
 
         def only(batch: Batch) -> Batch:
@@ -330,7 +330,7 @@ def _reference(batch: Batch) -> torch.Tensor:
 
 
 def _log_ratios(scores: TokenLogprobs, reference_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-prob of each document, and how far that is above the reference's."""
+    """The log-prob of each document, and its difference from the reference's."""
     from open_instruct.losses.logprobs import sum_by_sequence
     from open_instruct.packing.on_device import on_device
 
@@ -346,7 +346,7 @@ def outputs_of(
     counts: Mapping[str, int],
     loss: KTOLossSection,
 ) -> LossOutputs:
-    """The share of R rows in the loss and the means of their global batch; a class that it lacks has no means."""
+    """The share of R rows in the loss and the metrics of their global batch; an absent class has no metrics."""
     from open_instruct.losses.logprobs import ROUNDING
 
     losses_R = unpaired_losses(log_ratios_R, is_desirable_R, z0, loss)
@@ -355,13 +355,13 @@ def outputs_of(
     metrics = mean_metrics({"loss": losses_R.detach(), "rewards/accuracy": is_right_R.float()})
     if loss.has_mismatched:
         metrics["kl"] = Metric(value=z0, weight=num_rows)
-    of_class = {"chosen": (is_desirable_R, counts[DESIRABLE])}
-    of_class["rejected"] = (~is_desirable_R, counts["rows"] - counts[DESIRABLE])
-    for name, (is_of_R, num) in of_class.items():
+    classes = {"chosen": (is_desirable_R, counts[DESIRABLE])}
+    classes["rejected"] = (~is_desirable_R, counts["rows"] - counts[DESIRABLE])
+    for name, (is_member_R, num) in classes.items():
         if num:
             for what, values_R in (("rewards", rewards_R), ("logps", logps_R.detach())):
-                metrics[f"{what}/{name}"] = Metric(value=(values_R * is_of_R).sum() / num, reduction="sum")
-    if all(num for _, num in of_class.values()):
+                metrics[f"{what}/{name}"] = Metric(value=(values_R * is_member_R).sum() / num, reduction="sum")
+    if all(num for _, num in classes.values()):
         margin = metrics["rewards/chosen"].value - metrics["rewards/rejected"].value
         metrics["rewards/margin"] = Metric(value=margin, reduction="sum")
     return LossOutputs(loss=losses_R.sum() / counts["rows"], metrics=metrics)
@@ -376,13 +376,13 @@ def evaluate(
     assert reference_ND is not None
     logps_DN, log_ratios_DN = torch.from_numpy(logps_ND).T, torch.from_numpy(logps_ND - reference_ND).T
     is_desirable_N = torch.from_numpy(_are_desirable(dataset))
-    # Of rows without a mismatched reply, a mean over none.
+    # Rows without a mismatched reply give z0 = 0.
     z0 = log_ratios_DN[1:].double().sum().clamp(min=0).float() / len(dataset)
     counts = {"rows": len(dataset), DESIRABLE: int(is_desirable_N.sum())}
     metrics = outputs_of(logps_DN[0], log_ratios_DN[0], is_desirable_N, z0, counts, config.loss).metrics
     row = {f"eval/{name}": float(metric.value) for name, metric in metrics.items()} | {"eval/num_rows": len(dataset)}
-    told = f"held-out loss {{when}}: {row['eval/loss']:.4f} over {counted(len(dataset), 'row')}"
-    return Evaluation(row=row, sentence=told)
+    sentence = f"held-out loss {{when}}: {row['eval/loss']:.4f} over {counted(len(dataset), 'row')}"
+    return Evaluation(row=row, sentence=sentence)
 
 
 KTO = Objective(

@@ -1,8 +1,8 @@
-"""What an objective is: a row form, a loss over log-probs, and the facts that the walk around it needs.
+"""What an objective is: a row form, a loss over log-probs, and the facts that training around it needs.
 
-An objective knows no backend. It is given the log-probs of the labelled tokens and what the loader put beside them, and
-returns a loss that is divided by counts over the whole global batch, so that the result does not depend on how the
-batch is cut. Importing one loads no torch: that happens inside its functions.
+An objective knows no backend. It receives the log-probs of the labelled tokens and the loader's values, and returns a
+loss that is divided by counts over the whole global batch, so that the result does not depend on how the batch is cut.
+Importing an objective loads no torch; its functions do.
 
 Legend: N labelled tokens of a microbatch or rows of a data set, D documents of a row.
 """
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
     from open_instruct.data.token_dataset import TokenDataset
 
-# The token log-probs of a reference policy that stands beside the policy, among `Batch.values`.
+# The name in `Batch.values` of the token log-probs of a reference policy that is computed during training.
 REFERENCE_TOKENS = "reference_logprobs_N"
-# The frozen scores of a reference policy, as `Batch.values` and evaluations name them (there with `_S` behind it).
+# The name of a reference policy's frozen scores in evaluations; `Batch.values` adds `_S` to it.
 REFERENCE = "reference_logps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log-prob of every labelled token (nats, float32), row by row in the order of the labels, and whose it is.
+    """Log-prob of every labelled token (nats, float32), row by row in the order of the labels, with its sequence id.
 
     `entropy_N` is that of the distribution the token was drawn from, and `collision_logprobs_N` the log-prob that two
-    tokens drawn from it are the same: log(sum over v of p(v)^2). They carry no gradient. `measured_N` is what the
-    objective's `Teacher` compares, with gradient.
+    tokens drawn from it are the same: log(sum over v of p(v)^2). They carry no gradient. `measured_N` is the
+    result of `Teacher.compare`, with gradient.
 
-    Where another head is read, `values_NC` is what it says at each label: the score (C = 1), or the logit of each class
+    Where another head is read, `values_NC` is its output at each label: the score (C = 1), or the logit of each class
     (`BoundLoss.classes`). `logprobs_N` is then the score itself, or the log-prob of the first class among them.
     """
 
@@ -62,32 +62,32 @@ class LossOutputs:
     metrics: Mapping[str, Metric]
 
 
-# Of a tensor (rows, ...) of each data-parallel rank, however many rows it has: those of all ranks, in their order.
+# Concatenates a tensor (rows, ...) of each data-parallel rank in rank order; ranks may have different numbers of rows.
 Gather = Callable[["torch.Tensor"], "torch.Tensor"]
 Summed = Callable[[TokenLogprobs, Batch], Sequence["torch.Tensor"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundLoss:
-    """The loss of a run: an objective's, with the settings of its flags.
+    """The loss of a run: an objective's loss, bound to its flags.
 
     `function(scores, batch, counts)` is given the values of `batch` on the device of the scores. `temperature`
-    divides the logits, but for those of the labels that the value called `unscaled` lists; `with_entropy` and
-    `with_collisions` ask for what `TokenLogprobs` may have. `ld_alpha` says how frozen log-probs are summed over the
-    replies of a pair, see `sum_by_reply`. `first_loss` is the loss of a policy that equals its reference, where that is
-    a number, or one of the counts of the first step; `never_negative` are metrics that are below 0 by rounding at most;
-    `remedy` says what it means that a step had another: by default, of a loss that is held against frozen scores.
+    divides the logits, except at the labels listed in the value `unscaled`; `with_entropy` and
+    `with_collisions` ask for these fields of `TokenLogprobs`. `ld_alpha` sets how frozen log-probs are summed over
+    the replies of a pair, see `sum_by_reply`. `first_loss` is the loss of a policy that equals its reference,
+    where that is a number or a count of the first step. `never_negative` are metrics that only rounding makes negative.
+    `remedy` explains a violation of these; by default it is that of a loss with frozen scores.
 
-    `prepare(step, scores, gather)` is there where the loss of a row depends on other rows of the global batch, or on
-    the policy before the update. It is given the policy's log-probs of every microbatch, without gradient, before the
-    first of them is learned from, and returns the step that is to be learned: with `values` more, documents fewer.
-    `looks_at(step)` is what of the step is scored for it, where that is not all. Every rank calls them, also one
-    without rows.
+    `prepare(step, scores, gather)` is set where the loss of a row depends on other rows of the global batch, or on the
+    policy before the update. Before the first backward pass it receives the policy's log-probs of every microbatch,
+    without gradient, and returns the step to learn from, perhaps with more `values` or fewer documents.
+    `looks_at(step)` is the part of the step that is scored for `prepare`; None means all. Every rank calls both, also
+    a rank without rows.
 
     `classes` are words, each one token, whose logits are read in place of log-probs; `class_ids` are their ids, once
-    there is a tokenizer. `derive` makes the metrics of a step of those that were reduced over all ranks, where some
-    are no means: a standard deviation. `summed(scores, batch)` are values of each label that are added up, of held-out
-    rows, in place of its log-prob: `Objective.evaluate` is then given a column for each.
+    there is a tokenizer. `derive` computes the metrics of a step that are no means, such as a standard deviation,
+    from those reduced over all ranks. `summed(scores, batch)` are the values of each label that are summed over
+    held-out rows in place of its log-prob; `Objective.evaluate` receives one column for each.
     """
 
     function: Callable[[TokenLogprobs, Batch, Mapping[str, int]], LossOutputs]
@@ -110,7 +110,7 @@ class BoundLoss:
     summed: Summed = lambda scores, batch: (scores.logprobs_N,)
 
     def temperature_of(self, batch: Batch) -> float | torch.Tensor:
-        """Of the labels of a microbatch on the CPU, (N,) where it is not the same for all."""
+        """The temperature of the labels of a microbatch on the CPU; a tensor (N,) where it differs among them."""
         tokens_M = batch.values.get(self.unscaled)
         if tokens_M is None or self.temperature == 1.0:
             return self.temperature
@@ -124,10 +124,10 @@ class BoundLoss:
 class Teacher:
     """A frozen model of the same vocabulary whose distribution at every label the policy's is compared with.
 
-    `compare(logits_NV, teacher_NV)` is given the logits of both, over the tokens that both know, and returns a value
-    for each position, with gradient. Where `keep` is there, `keep(teacher_NV)` is computed once, a row of numbers for
-    each label, kept on disk under the name `kept_as`, and given to `compare` instead: then no teacher is there during
-    training. It needs a vocabulary of more than `num_kept` tokens.
+    `compare(logits_NV, teacher_NV)` receives the logits of both, over their common vocabulary, and returns a value for
+    each position, with gradient. If `keep` is set, `keep(teacher_NV)` is computed once, a row of numbers for each
+    label, cached on disk under the name `kept_as`, and passed to `compare` instead, so that training needs no teacher.
+    It needs a vocabulary of more than `num_kept` tokens.
     """
 
     model_name_or_path: str
@@ -139,7 +139,7 @@ class Teacher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Held-out scores: a row of eval.jsonl, what is said of it, and what the exported config.json keeps of it."""
+    """Held-out scores: a row of eval.jsonl, a sentence about it, and the fields it adds to the exported config.json."""
 
     row: Mapping[str, Any]
     sentence: str
@@ -151,29 +151,28 @@ class Objective:
     """One thing that can be learned from the rows of a data set.
 
     Attributes:
-        name: of its command and its entry, as in `open-instruct NAME`.
+        name: the command and the entry script, as in `open-instruct NAME`.
         config_class: its flags, in sections; see config/.
         validate: checks everything that the flags alone can tell, and returns warnings.
-        rows: what a row must look like, and what is kept of it.
-        rows_under: the same under these flags, where it depends on them.
-        documents_learned: of the documents of a row, how many a step learns from, where that is not all; the others are
-            scored before it.
-        check_rows: given the training rows and how many of them a step has, refuses what cannot work, and returns
-            warnings.
-        needs_reference: whether, under these flags, frozen log-probs of the start model go with each document.
+        rows: the class that checks and builds rows.
+        rows_under: the same as a function of the flags, where it depends on them.
+        documents_learned: the number of documents of a row that a step learns from, where that is not all; the others
+            are scored before the step.
+        check_rows: refuses training rows that cannot work with so many rows in a step, and returns warnings.
+        needs_reference: whether these flags need frozen log-probs of the start model for each document.
         reference_moves: how the reference follows the policy, in the words of `learner.reference_policy.Reference`;
-            without an `update_freq` it does not.
-        only_scores: whether these flags ask for those alone, and no training.
-        teacher: the frozen model, under these flags, that the policy is compared with; None where there is none.
+            without an `update_freq` it stays.
+        only_scores: whether these flags ask for the reference scores alone, without training.
+        teacher: the frozen model that the policy is compared with under these flags; None where there is none.
         bind: the loss under the flags of a run.
         prefix_sharing: whether, under these flags, the documents of a row share their prompt.
         fills_packs: whether, under these flags, a step counts packs of rows, filled before training, in place of rows.
         evaluate: from summed log-probs of all held-out documents (float32, (N, D); with a teacher (N, 2D): behind them
-            the sums of what was compared) and the reference's; None where there is nothing to tell of them.
-        head: what the model says at a position; its first head is drawn where the start model has another.
-        row_arguments: what `rows` is made with, under these flags, beside what every form of row is.
-        exported: under these flags, with this tokenizer and for this start model, what the exported config.json has
-            more than the start model's. Called before training, so what will not do is refused there.
+            the sums of the comparison) and the reference's, the held-out scores; None where there are none.
+        head: the kind of head; it is drawn at random where the start model has another kind.
+        row_arguments: under these flags, the arguments of `rows` beyond those of every `RowBuilder`.
+        exported: the fields that the exported config.json adds to the start model's, under these flags and with this
+            tokenizer. Called before training, so that it refuses early.
     """
 
     name: str
@@ -207,7 +206,7 @@ class Objective:
         return replace(loss, class_ids=tuple(single_token_id(tokenizer, word) for word in loss.classes))
 
     def rows_of(self, config: TrainingConfig) -> type[RowBuilder]:
-        """The form of the rows under these flags."""
+        """The class of the rows under these flags."""
         return self.rows if self.rows_under is None else self.rows_under(config)
 
     @property

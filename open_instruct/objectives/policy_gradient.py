@@ -1,16 +1,16 @@
 """Policy gradients on sampled completions, GRPO and its relatives: the sum of three losses over tokens.
 
-    rl  the policy loss, of tokens that the policy sampled; weighed by --rl_coef
-    kl  the penalty for being elsewhere than a frozen model: --beta times that of the reference policy,
+    rl  the policy loss of tokens that the policy sampled, weighed by --rl_coef
+    kl  the penalty for the distance to a frozen model: --beta times that of the reference policy,
         --teacher_kl_coef times that of a teacher (on-policy distillation, arXiv 2306.13649)
-    ce  the cross-entropy, at temperature 1, of tokens that somebody else wrote, such as conversations or a tool;
-        weighed by --ce_coef
+    ce  the cross-entropy, at temperature 1, of tokens that the policy did not sample, such as written conversations or
+        the output of a tool; weighed by --ce_coef
 
-Each has weights a token and counts of its own, so none of them changes with what is added to another.
+Each has its own weights of tokens and its own counts, so adding tokens to one does not change another.
 
-Beside the log-probs a microbatch has, of each labelled token: `engine_logprobs_N` and `advantages_N`; `old_logprobs_N`,
-under the policy at the start of the step, where that is not the policy of this very forward pass; and
-`reference_logprobs_N` and `teacher_logprobs_N` where there are such models. For the streams see `Stream`.
+Beside the log-probs a microbatch has for each labelled token: `engine_logprobs_N` and `advantages_N`;
+`old_logprobs_N`, under the policy at the start of the step, where this forward pass has another policy; and
+`reference_logprobs_N` and `teacher_logprobs_N` where there are such models. `Stream` explains the streams.
 
 Legend: N labelled tokens of a microbatch, M those of one stream.
 """
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """Which labelled tokens of a microbatch one of the three losses learns from, and how much.
+    """The labelled tokens of a microbatch that one of the three losses learns from, and their weights.
 
-    None: all of them; a weight of 1 for each.
+    None means all tokens, or a weight of 1 for each.
     """
 
     tokens_M: torch.Tensor | None
@@ -49,11 +49,11 @@ class Stream:
 
     @classmethod
     def of(cls, name: str, values: Mapping[str, torch.Tensor]) -> Stream:
-        """The stream `name` among the values of a microbatch. Where all tokens are a completion's nothing is listed."""
+        """The stream `name` among the values of a microbatch. If all tokens are completions', nothing is listed."""
         return cls(tokens_M=values.get(f"{name}_tokens"), weights_M=values.get(f"{name}_weights"))
 
     def take(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Of the tokens of the stream, (M,). So what lies between them changes nothing, to the last bit."""
+        """The values of the stream's tokens, (M,), so that other tokens between them do not change any bit of a sum."""
         return values_N if self.tokens_M is None else values_N.index_select(0, self.tokens_M.to(values_N.device))
 
     def weighed(self, values_M: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
 
 
 def chooses_tokens(loss: PolicyLossSection) -> bool:
-    """Whether tokens are singled out, which takes a forward pass more in every update."""
+    """Whether the loss treats some tokens apart, which needs an extra forward pass in every update."""
     return policy_loss_facts(loss.loss_fn).marks or loss.top_entropy_quantile < 1
 
 
@@ -99,7 +99,7 @@ def policy_gradient(
     response_length: int,
     own: PolicyLossFunction | None = None,
 ) -> LossOutputs:
-    """The microbatch's share of all three."""
+    """The microbatch's share of the sum of the three losses."""
     from open_instruct.losses.kl import kl_estimates
     from open_instruct.losses.mismatch import rho_values
     from open_instruct.losses.policy import global_denominator, importance_ratio, policy_loss, shares
@@ -126,7 +126,7 @@ def policy_gradient(
     if scores.entropy_N is not None:
         values["entropy"] = rl.take(scores.entropy_N)
 
-    of_kl: dict[str, torch.Tensor] = {}
+    kl_values: dict[str, torch.Tensor] = {}
     for name, weight, estimator in (
         ("reference", loss.beta, loss.kl_estimator),
         ("teacher", loss.teacher_kl_coef, "1"),
@@ -137,12 +137,12 @@ def policy_gradient(
         at, trusted = _inputs_of(kl, scores, batch, loss)
         kl_M = kl_estimates(estimator, at.logprobs_N, kl.take(frozen_N))
         if name == "reference":
-            of_kl["kl"] = kl_M.detach()
+            kl_values["kl"] = kl_M.detach()
         else:  # half the square has the gradient of the divergence, and the difference its value
-            of_kl["teacher_kl"] = kl_estimates("0", at.logprobs_N, kl.take(frozen_N)).detach()
+            kl_values["teacher_kl"] = kl_estimates("0", at.logprobs_N, kl.take(frozen_N)).detach()
         if loss.kl_importance_weighted and name == "reference":
             kl_M = importance_ratio(loss.loss_fn, at) * kl_M
-        # The estimate, too, is of an expectation under the policy, so the engine's samples weigh as above.
+        # The KL is an expectation under the policy too, so the engine's samples get the same importance weights.
         kl_M = kl.weighed(trusted.weights_N * shares(loss.loss_fn, kl_M, at))
         total = total + weight * kl_M.sum() / denominator_of("kl")
 
@@ -156,7 +156,7 @@ def policy_gradient(
     metrics["policy_loss"] = Metric(value=policy_part.detach(), reduction="sum")
     if counts["rl_rows"] > 0:
         differences_M = (inputs.old_logprobs_N - rl.take(batch.values["engine_logprobs_N"])).abs()
-        metrics |= mean_metrics(values | of_kl | {"logprob_diff/mean": differences_M} | rho_values(correction))
+        metrics |= mean_metrics(values | kl_values | {"logprob_diff/mean": differences_M} | rho_values(correction))
         metrics |= {
             "logprob_diff/max": _largest(differences_M),
             "rho/max": _largest(correction.rho_N),
@@ -167,13 +167,13 @@ def policy_gradient(
 def _inputs_of(
     stream: Stream, scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection
 ) -> tuple[PolicyLossInputs, Correction]:
-    """What is known of the tokens of a stream that the policy sampled, and how far the engine's samples are trusted."""
+    """The inputs of the policy loss for a stream's tokens, and the correction for the engine that sampled them."""
     from open_instruct.losses.mismatch import correct_mismatch
     from open_instruct.losses.policy import PolicyLossInputs
 
     inputs = PolicyLossInputs(
         logprobs_N=stream.take(scores.logprobs_N),
-        # A step of one update starts where it ends its only forward pass.
+        # In a step of one update the old policy is that of this forward pass.
         old_logprobs_N=stream.take(batch.values.get("old_logprobs_N", scores.logprobs_N.detach())),
         advantages_N=stream.take(batch.values["advantages_N"]),
         sequence_ids_N=stream.take(scores.sequence_ids_N),
@@ -193,22 +193,23 @@ def _inputs_of(
 def choose_tokens(
     step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, loss: PolicyLossSection
 ) -> StepBatch:
-    """Single out tokens of the whole update, for each token of `rl`: `is_learned`, those of the highest entropy, and
-    `is_marked`, those that a loss of covariances treats apart. So neither depends on how the batch is cut.
+    """Choose tokens among those of the whole update and mark each token of `rl`: `is_learned` for the highest entropy,
+    `is_marked` for the tokens that a loss of covariances treats apart. So the choice is the same however the batch is
+    cut.
     """
     import torch
 
     from open_instruct.losses.covariance import TokenColumns, is_highest, is_marked
     from open_instruct.packing.on_device import on_device
 
-    of_rl: list[torch.Tensor] = []
-    for batch, of_batch in zip(step.microbatches, scores, strict=True):
-        values = on_device(batch.values, of_batch.logprobs_N.device)
+    rl_columns: list[torch.Tensor] = []
+    for batch, scored in zip(step.microbatches, scores, strict=True):
+        values = on_device(batch.values, scored.logprobs_N.device)
         rl = Stream.of("rl", values)
-        entropy_N = torch.zeros_like(of_batch.logprobs_N) if of_batch.entropy_N is None else of_batch.entropy_N
-        columns = [of_batch.logprobs_N, entropy_N, values["advantages_N"], values["engine_logprobs_N"]]
-        of_rl.append(torch.stack([rl.take(column_N).double() for column_N in columns], dim=1))
-    everywhere = TokenColumns(*gather(torch.cat(of_rl)).unbind(dim=1))
+        entropy_N = torch.zeros_like(scored.logprobs_N) if scored.entropy_N is None else scored.entropy_N
+        columns = [scored.logprobs_N, entropy_N, values["advantages_N"], values["engine_logprobs_N"]]
+        rl_columns.append(torch.stack([rl.take(column_N).double() for column_N in columns], dim=1))
+    everywhere = TokenColumns(*gather(torch.cat(rl_columns)).unbind(dim=1))
 
     def chosen(rows: torch.Tensor) -> dict[str, torch.Tensor]:
         here, values = TokenColumns(*rows.unbind(dim=1)), dict[str, torch.Tensor]()
@@ -222,7 +223,7 @@ def choose_tokens(
         step,
         microbatches=tuple(
             replace(batch, values={**batch.values, **chosen(rows)})
-            for batch, rows in zip(step.microbatches, of_rl, strict=True)
+            for batch, rows in zip(step.microbatches, rl_columns, strict=True)
         ),
     )
 
@@ -232,7 +233,7 @@ def _largest(values_N: torch.Tensor) -> Metric:
     return Metric(value=values_N.max() if values_N.numel() else 0.0, reduction="max")
 
 
-# Its own engines write what it learns from, so what walks with it is grpo_olmo_core_actor.py.
+# GRPO learns from its own engines' completions, so its entry is grpo_olmo_core_actor.py and not train.py.
 GRPO = Objective(
     name="grpo",
     config_class=GRPOConfig,

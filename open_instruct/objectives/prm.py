@@ -1,4 +1,4 @@
-"""Process reward models: of every step of a solution, how likely it is right, as one of two words said after it.
+"""Process reward models: the probability that each step of a solution is right, as one of two words after it.
 
 Legend: N steps of a microbatch, R rows of a data set.
 """
@@ -92,10 +92,10 @@ def texts_of_steps(row: Mapping[str, Any], chat: ChatFormat, *, separator: str, 
     """
     key = "prompt" if placeholder is None else "input"
     if key not in row:
-        of_rows = "are a 'prompt' and 'completions'" if placeholder is None else "are an 'input' with the placeholder"
+        expected = "are a 'prompt' and 'completions'" if placeholder is None else "are an 'input' with the placeholder"
         raise MalformedRow(
             "missing_key",
-            f"no key {key!r}: rows {of_rows} {'without' if placeholder is None else 'with'} --placeholder_token",
+            f"no key {key!r}: rows {expected} {'without' if placeholder is None else 'with'} --placeholder_token",
         )
     if placeholder is not None:
         text = row["input"]
@@ -123,7 +123,7 @@ def labels_of(row: Mapping[str, Any], key: str, num_steps: int, reward_tokens: S
     """How likely each step is right.
 
     Raises:
-        MalformedRow: there are more or fewer than steps, or one says nothing.
+        MalformedRow: their number is not that of the steps, or a label is not valid.
     """
     labels = row.get(key)
     if not isinstance(labels, list):
@@ -133,7 +133,7 @@ def labels_of(row: Mapping[str, Any], key: str, num_steps: int, reward_tokens: S
             "label_count", f"{key!r} has {counted(len(labels), 'label')} for {counted(num_steps, 'step')}"
         )
     hard = dict(zip(reward_tokens, (1.0, 0.0), strict=True))
-    found = []
+    values = []
     for number, label in enumerate(labels, start=1):
         value = hard.get(label) if isinstance(label, str) else label
         if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
@@ -142,12 +142,12 @@ def labels_of(row: Mapping[str, Any], key: str, num_steps: int, reward_tokens: S
                 f"{key!r}, step {number}: {label!r} is neither {' nor '.join(map(repr, reward_tokens))}, "
                 "nor true or false, nor a number from 0 to 1",
             )
-        found.append(float(value))
-    return tuple(found)
+        values.append(float(value))
+    return tuple(values)
 
 
 def places(pieces: Sequence[Sequence[int]], *, has_prompt: bool, longest: int) -> list[list[int]]:
-    """The tokens before each place that is read, and that place's own, in turn: of the steps that fit whole."""
+    """The tokens before the end of each step and the token at its end, in turn, for the steps that fit whole."""
     prompt = list(pieces[0]) if has_prompt else []
     kept: list[list[int]] = []
     room = longest
@@ -162,8 +162,8 @@ def places(pieces: Sequence[Sequence[int]], *, has_prompt: bool, longest: int) -
 
 
 class StepBuilder(RowBuilder):
-    """A solution, read where each of its steps ends: `{"prompt", "completions": [text], "labels": [true]}`, or with a
-    placeholder `{"input": text, "label": ["+"]}`.
+    """Builds solutions, read where each of their steps ends: `{"prompt", "completions": [text], "labels": [true]}`, or
+    with a placeholder `{"input": text, "label": ["+"]}`.
     """
 
     unit = "solution"
@@ -208,7 +208,7 @@ class StepBuilder(RowBuilder):
         return RenderedRow(texts=tuple(texts), values=labels)
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
-        """Whole steps are cut on the right, with their labels; never the prompt."""
+        """Cut whole steps on the right, with their labels; never cut the prompt."""
         has_prompt = self.placeholder is None
         kept = places(pieces, has_prompt=has_prompt, longest=self.max_seq_length)
         if not kept:
@@ -220,7 +220,7 @@ class StepBuilder(RowBuilder):
     def _keep(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
         super()._keep(pieces, details[: BYTES_OF_VALUE * (len(pieces) // 2)])
 
-    def told_of_cuts(self) -> str | None:
+    def cut_warning(self) -> str | None:
         if not self.num_steps_cut:
             return None
         return f"{counted(self.num_steps_cut, 'step')} cut off at --max_seq_length, with their labels"
@@ -236,7 +236,7 @@ def step_losses(logits_N2: torch.Tensor, right_N: torch.Tensor) -> torch.Tensor:
 
 
 def judged_steps(scores: TokenLogprobs, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each step the loss, and whether the word that is likelier is the label's."""
+    """The loss of each step, and whether the likelier word is the label's."""
     logits_N2, right_N = scores.values_NC, batch.values[ROW_VALUES]
     assert logits_N2 is not None and len(logits_N2) == len(right_N)
     is_right_N = (logits_N2[:, 0] > logits_N2[:, 1]) == (right_N > 0.5)
@@ -255,7 +255,7 @@ def bind(steps: StepSection) -> BoundLoss:
 def evaluate(
     dataset: TokenDataset, judged_R2: np.ndarray, reference_R1: np.ndarray | None, config: PRMConfig
 ) -> Evaluation:
-    """The same means over the steps of held-out solutions."""
+    """The means of loss and accuracy over the steps of held-out solutions."""
     num_steps = int(dataset.num_label_tokens.sum())
     loss, accuracy = (float(total) / num_steps for total in judged_R2.sum(axis=0, dtype="float64"))
     return Evaluation(
@@ -265,7 +265,7 @@ def evaluate(
 
 
 def exported(config: PRMConfig, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig) -> dict[str, Any]:
-    """How the model wants to be asked: what ends a step, and which two words it answers with."""
+    """The fields that tell how to query the model: the end of a step, and the two words of the answer."""
     steps = config.steps
     return {
         STEP_END: steps.placeholder_token or steps.separator,

@@ -1,4 +1,4 @@
-"""The objectives by the name of their command. A line here and a file beside it add one."""
+"""The objectives by the name of their command. A line here and a file in this folder add one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from open_instruct.objectives.objective import Objective
 
-# Where each is, and what it trains on.
+# The place of each objective, and the rows it trains on.
 OBJECTIVES = {
     "dpo": ("open_instruct.objectives.dpo:DPO", "preference pairs"),
     "distill": ("open_instruct.objectives.distill:DISTILL", "conversations, towards a frozen teacher"),

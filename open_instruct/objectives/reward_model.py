@@ -1,4 +1,4 @@
-"""Reward models: one number for a conversation, so that of two replies to a prompt the chosen one has more.
+"""Reward models: one number for a conversation, higher for the chosen of two replies to a prompt.
 
 Legend: P pairs of a microbatch, S = 2P documents of it (chosen first), N pairs of a data set.
 """
@@ -33,7 +33,7 @@ MARGIN = "margin"
 LARGEST_MARGIN = 1e30
 NUM_BINS = 10
 SMALLEST_STD = 1e-8
-# A mean that is reduced over ranks only to make the standard deviation of it.
+# The mean square, reduced over ranks only to compute the standard deviation.
 SQUARE = "rewards/square"
 
 
@@ -77,7 +77,7 @@ def _problems(config: RewardModelConfig) -> Iterator[str]:
 
 
 class RewardBuilder(PreferenceBuilder):
-    """The pieces of a pair, each reply read at its end; with `margin` also that number."""
+    """Builds pairs whose replies are read at their ends; with `margin` also that number of the row."""
 
     reads_ends = True
     check = staticmethod(parse_preference_row)
@@ -90,7 +90,7 @@ class RewardBuilder(PreferenceBuilder):
         rendered = super().render(row)
         return replace(rendered, values=(margin_of(row),)) if self.margin else rendered
 
-    def told_of_cuts(self) -> str | None:
+    def cut_warning(self) -> str | None:
         if not self.num_truncated:
             return None
         return (
@@ -100,10 +100,10 @@ class RewardBuilder(PreferenceBuilder):
 
 
 def margin_of(row: Mapping[str, Any]) -> float:
-    """What the row says of how much better its chosen reply is.
+    """The margin of a row: how much better its chosen reply is.
 
     Raises:
-        MalformedRow: it is no number.
+        MalformedRow: the margin is no number.
     """
     value = row.get(MARGIN)
     if value is None:
@@ -132,7 +132,7 @@ def bind(loss: RewardLossSection) -> BoundLoss:
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         from open_instruct.losses.logprobs import sum_by_sequence
 
-        # One place a document: the sum is its reward, in the order of the documents.
+        # Each document has one label, so the sum is its reward.
         rewards_S, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, batch.packed.num_sequences)
         rewards_2P = rewards_S.view(2, -1)
         losses_P = pair_losses(rewards_2P, batch.values.get(ROW_VALUES), loss.center_rewards_coefficient)
@@ -158,7 +158,7 @@ def reward_metrics(losses_P: torch.Tensor, rewards_2P: torch.Tensor) -> dict[str
 
 
 def with_std(metrics: dict[str, float]) -> dict[str, float]:
-    """The standard deviation of all rewards of the step, which is no mean of those of the ranks."""
+    """The metrics with the standard deviation of all rewards of the step, which is no mean over ranks."""
     variance = metrics.pop(SQUARE) - metrics["rewards/mean"] ** 2
     return metrics | {"rewards/std": max(variance, 0.0) ** 0.5}
 
@@ -199,10 +199,10 @@ def evaluate(
 def exported(
     config: RewardModelConfig, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig
 ) -> dict[str, Any]:
-    """What makes of a model's config.json that of transformers' class with a score.
+    """The fields that turn config.json into that of transformers' sequence classification class.
 
     Raises:
-        InputError: transformers finds the end of a row by the pad token, and here a reply may end in it.
+        InputError: a reply may end in the pad token, by which transformers finds the end of a row.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
@@ -230,7 +230,7 @@ def exported(
         "id2label": {"0": "score"},
         "label2id": {"score": 0},
         "pad_token_id": pad,
-        # Those of the start model, if it has any, are not of these rewards.
+        # The start model's values, if any, describe other rewards.
         "score_mean": None,
         "score_std": None,
     }

@@ -1,4 +1,4 @@
-"""Supervised tuning: the cross-entropy of the replies, a mean over their tokens."""
+"""Supervised fine-tuning: the cross-entropy of the replies, a mean over their tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cross_entropy(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]
 def evaluate(
     dataset: TokenDataset, logps_ND: np.ndarray, reference_ND: np.ndarray | None, config: SFTConfig
 ) -> Evaluation:
-    """The same mean over held-out conversations."""
+    """The mean loss over the reply tokens of held-out conversations."""
     num_label_tokens = int(dataset.num_label_tokens.sum())
     loss = -float(logps_ND.sum(dtype="float64")) / num_label_tokens
     return Evaluation(

@@ -1,4 +1,4 @@
-"""Samples over data-parallel ranks, and into microbatches: what the plans of every kind of step share."""
+"""The division of samples over data-parallel ranks and into microbatches, for every kind of step."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def deal_to_ranks(num_tokens_of_sample: Sequence[int], num_ranks: int) -> list[l
 def best_fit(samples: Iterable[int], num_tokens_of_sample: Sequence[int], capacity: int) -> list[list[int]]:
     """Best-fit decreasing: each sample, longest first, into the pack that it leaves the least room in (2404.10830).
 
-    Of packs with as much room it takes the one that has had that the longest. Where `capacity` holds m of the longest
-    sample, a pack that has no room for one holds at least m of them, so n * m samples never need more than n packs.
+    Among packs with equal room it takes the one that has had that room the longest. Where `capacity` holds m of the
+    longest sample, a pack without room for one holds at least m of them, so n * m samples never need more than n packs.
 
     Example: samples of 3, 9, 5 and 2 tokens in packs of 10 are [[1], [2, 0, 3]].
     """
     packs: list[list[int]] = []
-    by_room: list[tuple[int, int, int]] = []  # of each pack its room, since which turn, and its index; ascending
+    by_room: list[tuple[int, int, int]] = []  # each pack's room, the turn since when, its index; ascending
     longest_first = sorted(samples, key=lambda sample: (-num_tokens_of_sample[sample], sample))
     for turn, sample in enumerate(longest_first):
         at = bisect_left(by_room, (num_tokens_of_sample[sample],))
@@ -53,10 +53,10 @@ def best_fit(samples: Iterable[int], num_tokens_of_sample: Sequence[int], capaci
 def balanced(
     num_tokens_of_sample: Sequence[int], *, num_ranks: int, cut: Callable[[list[int]], list[list[int]]]
 ) -> tuple[Microbatches, ...]:
-    """`[rank][microbatch]`: deal the samples, and `cut` each rank's (longest first) into microbatches.
+    """`[rank][microbatch]`: deal the samples, and `cut` the samples of each rank (longest first) into microbatches.
 
-    Every rank gets the same number of microbatches, at least 1, filled up with empty ones; a rank's go from many
-    tokens to few, so that ranks meet in each collective after about the same work.
+    Every rank gets the same number of microbatches, at least 1, filled up with empty ones. The microbatches of a
+    rank go from many tokens to few, so that ranks meet in each collective after about the same work.
     """
     plans = [cut(samples) for samples in deal_to_ranks(num_tokens_of_sample, num_ranks)]
     num_microbatches = max(1, *(len(microbatches) for microbatches in plans))

@@ -2,9 +2,9 @@
 
 Position t of a document predicts the document's token t + 1, so a document's last position never
 has a label, and nothing predicts the first token of the document that follows it in a packed row. Where only the ends
-of replies are read, their last positions have the labels, as marks.
+of replies are read, labels mark their last positions.
 
-Legend: B rows, T tokens of a row, K label positions kept of a row.
+Legend: B rows, T tokens of a row, K kept label positions of a row.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def pad_documents(documents: Sequence[Document], *, pad_token_id: int, pad_to_mu
 def empty_batch(pad_token_id: int, *, num_tokens: int = 1, packing: bool = True) -> PackedBatch:
     """A row of `num_tokens` padding tokens, one document without labels, of no sequence.
 
-    A rank with nothing to do runs it so that it enters the same collectives as the others. It holds no
-    real tokens, so the record's own `num_tokens` is 0.
+    A rank with nothing to do runs this batch, so that it enters the same collectives as the others. The batch holds no
+    real tokens, so its field `num_tokens` is 0.
     """
     assert num_tokens >= 1
     row = _Row()
@@ -112,7 +112,7 @@ def lay_out(
 
 
 def _packed(rows: Sequence[_Row], **fields: Any) -> PackedBatch:
-    """The batch of these rows, with what the language-model head keeps of it: found once for all forward passes."""
+    """The batch of these rows, with the positions that the language-model head keeps, computed once for all passes."""
     batch = PackedBatch(
         input_ids_BT=torch.tensor([row.input_ids for row in rows]),
         labels_BT=torch.tensor([row.labels for row in rows]),
@@ -161,11 +161,11 @@ class _Row:
         offset = len(self.labels) - prefix_length
         self._add(document.token_ids[prefix_length:], prefix_length)
         assert document.responses, "a document without a response"
-        end = prefix_length + 1  # a response at 0 would have a first token that no position predicts
+        end = prefix_length + 1  # no position predicts a token at 0, so no response starts there
         for response in document.responses:
             start, stop = response.start, response.stop
             assert end <= start < stop <= len(document), f"responses {document.responses} in {len(document)} tokens"
-            if document.reads_ends:  # nothing is predicted here: any token may stand for the label
+            if document.reads_ends:  # nothing is predicted here, so any token will do as the label
                 first, labels = stop - 1, document.token_ids[stop - 1 : stop]
             else:
                 first, labels = start - 1, document.token_ids[start:stop]

@@ -1,4 +1,4 @@
-"""What was put together on the CPU, brought to the device without waiting for it."""
+"""Copies of tensors from the CPU to the device, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ T = TypeVar("T")
 def on_device(batch: T, device: torch.device) -> T:
     """`batch` (a tensor, or tensors in tuples and dicts) on `device`.
 
-    Copies to a GPU leave from pinned memory, and nobody waits for them: from any other, CUDA first lets all that was
-    launched come to its end.
+    Copies to a GPU are asynchronous, from pinned memory: from other memory, CUDA would first finish all launched work.
     """
     if device.type == "cpu":
         return batch

@@ -1,8 +1,8 @@
-"""Which documents share a prompt, and what that saves.
+"""Prefix sharing: which documents share a prompt, and how many tokens that saves.
 
 The *shared prefix* of several documents is the part that all of them begin with, token for token, before the first
-token that any of them is learned from, less its last token: that one is computed again for every document, since in
-each of them it predicts another first token of the reply.
+token that any of them is learned from, less its last token. That token is computed again for every document,
+since it predicts the first token of the reply, which differs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import groupby
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.records import Document
 
-# A shared prompt costs one more call of attention; below this share of tokens saved `auto` leaves it.
+# A shared prompt costs one more call of attention; `auto` shares only if it saves this share of the tokens.
 LEAST_SHARE_SAVED = 0.05
 
 
@@ -25,7 +25,7 @@ def shared_prefix_length(documents: Sequence[Document]) -> int:
     if len(documents) < 2:
         return 0
     prompts = [document.token_ids[: document.responses[0].start] for document in documents]
-    # What the first and the last of them in sorted order have in common, all have.
+    # A prefix that the first and the last in sorted order share is shared by all.
     first, last = min(prompts), max(prompts)
     num_common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return max(min(num_common, len(last)) - 1, 0)
@@ -34,7 +34,7 @@ def shared_prefix_length(documents: Sequence[Document]) -> int:
 def groups_that_share(
     documents: Sequence[Document], groups: Sequence[Sequence[int]], sharing: PrefixSharing
 ) -> list[tuple[int, ...]]:
-    """`groups` (of indices of `documents`), those whose sharing does not pay taken apart."""
+    """`groups` of indices of `documents`; groups whose sharing does not pay are split into single documents."""
     chosen: list[tuple[int, ...]] = []
     for group in groups:
         members = [documents[i] for i in group]
@@ -46,7 +46,7 @@ def groups_that_share(
 
 
 def pays(prefix_length: int, num_documents: int, num_tokens: int, sharing: PrefixSharing) -> bool:
-    """Whether documents of so many tokens in all should share a prefix of that length."""
+    """Whether documents with `num_tokens` tokens in all should share a prefix of `prefix_length`."""
     saved = prefix_length * (num_documents - 1)
     if sharing == "auto":
         return saved >= LEAST_SHARE_SAVED * num_tokens and saved > 0
@@ -54,6 +54,6 @@ def pays(prefix_length: int, num_documents: int, num_tokens: int, sharing: Prefi
 
 
 def runs_of_one_prompt(documents: Sequence[Document]) -> list[tuple[int, ...]]:
-    """Neighbours with the same prompt, as runs of indices."""
+    """Runs of indices of neighbouring documents with the same prompt."""
     prompts = [document.token_ids[: document.responses[0].start] for document in documents]
     return [tuple(run) for _, run in groupby(range(len(documents)), key=prompts.__getitem__)]

@@ -1,9 +1,8 @@
-"""The completions of one step: into mini-batches, over ranks, into microbatches, and at last into tensors.
+"""The completions of one step, divided into mini-batches, ranks and microbatches, then packed into tensors.
 
-Every mini-batch is one optimizer update. What no policy loss is taken of, such as a conversation that somebody wrote,
-lies in microbatches of its own, so that completions are computed as they are without it. Completions that nothing is
-learned from (groups without a signal, truncated ones that are masked) are left out before any of this, so they count in
-no denominator.
+Every mini-batch is one optimizer update. Samples without a policy loss, such as written conversations, lie in
+microbatches of their own, so that they do not change how completions are computed. Completions without a loss (groups
+without a signal, masked truncated ones) are left out before, so they count in no denominator.
 
 Legend: N labelled tokens of a microbatch.
 """
@@ -28,9 +27,9 @@ from open_instruct.records import USUAL_WEIGHTS, Batch, Document, RolloutSample,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMiniBatch:
-    """What one data-parallel rank is sent of a mini-batch, and the counts over all ranks; see `counts_of`.
+    """One data-parallel rank's part of a mini-batch, with the counts over all ranks; see `counts_of`.
 
-    `microbatches` are as many on every rank, some of them perhaps empty.
+    Every rank has equally many `microbatches`; some may be empty.
     """
 
     microbatches: tuple[tuple[RolloutSample, ...], ...]
@@ -39,7 +38,7 @@ class RankMiniBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
-    """What one data-parallel rank is sent of a step: at least one mini-batch, if only an empty one."""
+    """One data-parallel rank's part of a step: at least one mini-batch, which may be empty."""
 
     minibatches: tuple[RankMiniBatch, ...]
     prefix_sharing: PrefixSharing = "off"
@@ -51,7 +50,7 @@ class RankStep:
 
 
 class Chunk(NamedTuple):
-    """Completions that stay together, as indices, and the tokens that they are in a row."""
+    """Completions that stay together, as indices, and the number of tokens that they take in a packed row."""
 
     samples: tuple[int, ...]
     num_tokens: int
@@ -67,14 +66,14 @@ def plan_rollouts(
 ) -> tuple[tuple[Microbatches, ...], ...]:
     """`[rank][mini_batch][microbatch]`: the indices of its samples, ascending. A pure function of its arguments.
 
-    - Mini-batches are runs of samples in the order given, their numbers of samples at most one apart. They do not
-      depend on the ranks, so neither does what is learned. With fewer samples than `num_mini_batches` there are as
+    - Mini-batches are runs of samples in the given order; their numbers of samples differ by at most one. They do not
+      depend on the ranks, so neither does the update. With fewer samples than `num_mini_batches` there are as
       many mini-batches as samples; without any there is one empty mini-batch.
     - Ranks: within a mini-batch, numbers of samples differ by at most one, numbers of tokens by at most the longest
-      sample's. Where completions share their prompt that holds of chunks of a group instead: groups are cut into as
-      many equal chunks as give the busiest rank the least to compute.
+      sample's. Where completions share their prompt, this holds for chunks of a group: groups are cut into the
+      number of equal chunks that gives the busiest rank the fewest tokens.
     - Microbatches hold at most `max_tokens_per_microbatch` tokens, which must hold the longest sample; within a
-      mini-batch every rank has as many, some of them perhaps empty.
+      mini-batch every rank has equally many; some may be empty.
 
     Example: samples of 5, 3, 4 and 2 tokens, two ranks, 6 tokens a microbatch, two mini-batches::
 
@@ -91,7 +90,7 @@ def plan_rollouts(
             _plan_chunks(chunks, num_ranks=num_ranks, capacity=max_tokens_per_microbatch)
             for chunks in _ways_to_chunk(documents, range(start, stop), max_tokens_per_microbatch, prefix_sharing)
         )
-        _, plan = min(plans, key=itemgetter(0))  # the first of the best: the fewest chunks
+        _, plan = min(plans, key=itemgetter(0))  # of equal ones the first, with the fewest chunks
         minibatches.append(plan)
     return tuple(zip(*minibatches, strict=True))
 
@@ -99,7 +98,7 @@ def plan_rollouts(
 def _ways_to_chunk(
     documents: Sequence[Document], samples: range, capacity: int, sharing: PrefixSharing
 ) -> Iterator[list[Chunk]]:
-    """Whole groups, halves, quarters, and so on down to single samples; only those where nothing is shared."""
+    """The ways to cut groups: whole, halves, quarters, down to single samples; only the last if nothing is shared."""
     groups = [] if sharing == "off" else runs_of_one_prompt([documents[i] for i in samples])
     size = max(map(len, groups), default=1)
     while size > 1:
@@ -119,7 +118,7 @@ def _chunks_that_fit(
 ) -> list[Chunk]:
     """The samples as one chunk, or as single ones where sharing does not pay; halved until each fits a microbatch."""
     num_tokens = sum(len(documents[i]) for i in samples)
-    # Their prompts are the same, so that is what they share, less its last token.
+    # The samples have the same prompt, so they share all of it but its last token.
     prefix_length = documents[samples[0]].responses[0].start - 1
     if not pays(prefix_length, len(samples), num_tokens, sharing):
         return [Chunk((i,), len(documents[i])) for i in samples]
@@ -135,7 +134,7 @@ def _chunks_that_fit(
 
 
 def _plan_chunks(chunks: Sequence[Chunk], *, num_ranks: int, capacity: int) -> tuple[int, tuple[Microbatches, ...]]:
-    """Tokens of the busiest rank, and the samples of each rank's microbatches."""
+    """The tokens of the busiest rank, and the plan: each rank's microbatches of samples."""
     num_tokens = [chunk.num_tokens for chunk in chunks]
     plan = balanced(
         num_tokens, num_ranks=num_ranks, cut=partial(best_fit, num_tokens_of_sample=num_tokens, capacity=capacity)
@@ -156,9 +155,9 @@ def plan_steps_of_ranks(
     num_mini_batches: int,
     prefix_sharing: PrefixSharing = "off",
 ) -> tuple[RankStep, ...]:
-    """What each data-parallel rank is sent of the step that learns from `samples`; see `plan_rollouts`.
+    """Each data-parallel rank's part of the step that learns from `samples`; see `plan_rollouts`.
 
-    Samples without a policy loss are spread over the mini-batches of the others, behind them.
+    Samples without a policy loss are spread over the same mini-batches, behind the completions.
     """
     sampled = [i for i, sample in enumerate(samples) if any(sample.weights_of("rl"))]
     given = [i for i, sample in enumerate(samples) if not any(sample.weights_of("rl"))]
@@ -173,20 +172,20 @@ def plan_steps_of_ranks(
         )
         return tuple(
             tuple(
-                tuple(tuple(indices[i] for i in microbatch) for microbatch in microbatches) for microbatches in of_rank
+                tuple(tuple(indices[i] for i in microbatch) for microbatch in microbatches) for microbatches in planned
             )
-            for of_rank in plan
+            for planned in plan
         )
 
     plan = plan_of(sampled, num_mini_batches)
     if given:
         plan = tuple(
-            tuple(first + second for first, second in zip_longest(*of_rank, fillvalue=()))
-            for of_rank in zip(plan, plan_of(given, len(plan[0])), strict=True)
+            tuple(first + second for first, second in zip_longest(*planned, fillvalue=()))
+            for planned in zip(plan, plan_of(given, len(plan[0])), strict=True)
         )
     samples_of_minibatch = [
-        [samples[i] for microbatches in of_ranks for microbatch in microbatches for i in microbatch]
-        for of_ranks in zip(*plan, strict=True)
+        [samples[i] for microbatches in minibatch for microbatch in microbatches for i in microbatch]
+        for minibatch in zip(*plan, strict=True)
     ]
     return tuple(
         RankStep(
@@ -195,17 +194,17 @@ def plan_steps_of_ranks(
                     microbatches=tuple(tuple(samples[i] for i in microbatch) for microbatch in microbatches),
                     counts=counts_of(everywhere),
                 )
-                for microbatches, everywhere in zip(of_rank, samples_of_minibatch, strict=True)
+                for microbatches, everywhere in zip(planned, samples_of_minibatch, strict=True)
             ),
             prefix_sharing=prefix_sharing,
         )
-        for of_rank in plan
+        for planned in plan
     )
 
 
 def counts_of(samples: Sequence[RolloutSample]) -> dict[str, int]:
-    """What losses are divided by: `rows` (samples), `labels` and `tokens`; and, of each stream, `STREAM_rows` and
-    `STREAM_labels`, those with a weight that is not 0.
+    """The denominators of losses: `rows` (samples), `labels` and `tokens`; for each stream `STREAM_rows` and
+    `STREAM_labels`, which count those with a weight other than 0.
     """
     counts = {
         "rows": len(samples),
@@ -225,10 +224,10 @@ def rollout_batch(
     pad_to_multiple_of: int = 1,
     prefix_sharing: PrefixSharing = "off",
 ) -> Batch:
-    """The tensors of one microbatch: its samples in one packed row, in order. No samples: one unlabelled document.
+    """The tensors of one microbatch: its samples in order in one packed row; without samples one unlabelled document.
 
-    Of each token that is learned, `engine_logprobs_N` and `advantages_N`, float32. Where a token has not the usual
-    weights, which tokens each stream has, and with what weights: `STREAM_tokens`, `STREAM_weights`.
+    Each learned token has a value in `engine_logprobs_N` and `advantages_N`, float32. If tokens have other than the
+    usual weights, `STREAM_tokens` and `STREAM_weights` give the tokens of each stream and their weights.
     """
     documents = [sample.document for sample in samples]
     packed = lay_out(
@@ -236,7 +235,7 @@ def rollout_batch(
         packing=True,
         pad_token_id=pad_token_id,
         pad_to_multiple_of=pad_to_multiple_of,
-        # Whether it pays is the plan's to say: of what it put together, asking again could only undo it.
+        # The plan has decided that sharing pays, so runs of one prompt are not judged again here.
         groups=None if prefix_sharing == "off" else runs_of_one_prompt(documents),
     )
     # Labels lie in the row in the order of the samples and of their tokens.
@@ -264,7 +263,7 @@ def _streams(samples: Sequence[RolloutSample]) -> dict[str, torch.Tensor]:
 
 
 def rollout_minibatches(step: RankStep, *, pad_token_id: int, pad_to_multiple_of: int = 1) -> tuple[StepBatch, ...]:
-    """The tensors of everything that a rank was sent, one `StepBatch` an optimizer update."""
+    """The tensors of a rank's part of a step: one `StepBatch` for each optimizer update."""
     return tuple(
         StepBatch(
             microbatches=tuple(

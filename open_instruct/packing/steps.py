@@ -1,7 +1,7 @@
-"""One global batch: which rank takes which samples in which microbatch, and this rank's part of it as tensors.
+"""The plan of one global batch over ranks and microbatches, and the tensors of this rank's part.
 
-A sample is what a row of the data set became: a preference pair (two documents), a conversation (one); or a pack of
-several such rows.
+A sample is a row of the data set, such as a preference pair (two documents) or a conversation (one document), or a
+pack of several rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def plan_step(
     - `packing=False`: a microbatch holds at most `max_samples_per_microbatch` samples, of similar length.
     - The number of microbatches is the smallest that suffices for every rank, between 1 and
       `max_microbatches`; there may be at most num_ranks * max_samples_per_microbatch * max_microbatches samples.
-      Every rank has as many, some of them perhaps empty. They go from many tokens to few, so that ranks meet in each
+      Every rank has equally many; some may be empty. They go from many tokens to few, so that ranks meet in each
       collective after about the same work.
 
     Example: samples of 90, 10, 50 and 40 tokens over two ranks, two samples a microbatch::
@@ -69,7 +69,7 @@ def plan_step(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """How many samples and tokens go where.
+    """The largest number of samples and tokens in a microbatch and in a step.
 
     A microbatch holds at most `max_samples_per_microbatch` samples of full length, so its token budget is that many
     samples times their documents times `max_seq_length`.
@@ -134,7 +134,7 @@ def step_batch(
     num_ranks: int,
     scores: Mapping[str, np.ndarray] | None = None,
 ) -> StepBatch:
-    """Cut `samples` (one global batch, of each its rows) into microbatches and build those of `rank`; see `collate`.
+    """Divide `samples` (a global batch; each lists its rows) into microbatches and build those of `rank` by `collate`.
 
     Every rank computes the same plan from lengths alone, so nothing is exchanged. The counts are of all ranks: `rows`,
     `labels` (tokens that are learned) and `tokens`.
@@ -155,17 +155,17 @@ def step_batch(
     )
     microbatches = []
     for microbatch in plan[rank]:
-        of_microbatch = [row for sample in microbatch for row in samples[sample]]
+        row_ids = [row for sample in microbatch for row in samples[sample]]
         microbatches.append(
             collate(
-                [dataset[row] for row in of_microbatch],
-                of_microbatch,
+                [dataset[row] for row in row_ids],
+                row_ids,
                 packing=shape.packing,
                 pad_token_id=shape.pad_token_id,
                 pad_to_multiple_of=shape.pad_to_multiple_of,
                 prefix_sharing=shape.prefix_sharing,
                 scores=scores,
-                row_values=[dataset.values(row) for row in of_microbatch] if dataset.has_values else None,
+                row_values=[dataset.values(row) for row in row_ids] if dataset.has_values else None,
             )
         )
     return StepBatch(
@@ -187,14 +187,13 @@ def collate(
 ) -> Batch:
     """The tensors of one microbatch of R rows: sequence d * R + r is document d of the row at r.
 
-    Packed, all documents lie in one row, with no padding between them; a row whose prompt is shared lies together,
-    behind its prompt. No rows give a batch of one unlabelled document.
+    Packed, all documents lie in one row, with no padding between them; the documents of a row that share
+    their prompt follow it. Without rows it is a batch of one unlabelled document.
 
-    `scores` are frozen values of all documents of the data set by name, float32 (N, D); the batch has those of its
-    documents as `NAME_S`. `row_values` are the numbers that came with each row; the batch has them, row by row, as
-    `ROW_VALUES`.
+    `scores` are frozen values of all documents of the data set by name, float32 (N, D); the batch gets those of its
+    documents as `NAME_S`. `row_values` are the numbers of each row for the loss; the batch gets them as `ROW_VALUES`.
     """
-    documents = [document for of_rows in zip(*rows, strict=True) for document in of_rows]
+    documents = [document for column in zip(*rows, strict=True) for document in column]
     groups = None
     if prefix_sharing != "off":
         together = [tuple(range(row, len(documents), len(rows))) for row in range(len(rows))]
@@ -218,7 +217,7 @@ def collate(
 
 
 def num_packed_tokens(num_tokens: int, num_prompt_tokens: int, num_documents: int, sharing: PrefixSharing) -> int:
-    """Tokens that a row takes in a packed row, of `num_tokens` in all of its documents.
+    """Tokens that a row with `num_tokens` tokens in its documents takes when packed.
 
     Example: two conversations of 60 tokens with a prompt of 40 take 120 tokens, or 81 sharing their prompt.
     """

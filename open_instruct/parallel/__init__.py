@@ -1,1 +1,1 @@
-"""Which rank holds what, and how ranks talk."""
+"""The sharding layout of ranks, the process group, and exchanges between ranks."""

@@ -1,4 +1,4 @@
-"""A layout in OLMo-core's own terms. Both train modules build their parallel configs here and nowhere else."""
+"""A layout as OLMo-core's parallel configs. Both train modules build theirs here and nowhere else."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def build_data_parallel_config(
 ) -> TransformerDataParallelConfig | None:
     """HSDP with the layout's degrees, each block a unit of its own; None where nothing is wrapped.
 
-    Both degrees are always given. Left to itself OLMo-core would make as many replicas as the
-    environment says there are nodes, which for nodes of unequal size cuts across them.
+    Both degrees are always given. By default OLMo-core makes as many replicas as the environment counts nodes, and
+    with nodes of unequal size these replicas straddle nodes.
 
     Args:
         layout: the sharding decision.

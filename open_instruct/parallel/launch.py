@@ -1,6 +1,6 @@
-"""The ranks of a run on this machine, started by the command itself: torch's elastic agent in its process, as torchrun.
+"""Starts the ranks of a run on this machine from the command itself, by torch's elastic agent, as torchrun does.
 
-The agent's own report is left out: the ranks say what there is to say, and their exit code is the command's.
+The agent's own report is left out: the ranks print their errors, and their exit code is the command's.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNAL, Input
 from open_instruct.wording import counted
 
 AUTO = "auto"
-# Tells a rank what was typed to start it, for its messages.
+# The environment variable with the command line that started the ranks, for messages.
 TYPED = "OPEN_INSTRUCT_COMMAND"
-# A large model's last checkpoint takes longer than the half minute that torchrun gives; who wants none can kill.
+# A large model's last checkpoint takes longer than torchrun's 30 seconds; users who do not want it can kill the ranks.
 SHUTDOWN_S = 300
 
 
 def num_to_start(asked: str | None, environ: Mapping[str, str]) -> int | None:
-    """How many ranks --num_processes has this process start; None where it is itself a rank, or the only one."""
+    """The number of ranks that this process starts by --num_processes; None if it is a rank itself, or the only one."""
     if asked is None or "WORLD_SIZE" in environ:
         return None
     number = _num_gpus() if asked == AUTO else int(asked)
@@ -34,22 +34,22 @@ def num_to_start(asked: str | None, environ: Mapping[str, str]) -> int | None:
 
 
 def threads_of_each(num_processes: int) -> dict[str, str]:
-    """For the environment of as many as compute at the same time on this machine's cores; what is set stays.
+    """Environment variables that share this machine's cores among so many processes; variables that are set stay.
 
-    Threads of a product wait for each other in loops, so that one too many costs more than one too few.
+    Threads of a matrix product spin while they wait, so one thread too many costs more than one too few.
     """
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))}
 
 
 def world_of(num_ranks: int) -> dict[str, str]:
-    """What the environment of each of them will say of all."""
+    """The environment variables that every one of the ranks will have in common."""
     return {"WORLD_SIZE": f"{num_ranks}", "LOCAL_WORLD_SIZE": f"{num_ranks}", "GROUP_WORLD_SIZE": "1"}
 
 
 def start_ranks(script: Path, words: Sequence[str], num_ranks: int, *, typed: str) -> tuple[int, str]:
-    """Run `script` with `words` on so many ranks, to their end; the exit code, and what none of them could say.
+    """Run `script` with `words` on so many ranks, to their end; the exit code, and an error that no rank reported.
 
-    A signal goes on to all of them, and they have `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds (default: `SHUTDOWN_S`).
+    A signal is passed on to all ranks, which have `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds (default: `SHUTDOWN_S`).
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -86,11 +86,11 @@ def start_ranks(script: Path, words: Sequence[str], num_ranks: int, *, typed: st
 
 @contextmanager
 def _as_its_ranks_see_it(typed: str, num_ranks: int) -> Iterator[None]:
-    """Within, the agent is silent, and the environment says what ranks are to read in it."""
+    """A context in which the agent logs nothing and the environment holds the variables for the ranks."""
     before, level = dict(os.environ), logging.root.manager.disable
     logging.disable()
     os.environ[TYPED] = typed
-    # The agent would handle all, ignored or not.
+    # The agent would also handle signals that this process ignores.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in stop_signals())
     os.environ.update(threads_of_each(num_ranks))
     try:
@@ -102,10 +102,10 @@ def _as_its_ranks_see_it(typed: str, num_ranks: int) -> Iterator[None]:
 
 
 def refuse_other_number(asked: str | None, started: int) -> None:
-    """Where a launcher, or a program of the user's own, has started another number on this machine.
+    """Refuse --num_processes if a launcher started another number of processes on this machine.
 
     Raises:
-        InputError: says what would work.
+        InputError: the numbers differ; the message says what would work.
     """
     if asked not in (None, AUTO, str(started)):
         raise InputError(
@@ -115,7 +115,7 @@ def refuse_other_number(asked: str | None, started: int) -> None:
 
 
 def idle_gpus(parallel: RanksSection, *, num_ranks: int, num_gpus: int) -> str | None:
-    """What is said to a run that is alone where there is room for more."""
+    """A hint for a run of one process on a machine with several GPUs; None if none is idle."""
     if num_ranks > 1 or num_gpus < 2 or parallel.single_gpu_mode or parallel.num_processes == "1":
         return None
     if parallel.num_processes == AUTO:

@@ -29,7 +29,7 @@ def resolve_layout(
     context_parallel_degree: int = 1,
     single_device: bool = False,
 ) -> ShardLayout:
-    """Decide which ranks share a copy of the model, of numbers that are within the limits of their flags.
+    """Decide which ranks share a copy of the model; the degrees must be within the limits of their flags.
 
     Neither FSDP flag: the largest shard degree whose groups never straddle a node. For nodes of
     equal size that is the GPUs of a node divided by the model-parallel degree, and one replica
@@ -42,10 +42,10 @@ def resolve_layout(
         fsdp_num_replicas: copies of the model.
         tensor_parallel_degree: ranks that split every matrix.
         context_parallel_degree: ranks that split every row of tokens.
-        single_device: one GPU without FSDP; see `parallel_problems` for what flags may not ask for beside it.
+        single_device: one GPU without FSDP; `parallel_problems` checks which flags may go with it.
 
     Returns:
-        The layout. Whatever is allowed but costly is in its `warnings`.
+        The layout; its `warnings` name what is allowed but costly.
 
     Raises:
         InputError: names the flag and lists the values that would work.
@@ -80,7 +80,7 @@ def resolve_layout(
 
 
 def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
-    """Who shares what with whom, as the backend of a run has it.
+    """The layout of a run under its backend.
 
     :raises InputError: the flags cannot work on these nodes.
     """
@@ -103,7 +103,7 @@ def layout_of_degrees(
 
 
 def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> None:
-    """That the degrees of one rank are 1 is no help to whoever asks for more: the launcher was left out."""
+    """Refuse degrees above 1 for a single process with the hint that a launcher was left out."""
     degrees = parallel.splitting
     if not degrees or sum(gpus_per_node) != 1 or parallel.single_gpu_mode or not parallel.more_ranks:
         return
@@ -113,7 +113,7 @@ def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence
 
 
 def check_heads(layout: ShardLayout, *, num_heads: int, num_kv_heads: int, model: str) -> None:
-    """Tensor and context ranks each take whole heads of their own.
+    """Check that every tensor and context rank gets whole heads.
 
     Raises:
         InputError: names the flags and lists the degrees that would work for `model`.
@@ -151,7 +151,7 @@ def _check_model_parallel(nodes: tuple[int, ...], tensor: int, context: int) -> 
 
 
 def check_divides(flag: str, degree: int, nodes: tuple[int, ...]) -> None:
-    """:raises InputError: there are not whole groups of `degree` learners; says which degrees would do."""
+    """:raises InputError: `degree` does not divide the number of learners; the message lists degrees that do."""
     if (world_size := sum(nodes)) % degree:
         ways = _within_and_across(divisors(world_size), nodes)
         raise InputError(f"{flag} {degree} does not divide {_learners(world_size)}; use {ways}")
@@ -213,7 +213,7 @@ def _dp_world_text(world_size: int, tensor: int, context: int) -> str:
 
 
 def _within_and_across(degrees: Sequence[int], nodes: tuple[int, ...]) -> str:
-    """The degrees that work, those that keep a group within a node first."""
+    """The degrees that work, in words; those that keep groups within a node come first."""
     within = [degree for degree in degrees if gcd(*nodes) % degree == 0]
     across = [degree for degree in degrees if degree not in within]
     return one_of(within) + (f" (within a node), or {one_of(across)} (across nodes)" if across else "")

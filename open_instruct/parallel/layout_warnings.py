@@ -1,4 +1,4 @@
-"""What is allowed but costs something: groups whose traffic leaves the node, and copies that nothing shards.
+"""Warnings about costly layouts: groups whose traffic leaves the node, and whole copies of the model on each rank.
 
 Every warning names the groups and ends with flags that would avoid it, or says that none can.
 """
@@ -19,13 +19,13 @@ TENSOR, CONTEXT, SHARD = "--tensor_parallel_degree", "--context_parallel_degree"
 def find_warnings(
     layout: ShardLayout, *, fsdp_shard_degree: int | None, fsdp_num_replicas: int | None
 ) -> tuple[str, ...]:
-    """All warnings about `layout`, in the light of what the user asked for."""
+    """All warnings about `layout`, given the flags that the user set."""
     instead = "" if fsdp_num_replicas is None else " in place of --fsdp_num_replicas"
-    found = list(_across_nodes(layout, instead))
-    # Who asks for a shard degree of 1 knows that nothing is sharded.
+    warnings = list(_across_nodes(layout, instead))
+    # No warning if the user asked for a shard degree of 1.
     if fsdp_shard_degree != 1 and layout.shard_group_size == 1 < layout.num_replicas:
-        found.append(_not_sharded(layout, instead))
-    return tuple(found)
+        warnings.append(_not_sharded(layout, instead))
+    return tuple(warnings)
 
 
 def _across_nodes(layout: ShardLayout, instead: str) -> Iterator[str]:
@@ -71,7 +71,7 @@ def _ways_within_nodes(layout: ShardLayout, flag: str, instead: str) -> list[str
     common = gcd(*layout.gpus_per_node)
 
     def fitting(beside: int, *, times: int = 1) -> list[int]:
-        """Degrees that fit in a node with the degree `beside` them, `times` or more often."""
+        """Degrees whose product with `beside` fits in a node, at least `times` times."""
         blocks = {degree: degree * beside for degree in range(1, common + 1)}
         return [degree for degree, block in blocks.items() if common % block == 0 and common >= times * block]
 

@@ -1,4 +1,4 @@
-"""A key-value store for processes to meet at, which listens at one address: torch's own listens on every interface."""
+"""A key-value store that listens at one address, where torch's own listens on every interface."""
 
 from __future__ import annotations
 

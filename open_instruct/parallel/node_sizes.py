@@ -1,4 +1,4 @@
-"""How many processes each node has, as the launcher says in the environment or a person on the command line."""
+"""The number of processes on each node, read from the launcher's environment or from the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_GPUS = 10_000
 
 
 class UnequalNodesError(InputError):
-    """One process's environment cannot tell the sizes of nodes that differ; an all-gather over the ranks can."""
+    """The nodes differ in size, so one process's environment does not give all sizes; an all-gather over ranks does."""
 
 
 def node_sizes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...]:
@@ -74,10 +74,10 @@ def node_sizes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def read_node_sizes(words: Sequence[str]) -> list[int]:
-    """What the words of --gpus_per_node say: of `["8", "2x4"]`, `[8, 4, 4]`.
+    """The node sizes that the words of --gpus_per_node spell: `["8", "2x4"]` gives `[8, 4, 4]`.
 
     Raises:
-        InputError: they are something else, or more than `MAX_GPUS`.
+        InputError: the words are of another form, or the sum is above `MAX_GPUS`.
     """
     sizes: list[int] = []
     for word in words:

@@ -1,7 +1,7 @@
 """torchrun on one node without an open port: `torchrun --rdzv_backend loopback --nproc_per_node 8 PROGRAM …`.
 
-By itself torchrun keeps two stores that listen on every interface of the machine, with no password. Who reaches
-them can have the ranks connect to a process of their own.
+By default torchrun keeps two stores that listen on every interface of the machine, without a password. Anyone who
+reaches them could make the ranks connect to a foreign process.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, liste
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """The agent of one node meets nobody, and keeps the store of its ranks on loopback."""
+    """The rendezvous of a single node, which keeps the store of its ranks on loopback."""
 
     def __init__(self, run_id: str) -> None:
         store = listen_at(LOOPBACK)
         super().__init__(LOOPBACK, store.port, rank=0, world_size=1, run_id=run_id, timeout=0)
-        self._store = store  # in place of the one that would be made for the first rendezvous
-        # The ranks inherit it: else gloo and NCCL listen on the interface that the machine's name stands for.
+        self._store = store  # replaces the store that the first rendezvous would make
+        # Inherited by the ranks: otherwise gloo and NCCL listen on the interface of the machine's host name.
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, LOOPBACK_INTERFACE)
 
@@ -31,10 +31,10 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 
 def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    """For torchrun.
+    """The rendezvous handler that torchrun asks for.
 
     Raises:
-        ValueError: there are other nodes, to which a loopback is closed.
+        ValueError: there are other nodes, which cannot reach a loopback address.
     """
     if parameters.max_nodes != 1:
         raise ValueError("--rdzv_backend loopback is for one node; of several, give --master_addr and --node_rank")
@@ -42,5 +42,5 @@ def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def torchrun_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torchrun calls once it has found this package's entry point."""
+    """The maker of handlers that this package's entry point gives to torchrun."""
     return make_rendezvous

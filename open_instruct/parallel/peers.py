@@ -1,9 +1,8 @@
-"""What every rank is doing, told to the others: so that one that is gone or frozen is named by those that wait for it.
+"""Heartbeats between ranks, so that ranks that wait can name one that is gone or frozen.
 
-Each rank keeps a sign in the key-value store that the ranks met by, and renews it every `BEAT_S`, and whenever it does
-something else, from a thread of its own. Rank 0 watches all of them, the others rank 0. Time is counted from when a
-reader last saw a sign change, never by another machine's clock; and a rank that computes for long, or compiles, still
-beats.
+A thread of each rank renews its sign in the key-value store of the process group every `BEAT_S`, and whenever the rank
+begins something else. Rank 0 watches all ranks, the others watch rank 0. A reader counts time since it last saw a sign
+change, never by another machine's clock. A rank in a long computation or compilation still beats.
 """
 
 from __future__ import annotations
@@ -26,27 +25,27 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 BEAT_S = 5.0
-# How long nothing may be heard of a rank.
+# How long a rank may be silent.
 SILENT_S = 90.0
-# The same once a connection to some rank broke.
+# How long a rank may be silent once a connection to some rank broke.
 SILENT_AFTER_LOSS_S = 2.5 * BEAT_S
-# For the thread that waits in a collective to notice, and tell, by itself.
+# Time for the main thread, which waits in a collective, to fail and report by itself.
 GRACE_S = 10.0
 STORE_TIMEOUT_S = 10.0
 
-# Set where the store is kept by a launcher (torchrun's agent, the driver of GRPO), which can read signs too.
+# Set if a launcher (torchrun's agent, the driver of GRPO) keeps the store, so that it can read signs too.
 STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
-# Set where torch's elastic agent (torchrun, or a command that starts its ranks) is the parent.
+# Set if torch's elastic agent (torchrun, or a command that starts its ranks) is the parent.
 RUN_OF_LAUNCHER = "TORCHELASTIC_RUN_ID"
 
-# How gloo and NCCL speak of a peer that is gone.
+# Words of gloo's and NCCL's errors about a peer that is gone.
 LOST_PEER_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Socket Timeout")
 WAITED_WORDS = ("Timed out waiting", "Wait timeout", "NCCL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """What a rank tells. `last_words` it has once it ends in order; "" where all is well.
+    """A rank's heartbeat. `last_words` are set once the rank ends in order: "" without an error, else the error.
 
     Sign(rank=1, host="node7", pid=4711, machine="…", beat=3, doing="training step 5", last_words=None)
     """
@@ -66,7 +65,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A rank that will not come to the next collective, and how that is known."""
+    """A rank that will not enter the next collective, with the evidence for it."""
 
     sign: Sign
     reason: str
@@ -76,7 +75,7 @@ class Loss:
 
 
 class Signs:
-    """A reader's view of all signs; raises what the store does where that is gone."""
+    """A reader of all signs; raises the store's errors if the store is gone."""
 
     def __init__(self, store: Store, ranks: Sequence[int]) -> None:
         self._store = store
@@ -84,7 +83,7 @@ class Signs:
         self._seen: dict[int, tuple[Sign, float]] = {}
 
     def look(self) -> list[Sign]:
-        """The signs in rank order; none until every rank has given its first."""
+        """The signs in rank order; none until every rank has given its first sign."""
         if not self._store.check(self._keys):
             return []
         signs = [Sign(**json.loads(content)) for content in self._store.multi_get(self._keys)]
@@ -95,9 +94,9 @@ class Signs:
         return signs
 
     def losses(self, *, silent_s: float) -> list[Loss]:
-        """Ranks that are gone, or that were not heard of for `silent_s`; looks first."""
-        found = ((sign, self._reason(sign, silent_s)) for sign in self.look() if sign.last_words is None)
-        return [Loss(sign=sign, reason=reason) for sign, reason in found if reason is not None]
+        """Read the signs, and return the ranks that are gone or were silent for `silent_s`."""
+        reasons = ((sign, self._reason(sign, silent_s)) for sign in self.look() if sign.last_words is None)
+        return [Loss(sign=sign, reason=reason) for sign, reason in reasons if reason is not None]
 
     def _reason(self, sign: Sign, silent_s: float) -> str | None:
         silence_s = time.monotonic() - self._seen[sign.rank][1]
@@ -112,7 +111,7 @@ class Signs:
 
 
 def _key(rank: int) -> str:
-    # A launcher that starts its ranks again may keep the store.
+    # A launcher that restarts its ranks may keep the store, so the restart count is part of the key.
     return f"open_instruct/sign/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
 
 
@@ -123,9 +122,9 @@ class Peers:
         self.rank = rank
         self._store = store
         self._signs = Signs(store, range(num_ranks))
-        # Were all to read all, the store would be asked too much.
+        # If all ranks read all signs, the store would be overloaded.
         self._watched = self._signs if rank == 0 else Signs(store, [0])
-        # Once set, `on_loss` is called, from the thread, where a rank is lost: 0 looks at all, the others at 0.
+        # Once set, the thread calls `on_loss` if a watched rank is lost.
         self.limit_s: float | None = None
         self._num_beats = 0
         self._does_other = threading.Event()
@@ -135,18 +134,18 @@ class Peers:
         self._thread.start()
 
     def renew(self) -> None:
-        """Have the thread give a new sign now: who looks after this rank is lost is to read what it did at last."""
+        """Make the thread give a new sign now, so that after a loss the others can read what this rank did last."""
         self._does_other.set()
 
     def leave(self, words: str) -> None:
-        """Tell the others that this rank ends in order, and, if it failed, of what."""
+        """Tell the others that this rank ends in order, with its error if it failed."""
         self._has_left.set()
-        self.renew()  # the thread waits for that
-        with suppress(Exception):  # the store may be gone before us
+        self.renew()  # wakes the thread
+        with suppress(Exception):  # the store may already be gone
             self._give(words)
 
     def explanation(self, *, wait_s: float) -> tuple[str, bool] | None:
-        """What became of the others, in words, and whether this rank is the one to say it; None if it cannot tell."""
+        """A sentence about lost or failed ranks, and whether this rank should print it; None if no loss is known."""
         deadline_s = time.monotonic() + wait_s
         with suppress(Exception):
             while True:
@@ -165,18 +164,18 @@ class Peers:
         return None
 
     def whereabouts(self) -> str:
-        """Who does what, those first who do something that few do; "" where the store is gone."""
+        """What each rank is doing, the rarest activities first; "" if the store is gone."""
         at: dict[str, list[Sign]] = {}
         with suppress(Exception):
             for sign in self._signs.look():
                 at.setdefault(sign.doing, []).append(sign)
 
-        def told(what: str, there: list[Sign]) -> str:
+        def sentence(what: str, there: list[Sign]) -> str:
             names = there[0].name if len(there) == 1 else f"{there[0].name} and {len(there) - 1} more"
             return f"{names}: {what}"
 
         rarest_first = sorted(at.items(), key=lambda item: len(item[1]))
-        return "; ".join(told(what, there) for what, there in rarest_first[:4])
+        return "; ".join(sentence(what, there) for what, there in rarest_first[:4])
 
     def _run(self) -> None:
         next_beat_s = time.monotonic() + BEAT_S
@@ -189,7 +188,7 @@ class Peers:
             if is_beat := time.monotonic() >= next_beat_s:
                 next_beat_s = time.monotonic() + BEAT_S
                 self._num_beats += 1
-            with suppress(Exception):  # the store went with its process: a collective will tell
+            with suppress(Exception):  # the store ended with its process; the next collective fails and reports it
                 self._give()
                 if is_beat and self.limit_s is not None:
                     losses = self._watched.losses(silent_s=self.limit_s)
@@ -198,7 +197,7 @@ class Peers:
 
     def _give(self, last_words: str | None = None) -> None:
         if _loss_of_launcher() is not None and os.environ.get("GROUP_WORLD_SIZE") == "1":
-            return  # it kept the store, and torch would write of that at length
+            return  # rank 0 kept the store, and torch would log its end at length
         sign = Sign(
             rank=self.rank,
             host=socket.gethostname(),
@@ -211,7 +210,7 @@ class Peers:
         self._store.set(_key(self.rank), json.dumps(asdict(sign)))
 
 
-# One process has one rank and does one thing at a time.
+# What this process is doing; a process has one rank and does one thing at a time.
 _doing = "starting"
 _peers: Peers | None = None
 _launcher: int | None = None
@@ -232,7 +231,7 @@ stop: BaseException | None = None
 def doing(what: str) -> None:
     """Note what this process does from now on, in words that follow "while": "training step 5".
 
-    Where the process was to stop before, and is not about to, it stops now.
+    If a signal has asked the process to stop and no exception is on its way yet, the stop is raised here.
     """
     global _doing
     if stop is not None and sys.exception() is None:
@@ -247,10 +246,10 @@ def activity() -> str:
 
 
 def meet(*, rank: int, num_ranks: int) -> None:
-    """Give the first sign. The process group is there; each rank calls this before the next collective."""
+    """Give the first sign. Every rank calls this after it joins the process group, before the next collective."""
     global _peers
     if num_ranks < 2 and STORE_OF_LAUNCHER not in os.environ:
-        return  # nobody to look
+        return  # no other rank
     from torch.distributed import TCPStore
 
     store = TCPStore(
@@ -264,7 +263,7 @@ def meet(*, rank: int, num_ranks: int) -> None:
 
 
 def watch_launcher() -> None:
-    """Have `on_loss` called where the launcher of this rank ends before it: nobody would end the rank any more."""
+    """Call `on_loss` if the launcher of this rank ends first, since nothing would end the rank then."""
     global _launcher
     if RUN_OF_LAUNCHER not in os.environ or _launcher is not None:
         return
@@ -279,7 +278,7 @@ def watch_launcher() -> None:
 
 
 def _loss_of_launcher() -> tuple[str, bool] | None:
-    """As `explanation`, of the process that has started this one."""
+    """As `explanation`, for the loss of the process that started this one."""
     if _launcher in (None, os.getppid()):
         return None
     words = f"the launcher of its ranks (pid {_launcher}) was killed or crashed while {_doing}, and they end with it"
@@ -287,13 +286,13 @@ def _loss_of_launcher() -> tuple[str, bool] | None:
 
 
 def watch(limit_s: float) -> None:
-    """Have `on_loss` called where a rank is gone, or was not heard of for `limit_s`, at most `SILENT_S`."""
+    """Call `on_loss` if a rank is gone or silent for `limit_s`, at most `SILENT_S`."""
     if _peers is not None:
         _peers.limit_s = min(limit_s, SILENT_S)
 
 
 def leave(words: str = "") -> None:
-    """This rank ends in order; `words` on its failure, if it failed."""
+    """Record that this rank ends in order; `words` describe its failure, if it failed."""
     global _peers
     if _peers is not None:
         _peers.leave(words)
@@ -301,7 +300,7 @@ def leave(words: str = "") -> None:
 
 
 def explanation(error: BaseException) -> tuple[str, bool] | None:
-    """Why a rank that others went away from failed with `error`, and whether this rank is to say it; else None."""
+    """A sentence about the lost peer behind `error`, and whether this rank should print it; None if there is none."""
     if (loss := _loss_of_launcher()) is not None:
         return loss
     if _peers is None:
@@ -310,13 +309,13 @@ def explanation(error: BaseException) -> tuple[str, bool] | None:
 
 
 def whereabouts(error: BaseException) -> str:
-    """What each rank does, where `error` is about one that did not answer, in parentheses."""
-    told = _peers.whereabouts() if _peers is not None and _is_about(error, WAITED_WORDS) else ""
-    return f" ({told})" if told else ""
+    """What each rank is doing, in parentheses, if `error` is about a rank that did not answer; else ""."""
+    others = _peers.whereabouts() if _peers is not None and _is_about(error, WAITED_WORDS) else ""
+    return f" ({others})" if others else ""
 
 
 def loss_now() -> tuple[str, bool] | None:
-    """As `explanation`, of a rank of this machine that is gone."""
+    """As `explanation`, for a rank of this machine that is gone."""
     if _peers is not None:
         with suppress(Exception):
             if _peers._signs.losses(silent_s=SILENT_S):
@@ -326,7 +325,7 @@ def loss_now() -> tuple[str, bool] | None:
 
 def _is_about(error: BaseException | None, words: Sequence[str]) -> bool:
     while error is not None:
-        # An OSError is of the hub, or of a disk far away: these lose connections too.
+        # An OSError comes from the hub or from a network disk, whose connections break too.
         if not isinstance(error, OSError) and any(each in str(error) for each in words):
             return True
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""A layout in 80 columns: a line for each node with the shard groups of its ranks, then who exchanges what."""
+"""A layout in 80 columns: a line for each node with the shard groups of its ranks, then the exchanges by group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from open_instruct.wording import counted
 WIDTH = 80
 MAX_NODES_SHOWN, NODES_SHOWN_FIRST = 8, 4
 
-# One for each shard group in turn; none of them is the green, yellow or red that traffic is marked with.
+# Colours of shard groups in turn; green, yellow and red are left for traffic.
 GROUP_STYLES = ("cyan", "magenta", "blue", "bright_cyan", "bright_magenta", "bright_blue")
 
 
@@ -55,7 +55,7 @@ def _nodes(layout: ShardLayout) -> Iterator[Text]:
 
 
 def _traffic(layout: ShardLayout) -> Iterator[Text]:
-    """For each kind of group: what its ranks exchange, whether that leaves the node, and who they are."""
+    """For each kind of group: what its ranks exchange, whether that leaves the node, and the ranks."""
     kinds = (
         ("shard groups", "all-gather weights, reduce-scatter grads", layout.shard_groups),
         ("replica groups", "all-reduce grads", layout.replica_groups),
@@ -70,7 +70,7 @@ def _traffic(layout: ShardLayout) -> Iterator[Text]:
         reach, style = "within a node", "green"
         if num_crossing := len(layout.straddling(groups)):
             reach = "across nodes" if num_crossing == len(groups) else f"{num_crossing} of {len(groups)} cross nodes"
-            # Replicas are meant to talk across nodes; the others are slower for it.
+            # Replica groups are expected to cross nodes; other groups become slower by it.
             style = "yellow" if name == "replica groups" else "bold red"
         yield Text.assemble((f"{name:<16}", "bold"), f"{traffic:<42}", (reach, style))
         members = [Text(ranks_text(group)) for group in groups]
@@ -84,7 +84,7 @@ def _letter(group: int) -> Text:
 
 
 def _listed(title: str, names: Iterable[Text], *, between: str) -> Text:
-    """As many of `names` after the title as fit in a line."""
+    """The title and as many of `names` as fit in a line."""
     line, more = Text(title), f"{between}..."
     for index, name in enumerate(names):
         if len(line) + len(between) + len(name) > WIDTH - len(more):
@@ -94,5 +94,5 @@ def _listed(title: str, names: Iterable[Text], *, between: str) -> Text:
 
 
 def wrapped(text: str, *, later_indent: str = "") -> str:
-    """A paragraph of the picture or of a plan. Flags are not broken in two."""
+    """A paragraph of the picture or of a plan in wrapped lines; flags are never broken."""
     return textwrap.fill(text, WIDTH, subsequent_indent=later_indent, break_on_hyphens=False, break_long_words=False)

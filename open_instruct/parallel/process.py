@@ -38,7 +38,7 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
     from olmo_core.distributed.utils import get_local_rank, init_distributed
     from olmo_core.utils import seed_all
 
-    # OLMo-core prints what it cannot log; at this level the log takes it, whoever reads that.
+    # OLMo-core prints what it cannot log; at level INFO it logs.
     logging.getLogger().setLevel(logging.INFO)
     on_cuda = torch.cuda.is_available()
     # Packed rows differ in length from step to step. In bfloat16 on a CPU oneDNN keeps a compiled product for
@@ -46,7 +46,7 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     alone: dict[str, Any] = {}
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        # Nobody comes to meet it: torch would listen for them on every interface.
+        # A single process needs no TCP store, which would listen on every interface.
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     # OLMo-core's own default backend calls CUDA even where there is none.
@@ -69,7 +69,7 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
 
 
 def _discover_nodes(local_rank: int) -> tuple[int, ...]:
-    """Node sizes as they are: a node begins wherever a process has local rank 0."""
+    """The real node sizes: a node begins wherever a process has local rank 0."""
     sizes: list[int] = []
     for local in gathered(local_rank):
         if local == 0:
@@ -79,12 +79,12 @@ def _discover_nodes(local_rank: int) -> tuple[int, ...]:
 
 
 def gathered(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What each rank brings, in rank order; without a process group, this one's alone. Collective."""
+    """The objects of all ranks in rank order; without a process group, this one's alone. Collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return [own]
-    of_ranks = [own] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, own, group=group)
-    return of_ranks
+    objects = [own] * dist.get_world_size(group)
+    dist.all_gather_object(objects, own, group=group)
+    return objects
 
 
 def on_main_process(function: Callable[[], T]) -> T:
@@ -113,6 +113,6 @@ def stop_process() -> None:
     peers.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
-    from open_instruct.parallel.world_mesh import keep_mesh  # and with it OLMo-core, which has been loaded by then
+    from open_instruct.parallel.world_mesh import keep_mesh  # imports OLMo-core, which has been loaded by then
 
     keep_mesh(None)

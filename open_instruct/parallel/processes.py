@@ -1,4 +1,4 @@
-"""What /proc tells of a process: whether it is there, whether it is frozen, and whether it is still the same one."""
+"""The state of a process from /proc: whether it exists, is frozen, and is still the same one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROC = Path("/proc")
 
 @cache
 def machine() -> str:
-    """The same for two processes that can look at each other: one kernel since it booted, one space of process ids."""
+    """A key that two processes share if they see each other in /proc: the same boot and the same pid namespace."""
     try:
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink(PROC / 'self/ns/pid')}"
@@ -37,24 +37,24 @@ def is_stopped(pid: int) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether it is gone, or waits to be reaped; False where there is no /proc."""
+    """Whether the process is gone or waits to be reaped; False where there is no /proc."""
     return state(os.getpid()) is not None and state(pid) in (None, "Z", "X")
 
 
 def parent(pid: int) -> int | None:
-    """The id of its parent; None where there is no such process, or no /proc."""
+    """The id of the parent process; None where there is no such process, or no /proc."""
     fields = _fields(pid)
     return int(fields[1]) if fields else None
 
 
 def start_time(pid: int) -> str | None:
-    """Tells a process from a later one with its id."""
+    """The start time, which differs between a process and a later one with the same id."""
     fields = _fields(pid)
     return fields[19] if fields and fields[0] not in "ZX" else None
 
 
 def _fields(pid: int) -> list[str]:
-    # After the name in parentheses, which may hold anything.
+    # The fields after the name in parentheses, which may hold any characters.
     try:
         return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Every metric of a step, reduced over ranks in one all-reduce; and rows of all ranks, where there are few."""
+"""Reduces all metrics of a step over ranks in one all-reduce, and gathers small numbers of rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reduce_metrics(
             slots.append(torch.where(torch.arange(world_size, device=device) == rank, value, 0.0))
         else:
             weight = _slot(metric.weight, device)
-            # A rank that saw nothing may bring NaN with weight 0: it must not spoil the others.
+            # A rank without data may bring NaN with weight 0, which must not reach the sum.
             slots.append(torch.cat([torch.where(weight > 0, value * weight, 0.0), weight]))
     if not slots:
         return {}
@@ -48,7 +48,7 @@ def reduce_metrics(
         if metrics[name].reduction == "sum":
             reduced[name] = next(numbers)
         elif metrics[name].reduction == "max":
-            # A NaN counts as the largest; to max() it depends on the order.
+            # A NaN counts as the largest; the result of max() would depend on the order.
             values = [next(numbers) for _ in range(world_size)]
             reduced[name] = max(values, key=lambda value: (math.isnan(value), value))
         else:
@@ -58,7 +58,7 @@ def reduce_metrics(
 
 
 def _slot(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """Shape (1,), float64. A number that the host knows is written there: a copy would wait for the device."""
+    """Shape (1,), float64. A number of the host is written by a fill, since a copy would wait for the device."""
     if isinstance(number, torch.Tensor) and number.device.type == device.type:
         return number.to(torch.float64).reshape(1)
     return torch.full((1,), float(number), dtype=torch.float64, device=device)
@@ -67,7 +67,7 @@ def _slot(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:
 def gather_rows(values: torch.Tensor, *, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The rows of `values` of all ranks, rank by rank; a rank may bring any number of them, also none.
 
-    The host waits for the other ranks, and not for the device.
+    The host waits for the other ranks but not for the device.
     """
     sizes = gathered(len(values), group)
     if len(sizes) == 1:

@@ -1,6 +1,6 @@
-"""The bytes of training state: what is kept of each parameter from step to step.
+"""The bytes of training state that each parameter keeps from step to step.
 
-Weights, their gradients and the optimizer's moments are float32 whatever is computed in.
+Weights, gradients and the optimizer's moments are float32 whatever dtype computes.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from open_instruct.wording import counted
 
 
 def degrees_of(layout: ShardLayout) -> list[str]:
-    """What splits the training state: "shard degree 8", "tensor degree 2"; those of 1 are left out."""
+    """The degrees that split the training state, "shard degree 8", "tensor degree 2", without degrees of 1."""
     degrees = {
         "shard": layout.shard_degree,
         "context": layout.context_parallel_degree,

@@ -1,4 +1,4 @@
-"""The mesh that OLMo-core keeps for a process. It lets one be made once, and has no public door to anything else."""
+"""Access to the mesh that OLMo-core keeps for a process; its public functions can only make one, once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from open_instruct.records import ShardLayout
 
 
 def mesh_of(layout: ShardLayout, device: torch.device) -> DeviceMesh | None:
-    """The process's own; made now if there is none: replicas outermost, then who shares weights, rows, and matrices.
+    """The mesh of this process, made if there is none; its axes are replica, shard, context, tensor, outermost first.
 
     None on a single device.
     """
@@ -26,5 +26,5 @@ def mesh_of(layout: ShardLayout, device: torch.device) -> DeviceMesh | None:
 
 
 def keep_mesh(mesh: DeviceMesh | None) -> None:
-    """Let it be that of this process; with None, the next one that asks for a mesh makes one."""
+    """Set the mesh of this process; after None, the next call that needs a mesh makes one."""
     parallel._WORLD_MESH = mesh

@@ -1,6 +1,6 @@
 """What to change: the smallest change that makes a run fit, or the layout that makes it faster.
 
-Nothing is advised that was not planned again with the change in it, and nothing that would leave no room at all.
+Every change is planned again before it is advised, and none is advised that would leave no room.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from open_instruct.planning.plan import Plan, Setting, Way, plan_of, ranked_layo
 from open_instruct.planning.subject.units import amount, gib, seconds
 from open_instruct.planning.subject.workload import MIB
 
-# A faster layout is named only where it is faster by more than the plan can be trusted to tell.
+# A faster layout is named only if it is faster by more than the error of a plan.
 WORTH_A_CHANGE = 1.02
 MAX_TIMES_THE_NODES = 64
 REDUCED_LAST = {"gradient_reduction": "last"}
@@ -46,7 +46,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        """The flags, and the nodes where they change: of GRPO they are a flag too."""
+        """The flags, and the nodes if they change; in GRPO the nodes are a flag too."""
         if "num_nodes" not in self.values:
             return self.flags
         nodes = self.plan.setting.gpus_per_node
@@ -56,13 +56,13 @@ class Change:
 
 
 class Advice:
-    """Everything that there is to say about a plan, found when it is asked for."""
+    """All advice about a plan, computed when it is asked for."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
     def lines(self) -> Iterator[str]:
-        """In sentences."""
+        """The advice in sentences."""
         fits = self.plan.fits
         if self.to_fit is not None:
             little_room = "It fits, but leaves little room. The smallest change that leaves more"
@@ -86,7 +86,7 @@ class Advice:
             yield from self._said("Exchanges less and fits", self.exchanges_less, f", in which it sends {saved} less")
 
     def _said(self, what: str, change: Change, more: str = "") -> Iterator[str]:
-        """A change, what the run needs with it, and its global batch where that is another."""
+        """A sentence on a change, the memory that the run needs with it, and its global batch if that changes."""
         plan, before = change.plan, self.plan.tokens_per_step
         peak, memory = gib(plan.peak.total_bytes), gib(plan.setting.device.memory_bytes)
         yield f"{what}: {change.text}"
@@ -96,12 +96,12 @@ class Advice:
 
     @cached_property
     def to_fit(self) -> Change | None:
-        """The smallest change with which the run fits with room; None where it does already or nothing found helps."""
+        """The smallest change that makes the run fit with room; None if it already does or no change helps."""
         return change_to_fit(self.plan)
 
     @cached_property
     def with_adapters(self) -> Change | None:
-        """Adapters in place of the whole model, where that does not fit on these GPUs, whatever is changed."""
+        """Training adapters, if the whole model does not fit on these GPUs with any other change."""
         setting, helps = self.plan.setting, self.to_fit is not None and "num_nodes" not in self.to_fit.values
         if self.plan.fits or helps or setting.config.adapters or not (adapted := _planned(setting, ADAPTERS)):
             return None
@@ -117,7 +117,7 @@ class Advice:
 
     @cached_property
     def faster(self) -> Change | None:
-        """The fastest layout that fits, where that is worth a change."""
+        """The fastest layout that fits, if it is faster by `WORTH_A_CHANGE`."""
         best = next((other for other in self.ranked if other.has_room), None)
         least = self.plan.tokens_per_second * WORTH_A_CHANGE
         if not self.plan.fits or best is None or best.tokens_per_second < least:
@@ -127,7 +127,7 @@ class Advice:
 
     @cached_property
     def recomputes_less(self) -> Change | None:
-        """What auto would take, where that recomputes less, by more than the plan can be trusted to tell."""
+        """The checkpointing that auto would choose, if its arithmetic is less by more than `WORTH_A_CHANGE`."""
         memory = self.plan.setting.config.memory
         values = {"activation_checkpointing": "auto"} | _freed(self.plan.setting)
         auto = None if memory.activation_checkpointing == "none" else _planned(self.plan.setting, values)
@@ -136,7 +136,7 @@ class Advice:
 
     @cached_property
     def exchanges_less(self) -> Change | None:
-        """Gradients that are reduced once an update, where memory allows and that sends less."""
+        """Gradients reduced once in each update, if memory allows it and less is sent."""
         fewer = _planned(self.plan.setting, REDUCED_LAST)
         is_better = fewer is not None and fewer.has_room and fewer.sent_bytes < self.plan.sent_bytes
         return Change(values=REDUCED_LAST, plan=fewer) if fewer and is_better else None
@@ -154,8 +154,8 @@ def change_to_fit(plan: Plan, *, with_more_nodes: bool = True) -> Change | None:
     for nodes in _useful_nodes(plan.setting) if with_more_nodes else ({},):
         base = _planned(plan.setting, nodes)
         for values in _combinations(base.setting) if base else ():
-            if base and (found := _planned(base.setting, values)) and found.has_room:
-                return Change(values=nodes | values, plan=found)
+            if base and (changed := _planned(base.setting, values)) and changed.has_room:
+                return Change(values=nodes | values, plan=changed)
     return None
 
 
@@ -174,7 +174,7 @@ def _size_of_change(choice: Sequence[Way]) -> tuple[int, list[int], int]:
 
 
 def _layouts_that_can_fit(setting: Setting) -> list[Way | None]:
-    """The layout as it is (None) and others, but for those that do not fit with everything else at its smallest."""
+    """The given layout (None) and others, without those that do not fit even with everything else at its smallest."""
     strongest = [option for options in WAYS_TO_NEED_LESS for option in options(setting)[-1:]]
     least = {name: value for option in strongest for name, value in option.values.items()}
     return [
@@ -185,7 +185,7 @@ def _layouts_that_can_fit(setting: Setting) -> list[Way | None]:
 
 
 def _checkpointing(setting: Setting) -> list[Way]:
-    """Recompute whole blocks (kind 1), and then from inputs that a GPU's host keeps (kind 3)."""
+    """Recompute whole blocks (kind 1), then also keep their inputs on the host (kind 3)."""
     kinds = {"full": 1, "offload": 3} if setting.on_cuda else {"full": 1}
     return [
         Way(kind=kind, strength=1, values={"activation_checkpointing": mode} | _freed(setting))
@@ -195,14 +195,14 @@ def _checkpointing(setting: Setting) -> list[Way]:
 
 
 def _freed(setting: Setting) -> dict[str, Any]:
-    """What would be refused beside another --activation_checkpointing goes back to its default."""
+    """Flags that another --activation_checkpointing would refuse, at their defaults."""
     memory, flags = setting.config.memory, flags_of(type(setting.config))
     names = ("activation_checkpointing_modules", "activation_memory_budget")
     return {name: flags[name].default for name in names if getattr(memory, name) != flags[name].default}
 
 
 def _microbatches(setting: Setting) -> list[Way]:
-    """Fewer rows at once and more of them after each other, so that the global batch stays; shorter packs for GRPO."""
+    """Smaller microbatches and more of them, so that the global batch stays; shorter packs for GRPO."""
     config = setting.config
     smaller: list[dict[str, Any]] = []
     if isinstance(config, GRPOConfig):
@@ -219,7 +219,7 @@ def _microbatches(setting: Setting) -> list[Way]:
 
 
 def _engine_shares(setting: Setting) -> list[Way]:
-    """Less of the GPU for an engine that shares it (kind 6), as long as a sequence of full length finds its cache."""
+    """Less of the GPU for an engine that shares it (kind 6), as long as the cache holds a sequence of full length."""
     config, shape = setting.config, setting.shape
     if not isinstance(config, GRPOConfig) or not config.parallel.single_gpu_mode:
         return []
@@ -241,7 +241,7 @@ def _reductions(setting: Setting) -> list[Way]:
 
 
 def _ever_stronger(kind: int, all_values: Sequence[dict[str, Any]]) -> list[Way]:
-    """An option for each, in their order."""
+    """A `Way` for each of the values, in their order."""
     return [Way(kind=kind, strength=index, values=values) for index, values in enumerate(all_values, start=1)]
 
 
@@ -249,12 +249,12 @@ WAYS_TO_NEED_LESS = (_reductions, _checkpointing, _microbatches, _engine_shares)
 
 
 def _useful_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
-    """The nodes as they are, then twice as many, and so on; no more of them where none would do."""
+    """The given nodes, then twice as many, and so on; only the given ones where more would not help."""
     yield {}
     parallel = setting.config.parallel
     if len(set(setting.gpus_per_node)) != 1 or parallel.single_gpu_mode:
         return
-    # Both degrees together say how many GPUs there are.
+    # If both degrees are given, they fix the number of GPUs.
     both = parallel.fsdp_shard_degree is not None and parallel.fsdp_num_replicas is not None
     freed = {"fsdp_num_replicas": None} if both else {}
     most_times = min(MAX_TIMES_THE_NODES, MAX_GPUS // sum(setting.gpus_per_node))

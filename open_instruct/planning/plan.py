@@ -29,13 +29,13 @@ from open_instruct.planning.traffic.per_step import (
 from open_instruct.planning.traffic.step_time import StepTime, step_time
 from open_instruct.records import ShardLayout
 
-# Share of a GPU that advice leaves free; and --activation_checkpointing auto, which needs to recompute no less.
+# The share of a GPU that advice leaves free, and the share that --activation_checkpointing auto leaves free.
 ROOM, ROOM_OF_AUTO = 0.05, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way to change one thing. Kinds are tried in their order, and those of a kind from the mildest on."""
+    """One change of flags. Kinds are tried in their order, and ways of one kind from the mildest on."""
 
     kind: int
     strength: int
@@ -44,7 +44,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A run and the machines under it: all that a plan is computed from.
+    """A run and its machines: the input of a plan.
 
     Example: DPO of a 7B model on two nodes of 8 H100::
 
@@ -54,7 +54,7 @@ class Setting:
 
     config: RunConfig
     shape: ModelShape
-    gpus_per_node: tuple[int, ...]  # that train; those of engines come on top
+    gpus_per_node: tuple[int, ...]  # for training; GPUs of engines come on top
     device: Device
     mfu: float = 0.4
     on_cuda: bool = True
@@ -109,7 +109,7 @@ class Setting:
 class Plan:
     """What a run needs in one setting. The memory is that of the rank that needs most.
 
-    `is_chosen`: its --activation_checkpointing is what auto came to.
+    `is_chosen`: auto has chosen its --activation_checkpointing.
     """
 
     setting: Setting
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def headroom_bytes(self) -> int:
-        """What the peak leaves of a GPU; below 0 where the run does not fit."""
+        """The memory of a GPU minus the peak; below 0 where the run does not fit."""
         return self.setting.device.memory_bytes - self.peak.total_bytes
 
     @property
@@ -135,35 +135,35 @@ class Plan:
 
     @property
     def has_room(self) -> bool:
-        """Whether it fits with something to spare, for what no plan knows: fragmentation, other libraries."""
+        """Whether it fits with a margin for what plans leave out: fragmentation, other libraries."""
         return self.leaves(ROOM)
 
     def leaves(self, share: float) -> bool:
-        """Whether so much of a GPU stays free."""
+        """Whether this share of a GPU stays free."""
         return self.headroom_bytes >= share * self.setting.device.memory_bytes
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Seconds of a step, and of its arithmetic, which exchanges may hide."""
+        """Seconds of a step, then of its arithmetic, which decides between equal steps."""
         return self.time.step_s, self.time.compute_s
 
     @cached_property
     def host(self) -> Phase:
-        """What each GPU's process keeps in host memory."""
+        """The host memory of each GPU's process."""
         return phase_of("host", [self.moments.on_host()])
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Everything that one rank exchanges in a step."""
-        found = [*self.setting.backend.exchanges(self.moments)]
+        exchanges = [*self.setting.backend.exchanges(self.moments)]
         if self.workload.num_engines:
             buckets = sync_buckets(self.setting.shape, self.layout, self.workload)
-            found += traffic_of_weight_sync(buckets, self.workload)
-        return tuple(found)
+            exchanges += traffic_of_weight_sync(buckets, self.workload)
+        return tuple(exchanges)
 
     @property
     def sent_bytes(self) -> int:
-        """All of it together, from this rank."""
+        """The bytes that this rank sends in a step."""
         return sum(exchange.sent_bytes for exchange in self.exchanges)
 
     @cached_property
@@ -183,12 +183,12 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs together, at most."""
+        """An upper bound of the tokens per second of all GPUs together."""
         return self.tokens_per_step / self.time.step_s
 
 
 class Backend:
-    """Who holds the shards, as a plan asks it: FSDP2, and another by what it overrides."""
+    """The backend's part of a plan; this class is FSDP2's, and other backends override its methods."""
 
     sharing = ""  # how, where that is no layout that can be drawn
 
@@ -201,7 +201,7 @@ class Backend:
         return (*traffic_per_step(run.shape, run.layout, run.workload), *merging)
 
     def cells(self, layout: ShardLayout) -> dict[str, object]:
-        """What it is told from others by, in three columns."""
+        """The three columns that distinguish a layout in the ranking."""
         degrees = f"{layout.shard_degree} ×", f"{layout.num_replicas} ×", layout.tensor_parallel_degree
         return dict(zip(("shard ×", "replicas ×", "tensor"), degrees, strict=True))
 
@@ -211,8 +211,8 @@ class Backend:
         for tensor in () if setting.config.parallel.single_gpu_mode else tensor_degrees(setting.shape, context):
             data_parallel, rest = divmod(sum(setting.gpus_per_node), tensor * context)
             for shard in divisors(data_parallel) if rest == 0 else ():
-                of_data = {"fsdp_shard_degree": shard, "fsdp_num_replicas": data_parallel // shard}
-                yield of_data | {"tensor_parallel_degree": tensor}
+                data_flags = {"fsdp_shard_degree": shard, "fsdp_num_replicas": data_parallel // shard}
+                yield data_flags | {"tensor_parallel_degree": tensor}
 
     def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
         """Larger shard degrees within a node (kind 0) and across (4), then tensor degrees within a node (5)."""
@@ -252,9 +252,10 @@ def plan_of(setting: Setting) -> Plan:
 
 
 def _chosen(setting: Setting) -> Plan:
-    """Of what can be recomputed the least that leaves room, by the time of a step, then by its arithmetic and memory.
+    """The plan with the fastest checkpointing that leaves room; equal times are decided by arithmetic, then by memory.
 
-    Nothing on a CPU, nor where the compiler has a budget to spend; whole blocks where nothing less leaves room.
+    Nothing is recomputed on a CPU, or with --activation_memory_budget below 1; whole blocks are if nothing less leaves
+    room.
     """
     kept = plan_of(setting.with_flags({"activation_checkpointing": "none"}))
     if not setting.on_cuda or setting.config.memory.activation_memory_budget < 1 or kept.leaves(ROOM_OF_AUTO):

@@ -1,4 +1,4 @@
-"""The rows of a run, as many as are looked at: built as the run builds them, and taken apart again to be shown."""
+"""The first rows of a run, built as the run builds them, then split into tokens to be shown."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: i
     builder = _builder(config, objective, chat)
     entries = tuple(_at_most(entry, len(source), num_read) for entry, source in zip(entries, sources, strict=True))
     arrays, report = builder.build(entries, sources, seed=config.optim.seed, on_progress=None)
-    told = [warning for source in sources for warning in source.warnings()]
+    warnings = [warning for source in sources for warning in source.warnings()]
     dataset = TokenDataset(documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays)
     documents = [document for row in range(len(dataset)) for document in dataset[row]]
     chosen = np.unique(np.linspace(0, len(dataset) - 1, num=min(num_shown, len(dataset))).round().astype(int))
@@ -101,13 +101,13 @@ def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: i
         lengths=tuple(map(len, documents)),
         learned=tuple(document.num_label_tokens for document in documents),
         limit_flag=builder.limit(),
-        report=replace(report, warnings=(*report.warnings, *told)),
+        report=replace(report, warnings=(*report.warnings, *warnings)),
         refusal=builder.refusal(report.num_rows) if report.num_bad and data.on_bad_row == "error" else None,
     )
 
 
 def _builder(config: LearnerConfig, objective: Objective | None, chat: ChatFormat) -> RowBuilder:
-    """Bad rows are counted, whatever the flags say, so that good ones can be shown beside them."""
+    """The run's builder, which counts bad rows whatever --on_bad_row is, so that good ones can be shown."""
     if isinstance(config, GRPOConfig):
         return PromptBuilder(
             chat,

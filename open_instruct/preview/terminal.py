@@ -19,8 +19,8 @@ BAR_WIDTH = 40
 def print_sample(sample: Sample, console: Console) -> None:
     """Print rows, then lengths, then what became of all rows."""
     learned = "in colour" if console.is_terminal else "between ⟦ and ⟧"
-    told = f"chat template: {sample.template}; what is learned is {learned}, a line's end is ⏎"
-    console.print(told, markup=False)
+    legend = f"chat template: {sample.template}; what is learned is {learned}, a line's end is ⏎"
+    console.print(legend, markup=False)
     for row in sample.rows:
         console.print(Text(f"\nrow {row.place} of {sample.report.num_pairs}", style="bold"))
         for document in row.documents:
@@ -46,7 +46,7 @@ def shown_text(document: ShownDocument, *, is_plain: bool) -> Text:
 
 
 def visible(text: str) -> str:
-    """Text whose line ends are seen, and without what would steer a terminal."""
+    """Text with visible line ends and without control characters."""
     return escaped(text, "\n\t").replace("\n", "⏎\n")
 
 

@@ -1,7 +1,7 @@
 """Made sums with answers that can be verified: a warm start with room for reinforcement learning, and its prompts.
 
-The supervised rows show two habits. Some replies work a sum out, the ones first and the tens with the carry after
-them, and are right; most blurt out a number near the truth, and are seldom right. A model trained on them has both
+The supervised rows show two habits. Some replies work a sum out, first the ones, then the tens with the carry, and
+are right; most guess a number near the truth, and are seldom right. A model trained on them has both
 habits, so it is right about as often as it is careful. A reward that looks at the last number of a reply alone is
 enough to teach it which habit pays, and, on the way, to work more exactly. The held-out sums are of operands that no
 other file has, in either order, so they cannot have been memorised.

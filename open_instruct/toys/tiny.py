@@ -149,7 +149,7 @@ def tiny_config(family: str, size: Size, *, vocab_size: int, tie: bool) -> Pretr
 
 
 def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: str) -> None:
-    """As transformers' save_pretrained would; that loads DeepSpeed where there is one, which takes time and talks."""
+    """Write weights as transformers' save_pretrained would, without its slow and noisy import of DeepSpeed."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
@@ -157,7 +157,7 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # Norms start at one everywhere, biases at zero: with noise on them, two that were swapped are told apart.
+        # Norms start at one everywhere, biases at zero; noise makes a swap of two of them visible to tests.
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith(".bias"):
                 parameter += 0.1 * torch.randn_like(parameter)
@@ -170,7 +170,7 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: 
 
 
 def built_in_corpus() -> Iterator[str]:
-    """What tokenizers learn their words from: prose, small talk, code and sums; always the same, in the same order."""
+    """The texts that tokenizers are trained on: prose, small talk, code and sums, always in the same order."""
     yield from (files("open_instruct.toys") / "prose.txt").read_text(encoding="utf-8").split("\n\n")
     for a in range(2, 40):
         for b in range(3, 40, 4):

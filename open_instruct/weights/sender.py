@@ -94,7 +94,7 @@ class WeightSender:
         reshard(model)
         self._model = model
         self._adapter_alone = adapter_alone
-        held_by_name = held_of(model, of_adapters=adapter_alone)
+        held_by_name = held_of(model, adapters_only=adapter_alone)
         pairs = ((name, file_name_of(name, names)) for name in held_by_name) if adapter_alone else names
         self._name_of = {hf_name: name for name, hf_name in pairs}
         self._rank = dist.get_rank()

@@ -22,7 +22,7 @@ from open_instruct.models.hf.hf_config import SINGLE_NAME, load_hf_config
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapters_off, fill_adapter
-from open_instruct.models.lora.files import CONFIG_NAME, OF_BASE, WEIGHTS_NAME, open_adapter
+from open_instruct.models.lora.files import BASE_FINGERPRINT, CONFIG_NAME, WEIGHTS_NAME, open_adapter
 from tests.ranks.grpo_case import GRPOCase, RunRanks
 from tests.ranks.launch import run_ranks as start
 from tests.ranks.shallow import write_shallow_model
@@ -92,7 +92,9 @@ def test_a_layout_changes_nothing(runs: dict[str, TrainCase], layout: str) -> No
     assert expected[0][0] == pytest.approx(0.6931472, abs=1e-6)  # the reference is the policy without adapters
     assert expected[-1][0] < 0.65
     with safe_open(case.folder / layout / "adapter" / WEIGHTS_NAME, framework="pt") as file:
-        assert file.metadata()[OF_BASE] == weights_fingerprint(CheckpointFiles.open(case.model)), "for who merges it"
+        assert file.metadata()[BASE_FINGERPRINT] == weights_fingerprint(CheckpointFiles.open(case.model)), (
+            "for who merges it"
+        )
     for ours, theirs in zip(case.trajectory(layout), expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     theirs = adapter_of(case, "alone")

@@ -189,7 +189,7 @@ def test_what_the_compiler_differentiates_and_writes_is_the_same(request: pytest
         pytest.skip("no C++ compiler here")
     model, shared = new_model("olmo3"), pack_documents(DOCUMENTS, groups=GROUPS)
     expected = results(model, shared)
-    model.lm_head.of_logits = compiled.compiled_losses()
+    model.lm_head.compute_losses = compiled.compiled_losses()
     model.blocks["0"].apply_compile()
     assert_same(results(model, shared), expected)
 

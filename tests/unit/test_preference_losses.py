@@ -23,7 +23,7 @@ CHOSEN, REJECTED = [-3.0, -10.0], [-8.0, -2.0]
 REFERENCE_CHOSEN, REFERENCE_REJECTED = [-4.0, -9.0], [-6.0, -2.5]
 CHOSEN_LENGTHS, REJECTED_LENGTHS = [2, 5], [4, 1]
 
-OF_PAIRS = [name for name, loss in PREFERENCE_LOSSES.items() if not loss.of_global_batch]
+OF_PAIRS = [name for name, loss in PREFERENCE_LOSSES.items() if not loss.needs_global_batch]
 REFERENCE_BASED = [name for name, loss in PREFERENCE_LOSSES.items() if loss.needs_reference]
 SMOOTHABLE = ["dpo", "dpo_norm", "simpo", "wpo", "robust", "exo_pair", "aot", "aot_unpaired", "cpo"]
 

@@ -21,7 +21,7 @@ from open_instruct.cli import main
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
-from open_instruct.models.lora.files import OF_BASE
+from open_instruct.models.lora.files import BASE_FINGERPRINT
 from open_instruct.parallel import peers
 from open_instruct.toys.tiny import write_tiny_model
 
@@ -115,7 +115,7 @@ def test_an_adapter_of_another_model_is_not_merged(
     """Of two models of the same shapes: by the weights of the one that it names, or by what its own file says."""
     other = write_tiny_model(tmp_path / "other", family="olmo2", seed=1)
     hub, adapter, merged = "allenai/OLMo-2-0425-1B", tmp_path / "adapter", tmp_path / "merged"
-    header = {OF_BASE: weights_fingerprint(CheckpointFiles.open(model))}
+    header = {BASE_FINGERPRINT: weights_fingerprint(CheckpointFiles.open(model))}
     for named, known, base, told in (
         (other, {}, model, f"was made beside {other}, and {model} has other weights; give that model"),
         (other, {}, other, ""),

@@ -1,4 +1,4 @@
-"""What a flag of another suite is called here, as other_suites.yaml says: a hint for who comes from there."""
+"""What a flag of another suite is called here: hints for users who come from there, read from other_suites.yaml."""
 
 from __future__ import annotations
 

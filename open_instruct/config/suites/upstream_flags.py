@@ -1,6 +1,6 @@
-"""Flags of open-instruct and of its lineage: what becomes of each here, as flags.yaml says.
+"""What becomes here of each flag of the original open-instruct and its lineage, read from flags.yaml.
 
-The parser takes them by it, and `open-instruct migrate-args` tells of it.
+The parser and `open-instruct migrate-args` both use it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """What becomes of a flag that was given with a value: it is `ours` with `words`, or left out, or refused.
+    """What becomes of a flag with its value: it is translated to `ours` with `words`, left out, or refused.
 
     Example: of `--timeout 30`, which is in minutes::
 
@@ -59,13 +59,13 @@ def upstream_table(section: str = EVERY) -> dict[str, Entry]:
 
 
 def upstream_defaults(trainer: str) -> dict[str, list[str]]:
-    """Of each flag of upstream's `trainer` that has a counterpart here, the words of its default."""
+    """The words of the default of each flag of upstream's `trainer` that has a counterpart here."""
     return {name: _spelled(value).split() for name, value in read_table("defaults.yaml")[trainer].items()}
 
 
-def upstream_behaviours(of: str) -> dict[str, list[str]]:
-    """What differs by no flag for a command, or for one trainer of upstream's: how it is there, and here."""
-    return dict(read_table("defaults.yaml")["behaviours"].get(of, {}))
+def upstream_behaviours(name: str) -> dict[str, list[str]]:
+    """Differences in behaviour that no flag controls, for a command or a trainer of upstream's: there, and here."""
+    return dict(read_table("defaults.yaml")["behaviours"].get(name, {}))
 
 
 def upstream_templates() -> frozenset[str]:
@@ -74,17 +74,17 @@ def upstream_templates() -> frozenset[str]:
 
 
 def upstream_families() -> dict[str, str]:
-    """Of each family of models that cannot be loaded here a regular expression for names, in small letters."""
+    """A regular expression for lower-case model names, for each family that cannot be loaded here."""
     return dict(read_table("defaults.yaml")["families"])
 
 
 def taken(name: str, words: Sequence[str], known: Collection[str]) -> Fate | None:
-    """What a command with the flags `known` makes of the flag `name` of upstream's; None where that is none."""
-    of_grpo = "total_episodes" in known
-    # The special sections, which follow that for all, first.
+    """The fate of upstream's flag `name` in a command with the flags `known`; None if upstream has no such flag."""
+    is_grpo = "total_episodes" in known
+    # Special sections stand behind the general one, and win.
     sections = reversed(read_table("flags.yaml"))
-    tables = [upstream_table(of) for of in sections if of == EVERY or (of == "grpo") == of_grpo]
-    if name in known:  # ours too, but for some values that are spelled otherwise
+    tables = [upstream_table(section) for section in sections if section == EVERY or (section == "grpo") == is_grpo]
+    if name in known:  # the same name here; only some values are spelled otherwise
         value = " ".join(map(_spelled, words)).lower()
         spelled = (table[name] for table in tables if name in table)
         return next((fate(entry, words) for entry in spelled if entry.ours == name and value in entry.values), None)
@@ -97,7 +97,7 @@ def taken(name: str, words: Sequence[str], known: Collection[str]) -> Fate | Non
 
 
 def fate(entry: Entry, words: Sequence[str]) -> Fate:
-    """What becomes of a flag with that entry that was given `words`."""
+    """The fate of a flag that was given `words`, by its entry."""
     words = [_spelled(word) for word in words] or ["true"]
     value = " ".join(words).lower()
     if entry.refused is not None and value not in entry.unless:
@@ -129,7 +129,7 @@ def _multiplied(word: str, factor: float) -> str:
 
 
 def _mixture(words: Sequence[str]) -> Sequence[str]:
-    """`{"a": 1.0, "b": 500}` as names and amounts; anything else as it is."""
+    """Names and amounts of a JSON mixture such as `{"a": 1.0, "b": 500}`; other words unchanged."""
     if len(words) != 1 or not words[0].lstrip().startswith("{"):
         return words
     try:

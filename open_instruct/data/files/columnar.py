@@ -14,14 +14,14 @@ from open_instruct.data.files.rows import BadRow, RawRow
 from open_instruct.errors import InputError
 
 _ROWS_AT_ONCE = 1024
-# A text that many rows have may be in a Parquet file once, so how many bytes some rows become is not to be seen there;
-# but no cell has more than its row group has unpacked.
+# A Parquet file may store a text of many rows once, so it does not show how many bytes its rows become in memory. But
+# no cell is larger than its unpacked row group.
 _BYTES_AT_ONCE = 2**29
 _LONGEST_ROW = 2**23  # bytes
 
 
 def _parsed(batch: Any, wanted: Sequence[int], first: int, file: str) -> Iterator[RawRow | BadRow]:
-    has_dictionaries = "dictionary<" in str(batch.schema.types)  # then its size says nothing of its rows'
+    has_dictionaries = "dictionary<" in str(batch.schema.types)  # repeated texts are stored once
     is_long = has_dictionaries or batch.nbytes > _LONGEST_ROW
     bad, values = partial(BadRow, file=file, line=wanted[0] + 1, kind="not_readable"), None
     too_long = f"the row has more than {_LONGEST_ROW >> 20} MiB, more than a model reads"
@@ -35,7 +35,7 @@ def _parsed(batch: Any, wanted: Sequence[int], first: int, file: str) -> Iterato
             if batch.num_rows == 1:
                 yield bad(reason=f"damaged: {one_line(error)}")
                 return
-    if values is None:  # one by one, to find the rows
+    if values is None:  # one by one, to find the bad rows
         for index in wanted:
             yield from _parsed(batch.slice(index - first, 1), [index], index, file)
     elif is_long and len(str(values[0])) > _LONGEST_ROW:
@@ -82,7 +82,7 @@ Batches = Callable[[], Iterable[Any]]
 
 
 def _parquet(path: Path) -> tuple[int, Batches]:
-    """How many rows the file has, and what gives its record batches."""
+    """The number of rows of the file, and a reader of its record batches."""
     from pyarrow.parquet import ParquetFile
 
     file = ParquetFile(path, memory_map=True)
@@ -96,7 +96,7 @@ def _parquet(path: Path) -> tuple[int, Batches]:
 
 
 def _arrow(path: Path) -> tuple[int, Batches]:
-    """As `_parquet`, of the stream form that datasets writes, or of the random-access form."""
+    """As `_parquet`, for Arrow's stream format, which datasets writes, or its random-access format."""
     import pyarrow
 
     mapped = pyarrow.memory_map(str(path))

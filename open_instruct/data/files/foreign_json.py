@@ -1,4 +1,4 @@
-"""JSON from files that others wrote: whatever is wrong with one ends in a sentence that names the file."""
+"""JSON from files that others wrote: every error becomes a message that names the file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in `file`.
 
     Raises:
-        InputError: it cannot be read, is no JSON object, or has a key twice in one object.
+        InputError: the file cannot be read, is no JSON object, or has a key twice in one object.
     """
     try:
         return parse_object(read_whole(file), str(file))
@@ -31,7 +31,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """:raises InputError: what libraries read of a model's folder is no file, or larger than any of its kind."""
+    """:raises InputError: an entry that libraries would read is no regular file, or is unreasonably large."""
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
         if not path.name.endswith(READ_BY_LIBRARIES):
             continue
@@ -43,7 +43,7 @@ def check_files(folder: Path) -> None:
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
-    """`read_object` of what has been read already; `where` begins every message."""
+    """As `read_object`, from bytes; `where` begins every message."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
@@ -58,7 +58,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads`: two readers may take two different values of a key that is there twice, so none is taken."""
+    """A hook for `json.loads` that refuses duplicate keys, of which different readers take different values."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
@@ -67,7 +67,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls it, with its article."""
+    """JSON's name of the type of a value, with its article."""
     if value is None:
         return "null"
     kinds = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean", dict: "an object"}
@@ -75,7 +75,7 @@ def kind_of(value: Any) -> str:
 
 
 def shortened(value: Any, depth: int = 3) -> str:
-    """A value as JSON writes it, of long texts, of lists and of objects the beginning, on one line."""
+    """A value as JSON on one line, with only the beginning of long texts, lists and objects."""
     if isinstance(value, Mapping) and depth:
         items = [f"{json.dumps(str(key))}: {shortened(item, depth - 1)}" for key, item in islice(value.items(), 8)]
         return "{" + ", ".join(items + ["…"] * (len(value) > len(items))) + "}"
@@ -89,7 +89,7 @@ def shortened(value: Any, depth: int = 3) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The first lines of what a library says of a file, printable."""
+    """The first lines of a library's error message, joined into one printable line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(lines[:2]))[:300]
     return text or type(error).__name__

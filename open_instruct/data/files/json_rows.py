@@ -15,13 +15,13 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class JsonRows:
-    """Rows at known places of a file, which are read by seeking, and parsed one by one.
+    """Rows at known byte offsets of a file: read by seeking, parsed one by one.
 
-    Within a .gz that means to unpack what lies between, so rows in ascending order cost one more pass.
+    Seeking in a .gz unpacks all bytes between, so rows in ascending order cost one more pass.
     """
 
     def __init__(self, path: Path, name: str, *, fingerprint: str, places: array[int]) -> None:
-        """`places` are where each row starts and stops, and its number for people."""
+        """`places` holds three numbers a row: where it starts, where it stops, and its number for messages."""
         self.name = name
         self.fingerprint = fingerprint
         self._path = path
@@ -44,7 +44,7 @@ class JsonRows:
 
 
 def json_lines(path: Path, name: str) -> JsonRows:
-    """The lines of a file that are not blank; one pass finds where they start and what they hash to."""
+    """The lines of a file that are not blank; one pass finds where they start and hashes them."""
     places = array("q")
     digest = hashlib.sha256()
     position = 0
@@ -58,7 +58,7 @@ def json_lines(path: Path, name: str) -> JsonRows:
 
 
 def unpacked(path: Path) -> IO[bytes]:
-    """The file, opened to be read; of a .gz what is in it."""
+    """The file opened for reading; a .gz is unpacked."""
     opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
     file: IO[bytes] = opener(path, "rb")
     return file

@@ -1,4 +1,4 @@
-"""A .json file: a list of rows, or an object that has one."""
+"""Rows of a .json file that is a list of rows, or an object with such a list."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from open_instruct.data.files.json_rows import JsonRows
 from open_instruct.errors import InputError
 
-# Under which keys published files have their rows.
+# The keys under which published files have their rows.
 WRAPPERS = ("data", "rows", "examples", "instances", "train")
 _LONGEST_LINE = 2**24
-# A text as a whole, or one character that says how deep what follows lies. Possessive, so nothing is remembered.
+# A whole JSON string, or one structural character. Possessive quantifiers, so the engine keeps no states to go back to.
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)
 _QUOTE, _COMMA, _OPEN = ord('"'), ord(","), b"[{"
 
@@ -42,7 +42,7 @@ def json_list(path: Path, name: str, flag: str) -> JsonRows:
     """
     with path.open("rb") as file:
         fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-        is_empty = path.stat().st_size == 0  # of which there is no map
+        is_empty = path.stat().st_size == 0  # mmap refuses an empty file
         edges, problem = _edges(b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     if problem:
         raise InputError(
@@ -54,14 +54,14 @@ def json_list(path: Path, name: str, flag: str) -> JsonRows:
 
 
 def _edges(data: mmap.mmap | bytes) -> tuple[array[int], str]:
-    """Where each row starts and stops, in turn, and what is wrong with the whole file, if anything is."""
+    """Where each row starts and stops, in turn, and what is wrong with the file; "" if nothing is."""
     edges = array("q")
     begin = re.match(rb"(?:\xef\xbb\xbf)?\s*([\[{])", data)
     if begin is None:
         return edges, "holds no JSON list"
     is_wrapped = begin[1] == b"{"
     key = b""
-    found: list[bytes] = []
+    list_keys: list[bytes] = []
     depth = inside = start = end = 0  # `inside` is how deep the list of rows lies, once it has begun
     for token in _TOKEN.finditer(data, begin.start(1)):
         at, after = token.span()
@@ -75,7 +75,7 @@ def _edges(data: mmap.mmap | bytes) -> tuple[array[int], str]:
             depth += 1
             is_rows = depth == 1 if not is_wrapped else depth == 2 and key.decode(errors="replace") in WRAPPERS
             if is_rows and character == _OPEN[0]:
-                found.append(key)
+                list_keys.append(key)
                 inside, start = depth, after
         elif character == _COMMA:
             if depth == inside:
@@ -92,7 +92,7 @@ def _edges(data: mmap.mmap | bytes) -> tuple[array[int], str]:
                 break
     if depth:
         return edges, "is cut short: a list or an object in it has no end"
-    if len(found) != 1:
-        names = " and ".join(repr(name.decode(errors="replace")) for name in found)
-        return edges, f"has lists of rows as {names}" if found else "is an object without a list of rows"
+    if len(list_keys) != 1:
+        names = " and ".join(repr(name.decode(errors="replace")) for name in list_keys)
+        return edges, f"has lists of rows as {names}" if list_keys else "is an object without a list of rows"
     return edges, "goes on behind its end" if re.compile(rb"\S").search(data, end) else ""

@@ -1,4 +1,4 @@
-"""Data sets by name, and folders that the datasets library wrote: it reads them."""
+"""Data sets by name, and folders that the datasets library wrote, read by that library."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class NamedRows:
         path = Path(name).expanduser()
         try:
             if any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
-                found = datasets.load_from_disk(str(path))
-                if isinstance(found, datasets.DatasetDict):
-                    if split not in found:
+                dataset = datasets.load_from_disk(str(path))
+                if isinstance(dataset, datasets.DatasetDict):
+                    if split not in dataset:
                         raise InputError(
-                            f"{flag}_splits: {name} has no split {split!r}; it has {', '.join(sorted(found))}."
+                            f"{flag}_splits: {name} has no split {split!r}; it has {', '.join(sorted(dataset))}."
                         )
-                    found = found[split]
+                    dataset = dataset[split]
             else:
                 repository, _, configuration = (str(path), "", "") if path.is_dir() else name.partition(":")
-                found = datasets.load_dataset(repository, configuration or None, split=split)
+                dataset = datasets.load_dataset(repository, configuration or None, split=split)
         except InputError:
             raise
-        except Exception as error:  # the library raises many kinds, of its own and of its downloads
+        except Exception as error:  # the library raises many kinds of errors: its own and those of downloads
             where = "the folder" if path.is_dir() else "there is no such file, and as a data set's name"
             near = near_files(path) if path.parent.is_dir() and not path.is_dir() else ""
             raise InputError(
                 f"{flag}: {name}: {where} cannot be loaded (split {split!r}): {type(error).__name__}: {error}{near}"
             ) from error
-        self._dataset = found.with_format(None)
-        self.fingerprint = str(found._fingerprint)
+        self._dataset = dataset.with_format(None)
+        self.fingerprint = str(dataset._fingerprint)
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -1,4 +1,4 @@
-"""What a name is, before anything is opened: a file that is read, one that is not, or a data set on the hub."""
+"""What a name stands for, before anything is opened: a readable file, another file, or a data set on the hub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from open_instruct.errors import InputError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".csv.gz", ".tsv", ".parquet", ".arrow")
-# What the hub has in no name of a data set; names such as llama-3.1-tulu have a dot too.
+# Endings that no data set on the hub has. A dot alone decides nothing: names such as llama-3.1-tulu have one.
 _ENDS_AS_A_FILE = re.compile(
     r"\.(jsonl?|ndjson|csv|tsv|parquet|arrow|feather|txt|md|xlsx?|ya?ml|html|pkl|pickle|pt|npy|sqlite|db)"
     r"(\.(gz|zst|bz2|xz|zip))?$|\.(gz|zst|bz2|xz|zip|tar|tgz)$",
@@ -18,13 +18,13 @@ _ENDS_AS_A_FILE = re.compile(
 
 
 def suffix_of(path: Path) -> str:
-    """Of `SUFFIXES` the one that a file's name ends with, else its last: `.jsonl.gz` of rows.v2.jsonl.gz."""
+    """The known suffix that a file's name ends with, else its last suffix: `.jsonl.gz` of rows.v2.jsonl.gz."""
     name = path.name.lower()
     return max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=path.suffix)
 
 
 def looks_like_a_file(name: str) -> bool:
-    """Whether it is meant to be on this machine, so that the hub is not asked: a slip of the keyboard stays one."""
+    """Whether the name means a local file, so that a misspelled path is never looked up on the hub."""
     path = Path(name).expanduser()
     is_partly_there = len(path.parts) > 1 and path.parent.is_dir()
     return (
@@ -37,7 +37,7 @@ def looks_like_a_file(name: str) -> bool:
 
 
 def near_files(path: Path) -> str:
-    """The files whose names are near that of a missing one, as a sentence with a space before it."""
+    """A sentence that names files with names near that of a missing one, with a space before it."""
     if not path.parent.is_dir():
         return f" There is no folder {path.parent} either."
     try:
@@ -49,7 +49,7 @@ def near_files(path: Path) -> str:
 
 
 def refuse_missing_file(name: str, *, flag: str) -> None:
-    """:raises InputError: what must be a file, by its name, or a folder, is not there."""
+    """:raises InputError: the name is that of a file or folder, and there is none."""
     path = Path(name).expanduser()
     if not path.exists() and looks_like_a_file(name):
         raise InputError(

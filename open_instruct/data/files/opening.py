@@ -21,8 +21,8 @@ from open_instruct.data.files.rows import BadRow, RawRow, RowSource, reach
 from open_instruct.data.files.tables import TextTable
 from open_instruct.errors import InputError
 
-# Files that the datasets library, or the hub, left in a folder: it knows what belongs together.
-_OF_DATASETS = ("state.json", "dataset_dict.json", "README.md")
+# Files that mark a folder as one that the datasets library or the hub wrote: the library opens it.
+_DATASET_MARKERS = ("state.json", "dataset_dict.json", "README.md")
 _SPLITS = {
     "test": ("test", "testing"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -42,7 +42,7 @@ def open_rows(name: str, split: str = "train", *, flag: str = "--mixer_list") ->
         if split != "train":
             raise InputError(f"{flag}_splits: {name} is a file, its only split is 'train', not {split!r}.")
         return _open_file(path, name, flag)
-    if path.is_dir() and not any((path / marker).is_file() for marker in _OF_DATASETS):
+    if path.is_dir() and not any((path / marker).is_file() for marker in _DATASET_MARKERS):
         return _Folder(path, name, split, flag)
     refuse_missing_file(name, flag=flag)
     return NamedRows(name, split, flag=flag)
@@ -105,7 +105,7 @@ def _split_of(file: Path) -> str:
 
 
 class Renamed:
-    """A source with words of `--columns`, what a row should have and the column it has it in: `messages=dialogue`."""
+    """A source with its columns renamed by the words of `--columns`, `OURS=THEIRS`: `messages=dialogue`."""
 
     def __init__(self, source: RowSource, columns: Sequence[str]) -> None:
         self.name, self.fingerprint = source.name, source.fingerprint
@@ -121,7 +121,7 @@ class Renamed:
             yield replace(row, value=self._renamed(row.value)) if isinstance(row, RawRow) else row
 
     def warnings(self) -> Iterator[str]:
-        """Of columns that no row so far had."""
+        """A warning for each column that no row so far had."""
         for ours, theirs in self._columns.items():
             if theirs in self._unseen:
                 yield f"--columns {ours}={theirs}: no row of {self.name} has a column {theirs!r}"
@@ -129,7 +129,7 @@ class Renamed:
     def _renamed(self, value: dict[str, Any]) -> dict[str, Any]:
         if not self._columns:
             return value
-        found = {ours: item for ours, theirs in self._columns.items() if (item := reach(value, theirs)) is not None}
-        self._unseen -= {self._columns[ours] for ours in found}
+        renamed = {ours: item for ours, theirs in self._columns.items() if (item := reach(value, theirs)) is not None}
+        self._unseen -= {self._columns[ours] for ours in renamed}
         moved = {theirs if theirs in value else theirs.partition(".")[0] for theirs in self._columns.values()}
-        return {key: item for key, item in value.items() if key not in moved} | found
+        return {key: item for key, item in value.items() if key not in moved} | renamed

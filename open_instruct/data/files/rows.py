@@ -1,7 +1,7 @@
-"""Raw rows, where they came from, and what reads them.
+"""Raw rows with their places in files, and the protocol of the sources that read them.
 
-A source knows how many rows it has and what they hash to before any row is parsed, so that the mixer
-and the cache decide first. files/ has one a kind of file.
+A source knows the number and the hash of its rows before any row is parsed, so that the mixer and the cache decide
+first. This folder has one source for each kind of file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from open_instruct.data.files.foreign_json import kind_of, unique_keys
 
 
 class MalformedRow(ValueError):
-    """One row cannot be used. `kind` is the word it is counted under, `reason` a sentence for its author."""
+    """One row cannot be used. `kind` is the word that reports count it under, `reason` a sentence for the user."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -23,7 +23,7 @@ class MalformedRow(ValueError):
         self.reason = reason
 
     def at(self, file: str, line: int) -> BadRow:
-        """The row that it is about."""
+        """The bad row, with its place."""
         return BadRow(file=file, line=line, kind=self.kind, reason=self.reason)
 
 
@@ -76,17 +76,17 @@ class ReadRow(Mapping[str, Any]):
         return len(self.value)
 
     def unread(self) -> Iterator[str]:
-        """Keys with something under them that was not read."""
+        """The keys with a value that nothing has read."""
         return (key for key, item in self.value.items() if item is not None and key not in self.read)
 
 
 def says(row: Mapping[str, Any], key: str) -> bool:
-    """Whether there is something under a key; arrow fills what a row does not have with null."""
+    """Whether a row has a value other than null under a key; Arrow fills missing columns with null."""
     return (row.value if isinstance(row, ReadRow) else row).get(key) is not None
 
 
 def reach(row: Mapping[str, Any], name: str) -> Any:
-    """What stands under a name; a dot reaches into an object: `reward_model.ground_truth`. None where nothing does."""
+    """The value under a name, None if there is none; a dot reaches into an object: `reward_model.ground_truth`."""
     if name in row or "." not in name:
         return row.get(name)
     first, _, rest = name.partition(".")
@@ -111,7 +111,7 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
     """The object that one line of a .jsonl file holds.
 
     Raises:
-        MalformedRow: not UTF-8, not JSON, or JSON of another kind.
+        MalformedRow: the line is not UTF-8, not JSON, or no JSON object.
     """
     try:
         text = line.decode("utf-8")

@@ -22,7 +22,7 @@ _LONGEST_CELL = 2**28
 class TextTable:
     """Rows under a line of column names, read from the start each time; memory holds one of them.
 
-    A cell is text, but for lists of messages, which stand in a cell as JSON or as Python shows them (pandas does that).
+    A cell is text, except for a list of messages, written as JSON or as Python's repr (pandas writes that).
     """
 
     def __init__(self, path: Path, name: str, flag: str) -> None:
@@ -58,7 +58,7 @@ class TextTable:
             return f"{len(cells)} cells under {len(self._names)} column names ({', '.join(self._names)[:80]})"
         try:
             "".join(cells).encode("utf-8")
-        except UnicodeEncodeError:  # bytes that `_open` let through
+        except UnicodeEncodeError:  # bytes that are not UTF-8, which `_open` lets through
             return "not UTF-8: save the table as CSV UTF-8"
         return None
 
@@ -75,7 +75,7 @@ class TextTable:
         return names, delimiter
 
     def _cells(self) -> Iterator[tuple[int, list[str]]]:
-        """Each row that is not blank behind the header, and the line it begins in."""
+        """Each row below the header that is not blank, with the line that it begins in."""
         csv.field_size_limit(_LONGEST_CELL)
         line = 0
         with self._open() as file:
@@ -96,7 +96,7 @@ class TextTable:
 
 
 def _value_of(cell: str) -> Any:
-    """The messages that a cell holds, else its text."""
+    """The messages of a cell if it holds a list of them, else its text."""
     if not cell.lstrip().startswith("["):
         return cell
     for read in (json.loads, ast.literal_eval):

@@ -66,7 +66,7 @@ class OwnPace:
         self._began: Moment = 0.0
         self._spans = deque[tuple[int, Moment, Moment]](maxlen=MOST_PASSES)
         if isinstance(head, LogprobHead) and head.tp_enabled:
-            head.of_logits = self._around(head.of_logits or losses_of_logits)
+            head.compute_losses = self._around(head.compute_losses or losses_of_logits)
             return
         head.register_forward_pre_hook(self._begin)  # behind those that gather weights
         head.register_forward_hook(self._end, with_kwargs=True, prepend=True)
@@ -82,9 +82,9 @@ class OwnPace:
         self._spans.clear()
         return median(paces) if paces else None
 
-    def _around(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, compute_losses: Callable[..., Any]) -> Callable[..., Any]:
         def timed(logits_NV: torch.Tensor, *others: Any) -> Any:
-            began, losses, ended = self._clock.now(), compute(logits_NV, *others), self._clock.now()
+            began, losses, ended = self._clock.now(), compute_losses(logits_NV, *others), self._clock.now()
             self._spans.append((max(1, len(logits_NV)), began, ended))
             return losses
 

@@ -1,1 +1,1 @@
-"""Attention over segments: within documents, and where a prompt is shared, split or on a CPU."""
+"""Causal attention over packed documents: with shared prompts, with rows split over ranks, and on CPUs."""

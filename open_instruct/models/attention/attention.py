@@ -1,14 +1,14 @@
 """Attention over documents that are packed end to end, without flash-attn.
 
 Legend of the shape suffixes: B rows, T tokens of a row, N documents taken together, L tokens of one document,
-Q query tokens, K key tokens, H query heads, G key-value heads, D features of a head. The suffix of a `QKV` is what its
-three tensors begin with.
+Q query tokens, K key tokens, H query heads, G key-value heads, D features of a head. The suffix of a `QKV` is the start
+that its three shapes have in common.
 
-On a CPU documents of one length are one call of PyTorch's scaled dot product attention, for which causality
-needs no mask at all; on a GPU in 16 bits all documents are one call of PyTorch's variable-length attention.
-Where documents share a prompt they are *segments* (segments.py): on a CPU shared_attention.py computes them; on a
-GPU the same one call does, with the prompt's keys gathered for every response but the first. Long documents in
-float32 on a CPU are computed by on_cpu/blocks.py instead, whether they share or not.
+On a CPU, documents of equal length take one call of PyTorch's scaled dot product attention, which is causal without a
+mask. On a GPU in 16 bits, all documents take one call of PyTorch's variable-length attention. Documents that share a
+prompt are *segments* (segments.py): on a CPU shared_attention.py computes them; on a GPU the same single call does,
+with the prompt's keys gathered for every response but the first. Long documents in float32 on a CPU are computed by
+blocks.py instead, shared prompts or not.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from open_instruct.models.attention.shared_attention import attend_in_tiles, att
 
 MAX_CACHED_MASKS = 4
 
-# Read once: releases of PyTorch differ in what their varlen_attn is told. Shared heads had no flag at first
-# (they were simply accepted), and before there were windows there was no way to ask for one.
+# Read once, since the parameters of varlen_attn differ between releases of PyTorch: the first had no flag for shared
+# heads (they were simply accepted), and none for windows.
 _VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
 _VARLEN_GQA_FLAG: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_PARAMETERS else {}
 _VARLEN_HAS_WINDOWS = "window_size" in _VARLEN_PARAMETERS
@@ -210,7 +210,7 @@ def attend_by_document(qkv_T: QKV, lengths: list[int], *, left: int = -1, scale:
     """
     if sum(lengths) != qkv_T.query.shape[0]:
         raise ValueError(f"document lengths add up to {sum(lengths)}, but there are {qkv_T.query.shape[0]} tokens")
-    # split has one backward node for all documents; slices would each make a gradient of the whole row's size.
+    # split has one backward node for all documents; every slice would make a gradient of the whole row's size.
     queries, keys, values = (tensor.split(lengths) for tensor in qkv_T)
     members: dict[int, list[int]] = {}
     for document, length in enumerate(lengths):
@@ -229,18 +229,18 @@ def attend_by_document(qkv_T: QKV, lengths: list[int], *, left: int = -1, scale:
 def attend_varlen(
     qkv_T: QKV, cu_doc_lens: torch.Tensor, max_doc_len: int, *, left: int = -1, scale: float | None = None
 ) -> torch.Tensor:
-    """The same as `attend_by_document` in one CUDA kernel, float16 or bfloat16; shape (T, H, D)."""
-    # Tokens outside every document would come back as uninitialised memory. Checked on the device: no sync.
+    """As `attend_by_document`, in one CUDA kernel, float16 or bfloat16; shape (T, H, D)."""
+    # The kernel leaves tokens outside every document uninitialised. Checked on the device, without a sync.
     torch._assert_async(cu_doc_lens[-1] == qkv_T.query.shape[0], "document lengths do not add up to the tokens")
     return _varlen(qkv_T, (cu_doc_lens, cu_doc_lens, max_doc_len, max_doc_len), left=left, scale=scale)
 
 
 def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
-    """Every token attends to the tokens before it in its own segment and in the prefix of that; shape (T, H, D)."""
+    """Every token attends to the tokens before it in its own segment and in the segment's prefix; shape (T, H, D)."""
     if not _varlen_can_run(qkv_T.query):
         return _attend_piece_by_piece(qkv_T, segments, left=left, scale=scale)
-    # The kernel lays the causal diagonal through the last query and the last key of a document, and counts
-    # windows from there: with the prefix's keys before a branch's own, distances are logical ones.
+    # The kernel aligns the causal diagonal to the last query and the last key of a document, and counts windows
+    # from there. With the prefix's keys before a branch's own, distances are those of logical positions.
     query, keys, values = qkv_T
     if segments.key_index_K is not None:
         keys, values = (_Gathered.apply(tensor, segments.key_index_K) for tensor in (keys, values))
@@ -250,7 +250,7 @@ def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scal
 
 @torch.compiler.disable
 def _attend_piece_by_piece(qkv_T: QKV, segments: Segments, *, left: int, scale: float | None) -> torch.Tensor:
-    """What is computed differs with every row's lengths, so it is left out of compiled blocks."""
+    """Attention by document on a CPU, left out of compiled blocks because it differs with every row's lengths."""
     if can_pay(qkv_T.query, left):
         documents = documents_of(segments.lengths, segments.prefix_lengths)
         if pays(qkv_T.query, documents, left):
@@ -262,9 +262,9 @@ def _attend_piece_by_piece(qkv_T: QKV, segments: Segments, *, left: int, scale: 
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows of a tensor, some of them several times: their gradients are added up in float32.
+    """Gathers rows of a tensor, some several times, and adds up their gradients in float32.
 
-    A prompt has that of each of its responses, and in 16 bits the sum of many would lose the small ones.
+    A prompt gets a gradient from each of its responses; a sum of many in 16 bits would lose the small ones.
     """
 
     @staticmethod
@@ -284,7 +284,7 @@ class _Gathered(torch.autograd.Function):
 def _varlen(
     qkv: QKV, lengths: tuple[torch.Tensor, torch.Tensor, int, int], *, left: int, scale: float | None
 ) -> torch.Tensor:
-    """`lengths`: where the queries and the keys of each document start, and the most of each."""
+    """Call varlen_attn; `lengths` are the cumulative lengths of queries and of keys, and the largest of each."""
     flags: dict[str, Any] = {"window_size": (left, 0)} | (_VARLEN_GQA_FLAG if qkv.shares_heads else {})
     return cast(torch.Tensor, varlen_attn(qkv.query, qkv.key, qkv.value, *lengths, scale=scale, **flags))
 
@@ -300,7 +300,7 @@ def _stack(documents: list[torch.Tensor]) -> torch.Tensor:
 
 @lru_cache(maxsize=MAX_CACHED_MASKS)
 def _band_mask(window: int, device: torch.device) -> torch.Tensor:
-    """What a block of `window` queries sees of the block before it and of itself; True is seen.
+    """The mask of a block of `window` queries over the keys of the block before and its own; True is seen.
 
     Shape (window, 2 * window). For a window of 2, keys a b of the block before and c d of this one::
 

@@ -5,9 +5,9 @@ key-value heads, R query heads that share one of them, D features of a head; N a
 of a block that share a head, L * R and Q * R of them, those of one token together.
 
 PyTorch's flash attention for CPUs takes each head alone, in small pieces, and reaches a third of the rate that products
-of matrices have. Here the queries of a *block* that share a key-value head meet all keys that they see in one product.
-What they take of each key is kept for the backward pass. So that this does not outgrow all else that a layer keeps,
-documents are left to flash attention where they are very long.
+of matrices have. Here one product takes all queries of a *block* that share a key-value head, and all keys that
+they see. The attention weights are kept for the backward pass. They would outgrow everything else that a layer keeps
+where documents are very long, so flash attention computes these.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import torch
 
 from open_instruct.models.attention.segments import QKV, Segment
 
-# Of a block: so few that its scores stay in the cache, and that little is computed of what causality hides.
+# Queries of a block: few enough that their scores stay in the cache and little is computed that causality hides.
 MOST_QUERIES, FEWEST_TOKENS = 192, 32
 MAX_CACHED_MASKS = 8
 
-# As many as the documents of tokens have on average, with a prompt that others share: blocks are faster from here on.
-# But of such prompts only a part of what own documents have: flash attention takes all branches of a prompt together.
+# Blocks are faster if a document sees so many keys on average, with its shared prompt. The keys of shared prompts
+# may be at most this part of its own, since flash attention takes all branches of a prompt together.
 FEWEST_KEYS, MOST_SHARED_KEYS = 320, 0.25
-# That a token sees, in any document. The planner has this number too, and the fewest.
+# The most keys that a token may see in any document. The planner repeats this number and FEWEST_KEYS.
 MOST_KEYS = 1024
 
 
 class Block(NamedTuple):
-    """Tokens of a document from `first` to `end`, and the keys, its prefix's before its own, that any of them sees."""
+    """Tokens of a document from `first` to `end`, and all keys that they see, the prefix's before its own."""
 
     first: int
     end: int
@@ -41,12 +41,12 @@ class Block(NamedTuple):
 
 
 def can_pay(query: torch.Tensor, left: int) -> bool:
-    """Whether `pays` depends on the documents at all: in float32 on a CPU, where no window is narrow."""
+    """Whether blocks may be faster for some documents: in float32 on a CPU, without a narrow window."""
     return query.device.type == "cpu" and query.dtype == torch.float32 and not 0 <= left < FEWEST_KEYS - 1
 
 
 def pays(query_THD: torch.Tensor, documents: tuple[Segment, ...], left: int) -> bool:
-    """Whether `attend_in_blocks` is faster than flash attention: where it can be, if documents are long."""
+    """Whether `attend_in_blocks` is faster than flash attention: where `can_pay` holds and documents are long."""
     if not can_pay(query_THD, left):
         return False
     num_tokens = sum(document.length for document in documents)
@@ -61,7 +61,7 @@ def pays(query_THD: torch.Tensor, documents: tuple[Segment, ...], left: int) -> 
 def attend_in_blocks(
     qkv_T: QKV, documents: tuple[Segment, ...], *, left: int = -1, scale: float | None = None
 ) -> torch.Tensor:
-    """Each document causally to itself and to the prefix before it, shape (T, H, D); `left` < 0: no window."""
+    """Causal attention of each document to itself and its prefix, shape (T, H, D); `left` < 0: no window."""
     scale = qkv_T.query.shape[-1] ** -0.5 if scale is None else scale
     documents = tuple(document for document in documents if document.length)
     attended: torch.Tensor = _BlockAttention.apply(*qkv_T, documents, left, scale)
@@ -69,7 +69,7 @@ def attend_in_blocks(
 
 
 def blocks_of(document: Segment, left: int, num_shared: int) -> Iterator[Block]:
-    """`num_shared`: query heads that share a key-value head."""
+    """The blocks of a document; `num_shared` query heads share a key-value head."""
     num_tokens = max(MOST_QUERIES // num_shared, FEWEST_TOKENS)
     for first in range(0, document.length, num_tokens):
         end = min(first + num_tokens, document.length)
@@ -106,7 +106,7 @@ class _BlockAttention(torch.autograd.Function):
         return *grads_T, None, None, None
 
 
-# A function of its own for a document: what it copies is gone before the next one's copies are made.
+# A function for one document, so that its copies are freed before the next document's are made.
 def _attend(document: Segment, ctx: Any, qkv_T: QKV, out_THD: torch.Tensor, kept: list[torch.Tensor] | None) -> None:
     blocks, copies = _taken_apart(document, ctx, qkv_T)
     out_GND = torch.empty_like(copies.query)
@@ -125,7 +125,7 @@ def _add_grads(
     blocks, (query_GND, key_GKD, value_GKD) = _taken_apart(document, ctx, qkv_T)
     grad_out_GND = _queries(grad_out_THD, document, len(key_GKD))
     grad_query_GND = torch.empty_like(query_GND)
-    # Features before tokens: a product with so few columns is slower.
+    # Stored with features before tokens, since a product with few columns is slower.
     grad_key_GDK, grad_value_GDK = (tensor.new_zeros(tensor.mT.shape) for tensor in (key_GKD, value_GKD))
     for head, (query_ND, key_KD, value_KD) in enumerate(zip(query_GND, key_GKD, value_GKD, strict=True)):
         for _, queries, keys in blocks:
@@ -141,7 +141,7 @@ def _add_grads(
 
 
 def _taken_apart(document: Segment, ctx: Any, qkv_T: QKV) -> tuple[list[tuple[Block, slice, slice]], QKV]:
-    """Blocks, each with its rows of queries and of keys, and copies of the document's tensors head by head."""
+    """The blocks, each with its rows of queries and of keys, and copies of the document's tensors head by head."""
     num_groups = qkv_T.key.shape[1]
     num_shared = qkv_T.query.shape[1] // num_groups
     blocks = [
@@ -153,12 +153,12 @@ def _taken_apart(document: Segment, ctx: Any, qkv_T: QKV) -> tuple[list[tuple[Bl
 
 
 def _weights(block: Block, query_MD: torch.Tensor, key_KD: torch.Tensor, left: int) -> torch.Tensor:
-    """What each query takes of each key's value, (M, K)."""
+    """The attention weights of each query over the keys, (M, K)."""
     num_tokens, num_keys = block.end - block.first, len(key_KD)
     scores_MK = torch.mm(query_MD, key_KD.T)
     scores_QRK = scores_MK.view(num_tokens, -1, num_keys)
     scores_QRK[..., -num_tokens:] += _after(num_tokens, scores_MK.dtype)
-    num_spare = left - (num_keys - num_tokens)  # of the first token's window, before the first key
+    num_spare = left - (num_keys - num_tokens)  # positions of the first token's window before the first key
     if left >= 0 and num_spare < num_tokens - 1:
         scores_QRK[..., :num_tokens] += _beyond(num_tokens, num_spare, scores_MK.dtype)
     return torch._softmax(scores_MK, -1, False, out=scores_MK)
@@ -166,13 +166,13 @@ def _weights(block: Block, query_MD: torch.Tensor, key_KD: torch.Tensor, left: i
 
 @lru_cache(maxsize=MAX_CACHED_MASKS)
 def _after(num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """-inf at the keys after a token, of those of the block's own tokens, (Q, 1, Q)."""
+    """The causal mask over the keys of the block's own tokens: -inf at keys after a token, (Q, 1, Q)."""
     return torch.full((num_tokens, num_tokens), -torch.inf, dtype=dtype).triu_(1).unsqueeze(1)
 
 
 @lru_cache(maxsize=MAX_CACHED_MASKS)
 def _beyond(num_tokens: int, num_spare: int, dtype: torch.dtype) -> torch.Tensor:
-    """-inf at the keys too far before a token, of the first Q that the block has, (Q, 1, Q)."""
+    """The window's mask over the first Q keys of the block: -inf at keys too far before a token, (Q, 1, Q)."""
     return torch.full((num_tokens, num_tokens), -torch.inf, dtype=dtype).tril_(-num_spare - 1).unsqueeze(1)
 
 

@@ -1,8 +1,8 @@
 """Rows split over ranks, in the way of DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509, section 3).
 
-Each of the C ranks of a context group has T / C neighbouring tokens of a row, and does everything with them that a
-token does by itself. Attention needs the others': one all-to-all turns a part of the tokens with all heads into all
-tokens with a part of the heads, and another one back.
+Each of the C ranks of a context group has T / C neighbouring tokens of a row, and computes everything outside attention
+on them alone. Around attention one all-to-all turns a part of the tokens with all heads into all tokens with a part of
+the heads, and another turns them back.
 
 Legend: T tokens of a row, C ranks of the context group, H query heads, G key-value heads, D features of a head.
 """
@@ -22,7 +22,7 @@ from open_instruct.models.attention.segments import QKV
 
 
 class ContextGroup:
-    """The ranks that split rows between them, seen from one of them."""
+    """The group of ranks that split rows, as seen from one of its ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -38,11 +38,11 @@ class ContextGroup:
     def whole_row(self, values: torch.Tensor) -> torch.Tensor:
         """The values of all ranks' tokens, shape (T, ...), from those of this rank's own, shape (T / C, ...).
 
-        Every rank goes on to compute the same from them, so a gradient is passed to its owner as it is.
+        Every rank then computes the same from them, so each gradient is passed to its owner unchanged.
         """
         return cast(torch.Tensor, _WholeRow.apply(values, self))
 
-    # PyTorch's compiler gives up a whole block in which it meets an all-to-all; so it compiles what is around.
+    # PyTorch's compiler would give up a whole block with an all-to-all in it, so the all-to-alls are left out.
     @torch.compiler.disable
     def heads_of_whole_row(self, qkv: QKV) -> QKV:
         """Queries (T / C, H, D), keys and values (T / C, G, D) into (T, H / C, D) and (T, G / C, D)."""
@@ -70,9 +70,9 @@ class _WholeRow(torch.autograd.Function):
 
 
 def apply_context_parallel(model: Transformer, cp_mesh: DeviceMesh, **style: Any) -> None:
-    """Stands in for `Transformer.apply_cp`: what would split the inputs and RoPE's tables is not asked to.
+    """Replaces `Transformer.apply_cp`, without OLMo-core's own splitting of inputs and RoPE's tables.
 
-    The caller gives the model its rank's tokens, and with the segments the logical position of each.
+    The caller passes the rank's own tokens, and the segments give their logical positions.
     """
     del style
     context = ContextGroup(cp_mesh.get_group())

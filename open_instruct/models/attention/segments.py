@@ -1,8 +1,7 @@
-"""What each token of a packed row may attend to, where several responses share one copy of their prompt, and how a
-model is told.
+"""Segments: what each token of a packed row attends to where responses share a prompt, and how the model receives it.
 
 Legend: T tokens of the row, H query heads, G key-value heads, D features of a head, S segments, N documents, K keys
-once the shared ones are repeated for every document that sees them.
+with shared ones repeated for every document that sees them.
 
 A row is a list of segments, end to end. A segment attends causally to itself. One with a *prefix length* p > 0 attends
 besides to all p tokens of its root, the last segment before it that has none, and its own first token stands at
@@ -12,9 +11,8 @@ position p, right after them::
     tokens     0 1 2 3     4 5    4 5 6    0 1 2
     prefix     0           4      4        0
 
-An ordinary document is a root of which nobody is a branch. And a root and its first branch, which follows it at once,
-are together what an ordinary document is: attention takes them as one, so that of b branches only b - 1 see keys that
-lie elsewhere.
+An ordinary document is a root without branches. A root and its first branch lie together like an ordinary document, so
+attention takes them as one, and of b branches only b - 1 see keys that lie elsewhere.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class QKV(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Where a segment starts in the row and its tokens, and the same of the prefix that it attends to."""
+    """The start and length of a segment in the row, and those of the prefix that it attends to."""
 
     start: int
     length: int
@@ -57,12 +55,12 @@ class Segment(NamedTuple):
 
     @property
     def is_first_branch(self) -> bool:
-        """Whether its prefix lies just before it, so that both together are what an ordinary document is."""
+        """Whether the prefix lies just before the segment, so that both together form an ordinary document."""
         return self.prefix_length > 0 and self.prefix_start + self.prefix_length == self.start
 
 
 class Segments(NamedTuple):
-    """The segments of one row, as its blocks are given them.
+    """The segments of one row, as the model's blocks receive them.
 
     Attributes:
         lengths, prefix_lengths: of each segment, S numbers; for attention that is computed segment by segment.
@@ -96,8 +94,8 @@ class Segments(NamedTuple):
         """
         documents = documents_of(lengths, prefix_lengths)
         positions = [torch.arange(each.prefix_length, each.prefix_length + each.length) for each in documents]
-        of_keys = [span for each in documents for span in ((each.prefix_start, each.prefix_length), each[:2])]
-        key_index = [torch.arange(start, start + length) for start, length in of_keys]
+        key_spans = [span for each in documents for span in ((each.prefix_start, each.prefix_length), each[:2])]
+        key_index = [torch.arange(start, start + length) for start, length in key_spans]
         num_queries = [each.length for each in documents]
         num_keys = [each.prefix_length + each.length for each in documents]
         return cls(
@@ -140,18 +138,17 @@ def documents_of(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> t
 
 
 class SegmentRotaryEmbedding(RotaryEmbedding):
-    """OLMo-core's, which besides takes `Segments` for `cu_doc_lens`: then each token turns by its logical position.
+    """OLMo-core's RoPE, which also takes `Segments` for `cu_doc_lens` and then rotates by logical positions.
 
-    The tables are cut and applied as for documents; a bf16 table handed to the block from outside would not do, and
-    FSDP casts every float that it hands on.
+    The block cuts the tables itself: FSDP would cast tables passed from outside to bf16, which is too coarse.
     """
 
     @classmethod
     def like(cls, stock: RotaryEmbedding, *, tables: BufferCache) -> SegmentRotaryEmbedding:
-        """One that turns as `stock` does, with its tables in `tables`, where layers find each other's."""
+        """The replacement of `stock`, with its tables in the cache `tables`, which layers share."""
         assert stock.rotary_dim == stock.dim, "partial rotary embeddings are refused when config.json is read"
         rope = cls(head_size=stock.dim, theta=stock.theta, full_precision=stock.full_precision, scaling=stock.scaling)
-        # Not an argument: OLMo-core takes a cache that is still empty for none, and each layer would have its own.
+        # Set here because OLMo-core takes an empty cache argument for none, and would give each layer its own.
         rope._cache = tables.with_namespace(rope._cache._namespace)
         return rope
 
@@ -173,13 +170,13 @@ class SegmentRotaryEmbedding(RotaryEmbedding):
 
 
 def install_segments(model: Transformer) -> None:
-    """Let `model(..., segments=...)` hand `Segments` to every block, where OLMo-core hands on document lengths."""
+    """Let `model(..., segments=...)` pass `Segments` to every block in place of document lengths."""
     tables = BufferCache()
     for block in model.blocks.values():
         attention = cast(Attention, block.attention)
         if attention.rope is not None:
             attention.rope = SegmentRotaryEmbedding.like(cast(RotaryEmbedding, attention.rope), tables=tables)
-    # Blocks get them as an argument, so that one that is computed again in the backward pass gets them again.
+    # Passed as an argument, so that a block recomputed in the backward pass receives them again.
     model._prepare_inputs = types.MethodType(_prepare_inputs, model)  # type: ignore[method-assign]
 
 
@@ -189,7 +186,7 @@ def _prepare_inputs(model: Transformer, *args: Any, segments: Segments | None = 
         for block in model.blocks.values():
             rope = cast(Attention, block.attention).rope
             if isinstance(rope, SegmentRotaryEmbedding):
-                # Here and not in the block, which is compiled without the making of longer tables.
+                # Here and not in the block, whose compiled code cannot extend the tables.
                 rope.warmup_cache(segments.max_keys, segments.positions_T.device)
                 _mark_lengths(rope.tables, model)
         _mark_lengths(segments, model)

@@ -1,14 +1,14 @@
-"""Attention in rows whose responses share one copy of their prompt; see segments.py for what attends to what.
+"""Attention in rows whose responses share one copy of their prompt; segments.py defines what attends to what.
 
 Legend: T tokens of the row, N tiles taken together, Q query and K key tokens of a tile, H query heads, G key-value
 heads, D features of a head.
 
 On a CPU the work is cut into *tiles*, ranges of queries against ranges of keys, none of which repeats a key. A root and
-its first branch lie as an ordinary document does, and are computed as one; every other branch against itself, and all
-of them at once against the root. Where two tiles have the same queries their
-results are put together by their log-sums of exponentials, as flash attention does with the blocks of a row (Dao et
-al. 2022, arXiv:2205.14135, section 3.1), and so are their gradients (Dao 2023, arXiv:2307.08691, section 3.1.2): the
-backward pass of a tile is given the output and the log-sum over all keys of its queries.
+its first branch are computed as one ordinary document. Every other branch is computed against itself, and all of these
+at once against the root. The results of two tiles with the same queries are combined by their log-sums of exponentials,
+as flash attention does with the blocks of a row (Dao et al. 2022, arXiv:2205.14135, section 3.1), and so are their
+gradients (Dao 2023, arXiv:2307.08691, section 3.1.2): the backward pass of a tile is given the output and the log-sum
+over all keys of its queries.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 
 class TileBatch(NamedTuple):
-    """Tiles of one shape. `is_first`: these tiles are the first that have their queries."""
+    """Tiles of one shape; `is_first` if no earlier tiles have their queries."""
 
     num_tiles: int
     query_index: torch.Tensor
@@ -54,7 +54,7 @@ class TileBatch(NamedTuple):
 
 
 def attend_plainly(qkv_T: QKV, segments: Segments, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
-    """One masked call a segment, its prefix's keys repeated: the definition. Shape (T, H, D); `left` < 0: no window."""
+    """The definition: one masked call a segment, its prefix's keys repeated. Shape (T, H, D); `left` < 0: no window."""
     query_THD, key_TGD, value_TGD = qkv_T
     outputs = []
     for start, length, prefix_start, prefix_length in segments_of(segments.lengths, segments.prefix_lengths):
@@ -118,7 +118,7 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query_THD, key_TGD, value_TGD, out_THD, lse_TH = ctx.saved_tensors
-        # Added up over tiles in the inputs' own dtype, as autograd does with what is used twice.
+        # Added up over tiles in the inputs' own dtype, as autograd adds the gradients of a tensor that is used twice.
         grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (query_THD, key_TGD, value_TGD))
         for batch in ctx.batches:
             tiles = _tiles_of(batch, query_THD, key_TGD, value_TGD)
@@ -156,7 +156,7 @@ def _bias(batch: TileBatch, dtype: torch.dtype) -> torch.Tensor | None:
 def tile_batches(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], left: int) -> tuple[TileBatch, ...]:
     """All tiles of a row, those of one shape together, each query's own segment before its prefix.
 
-    The same for all layers with one window, and for the backward pass.
+    Cached: they are the same for all layers with one window, and for the backward pass.
     """
     shapes: dict[tuple[bool, int, int, int | None], list[Tile]] = {}
     documents = documents_of(lengths, prefix_lengths)

@@ -1,6 +1,6 @@
 """A language-model head that never holds the logits of a whole microbatch.
 
-B rows, K label positions kept (all T of a row where none are chosen), N positions of a chunk, D width of the model,
+B rows, K kept label positions (all T of a row where none are chosen), N positions of a chunk, D width of the model,
 V vocabulary.
 """
 
@@ -25,7 +25,7 @@ MEASURED_SHARE = 8
 
 
 class Measure(NamedTuple):
-    """Something else to be computed from the logits of every position.
+    """An extra value to be computed from the logits of every position.
 
     `function(logits_NV, *beside_N)` is given some positions' logits and the same positions of every tensor of `beside`,
     whose first two axes are (B, K): of the rank's own positions. It returns a value, or a row of values, for each.
@@ -36,11 +36,11 @@ class Measure(NamedTuple):
 
 
 class HeadSettings(NamedTuple):
-    """What logits are divided by, and what is wanted of every position beside the loss: see `LabelLosses`.
+    """The temperature of the logits, and the values to compute beside the loss, see `LabelLosses`.
 
-    Where that is not one number, `temperature` has one for each of the rank's own positions, (B, K).
-    With `classes`, words of the vocabulary, their logits are wanted and nothing else; `only_hidden` asks for no logits
-    at all, but for what they are computed from.
+    If `temperature` is a tensor, it has one value for each of the rank's own positions, (B, K).
+    With `classes`, words of the vocabulary, the head returns their logits alone; with `only_hidden` it returns the
+    hidden states that logits are computed from.
     """
 
     temperature: float | torch.Tensor = 1.0
@@ -52,10 +52,11 @@ class HeadSettings(NamedTuple):
 
 
 class LabelLosses(NamedTuple):
-    """-log p of every label (nats, 0 where there is none), and what was asked for of every position.
+    """-log p of every label (nats, 0 where there is none), and the requested values of every position.
 
-    That is the entropy, log(sum over v of p(v)^2), and what its measure is. All of shape (B, K), and a measure may have
-    one axis more; under tensor parallelism DTensors that are split along K. Only `loss` and `measured` have a gradient.
+    These are the entropy, log(sum over v of p(v)^2), and the result of the `Measure`. All have shape (B, K); a measure
+    may have one more axis. Under tensor parallelism they are DTensors split along K. Only `loss` and
+    `measured` have a gradient.
     """
 
     loss: torch.Tensor
@@ -75,8 +76,8 @@ class LogprobHead(LMHead):
 
     max_logits_bytes = MAX_LOGITS_BYTES
     settings = HeadSettings()
-    # In place of `losses_of_logits`.
-    of_logits: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None = None
+    # Replaces `losses_of_logits` if set.
+    compute_losses: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None = None
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
         """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for.
@@ -94,8 +95,8 @@ class LogprobHead(LMHead):
             labels = labels.gather(1, keep_BK)
         if self.settings.classes:
             return self._logits_of_classes(h_BKD)
-        # Under tensor parallelism these are the rank's own positions, as many on every rank, so that ranks cut them
-        # into the same chunks and meet in the head's collectives.
+        # Under tensor parallelism these are the rank's own positions. Every rank has equally many, so all cut them into
+        # the same chunks and meet in the head's collectives.
         h_BKD, labels_BK = get_local_tensor(h_BKD), get_local_tensor(labels)
         settings = self.settings
         if settings.only_hidden:
@@ -117,7 +118,7 @@ class LogprobHead(LMHead):
 
     def _logits_of_classes(self, h_BKD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert not self.tp_enabled, "flags that ask for both are refused before"
-        # Not indexed by a list of words, which the device would have to be sent.
+        # Not indexed by a list of words, which would be copied to the device.
         weight_CD = torch.stack([self.w_out.weight[word] for word in self.settings.classes])
         return (h_BKD.float() @ weight_CD.float().T).unbind(-1)
 
@@ -142,9 +143,9 @@ class LogprobHead(LMHead):
             logits_NV, temperature = _scaled(logits_NV, temperature), 1.0
         if settings.measure is not None:
             measured = settings.measure.function(logits_NV, *beside_N)
-        of_logits = self.of_logits or losses_of_logits
+        compute_losses = self.compute_losses or losses_of_logits
         both = settings.with_entropy, settings.with_collisions
-        return LabelLosses(*of_logits(logits_NV, labels_N, ignored, temperature, *both), measured)
+        return LabelLosses(*compute_losses(logits_NV, labels_N, ignored, temperature, *both), measured)
 
     def _joined(self, parts: tuple[Any, ...], labels_BK: torch.Tensor) -> torch.Tensor:
         values_BK = torch.cat(parts).unflatten(0, labels_BK.shape)
@@ -154,7 +155,7 @@ class LogprobHead(LMHead):
         return values_BK
 
     def own_positions(self, values_BT: torch.Tensor) -> torch.Tensor:
-        """Of values at all positions (further axes may follow), those whose logits this rank computes."""
+        """The values at the positions whose logits this rank computes; further axes may follow."""
         if not self.tp_enabled:
             return values_BT
         assert self._tp_mesh is not None
@@ -169,9 +170,9 @@ def losses_of_logits(
     with_entropy: bool,
     with_collisions: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """-log p of the labels, with gradient, and without one the two others of `LabelLosses`; of one log-softmax."""
+    """-log p of the labels with gradient, and entropy and collisions without, from one log-softmax."""
     logprobs_NV = _scaled(logits_NV, temperature).log_softmax(dim=-1)
-    # First: where a chunk is computed again for its backward pass, that ends with the last tensor that is needed.
+    # Computed first, because recomputation of a chunk stops at the last tensor that the backward pass needs.
     loss_N = F.nll_loss(logprobs_NV, labels_N, ignore_index=ignored, reduction="none")
     logprobs_NV = logprobs_NV.detach()
     entropy_N = -logprobs_NV.exp().mul_(logprobs_NV).sum(dim=-1) if with_entropy else None
@@ -186,9 +187,9 @@ def _scaled(logits_NV: torch.Tensor, temperature: float | torch.Tensor) -> torch
 
 @contextmanager
 def head_settings(model: Transformer, settings: HeadSettings) -> Iterator[None]:
-    """Within, the model's head does as `settings` say. A head that gives a score has no settings.
+    """A context in which the model's head has `settings`. A head that gives a score has none.
 
-    A backward pass may come after: chunks that are computed again keep the settings of their forward pass.
+    The backward pass may run after it: recomputed chunks keep the settings of their forward pass.
     """
     head = model.lm_head
     if not isinstance(head, LogprobHead):

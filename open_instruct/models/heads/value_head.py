@@ -1,7 +1,7 @@
-"""A head that gives one number at a position instead of something of every word: a score.
+"""A head that gives a score, one number at a position, in place of logits.
 
-Its product is float32 also where the model computes in less: two replies to one prompt often score alike to three
-digits. So is its weight, but where whoever holds it takes one dtype for all.
+Its product is float32 even where the model computes in 16 bits, because two replies to one prompt often have equal
+scores to three digits. Its weight is float32 too, except under a backend that holds all weights in one dtype.
 
 B rows, T tokens of a row, K positions kept of a row, D width of the model.
 """
@@ -41,7 +41,7 @@ class ValueHead(LMHead):
         return (self.w_out(h_BKD.float()).squeeze(-1),)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ValueHead:
-        """What `Module.to` is built on: the matrix moves with the model, and keeps its dtype."""
+        """Called by `Module.to`: the matrix moves with the model, and keeps its dtype."""
         super()._apply(fn, recurse)
         if self.keeps_float32 and self.w_out.weight.dtype != torch.float32:
             self.w_out.float()
@@ -52,7 +52,7 @@ class ValueHead(LMHead):
 
 
 def apply_fsdp(model: Transformer, dp_mesh: DeviceMesh | None = None, **style: Any) -> None:
-    """Stands in for `Transformer.apply_fsdp`: the matrix is gathered in float32, as a unit of its own."""
+    """Replaces `Transformer.apply_fsdp`, so that the matrix is gathered in float32, as a unit of its own."""
     in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     fully_shard(model.lm_head.w_out, mesh=dp_mesh, mp_policy=in_float32)
     Transformer.apply_fsdp(model, dp_mesh=dp_mesh, **style)
@@ -69,9 +69,9 @@ def drawn_score(hidden_size: int, *, seed: int) -> torch.Tensor:
 
 
 def open_score_files(folder: Path, hf_config: PretrainedConfig, *, seed: int) -> CheckpointFiles:
-    """A checkpoint's files as those of a model that scores: without a head over the vocabulary, and with a score's.
+    """A checkpoint's files for a model that scores: without the language-model head, and with that of a score.
 
-    That is drawn for any model but one that says that it has one.
+    The score's head is drawn at random, unless the checkpoint has one.
 
     Raises:
         InputError: see `CheckpointFiles.open`.
@@ -84,5 +84,5 @@ def open_score_files(folder: Path, hf_config: PretrainedConfig, *, seed: int) ->
 
 
 def is_classifier(hf_config: PretrainedConfig) -> bool:
-    """Whether a checkpoint says of itself that it is transformers' class with a score."""
+    """Whether config.json names transformers' sequence classification class."""
     return any(name.endswith("ForSequenceClassification") for name in hf_config.architectures or ())

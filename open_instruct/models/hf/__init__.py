@@ -1,1 +1,1 @@
-"""A checkpoint of Hugging Face as it lies on disk: its configuration, its files, its names."""
+"""Hugging Face checkpoints on disk: their configuration, files and names."""

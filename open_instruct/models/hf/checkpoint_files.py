@@ -1,12 +1,12 @@
 """The safetensors files of a Hugging Face checkpoint: names, shapes and byte ranges first, numbers only when asked.
 
-Opening a checkpoint reads the JSON header of each file and nothing else, which the library holds against the
-file's size, and we against the index, so that a damaged checkpoint is told apart before anything is allocated.
-Tensors are views of the mapped file: the operating system reads the pages that a copy touches, and they
-are not the process's own memory.
+Opening a checkpoint reads only the JSON header of each file. The library checks headers against the files' sizes, and
+this module checks them against the index, so that a damaged checkpoint is refused before anything is allocated.
+Tensors are views of the mapped file: the operating system reads the pages that a copy touches, and they are not the
+process's own memory.
 
-The format, which the library writes only of tensors that are there: 8 bytes (little-endian length of the header), the
-header (JSON: name -> dtype, shape and `[begin, end)` in the data that follows), the data. See
+The format, written here too since the library writes whole tensors only: 8 bytes (little-endian length of the header),
+the header (JSON: name -> dtype, shape and `[begin, end)` in the data that follows), the data. See
 https://huggingface.co/docs/safetensors.
 """
 
@@ -45,7 +45,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """What the header of the file at `path` says of a tensor."""
+    """The entry of a tensor in the header of the file at `path`."""
 
     path: Path
     dtype: torch.dtype
@@ -82,11 +82,11 @@ class CheckpointFiles:
         return cls(folder, _read_indexed(path) if path.name == INDEX_NAME else read_header(path))
 
     def put_beside(self, name: str, tensor: torch.Tensor) -> None:
-        """Have a tensor of that name, which is in none of the files."""
+        """Add a tensor that is in none of the files."""
         self._put_beside[name] = tensor
 
     def leave_out(self, name: str) -> None:
-        """Know nothing of the tensor of that name, if there is one."""
+        """Forget the tensor of that name, if there is one."""
         self._tensors.pop(name, None)
 
     @property
@@ -121,7 +121,7 @@ class CheckpointFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is open but while a tensor is looked up."""
+        """Nothing to close: a file is open only while a tensor is looked up."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors or name in self._put_beside
@@ -160,7 +160,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 def header_of(
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], *, metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """What a file of `tensors`, each its name, dtype and shape, begins with; their data follows in that order."""
+    """The header of a file of `tensors`, each a name, dtype and shape; their data follows in that order."""
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, dtype, shape in tensors:

@@ -1,4 +1,4 @@
-"""The config.json of a Hugging Face checkpoint, read without running what it brings along, and its weights' file."""
+"""The config.json of a Hugging Face checkpoint, read without running code that it names, and its weights' file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-# Larger than any model; what is beyond would fill the memory before anything is held against the weights.
+# Larger than any model; larger values would fill the memory before they are compared with the weights.
 MAX_SIZE, MAX_LAYERS, MAX_POSITIONS = 2**24, 1000, 2**31
 SIZES: dict[str, int] = {
     "num_hidden_layers": MAX_LAYERS,
@@ -27,7 +27,7 @@ SIZES: dict[str, int] = {
     "max_position_embeddings": MAX_POSITIONS,
 }
 REFUSED = {
-    # Tokenizers and engines would follow it.
+    # Tokenizers and engines would read that other file.
     "configuration_files": "lets readers take another file in its place; remove that field",
     "per_layer_config": "gives layers settings of their own, which is not supported",
 }
@@ -48,7 +48,7 @@ def without_code(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_hf_config(path: str) -> PretrainedConfig:
-    """Read the configuration in a checkpoint's folder; whatever in it names code is left out.
+    """Read the configuration in a checkpoint's folder; fields that name code are left out.
 
     A generation_config.json beside it, which engines read, is checked too.
 
@@ -58,7 +58,7 @@ def load_hf_config(path: str) -> PretrainedConfig:
     """
     folder = Path(path).expanduser()
     fields, file = config_fields(folder), folder / "config.json"
-    # transformers takes a second to import: only once we know that there is something to read.
+    # Imported late, because transformers takes a second to import.
     from transformers import CONFIG_MAPPING, GenerationConfig
 
     config = _built(CONFIG_MAPPING[fields["model_type"]], without_code(fields), file)
@@ -68,7 +68,7 @@ def load_hf_config(path: str) -> PretrainedConfig:
 
 
 def config_fields(folder: Path) -> dict[str, Any]:
-    """What config.json says, as far as that can be judged without transformers.
+    """The fields of config.json, checked as far as possible without transformers.
 
     Raises:
         InputError: see `load_hf_config`.
@@ -99,7 +99,7 @@ def config_fields(folder: Path) -> dict[str, Any]:
 
 
 def weights_file(folder: Path) -> Path:
-    """What tells where a checkpoint's weights are: its index, or the one file that holds them all.
+    """The file that locates a checkpoint's weights: the index, or the one file that holds them all.
 
     Raises:
         InputError: there is neither.

@@ -15,7 +15,7 @@ HF_LM_HEAD = "lm_head.weight"
 HF_SCORE = "score.weight"
 ADAPTER = ("lora_A", "lora_B")
 
-# What a model says at a position: something of every word, or one number.
+# The output of a model at a position: logits over the vocabulary, or one number.
 Head = Literal["vocabulary", "score"]
 
 # Buffers that old checkpoints carry and that every reader computes for itself.
@@ -41,7 +41,7 @@ _QK_NORM = {
     "attention.k_norm.weight": "self_attn.k_norm.weight",
 }
 _QKV_BIAS = {f"attention.w_{one}.bias": f"self_attn.{one}_proj.bias" for one in "qkv"}
-# OLMo normalises what a sublayer puts out, the others what goes in; "post_attention" names a different norm in each.
+# OLMo normalises the output of a sublayer, other families its input; so "post_attention" names different norms.
 _NORM_AFTER = {
     "attention_norm.weight": "post_attention_layernorm.weight",
     "feed_forward_norm.weight": "post_feedforward_layernorm.weight",
@@ -53,7 +53,7 @@ _NORM_BEFORE = {
 
 
 def clean_name(name: str) -> str:
-    """A parameter's own name, without what activation checkpointing, compile and FSDP wrap around modules."""
+    """A parameter's own name, without the prefixes of activation checkpointing, compile and FSDP."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

@@ -1,10 +1,10 @@
 """Low-rank adapters beside the matrices of the blocks (LoRA, Hu et al. 2021, arXiv:2106.09685, section 4.1).
 
-`adapt` puts them in before the model is sharded. An adapter is two parameters of the layer whose matrix it is beside:
-it moves, and is sharded, with that layer. Adapters are float32 and trained; everything else is frozen, but for the
-matrix of a score. What reads and writes checkpoints (`held_of`) sees the model as it was without them.
+`adapt` adds them before the model is sharded. An adapter is two more parameters of a linear layer, and moves and is
+sharded with it. Adapters are float32 and trained; everything else is frozen, except the matrix of a score. Readers and
+writers of checkpoints (`held_of`) see the model without adapters.
 
-Legend of the shape suffixes: O features that a layer puts out, I features that it takes, R rank.
+Legend of the shape suffixes: O output features of a layer, I input features, R rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ A, B = ADAPTER
 
 
 class AdaptedLinear(ChoosingLinear):
-    """A linear layer that adds `scale * B A x` to what it puts out; it takes over the parameters of another."""
+    """A linear layer that adds `scale * B A x` to its output; it takes over the parameters of another layer."""
 
     lora_A: nn.Parameter  # (R, I)
     lora_B: nn.Parameter  # (O, R)
@@ -46,7 +46,7 @@ class AdaptedLinear(ChoosingLinear):
         self.register_adapter()
 
     def register_adapter(self, tp_mesh: DeviceMesh | None = None) -> None:
-        """Without values. Under tensor parallelism cut as the matrix is: what it puts out, or what it takes."""
+        """Add the adapter without values; tensor parallelism cuts its half that meets the matrix's cut side."""
         device = self.weight.device
         a_RI = torch.empty(self.rank, self.in_features, device=device)
         b_OR = torch.empty(self.out_features, self.rank, device=device)
@@ -56,20 +56,20 @@ class AdaptedLinear(ChoosingLinear):
             a_RI = distribute_tensor(a_RI, tp_mesh, [Replicate() if cuts_out else Shard(1)])
             b_OR = distribute_tensor(b_OR, tp_mesh, [Shard(0) if cuts_out else Replicate()])
         self.lora_A, self.lora_B = nn.Parameter(a_RI), nn.Parameter(b_OR)
-        # A module, as OLMo-core looks for one: only then are random numbers the same when a block is recomputed.
+        # OLMo-core looks for dropout modules, and only then replays random numbers when a block is recomputed.
         self.dropout = nn.Dropout(self._dropped_share)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
         if self.is_off:
             return y
-        # A module that is run is one that ZeRO fetches weights ahead for.
+        # ZeRO prefetches weights only for modules that are called.
         low = F.linear(self.dropout(x) if self._dropped_share else x, self.lora_A.to(x.dtype))
         return y + F.linear(low, self.lora_B.to(x.dtype)) * self.scale
 
 
 def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
-    """Give `model`, before it is sharded, adapters; its own parameters are frozen, and from now on of `dtype`."""
+    """Add adapters to `model` before it is sharded; its own parameters are frozen and cast to `dtype`."""
     wanted = {MODULES_OF_TARGETS[target] for target in lora.targets}
     for block in model.blocks.values():
         for name in sorted(wanted):
@@ -83,8 +83,7 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
 
 
 def _apply_tensor_parallel(model: Transformer, tp_mesh: DeviceMesh, float8_enabled: bool | None = None) -> None:
-    """Stands in for `Transformer.apply_tp`, which would cut both matrices of an adapter along the same axis, and looks
-    for one in each module of a layer."""
+    """Replaces `Transformer.apply_tp`, which would cut both matrices of an adapter along the same axis."""
     layers = layers_of(model).values()
     for layer in layers:
         del layer.lora_A, layer.lora_B, layer.dropout
@@ -100,7 +99,7 @@ def _freeze(model: Transformer) -> None:
 
 
 def _is_score(model: Transformer, name: str) -> bool:
-    """A new head cannot be learned through adapters: it is trained whole."""
+    """Whether a parameter is the head of a score, which is new and therefore trained whole."""
     return clean_name(name) == LM_HEAD and model.lm_head.w_out.out_features == 1
 
 
@@ -111,7 +110,7 @@ def layers_of(model: nn.Module) -> dict[str, AdaptedLinear]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within, `model` computes what it did before it had adapters."""
+    """A context in which `model` computes without its adapters."""
     layers = layers_of(model).values()
     for layer in layers:
         layer.is_off = True
@@ -141,7 +140,7 @@ def fill_adapter(model: nn.Module, lora: LoRASection, *, seed: int, start: Mappi
 
 
 def _drawn(layer: AdaptedLinear, name: str, lora: LoRASection, seed: int) -> torch.Tensor:
-    """peft's two: uniform within 1 / sqrt(I), or normal with standard deviation 1 / R."""
+    """First values by one of peft's two ways: uniform within 1 / sqrt(I), or normal with standard deviation 1 / R."""
     digest = hashlib.sha256(f"{name} {seed}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
     a_RI = torch.empty(layer.rank, layer.in_features)
@@ -153,7 +152,7 @@ def _drawn(layer: AdaptedLinear, name: str, lora: LoRASection, seed: int) -> tor
 
 @torch.no_grad()
 def whole_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All that is trained, each matrix whole, by OLMo-core's names. Collective: all ranks walk to the end."""
+    """Every trained matrix, whole, by OLMo-core's names. Collective: every rank iterates to the end."""
     reshard(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -162,15 +161,15 @@ def whole_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def scaled_adapters(model: nn.Module) -> dict[str, Held]:
-    """What this rank has of each matrix of the adapters, by OLMo-core's names: of A, and of the layer's `scale` x B."""
+    """This rank's parts of the adapters' matrices, A and `scale` x B, by OLMo-core's names."""
     scales = {f"{name}.{B}": layer.scale for name, layer in layers_of(model).items()}
-    held = held_of(model, of_adapters=True).items()
+    held = held_of(model, adapters_only=True).items()
     return {name: replace(each, local=each.local * scales.get(name, 1)) for name, each in held}
 
 
 @torch.no_grad()
 def weights_of(model: nn.Module) -> Mapping[str, Held]:
-    """What a checkpoint of `model` would hold: what `held_of` gives, with any adapters added. Collective."""
+    """The weights for a checkpoint of `model`: those of `held_of` with any adapters added. Collective."""
     layers = layers_of(model)
     if not layers:
         return held_of(model)
@@ -178,7 +177,7 @@ def weights_of(model: nn.Module) -> Mapping[str, Held]:
     halves, scale = dict[str, torch.Tensor](), next(iter(layers.values())).scale
     for name, layer in layers.items():
         halves[f"{name}.{A}"] = whole_of(layer.lora_A)
-        # A rank that has rows of a matrix has the same rows of this.
+        # A rank holds the same rows of B as of the matrix.
         is_cut = isinstance(layer.lora_B, DTensor)
         halves[f"{name}.{B}"] = local_part(layer.lora_B) if is_cut else whole_of(layer.lora_B)
     return MergedWeights(held_of(model), halves, scale=scale)
@@ -206,7 +205,7 @@ class MergedWeights(UserDict[str, Held]):
         return replace(plain, local=merged)
 
     def _run(self, plain: Held, a_RI: torch.Tensor, b_OR: torch.Tensor) -> Held:
-        """Of the matrix's rows those that a run of its values touches, of which the ends may be others'."""
+        """The product for the rows that a run of values touches; the run may begin and end within a row."""
         assert plain.num_slabs == 1
         (values,), width = plain.box, a_RI.shape[1]
         first, last = values.start // width, -(-values.stop // width)

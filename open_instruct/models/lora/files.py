@@ -37,10 +37,10 @@ from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.process import on_main_process
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
-OF_BASE = "base_fingerprint"  # in the header of the weights, which other readers pass over
+BASE_FINGERPRINT = "base_fingerprint"  # in the header of the weights, which other readers pass over
 PREFIX = "base_model.model."
 
-# What peft may do to an adapter beside what is done here, and the values with which it does not.
+# Options of peft that are not supported here, with the values that turn them off.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -53,7 +53,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def file_name_of(name: str, names: TensorNames) -> str:
-    """In an adapter's file, of `blocks.3.attention.w_q.lora_A`."""
+    """The name in an adapter's file, of a name such as `blocks.3.attention.w_q.lora_A`."""
     if name == LM_HEAD:
         return f"{PREFIX}{names.hf_name(name)}"
     layer, _, leaf = name.rpartition(".")
@@ -61,9 +61,9 @@ def file_name_of(name: str, names: TensorNames) -> str:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Those of `LoRASection` that decide what an adapter is, as peft's file has them.
+    """The settings of `LoRASection` that define an adapter, read from peft's file.
 
-    :raises InputError: it is missing or damaged, or has something that these adapters have not.
+    :raises InputError: the file is missing or damaged, or has an option that is not supported here.
     """
     fields = read_object(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else None
     if fields is None:
@@ -94,7 +94,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def open_adapter(folder: Path, model: Transformer, names: TensorNames, lora: LoRASection) -> dict[str, torch.Tensor]:
     """Views of the file's matrices by OLMo-core's names; nothing is read before it is copied from them.
 
-    :param model: on meta; it gets adapters, to know what must be there.
+    :param model: on meta; it gets adapters, which define the matrices to find.
     :raises InputError: the adapter is missing or damaged, is of another model, or is not what the flags say.
     """
     own = vars(lora) | {"lora_target_modules": list(lora.targets)}
@@ -112,21 +112,21 @@ def open_adapter(folder: Path, model: Transformer, names: TensorNames, lora: LoR
 
 
 def check_base(folder: Path, base: Path, files: CheckpointFiles) -> str | None:
-    """What has to be said of an adapter in `folder` that is to be added to `base`, whose `files` are open.
+    """Check that the adapter in `folder` belongs to `base`, whose `files` are open; a warning if that is unknown.
 
-    :raises InputError: it was made beside a model of other weights.
+    :raises InputError: the adapter was trained on other weights.
     """
     named = str(read_object(folder / CONFIG_NAME).get("base_model_name_or_path"))
     with safe_open(folder / WEIGHTS_NAME, framework="pt") as adapter:
-        told = (adapter.metadata() or {}).get(OF_BASE)
+        fingerprint = (adapter.metadata() or {}).get(BASE_FINGERPRINT)
     theirs = Path(named).expanduser()
-    if told is None and theirs.is_dir():
+    if fingerprint is None and theirs.is_dir():
         if theirs.samefile(base):
             return None
-        told = weights_fingerprint(CheckpointFiles.open(theirs))
-    if told is None:
+        fingerprint = weights_fingerprint(CheckpointFiles.open(theirs))
+    if fingerprint is None:
         return f"{folder} says that it was made beside {named}: whether {base} has those weights cannot be told"
-    if told != weights_fingerprint(files):
+    if fingerprint != weights_fingerprint(files):
         raise InputError(f"{folder} was made beside {named}, and {base} has other weights; give that model")
     return None
 
@@ -144,10 +144,10 @@ def write_adapter(
 ) -> None:
     """Write `adapter`, whole matrices by OLMo-core's names, in place of an earlier one. Collective; rank 0 writes.
 
-    :param base: what the adapter belongs to, for whoever opens it.
-    :param fingerprint: of the weights of `base`, for who adds the adapter to them.
-    :param chat_template: that it was trained with, where that is not the base's own.
-    :param card: gives README.md, for whoever finds the folder; rank 0 alone asks.
+    :param base: the name of the base model, for readers.
+    :param fingerprint: of the weights of `base`, checked when the adapter is merged.
+    :param chat_template: of training, where it is not the base's own.
+    :param card: gives the text of README.md; only rank 0 calls it.
     :raises RunError: the disk filled up or failed; an earlier one is unharmed.
     """
     tensors = {}
@@ -159,7 +159,7 @@ def write_adapter(
         try:
             prepare_folder(folder, sum(tensor.nbytes for tensor in tensors.values()))
             beside = partial_folder_of(folder)
-            save_file(tensors, beside / WEIGHTS_NAME, metadata={"format": "pt", OF_BASE: fingerprint})
+            save_file(tensors, beside / WEIGHTS_NAME, metadata={"format": "pt", BASE_FINGERPRINT: fingerprint})
             config = _config(lora, base=base, head=names.head)
             (beside / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             write_texts(beside, {CHAT_TEMPLATE_NAME: chat_template, CARD_NAME: card()})

@@ -1,1 +1,1 @@
-"""What a CPU computes otherwise than PyTorch would, where that was measured to be faster."""
+"""Replacements of PyTorch's computations on a CPU that were measured to be faster."""

@@ -1,7 +1,7 @@
 """Products of linear layers by oneDNN on a CPU, where PyTorch would take them to MKL.
 
-In float32 oneDNN was the faster for what a layer puts out and for the gradient of its input, and the slower for that of
-its weight. PyTorch has a door to it, which has no gradient of its own.
+In float32 oneDNN was faster for a layer's output and for the gradient of its input, and slower for the gradient of its
+weight. PyTorch's operator for it has no gradient, so it gets one here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-# Below, making oneDNN's code for a shape that was not met before takes what it then saves.
+# With fewer tokens, compiling oneDNN's code for a new shape costs the time that it saves.
 FEWEST_TOKENS = 1024
 
 
@@ -25,7 +25,7 @@ def pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class ChoosingLinear(nn.Linear):
-    """A linear layer that chooses at each call. Parameters and their names are those of `nn.Linear`."""
+    """A linear layer that chooses oneDNN or PyTorch at each call, with the parameters of `nn.Linear`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not pays(x, self.weight):
@@ -37,7 +37,7 @@ class ChoosingLinear(nn.Linear):
 
 
 def install_products(model: nn.Module) -> None:
-    """Give `model`, before it is sharded, such layers in place of its own; they take over the parameters."""
+    """Replace the linear layers of `model` by `ChoosingLinear`s before it is sharded; they take over the parameters."""
     for module in [*model.modules()]:
         for name, child in module.named_children():
             if type(child) is nn.Linear:
@@ -55,8 +55,8 @@ def by_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        of_x, of_weight = ctx.needs_input_grad
-        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        x_needs_grad, weight_needs_grad = ctx.needs_input_grad
+        ctx.save_for_backward(x if weight_needs_grad else None, weight if x_needs_grad else None)
         return _product(x, weight)
 
     @staticmethod

@@ -1,12 +1,12 @@
-"""What one block and the head keep and need in passing, operation by operation.
+"""The memory that one block and the head keep and need temporarily, operation by operation.
 
 Sources, in OLMo-core 3.0 and PyTorch 2.13: `TransformerBlock` and `ReorderedNormTransformerBlock`, `Attention`,
 `RotaryEmbedding`, `RMSNorm`, `QwenRMSNorm` and `FeedForward` for the operations; `derivatives.yaml` of PyTorch for
 what each saves; `models/attention/attention.py` and `models/heads/logprob_head.py` here for attention over documents
 and for the head.
 
-Norms, and RoPE for OLMo, are computed in float32 whatever the rest is computed in, and keep float32 copies of what they
-are given: in bfloat16 these are most of what a block keeps.
+Norms, and RoPE for OLMo, compute in float32 whatever dtype the rest uses, and keep float32 copies of their inputs; in
+bfloat16 these copies are most of what a block keeps.
 
 Documents are taken to be of different lengths. A window changes the time that attention takes, not what it keeps:
 true of the kernels on CUDA, while on a CPU a document longer than the window is copied in pieces, which is not counted.
@@ -37,7 +37,7 @@ MAX_LOGITS_BYTES = 1 << 30
 # `FEWEST_KEYS`, `MOST_KEYS` and `MOST_QUERIES` of `models.attention.blocks`, likewise.
 BLOCKS = (320, 1024, 192)
 
-# Chunks of the head are alike, and the second is the first that finds a gradient of the matrix in place.
+# Chunks of the head are alike; from the second on the gradient of the matrix already exists.
 CHUNKS_RECORDED = 2
 
 # What of a block can be checkpointed by itself; "" is the block. A sum keeps nothing, whether it is or not.
@@ -49,7 +49,7 @@ BLOCK_MODULES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """The sizes of one microbatch on one rank, and what of it is recomputed.
+    """The sizes of one microbatch on one rank, and the modules that are recomputed.
 
     `num_rows` are the tokens that it has between matrices.
     """
@@ -123,7 +123,7 @@ def profile_of(piece: Literal["block", "head"], shape: ModelShape, sizes: Pass) 
 
 
 def _split(count: int, sizes: Pass) -> int:
-    """A tensor rank's part of `count`."""
+    """A tensor rank's share of `count`."""
     return -(-count // sizes.tensor_degree)
 
 
@@ -136,25 +136,25 @@ class _Piece(ABC):
 
     @abstractmethod
     def record(self) -> Tensor:
-        """Run it on the tape; returns what it passes on."""
+        """Record the piece on the tape, and return its output."""
 
     def recomputed(self, module: str) -> AbstractContextManager[None]:
         """Within runs a module of the block, which may be checkpointed; "" is the block itself. All are alike."""
         return self.tape.recomputed(is_wrapped(self.sizes.recomputed_modules, 0, module))
 
     def cast(self, tensor: Tensor, num_elements: int, to_bytes: int) -> Tensor:
-        """Another one of so many numbers; the same where that is what it has."""
+        """A copy of `num_elements` in another dtype; the tensor itself if it has that size."""
         num_bytes = num_elements * to_bytes
         return tensor if tensor.num_bytes == num_bytes else self.tape.run(num_bytes, tensor)
 
     def linear(self, module: str, x: Tensor, num_inputs: int, num_outputs: int) -> Tensor:
-        """What a matrix of the block puts out of all tokens, and what its adapter adds to that."""
+        """The output of a matrix of the block for all tokens, with that of its adapter."""
         adapters, num_tokens = self.shape.adapters, self.sizes.num_tokens
         output, given = self.product(x, num_inputs, num_outputs, self.kind), x
         if adapters is None or module not in adapters.modules:
             return output
         if adapters.drops:
-            # What is left out is told by a byte on CUDA, elsewhere by a factor.
+            # Dropout's mask is one byte a value on CUDA, elsewhere one factor.
             mask = self.tape.run(num_tokens * num_inputs * (1 if self.sizes.on_cuda else self.c), gradients=())
             x = self.tape.run(num_tokens * num_inputs * self.c, x, mask, saved=[mask], gradients=[_whole(x)])
         low = self.product(x, num_inputs, adapters.rank)
@@ -178,8 +178,8 @@ class _Piece(ABC):
         weight = Tensor(width * self.c, kind=self.kind)
         x_float = self.cast(x, elements, FLOAT32)
         # The backward of a square makes x, then 2x, before it multiplies by the gradient.
-        of_square = Gradient(of=x_float, num_bytes=float_bytes, scratch_bytes=2 * float_bytes)
-        square = run(float_bytes, x_float, saved=[x_float], gradients=[of_square])
+        square_gradient = Gradient(of=x_float, num_bytes=float_bytes, scratch_bytes=2 * float_bytes)
+        square = run(float_bytes, x_float, saved=[x_float], gradients=[square_gradient])
         inverse = run(row_bytes, run(row_bytes, square), saves_output=True)
         scaled = run(float_bytes, x_float, inverse, saved=[x_float, inverse])
         # OLMo multiplies by the weight in float32 and rounds then, the others round first.
@@ -191,7 +191,7 @@ class _Piece(ABC):
         return normed
 
     def sum(self, residual: Tensor, x: Tensor) -> Tensor:
-        """The residual stream: both get the gradient of the sum as it is."""
+        """The residual stream; both summands get the gradient of the sum unchanged."""
         handed_on = [Gradient(of=tensor, num_bytes=None) for tensor in (residual, x)]
         return self.tape.run(residual.num_bytes, residual, x, gradients=handed_on)
 
@@ -206,7 +206,7 @@ class _Block(_Piece):
         return output
 
     def _sublayer(self, norm: str, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """OLMo normalises what a sublayer puts out, the others what it is given."""
+        """A sublayer with its norm: OLMo normalises the output, other families the input."""
         return self._normed(norm, run(x)) if self.shape.is_olmo else run(self._normed(norm, x))
 
     def _normed(self, module: str, x: Tensor) -> Tensor:
@@ -294,16 +294,16 @@ class _Block(_Piece):
         return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
 
     def _attend_in_blocks(self, query: Tensor, key: Tensor, value: Tensor, bytes_per_key: int) -> Tensor:
-        """What queries take of keys is made and kept block by block. A document is copied head by head, like its
-        gradients.
+        """Attention weights are computed and kept block by block. A document and its gradients are copied head
+        by head.
         """
         longest = self.sizes.longest_document
         weights_bytes = bytes_per_key * (longest + BLOCKS[2] * key.num_bytes // query.num_bytes) // 2
-        of_queries, of_keys = (tensor.num_bytes * longest // self.sizes.num_tokens for tensor in (query, key))
-        of_copies = 3 * of_queries + 4 * of_keys + BLOCKS[2] * longest * FLOAT32
+        query_bytes, key_bytes = (tensor.num_bytes * longest // self.sizes.num_tokens for tensor in (query, key))
+        copied = 3 * query_bytes + 4 * key_bytes + BLOCKS[2] * longest * FLOAT32
         inputs = [query, key, value, self.tape.run(weights_bytes, query, gradients=())]
-        gradients = [_whole(query), _whole(key), Gradient(of=value, num_bytes=value.num_bytes, scratch_bytes=of_copies)]
-        scratch_bytes = 2 * (of_queries + of_keys)
+        gradients = [_whole(query), _whole(key), Gradient(of=value, num_bytes=value.num_bytes, scratch_bytes=copied)]
+        scratch_bytes = 2 * (query_bytes + key_bytes)
         return self.tape.run(
             query.num_bytes, *inputs, saved=inputs, saves_output=True, gradients=gradients, scratch_bytes=scratch_bytes
         )
@@ -344,7 +344,7 @@ class _Head(_Piece):
         logprobs = run(logits.num_bytes, logits, saves_output=True)
         losses = run(num_labels * FLOAT32, logprobs, saved=[logprobs])
         if sizes.records_entropy:
-            # Of probabilities, which are gone again after it.
+            # The probabilities exist only within the operation.
             run(num_labels * FLOAT32, logprobs, scratch_bytes=logits.num_bytes, gradients=())
         self.tape.hold(logits)
         return losses

@@ -20,7 +20,7 @@ Kind = Literal["made", "source", "weight", "frozen"]
 class Tensor:
     """One storage; views of it are the same `Tensor`. Only those that are "made" by the piece itself are counted.
 
-    What multiplies by something "frozen" keeps nothing for it, and makes no gradient of it.
+    A product with a "frozen" tensor keeps nothing for its gradient, and makes none.
     """
 
     num_bytes: int
@@ -29,9 +29,9 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """What a backward does for one input. None as `num_bytes`: it hands on the gradient of its output as it is.
+    """The gradient of one input. `num_bytes` None: the gradient of the output is passed on unchanged.
 
-    `scratch_bytes` are alive beside it while it is made.
+    `scratch_bytes` are alive while it is computed.
     """
 
     of: Tensor
@@ -65,7 +65,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a piece needs beside its source.
+    """The memory that a piece needs beside its source.
 
     `forward_peak` is that of a forward pass which keeps `kept_bytes` for its backward, `scoring_peak` that of one
     without a backward; the output counts in both. `keeps_source` says whether the source must live until the backward
@@ -117,13 +117,13 @@ class Tape:
         return output
 
     def hold(self, *tensors: Tensor) -> None:
-        """Variables of a function that ends here: they were alive until now."""
+        """Keep variables of a function alive until this point, where the function ends."""
         for tensor in tensors:
             self.held_until[tensor] = len(self.operations)
 
     @contextmanager
     def recomputed(self, is_recomputed: bool = True) -> Iterator[None]:
-        """Operations within run again in the backward pass, and keep only what they are given from outside."""
+        """A context whose operations run again in the backward pass, and keep only their inputs from outside."""
         if not is_recomputed or self._region is not None:
             yield
             return
@@ -173,7 +173,7 @@ class _Run:
         )
 
     def _forward(self, indices: Iterable[int], *, keeps: Keeps, alive: set[Tensor]) -> tuple[Usage, set[Tensor]]:
-        """The peak of running `indices` beside what is `alive` and stays so; and that with what they keep."""
+        """The peak of running `indices` beside the `alive` tensors, and these with the tensors that they keep."""
         peak, kept, alive = Usage(), set(alive), set(alive)
         for index in indices:
             op = self.operations[index]
@@ -185,7 +185,7 @@ class _Run:
         return peak, kept
 
     def _backward(self, kept: set[Tensor]) -> tuple[Usage, int]:
-        """Peak, and bytes of the weights' gradients that are there in the end."""
+        """The peak, and the bytes of the weights' gradients at the end."""
         # Buffers are tensors too: one that is handed on is the gradient of several.
         gradient_of: dict[Tensor, Tensor] = {self.output: Tensor(self.output.num_bytes)}
         ran_again: set[int] = set()
@@ -193,11 +193,11 @@ class _Run:
 
         def look(scratch_bytes: int = 0, activations: int | None = None) -> None:
             nonlocal peak
-            of_weights = {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
+            weight_gradients = {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
             usage = Usage(
                 activations=_made(kept) if activations is None else activations,
-                temporaries=_made(set(gradient_of.values()) - of_weights) + scratch_bytes,
-                weight_gradients=_made(of_weights),
+                temporaries=_made(set(gradient_of.values()) - weight_gradients) + scratch_bytes,
+                weight_gradients=_made(weight_gradients),
             )
             peak = max(peak, usage, key=lambda moment: moment.total)
 
@@ -206,8 +206,8 @@ class _Run:
             op = self.operations[index]
             if op.region is not None and op.region not in ran_again:
                 ran_again.add(op.region)
-                of_all = [each.saved for each in self.operations]
-                again, kept = self._forward(self.regions[op.region], keeps=of_all, alive=kept)
+                saved = [each.saved for each in self.operations]
+                again, kept = self._forward(self.regions[op.region], keeps=saved, alive=kept)
                 look(again.temporaries, again.activations)
             gradient_of_output = gradient_of.get(op.output)
             if gradient_of_output is None:

@@ -1,4 +1,4 @@
-"""A forward and a backward pass over sharded units: what is alive at the moments at which most is.
+"""A forward and a backward pass over sharded units: the memory alive at the worst moments.
 
 Units are gathered and freed as FSDP2 does it; one block's and the head's own needs are `activations.py`'s. Sources, in
 PyTorch 2.13:
@@ -66,13 +66,13 @@ class Passes:
         self.adds_up = self.accumulates and workload.reduces_last and self.is_sharded
 
     def accumulated(self, shards: int) -> int:
-        """Gradients of earlier microbatches, which are so many bytes once they are reduced."""
+        """Bytes of the gradients of earlier microbatches; `shards` are their bytes once reduced."""
         if self.adds_up:
             return sum(unit.count * self._whole(unit) for unit in self.shape.units) * FLOAT32 // self.c
         return shards if self.accumulates else 0
 
     def forward(self, held: Moment, *, keeps: bool = True, runs_head: bool = True) -> Iterator[Moment]:
-        """A forward pass that `keeps` what its backward needs, or that none follows."""
+        """The moments of a forward pass; without `keeps` no backward pass follows."""
         root, block, num_layers = self._gathered(self.root), self.one_block, self.shape.num_layers
         block_peak, head_peak = (each.forward_peak if keeps else each.scoring_peak for each in (self.block, self.head))
         held = {**held, REDUCED: self._left_over() if keeps else 0}
@@ -101,15 +101,15 @@ class Passes:
 
         # The head.
         kept = self._kept(num_layers)
-        head_stream, of_head = self.stream_bytes if self.head.keeps_source else 0, self.head.weight_gradient_bytes
-        gathered, handed_over = self._buffer(self.root) + self._cast(self.root), self._handed_over(of_head)
+        head_stream, head_gradient = self.stream_bytes if self.head.keeps_source else 0, self.head.weight_gradient_bytes
+        gathered, handed_over = self._buffer(self.root) + self._cast(self.root), self._handed_over(head_gradient)
         before = {**held, GATHERED: root, REDUCED: left_over, ACTIVATIONS: kept}
         yield {**before, GATHERED: root + gathered, HEAD: self.head.kept_bytes + head_stream}
         at_worst = self.head.backward_peak.total + head_stream + handed_over
         yield {**before, GATHERED: root + prefetched, HEAD: at_worst}
 
         # Blocks, the last first. The gradient of the head's matrix waits for the root to be reduced in the end.
-        waiting = self._unreduced(of_head)
+        waiting = self._unreduced(head_gradient)
         for layer in sorted({num_layers - 1, max(0, num_layers - 2), min(1, num_layers - 1), 0}, reverse=True):
             reduced_bytes = left_over if layer == num_layers - 1 else reduced
             ahead = root + (prefetched if layer else 0)
@@ -145,11 +145,11 @@ class Passes:
         """
         if self.accumulates:
             return held
-        of_head = self._made_in_place(self.head.weight_gradient_bytes)
-        return {**held, GRADIENTS: held[GRADIENTS] + of_head + num_blocks * self._shard(self.one_block)}
+        head_gradient = self._made_in_place(self.head.weight_gradient_bytes)
+        return {**held, GRADIENTS: held[GRADIENTS] + head_gradient + num_blocks * self._shard(self.one_block)}
 
     def _kept(self, num_blocks: int) -> int:
-        """What so many blocks keep here. Of inputs that wait on the host it is one: the last, or the next."""
+        """The bytes that `num_blocks` blocks keep on the device; of inputs offloaded to the host, one is there."""
         return self.kept_by_block * (min(num_blocks, 1) if self.offloads else num_blocks)
 
     # Sizes of a unit.

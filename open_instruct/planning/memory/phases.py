@@ -1,4 +1,4 @@
-"""Memory of a GPU by phase of a run: what is held, and what is alive besides at the worst moment.
+"""The memory of a GPU in each phase of a run: the held state, and the rest that is alive at the worst moment.
 
 Between steps a GPU holds its state (`state.py`); a forward and a backward pass add what `forward_backward.py` says.
 Sources of the rest:
@@ -27,7 +27,7 @@ from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.records import ShardLayout
 
 # An allowance, not a formula: the CUDA context, the workspaces of cuBLAS and the buffers of NCCL. 1.5 GiB.
-# What the caching allocator cannot use because of fragmentation is not in it: leave some percent of a GPU free.
+# It does not include memory lost to fragmentation: leave some percent of a GPU free.
 CUDA_BYTES = 3 * 2**29
 # `models.load.CHUNK_BYTES`, which cannot be imported without torch; a test holds the two equal.
 READ_CHUNK_BYTES = 8 * 2**20
@@ -78,7 +78,7 @@ def memory_by_phase(run: Moments) -> tuple[Phase, ...]:
     if workload.num_engines:
         moments["weight sync"] = [run.weight_sync()]
     moments["export"] = [run.export()]
-    return tuple(phase_of(name, of_phase) for name, of_phase in moments.items())
+    return tuple(phase_of(name, phase_moments) for name, phase_moments in moments.items())
 
 
 def pinned(num_bytes: int) -> int:
@@ -87,13 +87,13 @@ def pinned(num_bytes: int) -> int:
 
 
 def phase_of(name: str, moments: Iterable[Moment]) -> Phase:
-    """The worst of its moments."""
+    """The phase `name`, at the worst of its moments."""
     worst = max(moments, key=lambda moment: sum(moment.values()))
     return Phase(name=name, parts=tuple((label, num_bytes) for label, num_bytes in worst.items() if num_bytes))
 
 
 class Moments:
-    """What is there when most is, in bytes by label; where FSDP2 shards."""
+    """The worst moments of the phases, in bytes by label, where FSDP2 shards."""
 
     def __init__(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> None:
         self.shape, self.layout, self.workload = shape, layout, workload
@@ -110,21 +110,21 @@ class Moments:
         return state_bytes(self.shape, self.layout, self.workload)
 
     def passes_over(self, workload: Workload) -> Passes:
-        """Of the policy."""
+        """The passes of the policy."""
         return Passes(self.shape, self.layout, workload)
 
     def on_host(self) -> dict[str, int]:
-        """Beside a GPU; of inputs all blocks'."""
-        of_block = pinned(self.passes.kept_by_block) if self.passes.offloads else 0
+        """Bytes in the host's memory: offloaded inputs of all blocks, and copies for checkpoints."""
+        block_bytes = pinned(self.passes.kept_by_block) if self.passes.offloads else 0
         copy_bytes = self.checkpoint_copy() if self.workload.on_cuda else 0
-        return {INPUTS: self.shape.num_layers * of_block, CHECKPOINT: copy_bytes}
+        return {INPUTS: self.shape.num_layers * block_bytes, CHECKPOINT: copy_bytes}
 
     def step(self) -> Iterable[Moment]:
-        """Of the optimizer."""
+        """The moments of the optimizer step."""
         yield self.held(self.gradients) | {TEMPORARIES: self.step_temporaries()}
 
     def held(self, gradients: int, *, is_training: bool = True) -> dict[str, int]:
-        """What is there throughout a phase; before training neither optimizer states nor frozen models."""
+        """The memory held throughout a phase; before training without optimizer states and frozen models."""
         frozen = [each for each in self.workload.scorings if each.stands_as and is_training]
         engine = self.shape.num_params * self.workload.sync_bytes_per_param + self.workload.kv_cache_bytes
         return {
@@ -179,23 +179,23 @@ class Moments:
             yield from passes.forward(held, keeps=False, runs_head=runs_head)
 
     def step_temporaries(self) -> int:
-        """Of the optimizer."""
+        """Bytes of the optimizer's temporaries."""
         if self.workload.optimizer == "skip_step_adamw":
             return 3 * sum(self.own) * MASTER_BYTES
-        of_adamw = 2 * max(self.own) * MASTER_BYTES
+        adamw_bytes = 2 * max(self.own) * MASTER_BYTES
         if self.workload.optimizer == "muon":
             # A rank orthogonalises a whole matrix in bfloat16: it has that, torch's momentum and step of it, two
             # iterates, and two squares of its shorter side. AdamW is not fused there.
             matrices = [each for each in self.shape.parameters if uses_muon(each, self.workload)]
-            return max([of_adamw, *(2 * (5 * each.num_params + 2 * min(each.shape) ** 2) for each in matrices)])
-        return 0 if self.workload.on_cuda else of_adamw
+            return max([adamw_bytes, *(2 * (5 * each.num_params + 2 * min(each.shape) ** 2) for each in matrices)])
+        return 0 if self.workload.on_cuda else adamw_bytes
 
     def _merging(self) -> dict[str, int]:
-        """Adapters that are being added, see above."""
+        """Temporaries of merging adapters, see the head of this file."""
         return {TEMPORARIES: FLOAT32 * self.merged_values()} if self.shape.adapters is not None else {}
 
     def merged_values(self) -> int:
-        """What that takes: halves that come together, and twice what a rank has of a matrix."""
+        """Values that merging needs: the first halves, whole, and twice a rank's part of a matrix."""
         whole = sum(half.num_params for half in self.shape.first_halves)
         return whole + 2 * max(local_size(each, self.layout).own for each in self.shape.parameters if each.layer == 0)
 

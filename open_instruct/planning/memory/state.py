@@ -1,4 +1,4 @@
-"""What a rank holds from step to step: its shards of the parameters, their gradients and the optimizer's states.
+"""The state that a rank holds from step to step: shards of parameters, gradients and optimizer states.
 
 Sources, in PyTorch 2.13 and OLMo-core 3.0:
 
@@ -29,7 +29,7 @@ MUON_MOMENTS = 1
 
 
 class LocalSize(NamedTuple):
-    """Elements of one parameter that a rank has to do with.
+    """Numbers of elements of one parameter on a rank.
 
     `own` is its shard, `padded` the largest rank's shard, `gathered` what its unit holds once gathered: the padded
     shards of all ranks of the shard group.
@@ -62,7 +62,7 @@ def cast_copy_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload) 
 
 
 def num_moments(parameter: ParameterShape, workload: Workload) -> int:
-    """Of the optimizer's, each of the parameter's size."""
+    """The number of the optimizer's moments of a parameter, each of the parameter's size."""
     return MUON_MOMENTS if uses_muon(parameter, workload) else ADAMW_MOMENTS
 
 

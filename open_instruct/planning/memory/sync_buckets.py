@@ -14,7 +14,7 @@ from open_instruct.records import ShardLayout
 
 
 def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:
-    """Of each bucket, the bytes that the first rank brings and those of all ranks."""
+    """The bytes of the first rank and of all ranks in each bucket."""
     own, whole, each_bytes = 0, 0, workload.sync_bytes_per_param
     for parameter in _sent(shape, workload):
         more = parameter.num_params * each_bytes
@@ -26,8 +26,8 @@ def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> 
             num_pieces = min(-(-more // workload.sync_bucket_bytes), max(size for _, size, _ in rows))
             for piece in range(num_pieces):
                 sizes = [((piece + 1) * n // num_pieces - piece * n // num_pieces) * width for _, n, width in rows]
-                of_all = sum(num_ranks * size for (num_ranks, *_), size in zip(rows, sizes, strict=True))
-                yield sizes[0] * each_bytes, of_all * each_bytes
+                total = sum(num_ranks * size for (num_ranks, *_), size in zip(rows, sizes, strict=True))
+                yield sizes[0] * each_bytes, total * each_bytes
             continue
         own += prod(next(rows_of_ranks(layout, parameter))[1:]) * each_bytes
         whole += more
@@ -36,7 +36,7 @@ def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> 
 
 
 def _sent(shape: ModelShape, workload: Workload) -> list[ParameterShape]:
-    """What travels, in its order: of adapters that of the model, else that of the names."""
+    """The parameters that travel, in their order: adapters in the model's, others in that of the names."""
     if workload.sends_adapter:
         return [each for each in shape.parameters if is_of_adapter(each.name)]
     by_name = {parameter.name: parameter for parameter in shape.parameters}

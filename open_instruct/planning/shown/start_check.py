@@ -71,8 +71,8 @@ def _checked(plan: Plan) -> StartCheck:
     if not plan.fits:
         warning = "the plan does not fit: memory will most likely run out"
         if cannot_fit:
-            of_state = f"weights, gradients and optimizer states alone need {gib(state)} GiB"
-            warning = f"the run cannot fit: {of_state}, and there are {memory} GiB {each}"
+            needs = f"weights, gradients and optimizer states alone need {gib(state)} GiB"
+            warning = f"the run cannot fit: {needs}, and there are {memory} GiB {each}"
         warning = ". ".join(sentence.removesuffix(".") for sentence in (warning, *Advice(plan).lines())) + "."
     record = memory_record(plan)
     return StartCheck(line=line, warning=warning, cannot_fit=cannot_fit, memory=record)

@@ -176,5 +176,5 @@ def parts_of(phase: Phase, plan: Plan) -> list[tuple[str, int]]:
 
 def parts_in_any(plan: Plan) -> list[str]:
     """The labels that any phase shows, in the same order."""
-    found = {label for phase in plan.phases for label, _ in parts_of(phase, plan)}
-    return [label for label in LETTERS if label in found]
+    shown = {label for phase in plan.phases for label, _ in parts_of(phase, plan)}
+    return [label for label in LETTERS if label in shown]

@@ -125,12 +125,12 @@ def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
     cells = plan.setting.backend.cells(plan.layout)
     yield Text(f"{_columns(cells)}{'GiB':>10}{'step':>12}{'tokens/s':>14}", style="dim")
     for index, other in enumerate(advice.ranked):
-        of_other = other.setting.backend.cells(other.layout)
-        is_this = of_other == cells
+        other_cells = other.setting.backend.cells(other.layout)
+        is_this = other_cells == cells
         if index >= MAX_LAYOUTS_SHOWN and not is_this:
             continue
         line = Text(
-            f"{_columns(of_other.values())}{gib(other.peak.total_bytes):>10}"
+            f"{_columns(other_cells.values())}{gib(other.peak.total_bytes):>10}"
             f"{seconds(other.time.step_s):>12}{other.tokens_per_second:>14,.0f}"
         )
         if not other.fits:

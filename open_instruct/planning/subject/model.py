@@ -65,13 +65,13 @@ class Unit:
 
     @property
     def trained(self) -> tuple[ParameterShape, ...]:
-        """Those that have gradients."""
+        """The parameters with gradients."""
         return tuple(parameter for parameter in self.parameters if parameter.is_trained)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What decides how large a model is and what it computes.
+    """The shape of a model, which decides its size and its computation.
 
     `windows` has one entry a layer: the tokens that a query sees, itself among them; None: all before it. A model that
     `scores` has a head of one row.
@@ -119,13 +119,13 @@ class ModelShape:
     def _block(self) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
         """Names within a block, sizes and tensor axes."""
         d_model, d_ff, q_width, kv_width = self.d_model, self.d_ff, self.q_width, self.kv_width
-        of_norms = {"none": (), "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.qk_norm]
+        norm_widths = {"none": (), "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.qk_norm]
         modules: dict[str, tuple[tuple[int, ...], int | None]] = {
             "attention.w_q": ((q_width, d_model), 0),
             "attention.w_k": ((kv_width, d_model), 0),
             "attention.w_v": ((kv_width, d_model), 0),
             "attention.w_out": ((d_model, q_width), 1),
-            **{f"attention.{one}_norm": ((width,), None) for one, width in zip("qk", of_norms, strict=False)},
+            **{f"attention.{one}_norm": ((width,), None) for one, width in zip("qk", norm_widths, strict=False)},
             "attention_norm": ((d_model,), None),
             "feed_forward.w1": ((d_ff, d_model), 0),
             "feed_forward.w2": ((d_model, d_ff), 1),
@@ -158,17 +158,17 @@ class ModelShape:
 
     @property
     def num_params(self) -> int:
-        """Of the model itself, without adapters."""
+        """The number of parameters of the model itself, without adapters."""
         return sum(each.num_params for each in self.parameters if not is_of_adapter(each.name))
 
     @property
     def first_halves(self) -> list[ParameterShape]:
-        """Of the adapters, which are whole where they are added to a shard of their matrix."""
+        """The first halves of the adapters, which are gathered whole when adapters are merged."""
         return [each for each in self.parameters if each.name.endswith(ADAPTER[0])]
 
     @property
     def num_trained(self) -> int:
-        """What has gradients."""
+        """The number of parameters with gradients."""
         return sum(each.num_params for each in self.parameters if each.is_trained)
 
     @property

@@ -1,4 +1,4 @@
-"""What one rank does in one optimizer step, as the flags of a run say it."""
+"""The work of one rank in one optimizer step, from the flags of a run."""
 
 from __future__ import annotations
 
@@ -182,9 +182,9 @@ def workload_of(
     # A prompt's last token is computed for each reply.
     prefix_tokens = max(prompt_tokens - 1, 0)
     if isinstance(config, GRPOConfig):
-        workload = _of_rollouts(config, shape, layout, device_memory_bytes, prefix_tokens)
+        workload = _rollout_workload(config, shape, layout, device_memory_bytes, prefix_tokens)
     else:
-        workload = _of_rows(config, objective_of(config), shape, prefix_tokens)
+        workload = _row_workload(config, objective_of(config), shape, prefix_tokens)
     return replace(
         workload,
         shared_prefix_tokens=prefix_tokens,
@@ -213,7 +213,7 @@ def adapted(shape: ModelShape, lora: LoRASection | None) -> ModelShape:
     return replace(shape, adapters=Adapters(rank=lora.lora_r, modules=modules, drops=lora.lora_dropout > 0))
 
 
-def _of_rows(config: TrainingConfig, objective: Objective, shape: ModelShape, prefix_tokens: int) -> Workload:
+def _row_workload(config: TrainingConfig, objective: Objective, shape: ModelShape, prefix_tokens: int) -> Workload:
     documents_per_row, longest = objective.rows_of(config).documents_per_row, config.data.max_seq_length
     num_learned, num_rows = objective.documents_learned or documents_per_row, config.optim.per_device_train_batch_size
     num_tokens, num_scored = (
@@ -248,7 +248,7 @@ def _is_own_teacher(config: RunConfig, teacher: str) -> bool:
     return config.adapters is not None and teacher == config.model.model_name_or_path
 
 
-def _of_rollouts(
+def _rollout_workload(
     config: GRPOConfig, shape: ModelShape, layout: ShardLayout, device_memory_bytes: int, prefix_tokens: int
 ) -> Workload:
     longest, group = config.data.max_seq_length, config.rollout.num_samples_per_prompt_rollout
@@ -321,14 +321,14 @@ def _checkpointing(memory: MemorySection) -> dict[str, Any]:
 
 
 def _cache_bytes(fleet: FleetSection, shape: ModelShape, bytes_per_param: int, device_memory_bytes: int) -> int:
-    """vLLM takes its share of the whole GPU, and the cache is what the engine's weights, and its steps, leave of that.
+    """Bytes of an engine beyond its weights. By default vLLM takes a share of the GPU, and these are the rest of that.
 
-    Beside a cache of a given size they come on top: what a block holds of all tokens, and all sequences' logits twice.
+    With --vllm_kv_cache_mib they are the cache, a block's activations for all tokens, and all sequences' logits twice.
     """
     if fleet.vllm_kv_cache_mib is None:
         share = int(fleet.vllm_gpu_memory_utilization * device_memory_bytes)
         return max(0, share - shape.num_params * bytes_per_param)
     tokens = fleet.vllm_max_num_batched_tokens or ENGINE_TOKENS
-    of_blocks = tokens * (3 * shape.d_ff + 4 * shape.d_model) * bytes_per_param
-    of_logits = 2 * (fleet.vllm_max_num_seqs or ENGINE_SEQS) * shape.vocab_size * 4
-    return fleet.vllm_kv_cache_mib * MIB + of_blocks + of_logits
+    block_bytes = tokens * (3 * shape.d_ff + 4 * shape.d_model) * bytes_per_param
+    logit_bytes = 2 * (fleet.vllm_max_num_seqs or ENGINE_SEQS) * shape.vocab_size * 4
+    return fleet.vllm_kv_cache_mib * MIB + block_bytes + logit_bytes

@@ -45,7 +45,7 @@ class Exchange:
 
     @property
     def num_bytes(self) -> int:
-        """Of all calls together."""
+        """The bytes of all calls together."""
         return self.num_calls * self.bytes_per_call
 
     @property

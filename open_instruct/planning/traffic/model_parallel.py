@@ -88,10 +88,10 @@ def _tensor(
     again = backward if len(chunks) > 1 else 0
     vocabulary = -(-shape.vocab_size // degree) * degree
     for positions in chunks:
-        of_all_ranks = positions * degree * number
-        yield WHOLE, "all_gather", of_all_ranks * shape.d_model, 1 + again
-        yield SUMMED, "reduce_scatter", of_all_ranks * shape.d_model, backward
-        yield SWAPPED, *_swap(of_all_ranks * vocabulary, degree, workload), 1 + again + backward
+        all_positions = positions * degree * number
+        yield WHOLE, "all_gather", all_positions * shape.d_model, 1 + again
+        yield SUMMED, "reduce_scatter", all_positions * shape.d_model, backward
+        yield SWAPPED, *_swap(all_positions * vocabulary, degree, workload), 1 + again + backward
     yield "log-probs", "all_gather", num_tokens * LOSS_BYTES, num_values
 
 

@@ -1,4 +1,4 @@
-"""What Muon exchanges so that the momentum of each matrix is orthogonalised whole, on one rank.
+"""Muon's exchanges, by which one rank gets the whole momentum of a matrix to orthogonalise it.
 
 Source: `learner/optim/muon.py`. The ranks that hold one copy of the matrices take as many at a time as they are,
 the largest first, and give each rank one of them, in bfloat16; then it gives them their parts back. Replicas do the
@@ -20,7 +20,7 @@ NUMBER_BYTES = 2
 
 
 def muon_exchanges(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
-    """Of all updates of a step."""
+    """Muon's exchanges in all updates of a step."""
     matrices = [each for each in shape.parameters if uses_muon(each, workload)]
     matrices.sort(key=lambda matrix: -matrix.num_params)
     num_owners, calls = layout.shard_group_size * layout.tensor_parallel_degree, Counter[int]()

@@ -28,7 +28,7 @@ SENT_BY = ("nccl", "gloo")
 
 
 def traffic_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
-    """What one rank exchanges to learn in one step.
+    """The exchanges of one rank to learn in one step.
 
     That is forward and backward of all microbatches and the update, and passes without gradients before them.
     """

@@ -18,7 +18,7 @@ from open_instruct.records import ShardLayout
 
 GIGA, TERA = 10**9, 10**12
 
-# Axes whose exchanges arithmetic waits for, and what to call them; those of FSDP run beside it.
+# Axes whose exchanges arithmetic waits for, with their names; FSDP's exchanges overlap with it.
 ON_THE_PATH = {"tensor": "tensor groups", "context": "context groups", "sync": "weights to the engines"}
 
 
@@ -38,7 +38,7 @@ class StepTime:
 
     @property
     def step_s(self) -> float:
-        """A lower bound: whatever can overlap does so in full."""
+        """A lower bound of the step's time, in which everything that can overlap does so in full."""
         return max(self._parts.values())
 
     @property
@@ -105,10 +105,10 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     num_training_passes = workload.num_updates * workload.num_microbatches
     total = num_training_passes * (3 * forward - unmade + again)
     for scoring in workload.scorings:
-        of_blocks = sum(_flops_of_blocks(scoring.shape, workload).values())
+        block_flops = sum(_flops_of_blocks(scoring.shape, workload).values())
         # A head that the policy's multiplies with runs again in the backward pass.
-        of_heads = (1 if scoring.num_values else 2) * _head_flops(scoring.shape, layout, workload)
-        total += scoring.num_rounds * workload.num_microbatches * (of_blocks + of_heads)
+        head_flops = (1 if scoring.num_values else 2) * _head_flops(scoring.shape, layout, workload)
+        total += scoring.num_rounds * workload.num_microbatches * (block_flops + head_flops)
     return total // layout.model_parallel_degree
 
 
@@ -120,19 +120,19 @@ def attended_pairs(length: int, window: int | None) -> int:
 
 
 def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
-    """Forward of all of them over a whole microbatch, by module."""
+    """Operations of a forward pass of all blocks over a whole microbatch, by module."""
     attention, feed_forward = (
         shape.num_layers * sum(each.num_params for each in _matrices(shape) if module in each.name)
         for module in (".attention.", ".feed_forward.")
     )
     num_tokens, num_pairs = workload.tokens_per_microbatch, sum(_pairs(workload, window) for window in shape.windows)
-    # A product of queries with keys, and one of what comes of it with values.
-    of_attention = num_tokens * attention + 2 * shape.q_width * num_pairs
-    return {"attention": 2 * of_attention, "feed_forward": 2 * num_tokens * feed_forward}
+    # Attention is two products: queries with keys, and attention weights with values.
+    products = num_tokens * attention + 2 * shape.q_width * num_pairs
+    return {"attention": 2 * products, "feed_forward": 2 * num_tokens * feed_forward}
 
 
 def _matrices(shape: ModelShape) -> list[ParameterShape]:
-    """Of one block."""
+    """The matrices of one block."""
     return [parameter for parameter in shape.parameters if parameter.layer == 0 and len(parameter.shape) == 2]
 
 
@@ -140,13 +140,13 @@ def _pairs(workload: Workload, window: int | None) -> int:
     """Pairs of queries and keys in a row: of whole groups, of one that is cut, and of a document that is cut."""
     groups, rest = workload.groups_of_microbatch
     # A shared prefix attends to itself once for its group.
-    of_prefix = attended_pairs(workload.shared_prefix_tokens, window)
-    of_own = attended_pairs(workload.longest_sequence, window) - of_prefix
-    return len(groups) * of_prefix + sum(groups) * of_own + attended_pairs(rest, window)
+    prefix_pairs = attended_pairs(workload.shared_prefix_tokens, window)
+    own_pairs = attended_pairs(workload.longest_sequence, window) - prefix_pairs
+    return len(groups) * prefix_pairs + sum(groups) * own_pairs + attended_pairs(rest, window)
 
 
 def _head_flops(shape: ModelShape, layout: ShardLayout, workload: Workload) -> int:
-    """Forward of the head over a whole microbatch."""
+    """Operations of a forward pass of the head over a whole microbatch."""
     is_everywhere = layout.tensor_parallel_degree > 1
     positions = workload.tokens_per_microbatch if is_everywhere else workload.label_tokens_per_microbatch
     return 2 * shape.d_model * shape.vocab_size * positions

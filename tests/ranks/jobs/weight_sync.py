@@ -120,7 +120,7 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
         timeout_s=30,
         adapter_alone=alone,
     )
-    sent = held_of(model, of_adapters=alone)
+    sent = held_of(model, adapters_only=alone)
     assert len(sender.manifest.buckets) >= case["min_buckets"]
     assert any(bucket.num_pieces > 1 for bucket in sender.manifest.buckets)
     assert sender.manifest.largest_bucket_bytes < 1.1 * case["bucket_bytes"]
@@ -154,7 +154,7 @@ class OutOfOrder(RuntimeError):
 def move(model: Any, version: int) -> None:
     """Give the adapters the values that they have in a version: of 0 they add nothing."""
     reshard(model)
-    for name, held in held_of(model, of_adapters=True).items():
+    for name, held in held_of(model, adapters_only=True).items():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {version}".encode()))
         held.local.copy_(torch.randn(held.shape, generator=generator)[held.box] * SPREAD * bool(version))
 
