@@ -66,7 +66,7 @@ class WeightPublisher:
         began_s = time.monotonic()
         with self._changed:
             self._learners_version = version
-            for attempt in range(self._fleet.max_restarts + 1):
+            for attempt in itertools.count():
                 num_new_engines = self._num_new_engines
                 try:
                     self._deliver()
@@ -132,7 +132,7 @@ class WeightPublisher:
 
         Raises:
             RunError: the pool's failure, if it starts no engine again. Otherwise `error`: if engines stay away, if this
-                was the last attempt, or if `new_engine` itself died.
+                was the last attempt and none had died, or if `new_engine` itself died.
         """
         log.warning("weights did not reach every engine: %s", error)
         dead = self._engines.silent()
@@ -147,7 +147,8 @@ class WeightPublisher:
         )
         if self._engines_failure is not None:
             raise self._engines_failure from error
-        if attempt >= self._fleet.max_restarts or not is_whole:
+        # The pool counts deaths; of errors without one there may be as many.
+        if not is_whole or (not dead and attempt >= self._fleet.max_restarts):
             raise error
 
     def _deliver(self) -> None:

@@ -273,6 +273,23 @@ class TestEngineDies:
             with pytest.raises(RunError, match="--max_restarts 1"):
                 it.generates()
 
+    def test_of_the_next_engine_before_the_pool_has_told_of_it_ends_the_sync_too(self) -> None:
+        """The sync dies of an engine that the pool has made and not yet reported, which is then reported dead."""
+        with stage(1, max_restarts=1) as it:
+            dies_in(it.made[0], "start_update")
+            it.failing_restarts = [lambda engine: dies_in(engine, "start_update")]
+            asked, silent = [0], it.pool.silent
+
+            def late() -> set[int]:
+                asked[0] += 1
+                if asked[0] == 1:
+                    eventually(lambda: len(it.made) == 2 and it.pool._members[0].handle is it.made[1])
+                return silent()
+
+            it.pool.silent = late  # type: ignore[method-assign]
+            with pytest.raises(RunError, match="--max_restarts 1"):
+                it.publish(1)
+
     @pytest.mark.parametrize("method", ["start_update", "receive_weights", "finish_update"])
     def test_for_the_last_time_ends_the_sync_with_the_words_of_the_pool(self, method: str) -> None:
         """Nobody waits for an engine that is not started again: it was lost before this sync, and is lost within it."""
