@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,9 +151,12 @@ def _keeping(texts: Mapping[Path, str]) -> Iterator[None]:
         yield
     except InputError:
         for file in [file for file in new if not RunDirectory(path=file.parent).metrics.exists()]:
-            file.unlink(missing_ok=True)
-            with suppress(OSError):  # there is something else in it
-                file.parent.rmdir()
+            compiled = Path(cache_from_source(str(file)))  # of a reward that has been looked at
+            for left in (file, compiled):
+                left.unlink(missing_ok=True)
+            for folder in (compiled.parent, file.parent):
+                with suppress(OSError):  # there is something else in it
+                    folder.rmdir()
         raise
 
 
