@@ -172,9 +172,14 @@ class ModelShape:
         return sum(each.num_params for each in self.parameters if each.is_trained)
 
     @property
-    def is_olmo(self) -> bool:
-        """Whether blocks normalise what a sublayer puts out, not what it is given, and do so in float32 throughout."""
+    def norm_after(self) -> bool:
+        """Whether a block normalises what a sublayer puts out, not what it is given."""
         return FAMILIES[self.family].norm_after
+
+    @property
+    def in_float32(self) -> bool:
+        """Whether norms multiply by their weight, and RoPE rotates, before rounding to the model's dtype."""
+        return FAMILIES[self.family].in_float32
 
     @property
     def q_width(self) -> int:
