@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from open_instruct.config.flags import spelled
-from open_instruct.config.losses import DIVERGENCE, F_DIVERGENCES, PREFERENCE_LOSSES, SHORTER, SMOOTHING
 from open_instruct.config.sections import PreferenceDataSection, PreferenceLossSection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import changed, validated
+from open_instruct.losses.preference import DIVERGENCE, F_DIVERGENCES, PREFERENCE_LOSSES, SHORTER
 
 # Flags that change a loss: what each adds to it, and the value that adds nothing.
 CHANGING_FLAGS = {
-    SMOOTHING: ("label smoothing", 0),
+    "label_smoothing": ("label smoothing", 0),
     SHORTER: ("sums over replies to desensitize", None),
     DIVERGENCE: ("divergence to choose", F_DIVERGENCES[0]),
 }
@@ -59,7 +59,7 @@ def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
     for flag, (what, off) in CHANGING_FLAGS.items():
         value, readers = getattr(loss, flag), [name for name in names if flag in PREFERENCE_LOSSES[name].reads]
         # Smoothing applies to the losses that have it; the other flags change the inputs of all losses.
-        if value != off and not (readers if flag == SMOOTHING else readers == names):
+        if value != off and not (readers if flag == "label_smoothing" else readers == names):
             having = [name for name, known in PREFERENCE_LOSSES.items() if flag in known.reads]
             yield f"--{flag} {spelled(value)}: {given} has no {what}; use {spelled(off)}, or one of {', '.join(having)}"
     if loss.label_smoothing == 0 and "exo_pair" in names:

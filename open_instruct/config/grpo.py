@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
-from open_instruct.config.losses import OVER_TOKENS, POLICY_LOSSES, policy_loss_facts
 from open_instruct.config.rollout_sections import (
     LEAST_TEMPERATURE,
     EvaluationSection,
@@ -31,6 +30,7 @@ from open_instruct.config.validation import (
     mixer_warnings,
     refuse,
 )
+from open_instruct.losses.policy import FLAGS_OF_SOME_LOSSES, OVER_TOKENS, POLICY_LOSSES
 
 # Every microbatch has a fixed cost, so microbatches of one short completion each would be many times slower.
 DEFAULT_PACK_LENGTH = 4096
@@ -165,9 +165,9 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
     loss = config.loss
     if loss.clip_lower >= 1:
         yield f"--clip_lower {spelled(loss.clip_lower)}: must be below 1, or the ratio is never clipped from below"
-    facts = policy_loss_facts(loss.loss_fn)
-    for flag in policy_loss_facts("").reads:
-        if flag not in facts.reads:
+    known = POLICY_LOSSES.get(loss.loss_fn)
+    for flag in FLAGS_OF_SOME_LOSSES:
+        if known is not None and flag not in known.reads:
             for given in changed(config, flag):
                 readers = " or ".join(name for name, other in POLICY_LOSSES.items() if flag in other.reads)
                 yield f"{given}: --loss_fn {loss.loss_fn} does not read it; leave it out, or use {readers}"
@@ -176,7 +176,7 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
     if loss.loss_denominator != "token":
         if not loss.loss_denominator.isdecimal() or int(loss.loss_denominator) == 0:
             yield f"--loss_denominator {loss.loss_denominator}: takes 'token' or a whole number of tokens above 0"
-        elif facts.denominator != "tokens":
+        elif known is not None and known.divided_by != "tokens":
             yield (
                 f"--loss_denominator {loss.loss_denominator}: --loss_fn {loss.loss_fn} has a denominator of its own; "
                 f"leave it out, or use {' or '.join(OVER_TOKENS)}"

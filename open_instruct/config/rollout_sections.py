@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from open_instruct.config.losses import ADVANTAGES, OVER_TOKENS, POLICY_LOSSES
 from open_instruct.config.sections import ParallelSection, PrefixSharing, RunSection, flag, free_flag
+from open_instruct.losses.advantages import ADVANTAGES
+from open_instruct.losses.policy import OVER_TOKENS, POLICY_LOSSES
 
 # vLLM's `_MAX_TEMP`: vLLM raises any temperature between 0 and this to this.
 LEAST_TEMPERATURE = 0.01

@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from open_instruct.config.flags import Limits
-from open_instruct.config.losses import F_DIVERGENCES, PREFERENCE_LOSSES, SMOOTHED
+from open_instruct.losses.preference import F_DIVERGENCES, PREFERENCE_LOSSES, SMOOTHED
 
 PrefixSharing = Literal["auto", "on", "off"]
 # The parameter-name patterns that each --weight_decay_on exempts from decay.

@@ -8,11 +8,11 @@ from typing import Any
 
 from open_instruct.config.flags import Flag, flags_of
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.parser import parse
 from open_instruct.config.suites.upstream_flags import EVERY, Entry, fate, upstream_behaviours, upstream_table
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
+from open_instruct.losses.preference import PREFERENCE_LOSSES
 from open_instruct.migrate.rules import settle
 from open_instruct.migrate.sheet import Sheet
 from open_instruct.objectives.registry import objective_named

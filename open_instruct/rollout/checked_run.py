@@ -12,12 +12,13 @@ import torch
 
 from open_instruct.config.backends import backend_named
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.losses import ADVANTAGES, POLICY_LOSSES
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
 from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.reference_policy import open_teacher
+from open_instruct.losses.advantages import ADVANTAGES
+from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.losses import ADVANTAGES
 from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.losses.advantages import advantages_of, has_signal
+from open_instruct.losses.advantages import ADVANTAGES, advantages_of, has_signal
 from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.records import Completion, Document, RolloutGroup, RolloutSample, Span
 from open_instruct.rollout.conversations import conversations_of
@@ -63,7 +62,7 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
     """
     name = config.advantage_normalization_type
     own = own_function(name, flag="--advantages", known=ADVANTAGES)
-    advantages = advantages_of(batch.groups, name, pass_k=config.advantage_pass_k, own=own)
+    advantages = advantages_of(batch.groups, name, config, own=own)
     is_used: list[tuple[bool, ...]] = []
     samples: list[RolloutSample] = []
     for group, group_advantages in zip(batch.groups, advantages, strict=True):

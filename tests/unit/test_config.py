@@ -19,11 +19,11 @@ from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.flags import LARGEST_INT, NONE_WORDS, Flag, flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import help_lines
-from open_instruct.config.losses import PREFERENCE_LOSSES, SMOOTHED
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import _git_state, as_flat_dict, refuse_conflicts, resume_conflicts, write_config
 from open_instruct.config.suites.upstream_flags import taken, upstream_table
 from open_instruct.errors import InputError
+from open_instruct.losses.preference import PREFERENCE_LOSSES, SMOOTHED
 from open_instruct.objectives.sft import SFTConfig
 from open_instruct.parallel.layout_command import LayoutFlags
 
