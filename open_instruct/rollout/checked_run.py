@@ -32,8 +32,8 @@ from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.trackers import build_trackers
 from open_instruct.users_code import own_function
-from open_instruct.verifiers.judge_models import JudgeModel
 from open_instruct.verifiers.registry import known_verifiers
+from open_instruct.verifiers.reward_models import RewardModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         chat = ChatFormat(pretrained.tokenizer, template)
         changes = row_changes(config)
         for judge in verifiers.values():
-            if isinstance(judge, JudgeModel) and has_other_template(judge.folder, chat):
+            if isinstance(judge, RewardModel) and has_other_template(judge.folder, chat):
                 console.warn(
                     f"--verifier {judge.name}: the model in {judge.folder} was trained with another chat template than "
                     "the policy's: it is given the policy's prompts as they are, and may judge what it has never seen"

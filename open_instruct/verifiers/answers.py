@@ -1,4 +1,4 @@
-"""Verifiers that compare texts and numbers: fast, and with nothing foreign in them."""
+"""Verifiers that compare texts and numbers, fast and in the caller's process."""
 
 from __future__ import annotations
 
