@@ -18,6 +18,7 @@ from open_instruct.data.messages import kind_of
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.errors import InputError
+from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
 from open_instruct.records import ROW_VALUES, Batch, Metric, mean_metrics
 from open_instruct.wording import counted
@@ -130,8 +131,6 @@ def pair_losses(rewards_2P: torch.Tensor, margins_P: torch.Tensor | None, center
 
 def bind(loss: RewardLossSection) -> BoundLoss:
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
-        from open_instruct.losses.logprobs import sum_by_sequence
-
         # Each document has one label, so the sum is its reward.
         rewards_S, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, batch.packed.num_sequences)
         rewards_2P = rewards_S.view(2, -1)
