@@ -75,7 +75,8 @@ class MismatchedBuilder(UnpairedBuilder):
 
     def end_source(self, name: str, first: int) -> None:
         rows = self._taken_back(first)
-        prompts, replies = dict[bytes, int](), dict[bytes, int]()
+        prompts: dict[bytes, int] = {}
+        replies: dict[bytes, int] = {}
         numbers = [
             (prompts.setdefault(prompt.tobytes(), len(prompts)), replies.setdefault(reply.tobytes(), len(replies)))
             for (prompt, reply), _ in rows

@@ -77,7 +77,8 @@ def parse(ground_truth: Any) -> list[tuple[Callable[..., bool], dict[str, Any]]]
     if "func_name" in ground_truth:
         arguments = {name: value for name, value in ground_truth.items() if name != "func_name"}
         return [_parse_one(rules_of("rlvr_ifeval"), ground_truth["func_name"], arguments)]
-    ids, kwargs = ground_truth["instruction_id_list"], ground_truth.get("kwargs")
+    ids = ground_truth["instruction_id_list"]
+    kwargs = ground_truth.get("kwargs")
     if not isinstance(ids, list) or not ids or not isinstance(kwargs, list) or len(ids) != len(kwargs):
         raise ValueError("'instruction_id_list' and 'kwargs' must be lists with one entry a constraint, and not empty")
     return [_parse_one(rules_of("ifeval"), name, arguments) for name, arguments in zip(ids, kwargs, strict=True)]

@@ -81,18 +81,21 @@ def are_equal(answer: str, expected: str) -> bool:
     """Whether two answers are equal. Malicious ones may take forever: call it in a process that can be killed."""
     if max(len(answer), len(expected)) > MAX_CHARACTERS:
         return answer.split() == expected.split()
-    ours, theirs = _plain(answer), _plain(expected)
+    ours = _plain(answer)
+    theirs = _plain(expected)
     return bool(ours) and bool(theirs) and _are_equal(ours, theirs)
 
 
 def _are_equal(one: str, other: str) -> bool:
     if _key(one) == _key(other):
         return True
-    (kind, parts), (other_kind, other_parts) = _parts(one), _parts(other)
+    kind, parts = _parts(one)
+    other_kind, other_parts = _parts(other)
     if kind != other_kind or len(parts) != len(other_parts):
         return False
     if kind == "expression":
-        left, right = _parse(one), _parse(other)
+        left = _parse(one)
+        right = _parse(other)
         if left is None or right is None:
             return False
         import sympy
@@ -139,7 +142,8 @@ def _parts(text: str) -> tuple[str, list[str]]:
         return f"matrix with rows of {list(map(len, rows))}", [cell for row in rows for cell in row]
     if len(sets := re.split(r"\\cup(?![a-z])|∪", text)) > 1:
         return "union", sets
-    inner, brackets = re.sub(r"^\\(?=\{)", "", text), ""
+    inner = re.sub(r"^\\(?=\{)", "", text)
+    brackets = ""
     if inner[:1] in "([{" and len(_split(inner)) == 1 and _closed_at(inner, 0) == len(inner) - 1:
         brackets = inner[0] + inner[-1]
         inner = inner[1:-1].removesuffix("\\")
@@ -147,7 +151,9 @@ def _parts(text: str) -> tuple[str, list[str]]:
     if brackets and brackets != "{}" and len(items) > 1:
         return brackets, items
     if brackets in ("", "{}"):
-        items = [item.replace("\\pm", sign) for item in items for sign in ("+-" if "\\pm" in item else "+")]
+        for item in [item for item in items if "\\pm" in item]:
+            items.remove(item)
+            items += [item.replace("\\pm", "+"), item.replace("\\pm", "-")]
         if len(items) > 1:
             return "list", items
     relations = re.findall(r"[<>]=?|=", text)
@@ -162,7 +168,8 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
 def _split(text: str) -> list[str]:
     """The pieces between the commas that stand in no brackets."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth == 0:

@@ -118,7 +118,8 @@ class ProcessRewardModel(RewardModel):
 
     def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
         """A step is a line, or the text between separators. The last piece of a completion that was cut is no step."""
-        end, is_placeholder = self.config["prm_step_end"], self.config["prm_is_placeholder"]
+        end = self.config["prm_step_end"]
+        is_placeholder = self.config["prm_is_placeholder"]
         steps = completion.split("\n" if is_placeholder else end)
         if is_truncated:
             steps.pop()

@@ -73,7 +73,8 @@ def leave_a_guard() -> None:
     """Continue as a child of this process, which becomes the guard: see the top of this file. Linux only."""
     if sys.platform != "linux":
         return
-    prctl, parent = ctypes.CDLL(None).prctl, os.getppid()
+    prctl = ctypes.CDLL(None).prctl
+    parent = os.getppid()
     usual = signal.pthread_sigmask(signal.SIG_BLOCK, GUARD_SIGNALS)
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whose own parent has ended becomes our child, in any session
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -112,7 +113,8 @@ def main(user_verifiers: list[str]) -> None:
     leave_a_guard()
     end_with_parent()
     # Requests and answers get descriptors of their own, so that a verifier that prints or reads does not meet them.
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    requests = os.fdopen(os.dup(0))
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     worker = os.getpid()
@@ -126,7 +128,8 @@ def main(user_verifiers: list[str]) -> None:
     print(json.dumps(greeting), file=answers, flush=True)
     for line in requests:
         request = json.loads(line)
-        number, verifier = request.pop("id"), verifiers[request.pop("verifier")]
+        number = request.pop("id")
+        verifier = verifiers[request.pop("verifier")]
         answer = verdicts(verifier, **request)
         if os.getpid() != worker:
             os._exit(0)  # the verifier forked, and this is its child, which has nothing to answer

@@ -202,31 +202,22 @@ class TestRows:
         assert load(rows, "1.0", on_bad_row="skip")[1].bad == {"chosen_equals_rejected": 2}
 
 
-class TestMismatched:
-    def test_examples(self) -> None:
-        assert mismatched_replies([(0, 0), (1, 1), (2, 2)]) == [1, 2, 0]
-        # Equal replies are passed over, and so are those to the same prompt.
-        assert mismatched_replies([(0, 0), (1, 0), (2, 1)]) == [1, 1, 0]
-        assert mismatched_replies([(0, 0), (0, 1), (1, 2), (1, 3)]) == [2, 2, 0, 0]
-        # A single prompt has no others.
-        assert mismatched_replies([(0, 0), (0, 1), (0, 2)]) == [1, 2, 0]
-        assert mismatched_replies([(0, 0), (1, 1), (1, 0)]) == [1, 0, 1]
-
-    def test_drawn_rows(self) -> None:
-        """By the definition, searched for one after the other."""
-        draw = random.Random(0)
-        for _ in range(300):
-            prompts = [draw.randrange(4) for _ in range(draw.randint(2, 12))]
-            raw = [draw.randrange(6) for _ in prompts]
-            order = list(dict.fromkeys(raw))
-            if len(order) == 1:
-                continue
-            rows = [(prompt, order.index(reply)) for prompt, reply in zip(prompts, raw, strict=True)]
-            came_with = [next(prompt for prompt, reply in rows if reply == number) for number in range(len(order))]
-            for (prompt, own), found in zip(rows, mismatched_replies(rows), strict=True):
-                in_turn = [(own + step) % len(order) for step in range(1, len(order))]
-                assert found == next((each for each in in_turn if came_with[each] != prompt), in_turn[0])
-                assert found != own
+def test_mismatched_replies_are_those_of_the_definition() -> None:
+    """Searched for one after the other, on drawn rows."""
+    draw = random.Random(0)
+    for _ in range(300):
+        prompts = [draw.randrange(4) for _ in range(draw.randint(2, 12))]
+        raw = [draw.randrange(6) for _ in prompts]
+        order = list(dict.fromkeys(raw))
+        if len(order) == 1:
+            continue
+        rows = [(prompt, order.index(reply)) for prompt, reply in zip(prompts, raw, strict=True)]
+        came_with = [next(prompt for prompt, reply in rows if reply == number) for number in range(len(order))]
+        for (prompt, own), chosen in zip(rows, mismatched_replies(rows), strict=True):
+            in_turn = [(own + step) % len(order) for step in range(1, len(order))]
+            assert chosen == next((each for each in in_turn if came_with[each] != prompt), in_turn[0]) != own
+    # A single prompt has no others.
+    assert mismatched_replies([(0, 0), (0, 1), (0, 2)]) == [1, 2, 0]
 
 
 def by_the_paper(r: float, z0: float, is_desirable: bool, loss: KTOLossSection) -> tuple[float, float]:

@@ -98,7 +98,7 @@ def test_the_loss_is_a_mean_over_all_steps_however_they_are_cut(cut: list[int]) 
         (["--tensor_parallel_degree", "2"], "--tensor_parallel_degree 2: two logits are read"),
         (["--reward_tokens", "+"], "takes two tokens"),
         (["--reward_tokens", "+", "+"], "takes two tokens"),
-        (["--step_separator", ""], "no text ends no step"),
+        (["--step_separator", ""], "an empty text ends no step"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(words: list[str], told: str) -> None:
