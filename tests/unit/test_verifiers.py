@@ -363,6 +363,7 @@ def assert_ends(process_id: int) -> None:
         ("odd_verifiers:NoSuchClass", "cannot be loaded"),
         ("odd_verifiers:NotOne", "is neither a function nor a verifier"),
         ("odd_verifiers:Clash", "'gsm8k', as another verifier is"),
+        ("odd_verifiers:ifeval", "'ifeval', as another verifier is"),
     ],
 )
 def test_a_verifier_that_cannot_be_used_is_refused(user_module: str, word: str, message: str) -> None:
