@@ -27,7 +27,7 @@ from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.plan import Plan, plan_of, ranked_layouts
 from open_instruct.planning.request import PlanRequest, parse_request
 from open_instruct.planning.shown.start_check import check_plan
-from open_instruct.planning.shown.summary import LETTERS, MEANINGS, traffic_rows
+from open_instruct.planning.shown.summary import LETTERS, PARTS, traffic_rows
 from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.planning.subject.units import GIB
 from open_instruct.planning.traffic.step_time import flops_per_step
@@ -240,7 +240,7 @@ class TestSharedPrompts:
         grpo = ["grpo", *OLMO_7B, "--num_learners_per_node", "2"]
         assert planned(*grpo).workload.num_microbatches == 4
         shared = planned(*grpo, "--shared_prompt_tokens", "256").workload
-        assert shared.tokens_per_group == 255 + 4 * 257 == 1283
+        assert shared.rows.tokens_of(4) == 255 + 4 * 257 == 1283
         assert shared.num_microbatches == 3
         # 11 completions in the fullest: two whole groups and three of a third.
         assert shared.tokens_per_microbatch == 3 * 255 + 11 * 257 < shared.pack_tokens == 4096
@@ -519,7 +519,7 @@ class TestPage:
             text = page(plan)
             shown = {label for phase in plan.phases for label, _ in phase.parts}
             for label in shown:
-                assert f"   {LETTERS[label]}  {label}: {MEANINGS[label][:20]}" in text
+                assert f"   {LETTERS[label]}  {label}: {PARTS[label]['meaning'][:20]}" in text
             explained |= shown
         assert explained == set(LETTERS)
         assert len(set(LETTERS.values())) == len(LETTERS)

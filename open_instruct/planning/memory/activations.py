@@ -110,8 +110,9 @@ def _gathered_keys(layout: ShardLayout, workload: Workload) -> int | None:
     """
     if not workload.shared_prefix_tokens:
         return None
-    per_group = workload.tokens_per_group + (workload.documents_per_group - 1) * workload.shared_prefix_tokens
-    num_keys = workload.tokens_per_microbatch * per_group // workload.tokens_per_group
+    num_documents = workload.documents_per_group
+    keys_of_group = num_documents * workload.longest_sequence
+    num_keys = workload.tokens_per_microbatch * keys_of_group // workload.rows.tokens_of(num_documents)
     return -(-num_keys // layout.context_parallel_degree)
 
 

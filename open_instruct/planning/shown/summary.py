@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from open_instruct.parallel.wording import nodes_text
-from open_instruct.planning.memory.forward_backward import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, REDUCED, TEMPORARIES
-from open_instruct.planning.memory.phases import BUFFERS, CUDA, ENGINE, OPTIMIZER, PARAMETERS, Phase
+from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.subject.devices import MEMORY, Device
 from open_instruct.planning.subject.units import GIB, billions, gib, seconds
-from open_instruct.planning.subject.workload import REFERENCE, TEACHER
 from open_instruct.planning.traffic.per_step import Exchange
 from open_instruct.planning.traffic.step_time import ON_THE_PATH
 from open_instruct.wording import counted
@@ -19,23 +19,9 @@ from open_instruct.wording import counted
 # Axes whose groups may leave a node.
 MEANT_TO_CROSS = ("replica", "sync", "world", "all")
 
-# What the parts of the memory are, for somebody who has not met them: those that stay, and those that come and go.
-MEANINGS = {
-    PARAMETERS: "this GPU's share of the trained weights, 4 bytes each, with frozen ones and copies that compute",
-    GRADIENTS: "what the backward pass finds for each of these, 4 bytes each: a share, or all while they add up",
-    OPTIMIZER: "AdamW's two moments, or Muon's one, of this GPU's share of what is trained, 4 bytes a moment",
-    REFERENCE: "this GPU's share of the policy that is compared with",
-    ENGINE: "the engine that shares this GPU: all weights, and its key-value cache",
-    GATHERED: "whole weights of the block at work, freed after it; with those of the head, and of what is fetched next",
-    REDUCED: "whole gradients of the block at work, or in DeepSpeed's bucket, until they are summed and shared out",
-    ACTIVATIONS: "what the forward pass keeps for the backward pass",
-    HEAD: "scores of the whole vocabulary for each labelled token, a chunk at a time, and what they are made from",
-    TEMPORARIES: "results that are needed only while an operation runs",
-    BUFFERS: "tables of positions, tensors that are being read, sent or written, and DeepSpeed's bucket where it stays",
-    CUDA: "an allowance for CUDA, cuBLAS and NCCL",
-    TEACHER: "this GPU's share of the teacher, and where its head's distributions are learned all of that matrix",
-}
-LETTERS = dict(zip(MEANINGS, "PGOREWSAHTBCF", strict=True))
+# The parts of a GPU's memory: the letter, the colours and the meaning of each, in the order in which they are drawn.
+PARTS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("parts.json").read_text("utf-8"))
+LETTERS = {label: part["letter"] for label, part in PARTS.items()}
 
 
 def headline(plan: Plan) -> str:

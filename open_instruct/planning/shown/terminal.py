@@ -21,13 +21,6 @@ BAR_WIDTH = 48
 MAX_LAYOUTS_SHOWN = 8
 WHAT_WIDTH = 36
 
-# Of the parts of the memory, in the order of LETTERS.
-_STYLES = (
-    *("black on bright_cyan", "black on bright_magenta", "black on bright_blue", "black on bright_green"),
-    *("black on bright_yellow", "white on blue", "white on magenta", "black on cyan", "white on red"),
-    *("black on magenta", "black on white", "white on bright_black", "black on bright_red"),
-)
-PART_STYLES = dict(zip(summary.LETTERS, _STYLES, strict=True))
 _ASCII = str.maketrans({"▕": "|", "·": ".", "×": "x", "◀": "<", "▶": ">"})
 
 
@@ -80,8 +73,9 @@ def _memory(plan: Plan) -> Iterator[Text]:
         yield Text(" " * (name_width + 2) + sums, style="dim")
     yield Text()
     for label in summary.parts_in_any(plan):
-        first, *rest = textwrap.wrap(f"{label}: {summary.MEANINGS[label]}", WIDTH - 6)
-        letter = Text.assemble("  ", (f" {summary.LETTERS[label]} ", PART_STYLES[label]), " ")
+        part = summary.PARTS[label]
+        first, *rest = textwrap.wrap(f"{label}: {part['meaning']}", WIDTH - 6)
+        letter = Text.assemble("  ", (f" {part['letter']} ", part["style"]), " ")
         yield Text.assemble(letter, (label, "bold"), first.removeprefix(label))
         yield from (Text(f"{'':6}{text}") for text in rest)
 
@@ -94,7 +88,7 @@ def _bar(phase: Phase, plan: Plan) -> Text:
         done += num_bytes
         # By the running sum, so that rounding never makes the row longer or shorter than the whole.
         upto = round(done / scale * BAR_WIDTH)
-        bar.append(summary.LETTERS[label] * (upto - len(bar)), style=PART_STYLES[label])
+        bar.append(summary.LETTERS[label] * (upto - len(bar)), style=summary.PARTS[label]["style"])
     end = round(plan.setting.device.memory_bytes / scale * BAR_WIDTH)
     if len(bar) <= end:
         bar.append("·" * (end - len(bar)) + "▕", style="dim")
