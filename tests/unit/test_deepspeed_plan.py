@@ -17,7 +17,7 @@ from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import PLAN_CONFIGS, parse_request
 from open_instruct.planning.shown.json_record import as_record
 from open_instruct.planning.shown.start_check import check_plan
-from open_instruct.planning.shown.summary import headline, traffic_rows
+from open_instruct.planning.shown.summary import said, traffic_rows
 from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.report.plan_page import html_page
 from open_instruct.toys.tiny import write_tiny_model
@@ -53,7 +53,7 @@ def test_an_engine_on_the_learners_gpu_is_planned_for() -> None:
     engine = dict(one.peak.parts)["vLLM engine"]
     assert engine > 2 * one.setting.shape.num_params + 2**30
     assert one.peak.total_bytes - engine == pytest.approx(two.peak.total_bytes, rel=1e-3)
-    assert "engine" not in headline(one) and "1 engine of 1 GPU" in headline(two)
+    assert "engine" not in said("headline", one)[0] and "1 engine of 1 GPU" in said("headline", two)[0]
 
 
 def test_of_a_frozen_model_nothing_is_shared_but_under_stage_3() -> None:

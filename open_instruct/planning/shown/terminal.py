@@ -38,16 +38,16 @@ def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
     show(_head(plan))
     if not plan.setting.backend.sharing:
         show([draw_layout(plan.layout)])
-    times = _titled("Time of a step, at least", summary.time_lines(plan))
+    times = _titled("Time of a step, at least", summary.said("time", plan))
     show(chain(_memory(plan), _traffic(plan), times, _ranking(plan, advice)))
     show(_titled("Advice", advice.lines()))
 
 
 def _head(plan: Plan) -> Iterator[Text]:
-    yield from _wrapped(summary.headline(plan), style="bold")
-    yield from _wrapped(summary.fit_line(plan), style="bold green" if plan.fits else "bold red")
-    for line in summary.work_lines(plan):
-        yield from _wrapped(line, style="dim")
+    styles = {"headline": "bold", "verdict": "bold green" if plan.fits else "bold red", "work": "dim"}
+    for what, style in styles.items():
+        for paragraph in summary.said(what, plan):
+            yield from _wrapped(paragraph, style=style)
     yield Text()
 
 
