@@ -19,7 +19,7 @@ from open_instruct.parallel.layout import divisors
 from open_instruct.parallel.node_sizes import MAX_GPUS
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.plan import Plan, Setting, Way, plan_of, ranked_layouts
-from open_instruct.planning.subject.units import amount, gib, seconds
+from open_instruct.planning.subject.words import said
 from open_instruct.planning.subject.workload import MIB
 
 # A faster layout is named only if it is faster by more than the error of a plan.
@@ -62,38 +62,9 @@ class Advice:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def lines(self) -> Iterator[str]:
+    def lines(self) -> list[str]:
         """The advice in sentences."""
-        fits = self.plan.fits
-        if self.to_fit is not None:
-            little_room = "It fits, but leaves little room. The smallest change that leaves more"
-            yield from self._said(little_room if fits else "The smallest change that fits", self.to_fit)
-        elif fits and self.faster is not None:
-            times = self.faster.plan.tokens_per_second / self.plan.tokens_per_second
-            yield from self._said("Faster and fits", self.faster, f": {times:.2f} times the tokens per second")
-        elif fits:
-            yield "It fits, and no other layout of these GPUs is faster." if len(self.ranked) > 1 else "It fits."
-        elif self.with_adapters is None:
-            yield "No flag makes it fit: take a smaller model, shorter sequences, or GPUs with more memory."
-        if self.with_adapters is not None:
-            yield from self._said("Adapters alone, beside the frozen model, fit on these GPUs", self.with_adapters)
-        if self.recomputes_less is not None:
-            fewer = 1 - self.recomputes_less.plan.time.compute_s / self.plan.time.compute_s
-            yield from self._said(
-                "Recomputes less and fits", self.recomputes_less, f", with {fewer:.0%} less arithmetic"
-            )
-        if self.exchanges_less is not None:
-            saved = amount(self.plan.sent_bytes - self.exchanges_less.plan.sent_bytes)
-            yield from self._said("Exchanges less and fits", self.exchanges_less, f", in which it sends {saved} less")
-
-    def _said(self, what: str, change: Change, more: str = "") -> Iterator[str]:
-        """Sentences on a change, the memory that the run needs with it, and its global batch if that changes."""
-        plan, before = change.plan, self.plan.tokens_per_step
-        peak, memory = gib(plan.peak.total_bytes), gib(plan.setting.device.memory_bytes)
-        yield f"{what}: {change.text}"
-        yield f"It needs {peak} of {memory} GiB on each GPU, and at least {seconds(plan.time.step_s)} a step{more}."
-        if plan.tokens_per_step != before:
-            yield f"The global batch becomes {plan.tokens_per_step:,} tokens, from {before:,}."
+        return said("advice", self)
 
     @cached_property
     def to_fit(self) -> Change | None:

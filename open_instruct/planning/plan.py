@@ -22,7 +22,7 @@ from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import RunConfig, Workload, adapted, is_wrapped, validate, workload_of
 from open_instruct.planning.traffic.collectives import Exchange
 from open_instruct.planning.traffic.per_step import traffic_of_merging, traffic_of_weight_sync, traffic_per_step
-from open_instruct.planning.traffic.step_time import StepTime, step_time
+from open_instruct.planning.traffic.step_time import ON_THE_PATH, StepTime, step_time
 from open_instruct.records import ShardLayout
 
 # The share of a GPU that advice leaves free, and the share that --activation_checkpointing auto leaves free.
@@ -171,6 +171,12 @@ class Plan:
         """A lower bound of one step."""
         setting = self.setting
         return step_time(setting.shape, self.layout, self.workload, setting.device, self.exchanges, setting.mfu)
+
+    @property
+    def waited_for(self) -> list[str]:
+        """The groups whose exchanges arithmetic waits for."""
+        axes = {exchange.axis for exchange in self.exchanges if exchange.wire_bytes}
+        return [name for axis, name in ON_THE_PATH.items() if axis in axes]
 
     @property
     def tokens_per_step(self) -> int:

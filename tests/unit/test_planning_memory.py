@@ -12,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.plan_memory import Case, predicted, track
+from benchmarks.memory_runs.cases import Case, predicted
+from benchmarks.memory_runs.tracked import track
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import MemorySection, OptimSection
 from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
@@ -27,7 +28,6 @@ from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.activations import MAX_LOGITS_BYTES, Pass, profile_of
-from open_instruct.planning.memory.autograd_sizes import Gradient, Tape, Tensor
 from open_instruct.planning.memory.phases import NUM_SYNC_SLOTS, READ_CHUNK_BYTES, Moments, memory_by_phase
 from open_instruct.planning.memory.state import local_size
 from open_instruct.planning.subject.model import ModelShape, shape_of_fields
@@ -304,35 +304,6 @@ def test_keys_are_gathered_as_the_row_has_them() -> None:
     assert activations.pass_of(LAYOUT, workload).num_gathered_keys == len(row.key_index_K) == 400
 
 
-def test_a_tape_frees_what_nobody_needs() -> None:
-    """y = square(x) + x: the square keeps x, the sum keeps nothing and hands its gradient on to both."""
-    x = Tensor(100, kind="source")
-    tape = Tape(x)
-    square = tape.run(100, x, saved=[x], gradients=[Gradient(of=x, num_bytes=100, scratch_bytes=50)])
-    y = tape.run(100, square, x, gradients=[Gradient(of=square, num_bytes=None), Gradient(of=x, num_bytes=None)])
-    profile = tape.profile(y)
-    assert profile.keeps_source and profile.kept_bytes == 0
-    assert profile.forward_peak.total == profile.scoring_peak.total == 200  # square and y; x is the caller's
-    assert profile.backward_peak.total == 250  # the gradient of y, that of x, and scratch
-
-
-def test_a_recomputed_region_keeps_what_it_is_given() -> None:
-    def profile_of(is_recomputed: bool) -> Any:
-        x = Tensor(100, kind="source")
-        tape = Tape(x)
-        first = tape.run(100, x, saved=[x])
-        with tape.recomputed(is_recomputed):
-            wide = tape.run(400, first, saved=[first])
-            wider = tape.run(400, wide, saved=[wide])
-            last = tape.run(100, wider, saved=[wider])
-        return tape.profile(last)
-
-    plain, again = profile_of(False), profile_of(True)
-    assert (plain.kept_bytes, again.kept_bytes) == (900, 100)
-    assert again.backward_peak.total >= plain.backward_peak.total - 100
-    assert again.scoring_peak == plain.scoring_peak
-
-
 def test_a_step_of_muon_needs_what_it_really_does() -> None:
     """Where a rank orthogonalises the largest matrix; the first step makes the momenta."""
     hf_config = tiny_config("olmo2", SIZE, vocab_size=512, tie=False)
@@ -345,27 +316,6 @@ def test_a_step_of_muon_needs_what_it_really_does() -> None:
         optimizer.step()
     moments = Moments(shape_of(hf_config), resolve_layout([1]), replace(WORKLOAD, optimizer="muon"))
     assert live.peak == moments.step_temporaries()
-
-
-@pytest.mark.parametrize(
-    ("layout", "changes"),
-    [
-        (LAYOUT, {"checkpointing": "full"}),
-        (LAYOUT, {"checkpointing": "selected_modules", "checkpointing_modules": (FEED_FORWARD,)}),
-        (LAYOUT, {"activation_memory_budget": 0.5}),
-        (LAYOUT, {"tokens_per_microbatch": 2048, "label_tokens_per_microbatch": 2048}),
-        (resolve_layout([8, 8], fsdp_num_replicas=1), {}),
-        (resolve_layout([8, 8], tensor_parallel_degree=2, fsdp_shard_degree=8), {}),
-        (resolve_layout([8, 8], context_parallel_degree=2), {}),
-    ],
-)
-def test_what_saves_memory_saves_memory(layout: ShardLayout, changes: dict[str, Any]) -> None:
-    assert peak_of(layout, replace(WORKLOAD, **changes)) < peak_of(LAYOUT, WORKLOAD)
-
-
-def peak_of(layout: ShardLayout, workload: Workload) -> int:
-    phases = phases_of(model_shape("allenai/OLMo-2-1124-7B"), layout, workload)
-    return max(sum(parts.values()) for parts in phases.values())
 
 
 def test_blocks_that_are_gathered_ahead_are_there_while_one_is_at_work() -> None:

@@ -11,7 +11,7 @@ from open_instruct.planning.plan import Plan
 
 def as_record(plan: Plan, advice: Advice) -> dict[str, Any]:
     """The keys that scripts read; nothing in it is rounded."""
-    shape, text = plan.setting.shape, list(advice.lines())
+    shape = plan.setting.shape
     return {
         "model": {name: getattr(shape, name) for name in ("name", "family", "num_params", "num_trained")},
         "device": asdict(plan.setting.device),
@@ -26,7 +26,7 @@ def as_record(plan: Plan, advice: Advice) -> dict[str, Any]:
         "time": asdict(plan.time) | {"step_s": plan.time.step_s, "bound_by": plan.time.bound_by},
         "tokens_per_step": plan.tokens_per_step,
         "tokens_per_second": plan.tokens_per_second,
-        "advice": {"text": text}
+        "advice": {"text": advice.lines()}
         | {
             name: _change(getattr(advice, name))
             for name in ("to_fit", "with_adapters", "faster", "recomputes_less", "exchanges_less")

@@ -1,23 +1,15 @@
-"""What a plan says, the same on the terminal and in HTML: its words, the parts of its memory, its traffic."""
+"""What a plan shows, the same on the terminal and in HTML: the parts of its memory, and rows of its traffic."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from jinja2.environment import TemplateModule
-
-from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan
-from open_instruct.planning.subject import units
 from open_instruct.planning.subject.units import GIB
 from open_instruct.planning.traffic.per_step import Exchange
-from open_instruct.planning.traffic.step_time import ON_THE_PATH
-from open_instruct.wording import counted
 
 # Axes whose groups may leave a node.
 MEANT_TO_CROSS = ("replica", "sync", "world", "all")
@@ -25,28 +17,6 @@ MEANT_TO_CROSS = ("replica", "sync", "world", "all")
 # The parts of a GPU's memory: the letter, the colours and the meaning of each, in the order in which they are drawn.
 PARTS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("parts.json").read_text("utf-8"))
 LETTERS = {label: part["letter"] for label, part in PARTS.items()}
-
-
-def said(what: str, plan: Plan) -> list[str]:
-    """The paragraphs of a macro of words.txt.jinja: "headline", "verdict", "work" or "time"."""
-    text = getattr(_words(), what)(plan)
-    paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
-    return [paragraph for paragraph in paragraphs if paragraph]
-
-
-@cache
-def _words() -> TemplateModule:
-    folder = FileSystemLoader(Path(__file__).parent)
-    pages = Environment(loader=folder, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    pages.filters["thousands"] = "{:,.0f}".format
-    pages.globals |= {"counted": counted, "nodes_text": nodes_text, "units": units, "waited_for": _waited_for}
-    return pages.get_template("words.txt.jinja").module
-
-
-def _waited_for(plan: Plan) -> str:
-    """The groups whose exchanges arithmetic waits for."""
-    axes = {exchange.axis for exchange in plan.exchanges if exchange.wire_bytes}
-    return ", ".join(name for axis, name in ON_THE_PATH.items() if axis in axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

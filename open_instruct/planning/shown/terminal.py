@@ -15,6 +15,7 @@ from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.shown import summary
 from open_instruct.planning.subject.units import amount, gib, seconds
+from open_instruct.planning.subject.words import said
 from open_instruct.wording import counted
 
 BAR_WIDTH = 48
@@ -38,7 +39,7 @@ def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
     show(_head(plan))
     if not plan.setting.backend.sharing:
         show([draw_layout(plan.layout)])
-    times = _titled("Time of a step, at least", summary.said("time", plan))
+    times = _titled("Time of a step, at least", said("time", plan))
     show(chain(_memory(plan), _traffic(plan), times, _ranking(plan, advice)))
     show(_titled("Advice", advice.lines()))
 
@@ -46,7 +47,7 @@ def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
 def _head(plan: Plan) -> Iterator[Text]:
     styles = {"headline": "bold", "verdict": "bold green" if plan.fits else "bold red", "work": "dim"}
     for what, style in styles.items():
-        for paragraph in summary.said(what, plan):
+        for paragraph in said(what, plan):
             yield from _wrapped(paragraph, style=style)
     yield Text()
 
