@@ -59,7 +59,8 @@ def read_node_sizes(words: Sequence[str]) -> list[int]:
     for word in words:
         num_nodes, times, num_gpus = word.rpartition("x")
         try:
-            repeat, size = _count(num_nodes, repr(num_nodes)) if times else 1, _count(num_gpus, repr(num_gpus))
+            repeat = _count(num_nodes, repr(num_nodes)) if times else 1
+            size = _count(num_gpus, repr(num_gpus))
         except InputError as error:
             raise InputError(f"--gpus_per_node {error}; 8 is a node of 8 GPUs, 4x8 four of them") from None
         if sum(sizes) + repeat * size > MAX_GPUS:
