@@ -221,7 +221,7 @@ class TestFlags:
             ("grpo", f"{GRPO} --loss_denominator 4096", "loss_denominator", "use token"),
             ("grpo", f"{GRPO} --masked_mean_axis 0", "masked_mean_axis", "any other axis"),
             ("grpo", f"{GRPO} --cache_dataset_only", "cache_dataset_only", "at the start of a run"),
-            ("grpo", f"{GRPO} --vllm_top_p 0.9", "vllm_top_p", "biased"),
+            ("grpo", f"{GRPO} --vllm_top_p 0.9", "vllm_top_p", "biases"),
             ("grpo", f"{GRPO} --remap_verifier general_rubric=rubric", "remap_verifier", "not had yet"),
         ],
     )
