@@ -39,27 +39,9 @@ KINDS: dict[tuple[type, type], tuple[str, str]] = {
 LAST_SECTIONS = ("optim", "parallel", "fleet", "memory", "evaluation", "run", "logging")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The range that a number must lie in. `note` ends the error message."""
-
-    minimum: float | None = None
-    above: float | None = None
-    maximum: float | None = None
-    below: float | None = None
-    note: str = ""
-
-    def problem(self, number: float) -> str | None:
-        """The end of an error message, `must be at least 0 and below 1`; None if the number is within the limits."""
-        limits = (
-            ("at least", self.minimum, operator.ge),
-            ("above", self.above, operator.gt),
-            ("at most", self.maximum, operator.le),
-            ("below", self.below, operator.lt),
-        )
-        if all(limit is None or holds(number, limit) for _, limit, holds in limits):
-            return None
-        return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits if limit is not None)}{self.note}"
+# What a changed value means when a run resumes. same: another run. length: another schedule, unless that is flat.
+# batch: no change, as long as the global batch has as many rows. free: no change.
+Resume = Literal["same", "length", "batch", "free"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +65,15 @@ class Flag:
     help: str
     item_kind: type = str  # of a list's items
     or_one: bool = False  # of a list: a single word gives that item itself, not a list of one
-    limits: Limits = Limits()  # of a number
-    resume: str = "same"  # see `sections.Resume`
+    resume: Resume = "same"
     takes_own: bool = False  # beside the choices, `FILE.py:function` or `module:function`
     read_with: str = ""  # another flag, perhaps with its values, without which nothing reads this one; see `is_met`
+    # The range that a number must lie in, and the end of the message of one that does not.
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    note: str = ""
 
     @property
     def other(self) -> str:
@@ -121,6 +108,18 @@ class Flag:
         else:
             what = KINDS[self.kind, self.item_kind][1]
         return f"{what}, or none" if self.optional else what
+
+    def limit_problem(self, number: float) -> str | None:
+        """The end of an error message, `must be at least 0 and below 1`; None if the number is within the limits."""
+        limits = (
+            ("at least", self.minimum, operator.ge),
+            ("above", self.above, operator.gt),
+            ("at most", self.maximum, operator.le),
+            ("below", self.below, operator.lt),
+        )
+        if all(limit is None or holds(number, limit) for _, limit, holds in limits):
+            return None
+        return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits if limit is not None)}{self.note}"
 
     def value_of(self, words: Sequence[str]) -> Any:
         """The value that `words` spell: exactly one word, unless the flag is a list.
@@ -239,8 +238,8 @@ def flags_of_section(section_class: type, section: str = "") -> dict[str, Flag]:
 
 def _flag_of(field: Field[Any], hint: Any, section: str) -> Flag:
     facts = dict(field.metadata)
-    declared_choices = facts.pop("choices")
     kind, item_kind, choices, optional, or_one = _read_type(hint)
+    facts["choices"] = choices or tuple(facts.get("choices", ()))
     required = field.default is MISSING and field.default_factory is MISSING
     default = None if required else field.default
     if field.default_factory is not MISSING:
@@ -249,7 +248,6 @@ def _flag_of(field: Field[Any], hint: Any, section: str) -> Flag:
         name=field.name,
         section=section,
         kind=kind,
-        choices=choices or declared_choices,
         # A default of None lets the section compute the value itself.
         optional=optional or (default is None and not required),
         required=required,

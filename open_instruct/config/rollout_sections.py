@@ -84,8 +84,7 @@ class RolloutSection:
     filter_zero_std_samples: bool = flag("leave out groups whose rewards are all the same", True)
     mask_truncated_completions: bool = flag("learn nothing from completions that were cut at the length limit", False)
     advantage_normalization_type: str = flag(
-        "from rewards to advantages: reward minus the group's mean, divided by its standard deviation, by nothing, or "
-        "as docs/losses.md says (also: --advantages)",
+        "how rewards become advantages: docs/losses.md (also: --advantages)",
         "standard",
         choices=ADVANTAGES,
         takes_own=True,
@@ -126,7 +125,7 @@ class PolicyLossSection:
     )
     clip_higher: float = flag("the ratio of new to old policy is clipped to at most 1 plus this", 0.2, above=0)
     delta: float | None = flag(
-        "largest ratio for negative advantages (dppo_tv, dppo_kl: for all); above 1 plus --clip_higher",
+        "largest ratio for negative advantages, or dppo's for all; above 1 plus --clip_higher",
         None,
         read_with=TWO_SIDED,
     )
@@ -177,11 +176,7 @@ class PolicyLossSection:
     num_epochs: int = flag("times that a step's completions are learned from", 1, minimum=1)
     record_entropy: bool = free_flag("measure the policy's entropy at every token", False)
     alpha: float = flag(
-        "share of the policy in the reference at its update",
-        0.6,
-        read_with="ref_policy_update_freq",
-        above=0,
-        maximum=1,
+        "share of the policy in the updated reference", 0.6, read_with="ref_policy_update_freq", above=0, maximum=1
     )
     ref_policy_update_freq: int | None = flag(
         "steps between updates of the reference", None, read_with="beta >0", minimum=1
@@ -217,9 +212,7 @@ class FleetSection:
         "completions in an engine at once; default: 256 on CUDA, 64 on a CPU", None, minimum=1
     )
     vllm_max_num_batched_tokens: int | None = free_flag(
-        "largest number of tokens in a step of an engine; default: on CUDA vLLM's, on a CPU 4096 or a sample's",
-        None,
-        minimum=1,
+        "tokens in a step of an engine; default: vLLM's on CUDA, 4096 or a sample's on a CPU", None, minimum=1
     )
     vllm_async_scheduling: Switch = free_flag("schedule the next step during this one; 'auto': on CUDA", "auto")
     vllm_enable_prefix_caching: bool = free_flag("compute a prompt's keys and values once for its group", True)
@@ -255,10 +248,7 @@ class EvaluationSection:
     )
     eval_on_step_0: bool = free_flag("evaluate before the first step too", False, read_with=HELD_OUT)
     eval_num_samples: int | None = free_flag(
-        "completions of each held-out prompt; default: the largest k of --eval_pass_at_k",
-        None,
-        read_with=HELD_OUT,
-        minimum=1,
+        "completions of each prompt; default: the largest --eval_pass_at_k", None, read_with=HELD_OUT, minimum=1
     )
     eval_pass_at_k: list[int] = free_flag("report pass@k for each of these k", [1], read_with=HELD_OUT)
     eval_temperature: float = free_flag("of sampling; 0: the likeliest token", 1.0, read_with=HELD_OUT, minimum=0)

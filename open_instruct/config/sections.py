@@ -8,11 +8,9 @@ of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]`, `lis
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
-from open_instruct.config.flags import Limits
 from open_instruct.config.losses import F_DIVERGENCES, PREFERENCE_LOSSES, SMOOTHED
 
 Switch = Literal["auto", "on", "off"]
@@ -29,45 +27,17 @@ NORMS_AND_SUBLAYERS = [
     *("blocks.*.feed_forward_norm", "blocks.*.feed_forward", "blocks.*.feed_forward_residual_stream"),
 ]
 
-# What a changed value means when a run resumes. same: another run. length: another schedule, unless that is flat.
-# batch: no change, as long as the global batch has as many rows. free: no change.
-Resume = Literal["same", "length", "batch", "free"]
 
-
-def flag(
-    help: str,
-    default: Any = MISSING,
-    *,
-    choices: Iterable[str] = (),
-    takes_own: bool = False,
-    resume: Resume = "same",
-    read_with: str = "",
-    **limits: Any,
-) -> Any:
-    """A dataclass field that is a flag. A list default is copied for every instance.
-
-    Args:
-        choices: the words it takes, where its type does not say so.
-        takes_own: whether it takes a function of the user's own beside its `choices`.
-        resume: what a changed value means when a run resumes.
-        read_with: the flag without which nothing reads this one, with the values that read it: see `flags.is_met`.
-        limits: those of `Limits`.
-    """
-    metadata = {
-        "help": help,
-        "choices": tuple(choices),
-        "takes_own": takes_own,
-        "resume": resume,
-        "read_with": read_with,
-        "limits": Limits(**limits),
-    }
+def flag(help: str, default: Any = MISSING, **facts: Any) -> Any:
+    """A dataclass field that is a flag; `facts` are fields of `Flag`. A list default is copied for every instance."""
+    metadata = {"help": help, **facts}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def free_flag(help: str, default: Any = MISSING, **rest: Any) -> Any:
-    return flag(help, default, resume="free", **rest)
+def free_flag(help: str, default: Any = MISSING, **facts: Any) -> Any:
+    return flag(help, default, resume="free", **facts)
 
 
 @dataclass(kw_only=True)
@@ -142,8 +112,7 @@ class SFTDataSection(DataSection):
     """Data"""
 
     packing_strategy: Literal["step", "bfd"] = flag(
-        "'step' counts conversations in a batch, and packs those of each step; 'bfd' counts rows of "
-        "--max_seq_length, which are filled once with whole conversations, best fit first",
+        "a batch counts conversations ('step'), or rows filled once, best fit first ('bfd')",
         "step",
         read_with="packing",
     )
@@ -188,11 +157,7 @@ class PreferenceLossSection:
         "alpha of the divergence", 0.5, read_with="f_divergence_type alpha_divergence", above=0, below=1
     )
     alpha: float = flag(
-        "share of the policy in the reference at its update",
-        0.6,
-        read_with="ref_policy_update_freq",
-        above=0,
-        maximum=1,
+        "share of the policy in the updated reference", 0.6, read_with="ref_policy_update_freq", above=0, maximum=1
     )
     ref_policy_update_freq: int | None = flag("steps between updates of the reference; none leaves it", None, minimum=1)
     cache_logprobs_only: bool = free_flag("compute and store the reference log-probs, then stop", False)
@@ -224,9 +189,7 @@ class OptimizerSection:
     )
     weight_decay: float = flag("decoupled weight decay", 0.0, minimum=0)
     weight_decay_on: Literal["linear", "matrices", "all"] = flag(
-        "'linear' layers, 'matrices' with those of embeddings, or 'all' with norms and biases",
-        "linear",
-        read_with="weight_decay >0",
+        "'linear' layers, 'matrices', or 'all' parameters", "linear", read_with="weight_decay >0"
     )
     adam_beta1: float = flag("AdamW's first moment decay", 0.9, minimum=0, below=1)
     adam_beta2: float = flag("AdamW's second moment decay", 0.999, minimum=0, below=1)
@@ -252,10 +215,7 @@ class OptimSection(OptimizerSection):
     gradient_accumulation_steps: int = flag("microbatches per device and step, at most", 1, minimum=1, resume="batch")
     num_epochs: int = flag("passes over the data", 1, minimum=1, resume="length")
     max_train_steps: int | None = flag(
-        "exact number of steps, over as many epochs as that needs; overrides --num_epochs",
-        None,
-        minimum=1,
-        resume="length",
+        "exact number of steps, in place of --num_epochs", None, minimum=1, resume="length"
     )
 
 
@@ -300,16 +260,13 @@ class ParallelSection(DegreesSection):
     dist_timeout_s: int = free_flag("seconds a rank waits for the others before it gives up", 1800, minimum=1)
     backend: str = flag("how weights are sharded: olmo_core (FSDP2), or deepspeed (ZeRO over all ranks)", "olmo_core")
     deepspeed_stage: int = free_flag(
-        "what ZeRO shards: 0 nothing, 1 the optimizer's states, 2 gradients too, 3 weights too; default: 2",
+        "ZeRO shards: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too; default: 2",
         None,
         minimum=0,
         maximum=3,
     )
     deepspeed_zpg: int = free_flag(
-        "stage 3: neighbouring ranks that share a second copy of the weights, to gather from; default: 1, "
-        "or for GRPO's learners on several nodes those of a node, 8 at most",
-        None,
-        minimum=1,
+        "stage 3: ranks that share a second copy of the weights; default: those of a node or 1", None, minimum=1
     )
     adam_offload: bool = free_flag("from stage 1: the CPU holds the optimizer's states and takes its step", False)
     offload: bool = free_flag("stage 3: the shards of the weights are in host memory too", False)

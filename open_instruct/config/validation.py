@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 
 from open_instruct.config.backends import backend_named
@@ -57,11 +56,12 @@ def _idle_flags(sections: Sequence[Any]) -> Iterator[tuple[Flag, str]]:
 
 def limit_problems(*sections: Any) -> Iterator[str]:
     """A problem for each flag whose number is outside its limits; None passes."""
-    for section, field in ((each, field) for each in sections for field in fields(each)):
-        value = getattr(section, field.name)
-        problem = None if value is None else field.metadata["limits"].problem(value)
-        if problem is not None:
-            yield f"--{field.name} {spelled(value)}: {problem}"
+    for section in sections:
+        for name, flag in flags_of_section(type(section)).items():
+            value = getattr(section, name)
+            problem = flag.limit_problem(value) if isinstance(value, int | float) else None
+            if problem is not None:
+                yield f"--{name} {spelled(value)}: {problem}"
 
 
 def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> Iterator[str]:
