@@ -114,6 +114,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.models.lora.adapters import adapters_off
     from open_instruct.packing.balance import best_fit
     from open_instruct.packing.steps import BatchShape
+    from open_instruct.run.cadence import Cadence
     from open_instruct.run.datasets import load_datasets
     from open_instruct.run.opened import open_run
     from open_instruct.run.plan_check import planned_run
@@ -155,7 +156,13 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             samples = best_fit(range(len(rows)), rows.num_tokens.tolist(), shape.max_seq_length)
         num_steps = shape.num_steps(len(samples), optim=config.optim, layout=run.layout)
         num_rows_per_step = shape.max_samples_per_rank * run.layout.data_parallel_world_size
-        save_interval = config.run.checkpointing_steps or shape.num_steps_per_epoch(len(samples), layout=run.layout)
+        steps_of_epoch = shape.num_steps_per_epoch(len(samples), layout=run.layout)
+        cadence = Cadence(
+            num_steps=num_steps,
+            save_every=config.run.checkpointing_steps or steps_of_epoch,
+            save_ephemeral_every=config.run.ephemeral_save_interval,
+            evaluate_every=config.data.eval_steps or None,
+        )
         for warning in (*pretrained.warnings, *objective.check_rows(rows, num_rows_per_step, config)):
             run.console.warn(warning)
 
@@ -199,9 +206,8 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             run=run,
             config=config,
             start_model=start_model,
-            num_steps=num_steps,
+            cadence=cadence,
             max_tokens_per_step=loader.max_tokens_per_step,
-            save_interval=save_interval,
             callbacks=callbacks,
         )
         if loop.resume(warn=run.console.warn):
@@ -209,7 +215,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         heldout = None
         if heldout_rows is not None:
             heldout = Heldout(heldout_rows, heldout_reference_ND, scorer, objective=objective, config=config, run=run)
-            if heldout.is_due(loop.step, num_steps):
+            if loop.step == 0 or cadence.evaluates_after(loop.step):
                 heldout.evaluate(loop.step)
         with logging_steps(run, config, first_step=loop.step, num_steps=num_steps) as on_step:
             signal = loop.fit(loader, on_step=on_step, heldout=heldout)

@@ -17,15 +17,14 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
 from open_instruct.episodes.requests import samples_of
-from open_instruct.episodes.walk import Answer, Episodes, group_of
+from open_instruct.episodes.walk import Answer, AskedGroup, Episodes
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.records import Prompt, RolloutGroup
@@ -43,18 +42,11 @@ STALL_TIMEOUT_S = 3600.0
 MAX_REJECTED_PER_PROMPT = 50
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OpenGroup:
-    """A group in flight: its prompt, and a future for each sample."""
+class _Outstanding(NamedTuple):
+    """A group in flight, and the version of the weights that were published when it was asked."""
 
-    ticket: int
-    prompt: Prompt
-    version: int  # of the weights that were published when it was asked
-    answers: Sequence[Future[Answer]]
-
-    @property
-    def num_missing(self) -> int:
-        return sum(not answer.done() for answer in self.answers)
+    version: int
+    group: AskedGroup
 
 
 class Conductor:
@@ -75,12 +67,9 @@ class Conductor:
         self._requests_of = partial(requests_of, config=config)
         self._version = 0
         self._num_accepted = 0  # of the step at hand
-        self._outstanding: deque[_OpenGroup] = deque()  # in ticket order
+        self._outstanding: deque[_Outstanding] = deque()  # in ticket order
         self._to_ask_again: list[tuple[int, Prompt]] = []
         self._num_done = 0
-        self._num_at_engines = 0
-        self._num_at_verifiers = 0
-        self._num_verified = 0
         self._failure: RunError | None = None
         self._changed = threading.Condition()
 
@@ -137,7 +126,7 @@ class Conductor:
         Tickets in flight when a run stops are asked again with their own seeds, and the weights of that time.
         """
         assert self._num_accepted == 0, "the groups of a step that is not finished would be lost"
-        out = [(group.ticket, group.prompt) for group in self._outstanding] + self._to_ask_again
+        out = [(group.ticket, group.prompt) for _, group in self._outstanding] + self._to_ask_again
         return {
             "prompts": self._prompts.state_dict(),
             "unconsumed": [[ticket, prompt.row_id] for ticket, prompt in out],
@@ -157,14 +146,19 @@ class Conductor:
         versions ago the oldest ticket was asked.
         """
         with self._changed:
-            return {
-                "in_flight": self._num_at_engines,
-                "verifying": self._num_at_verifiers,
-                "waiting": sum(not group.num_missing for group in self._outstanding),
-                "verified": self._num_verified,
-                "done": self._num_done,
-                "staleness": max((self._version - group.version for group in self._outstanding), default=0),
-            }
+            out = [group for _, group in self._outstanding]
+            oldest = self._outstanding[0].version if out else self._version
+            num_done = self._num_done
+        num_generated = sum(len(group.completions) for group in out)
+        num_verified = sum(len(group.answers) - group.num_missing for group in out)
+        return {
+            "in_flight": sum(len(group.answers) for group in out) - num_generated,
+            "verifying": num_generated - num_verified,
+            "waiting": sum(not group.num_missing for group in out),
+            "verified": num_done * self._config.num_samples_per_prompt_rollout + num_verified,
+            "done": num_done,
+            "staleness": self._version - oldest,
+        }
 
     def close(self) -> None:
         """Give up everything in flight; completions that arrive later are dropped."""
@@ -178,19 +172,15 @@ class Conductor:
             self._ask(*self._prompts.next())
 
     def _ask(self, ticket: int, prompt: Prompt) -> None:
-        requests = self._requests_of(ticket, prompt)
+        group = self._episodes.ask(ticket, prompt, self._requests_of(ticket, prompt))
         with self._changed:
-            self._num_at_engines += len(requests)
-        answers = self._episodes.ask(prompt, requests, arrived=self._arrived)
-        group = _OpenGroup(ticket=ticket, prompt=prompt, version=self._version, answers=answers)
-        with self._changed:
-            self._outstanding.append(group)
-        for answer in answers:
+            self._outstanding.append(_Outstanding(self._version, group))
+        for answer in group.answers:
             answer.add_done_callback(self._answered)
 
     def _next_group(self, timeout_s: float) -> RolloutGroup:
         with self._changed:
-            head = self._outstanding[0]
+            head = self._outstanding[0].group
             while self._failure is None and head.num_missing:
                 # Every verdict resets the clock, which runs only while nothing arrives.
                 if not self._changed.wait(timeout_s):
@@ -199,31 +189,22 @@ class Conductor:
                 raise self._failure
             self._outstanding.popleft()
             self._num_done += 1
-        return group_of(head.ticket, head.prompt, head.answers)
+        return head.rollouts()
 
-    def _stalled(self, head: _OpenGroup, timeout_s: float) -> str:
-        last = self._outstanding[-1].ticket
+    def _stalled(self, head: AskedGroup, timeout_s: float) -> str:
+        stats = self.stats()
         return (
             f"no completion came back for {timeout_s:g} s while ticket {head.ticket} (row {head.prompt.row_id}) waited "
-            f"for {head.num_missing} of its {len(head.answers)}. Tickets up to {last} are out: {self._num_at_engines} "
-            f"completions with the engines, {self._num_at_verifiers} with the verifiers"
+            f"for {head.num_missing} of its {len(head.answers)}. Tickets up to {self._outstanding[-1].group.ticket} "
+            f"are out: {stats['in_flight']} completions with the engines, {stats['verifying']} with the verifiers"
         )
 
-    # The side of other threads
-
-    def _arrived(self) -> None:
-        with self._changed:
-            self._num_at_engines -= 1
-            self._num_at_verifiers += 1
-
     def _answered(self, answer: Future[Answer]) -> None:
+        """Called by a thread of the verifiers or of the engines."""
         error = answer.exception()
         with self._changed:
-            self._num_at_verifiers -= 1
             if isinstance(error, RunError):
                 self._failure = self._failure or error
-            else:
-                self._num_verified += 1
             self._changed.notify_all()
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from concurrent.futures import FIRST_EXCEPTION, wait
-from itertools import chain
+from contextlib import closing
 from typing import Any
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import SamplingSettings
 from open_instruct.episodes.requests import samples_of
-from open_instruct.episodes.walk import Episodes, group_of
+from open_instruct.episodes.walk import Episodes
 from open_instruct.errors import RunError
 from open_instruct.records import Prompt, RolloutGroup
 from open_instruct.rollout.samples import length_metrics, mean, verdict_metrics
@@ -68,25 +68,27 @@ def _answered(
         max_tokens=config.data.response_length,
         stop_strings=tuple(config.rollout.stop_strings),
     )
-    seed, asked, episodes = config.optim.seed, list(prompts), Episodes(pool, rewards)
-    try:
-        answers = [
-            episodes.ask(prompt, samples_of(prompt, num_samples, sampling, seed=seed, place=("eval", index)))
-            for index, prompt in enumerate(asked)
+    timeout_s = config.fleet.step_timeout_s
+    with closing(Episodes(pool, rewards)) as episodes:
+        asked = [
+            episodes.ask(
+                index,
+                prompt,
+                samples_of(prompt, num_samples, sampling, seed=config.optim.seed, place=("eval", index)),
+            )
+            for index, prompt in enumerate(prompts)
         ]
-        timeout_s = config.fleet.step_timeout_s
-        done, left = wait(chain.from_iterable(answers), timeout_s, return_when=FIRST_EXCEPTION)
+        answers = [answer for group in asked for answer in group.answers]
+        done, left = wait(answers, timeout_s, return_when=FIRST_EXCEPTION)
         for answer in done:
             answer.result()  # raises what failed
         if left:
             raise RunError(
                 f"the evaluation was not done after --step_timeout_s {timeout_s}: {len(done)} of "
-                f"{counted(len(asked) * num_samples, 'completion')} had come back and were judged; raise it, or give "
+                f"{counted(len(answers), 'completion')} had come back and were judged; raise it, or give "
                 "fewer held-out prompts"
             )
-        return [group_of(index, *each) for index, each in enumerate(zip(asked, answers, strict=True))]
-    finally:
-        episodes.close()
+        return [group.rollouts() for group in asked]
 
 
 def _shown(group: RolloutGroup) -> dict[str, Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -36,16 +35,44 @@ from open_instruct.wording import counted
 LOGS_FOLDER = "logs"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """A running fleet. `publisher` brings the learners' weights to the engines, which may share one host's cores."""
+    """A running fleet: learners, engines, verifiers, and a publisher of the learners' weights to the engines.
 
-    run: RolloutRun
-    learners: LearnerGroup[LearnerProcess]
-    engines: EnginePool
-    rewards: RewardManager
-    publisher: WeightPublisher
-    engines_share_cores: bool
+    Args:
+        run: whose fleet this is.
+        learners: constructed, as are the engines in `handles`.
+        start_engine: starts the process of the engine of an index; does not wait until it is constructed.
+        verifiers: judge completions.
+        engines_share_cores: whether all engines compute on the cores of one host.
+    """
+
+    def __init__(
+        self,
+        run: RolloutRun,
+        learners: LearnerGroup[LearnerProcess],
+        handles: Sequence[RayEngine],
+        *,
+        start_engine: Callable[[int], RayEngine],
+        verifiers: VerifierPool,
+        engines_share_cores: bool,
+    ) -> None:
+        fleet = run.config.fleet
+        self.run = run
+        self.learners = learners
+        self.rewards = RewardManager(verifiers, run.config.reward)
+        self.engines_share_cores = engines_share_cores
+        self._start_engine = start_engine
+        self.publisher = WeightPublisher(learners, fleet, drain=not run.config.rollout.inflight_updates)
+        self.engines = EnginePool(
+            handles,
+            make_engine=self._make_engine,
+            on_restart=self._engine_restarted,
+            on_failure=self.publisher.engines_failed,
+            timeout_s=fleet.engine_timeout_s,
+            max_restarts=fleet.max_restarts,
+            say=run.console.warn,
+        )
+        self.publisher.attach(self.engines)
 
     def new_conductor(self) -> Conductor:
         """A new conductor at the start of the run; it may load another state."""
@@ -58,14 +85,27 @@ class Fleet:
         Raises:
             RunError: a node was lost and none took its place, or they could not be constructed.
         """
-        timeout_s = self.run.config.fleet.cluster_timeout_s
+        fleet = self.run.config.fleet
         self.publisher.learners_restarted()
-        self.learners.restart(timeout_s=timeout_s)
-        self.learners.wait_ready(self.run.config.fleet.step_timeout_s)
+        self.learners.restart(timeout_s=fleet.cluster_timeout_s)
+        self.learners.wait_ready(fleet.step_timeout_s)
         self.write_pids()
 
     def write_pids(self) -> None:
         self.run.directory.write_pids(driver=os.getpid(), learners=self.learners.pids(), engines=self.engines.pids())
+
+    def _make_engine(self, index: int) -> RayEngine:
+        handle = self._start_engine(index)
+        try:
+            handle.wait_ready(self.run.config.fleet.engine_timeout_s)
+        except BaseException:
+            handle.kill()  # the next one needs its place
+            raise
+        return handle
+
+    def _engine_restarted(self, index: int) -> None:
+        self.publisher.engine_restarted(index)
+        self.write_pids()
 
 
 @contextmanager
@@ -87,23 +127,20 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         )
         stack.callback(verifiers.close)
         doing("starting learners and engines")
-        cluster = stack.enter_context(
-            start_cluster(config.fleet, shape, say=console.say, logs_folder=run.directory.path / LOGS_FOLDER)
-        )
+        logs_folder = run.directory.path / LOGS_FOLDER
+        cluster = stack.enter_context(start_cluster(config.fleet, shape, say=console.say, logs_folder=logs_folder))
         placement = stack.enter_context(cluster.placing(shape))
-        began_s = time.monotonic()
         who = f"{counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}"
         console.say(f"starting {who}: they load their libraries, then the model")
         places = placement.whereabouts()
-        same_host = places.share_memory()
         backend = choose_backend(
             config.fleet.weight_sync_backend,
             on_cuda=placement.on_gpus,
             single_device=shape.shares_device,
-            same_host=same_host,
+            same_host=places.share_memory(),
         )
         environment = dict[str, str]()
-        if config.rollout.async_steps > 0 and not placement.on_gpus and same_host:
+        if config.rollout.async_steps > 0 and not placement.on_gpus and places.share_memory():
             # Threads wait for each other in loops: a thread for every core in the learner and in the engine makes
             # both three times as slow (docs/benchmarks.md, "GRPO against TRL").
             environment |= threads_of_each(shape.num_cpu_slots)
@@ -115,56 +152,37 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             say=console.say,
         )
         stack.callback(learners.shutdown)
-        make_engine = partial(_start_engine, run=run, placement=placement, environment=environment)
-        if shape.shares_device:
-            # vLLM takes its share of what it finds free, and must not measure while another takes memory.
-            learners.wait_ready(config.fleet.step_timeout_s)
-        # Elsewhere they import and load side by side.
-        handles = [make_engine(index) for index in range(shape.num_engines)]
-        learners.wait_ready(config.fleet.step_timeout_s)
-        console.say(f"learners have loaded the model after {time.monotonic() - began_s:.0f} s")
-        for handle in handles:
-            handle.wait_ready(config.fleet.engine_timeout_s)
-        console.say(f"engines are ready after {time.monotonic() - began_s:.0f} s")
-        publisher = WeightPublisher(learners, config.fleet, drain=not config.rollout.inflight_updates)
-        fleet: Fleet | None = None
-
-        def made_again(index: int) -> RayEngine:
-            handle = make_engine(index)
-            try:
-                handle.wait_ready(config.fleet.engine_timeout_s)
-            except BaseException:
-                handle.kill()  # the next one needs its place
-                raise
-            return handle
-
-        def restarted(index: int) -> None:
-            publisher.engine_restarted(index)
-            if fleet is not None:
-                fleet.write_pids()
-
-        engines = EnginePool(
-            handles,
-            make_engine=made_again,
-            on_restart=restarted,
-            on_failure=publisher.engines_failed,
-            timeout_s=config.fleet.engine_timeout_s,
-            max_restarts=config.fleet.max_restarts,
-            say=console.warn,
-        )
-        stack.callback(engines.close)
-        publisher.attach(engines)
+        start_engine = partial(_start_engine, run=run, placement=placement, environment=environment)
         fleet = Fleet(
-            run=run,
-            learners=learners,
-            engines=engines,
-            rewards=RewardManager(verifiers, config.reward),
-            publisher=publisher,
+            run,
+            learners,
+            _constructed_engines(start_engine, learners, run, together=not shape.shares_device),
+            start_engine=start_engine,
+            verifiers=verifiers,
             engines_share_cores=not placement.on_gpus and len(places.engines) == 1,
         )
+        stack.callback(fleet.engines.close)
         stack.callback(run.directory.pids.unlink, missing_ok=True)
         fleet.write_pids()
         yield fleet
+
+
+def _constructed_engines(
+    start_engine: Callable[[int], RayEngine], learners: LearnerGroup[LearnerProcess], run: RolloutRun, *, together: bool
+) -> list[RayEngine]:
+    """Start the engines, and wait until they and the learners are constructed; `together` both load side by side."""
+    fleet, console = run.config.fleet, run.console
+    began_s = time.monotonic()
+    if not together:
+        # vLLM takes its share of what it finds free, and must not measure while another takes memory.
+        learners.wait_ready(fleet.step_timeout_s)
+    handles = [start_engine(index) for index in range(fleet.vllm_num_engines)]
+    learners.wait_ready(fleet.step_timeout_s)
+    console.say(f"learners have loaded the model after {time.monotonic() - began_s:.0f} s")
+    for handle in handles:
+        handle.wait_ready(fleet.engine_timeout_s)
+    console.say(f"engines are ready after {time.monotonic() - began_s:.0f} s")
+    return handles
 
 
 def _allocator_of_learners(placement: Placement, backend: str, console: Console) -> dict[str, str]:

@@ -15,7 +15,7 @@ from open_instruct.engines.engine import Engine
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
-from open_instruct.run.slowness import slowest
+from open_instruct.run.alarms import slowest
 from tests.unit.fake_engine import (
     MAX_NUM_SEQS,
     MAX_PROMPT_LENGTH,
