@@ -92,7 +92,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             chat=chat,
             prompts=prompts,
             held_out=held_out,
-            conversations=load_conversations(config, pretrained.tokenizer, tell=console.report),
+            conversations=load_conversations(config, pretrained.tokenizer, console=console),
             trackers=tuple(trackers),
         )
 

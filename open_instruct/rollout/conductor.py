@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import RolloutSection
@@ -42,13 +42,6 @@ STALL_TIMEOUT_S = 3600.0
 MAX_REJECTED_PER_PROMPT = 50
 
 
-class _Outstanding(NamedTuple):
-    """A group in flight, and the version of the weights that were published when it was asked."""
-
-    version: int
-    group: AskedGroup
-
-
 class Conductor:
     """Asks the prompts of a run and hands out its batches; `start`, then `next_batch` and `weights_published` in turn.
 
@@ -67,9 +60,8 @@ class Conductor:
         self._requests_of = partial(requests_of, config=config)
         self._version = 0
         self._num_accepted = 0  # of the step at hand
-        self._outstanding: deque[_Outstanding] = deque()  # in ticket order
+        self._outstanding: deque[AskedGroup] = deque()  # in ticket order
         self._to_ask_again: list[tuple[int, Prompt]] = []
-        self._num_done = 0
         self._failure: RunError | None = None
         self._changed = threading.Condition()
 
@@ -126,7 +118,7 @@ class Conductor:
         Tickets in flight when a run stops are asked again with their own seeds, and the weights of that time.
         """
         assert self._num_accepted == 0, "the groups of a step that is not finished would be lost"
-        out = [(group.ticket, group.prompt) for _, group in self._outstanding] + self._to_ask_again
+        out = [(group.ticket, group.prompt) for group in self._outstanding] + self._to_ask_again
         return {
             "prompts": self._prompts.state_dict(),
             "unconsumed": [[ticket, prompt.row_id] for ticket, prompt in out],
@@ -139,25 +131,20 @@ class Conductor:
         self._to_ask_again = [(ticket, self._prompts.dataset[row_id]) for ticket, row_id in state["unconsumed"]]
 
     def stats(self) -> dict[str, float]:
-        """Counts of prompts and completions by their state, for the live view.
+        """Counts of what is out, for the live view.
 
         `in_flight` completions are with the engines, `verifying` with the verifiers; `waiting` groups are complete
-        and wait for their turn. `verified` completions and `done` groups count since `start`. `staleness` is how many
-        versions ago the oldest ticket was asked.
+        and wait for their turn.
         """
         with self._changed:
-            out = [group for _, group in self._outstanding]
-            oldest = self._outstanding[0].version if out else self._version
-            num_done = self._num_done
+            out = list(self._outstanding)
         num_generated = sum(len(group.completions) for group in out)
-        num_verified = sum(len(group.answers) - group.num_missing for group in out)
+        num_unanswered = sum(group.num_missing for group in out)
+        in_flight = sum(len(group.requests) for group in out) - num_generated
         return {
-            "in_flight": sum(len(group.answers) for group in out) - num_generated,
-            "verifying": num_generated - num_verified,
-            "waiting": sum(not group.num_missing for group in out),
-            "verified": num_done * self._config.num_samples_per_prompt_rollout + num_verified,
-            "done": num_done,
-            "staleness": self._version - oldest,
+            "in_flight": in_flight,
+            "verifying": num_unanswered - in_flight,
+            "waiting": sum(group.num_missing == 0 for group in out),
         }
 
     def close(self) -> None:
@@ -174,13 +161,13 @@ class Conductor:
     def _ask(self, ticket: int, prompt: Prompt) -> None:
         group = self._episodes.ask(ticket, prompt, self._requests_of(ticket, prompt))
         with self._changed:
-            self._outstanding.append(_Outstanding(self._version, group))
+            self._outstanding.append(group)
         for answer in group.answers:
             answer.add_done_callback(self._answered)
 
     def _next_group(self, timeout_s: float) -> RolloutGroup:
         with self._changed:
-            head = self._outstanding[0].group
+            head = self._outstanding[0]
             while self._failure is None and head.num_missing:
                 # Every verdict resets the clock, which runs only while nothing arrives.
                 if not self._changed.wait(timeout_s):
@@ -188,14 +175,13 @@ class Conductor:
             if self._failure is not None:
                 raise self._failure
             self._outstanding.popleft()
-            self._num_done += 1
         return head.rollouts()
 
     def _stalled(self, head: AskedGroup, timeout_s: float) -> str:
         stats = self.stats()
         return (
             f"no completion came back for {timeout_s:g} s while ticket {head.ticket} (row {head.prompt.row_id}) waited "
-            f"for {head.num_missing} of its {len(head.answers)}. Tickets up to {self._outstanding[-1].group.ticket} "
+            f"for {head.num_missing} of its {len(head.answers)}. Tickets up to {self._outstanding[-1].ticket} "
             f"are out: {stats['in_flight']} completions with the engines, {stats['verifying']} with the verifiers"
         )
 

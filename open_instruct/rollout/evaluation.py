@@ -12,7 +12,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import SamplingSettings
 from open_instruct.episodes.requests import samples_of
-from open_instruct.episodes.walk import Episodes
+from open_instruct.episodes.walk import AskedGroup, Episodes
 from open_instruct.errors import RunError
 from open_instruct.records import Prompt, RolloutGroup
 from open_instruct.rollout.samples import length_metrics, mean, verdict_metrics
@@ -70,14 +70,10 @@ def _answered(
     )
     timeout_s = config.fleet.step_timeout_s
     with closing(Episodes(pool, rewards)) as episodes:
-        asked = [
-            episodes.ask(
-                index,
-                prompt,
-                samples_of(prompt, num_samples, sampling, seed=config.optim.seed, place=("eval", index)),
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        asked: list[AskedGroup] = []
+        for index, prompt in enumerate(prompts):
+            requests = samples_of(prompt, num_samples, sampling, seed=config.optim.seed, place=("eval", index))
+            asked.append(episodes.ask(index, prompt, requests))
         answers = [answer for group in asked for answer in group.answers]
         done, left = wait(answers, timeout_s, return_when=FIRST_EXCEPTION)
         for answer in done:

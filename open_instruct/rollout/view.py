@@ -47,13 +47,9 @@ class FleetView:
         if not self.console.is_live:
             yield self
             return
-        with Live(
-            console=self.console.rich,
-            get_renderable=self._draw,
-            refresh_per_second=REFRESHES_PER_S,
-            transient=True,
-        ) as live:
-            self._live = live
+        rich = self.console.rich
+        live = Live(console=rich, get_renderable=self._draw, refresh_per_second=REFRESHES_PER_S, transient=True)
+        with live as self._live:
             try:
                 yield self
             finally:

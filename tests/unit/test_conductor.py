@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -29,6 +29,7 @@ from tests.unit.plain_rollouts import plain_batches
 NUM_PROMPTS = 3  # of a step
 NUM_SAMPLES = 2  # of a group
 SEED = 5
+NUM_STEPS = 6
 STALL_TIMEOUT_S = 60.0
 
 
@@ -72,12 +73,11 @@ def compositions(batches: Iterator[RolloutStepBatch]) -> list[tuple[list[Any], l
     ]
 
 
-def plainly(*words: str, num_steps: int = 6) -> list[tuple[list[Any], list[Any]]]:
-    config = config_of(*words)
+def plainly(*words: str) -> list[tuple[list[Any], list[Any]]]:
+    stream = PromptStream(FakeDataset(11), SEED)
     with BusyPool() as pool:
-        stream = PromptStream(FakeDataset(11), SEED)
-        batches = plain_batches(stream, pool, FakeReward(coin), config=config)
-        return compositions(islice(batches, num_steps))
+        batches = plain_batches(stream, pool, FakeReward(coin), config=config_of(*words))
+        return compositions(islice(batches, NUM_STEPS))
 
 
 RULES = [
@@ -87,47 +87,32 @@ RULES = [
     ("--no_resampling_pass_rate", "1.0"),
     ("--active_sampling", "--no_resampling_pass_rate", "1.0"),
 ]
+every_rule = pytest.mark.parametrize("rules", RULES, ids=" ".join)
+
+
+def shuffled(order: int, async_steps: int, rules: tuple[str, ...]) -> list[tuple[list[Any], list[Any]]]:
+    """What the steps are made of where engines answer in a shuffled order."""
+    with BusyPool(order) as pool, conductor(pool, "--async_steps", f"{async_steps}", *rules) as it:
+        it.start(0)
+        return compositions(walk(it, pool, range(1, NUM_STEPS + 1)))
 
 
 class TestComposition:
-    @pytest.mark.parametrize("rules", RULES, ids=" ".join)
-    @settings(max_examples=5)
-    @given(order=st.integers(0, 2**32))
-    def test_on_policy_it_is_that_of_the_plain_version(self, rules: tuple[str, ...], order: int) -> None:
-        # Some rows get excluded: of the few left, six steps take several epochs.
-        with BusyPool(order) as pool, conductor(pool, "--async_steps", "0", *rules) as it:
-            it.start(0)
-            assert compositions(walk(it, pool, range(1, 7))) == plainly(*rules)
+    @every_rule
+    @settings(max_examples=8)
+    @given(order=st.integers(0, 2**32), async_steps=st.integers(0, 3))
+    def test_it_is_that_of_the_plain_version(self, rules: tuple[str, ...], order: int, async_steps: int) -> None:
+        if "--no_resampling_pass_rate" in rules:
+            async_steps = 0  # tickets that are out already are still used, which the plain version has none of
+        assert shuffled(order, async_steps, rules) == plainly(*rules)
 
-    @pytest.mark.parametrize("rules", RULES, ids=" ".join)
-    @pytest.mark.parametrize("async_steps", [1, 3])
-    @settings(max_examples=4)
-    @given(orders=st.tuples(st.integers(0, 2**32), st.integers(0, 2**32)))
+    @pytest.mark.parametrize("rules", RULES[-2:], ids=" ".join)
+    @settings(max_examples=6)
+    @given(orders=st.tuples(st.integers(0, 2**32), st.integers(0, 2**32)), async_steps=st.integers(1, 3))
     def test_which_completion_is_first_decides_nothing(
-        self, async_steps: int, rules: tuple[str, ...], orders: tuple[int, int]
+        self, rules: tuple[str, ...], orders: tuple[int, int], async_steps: int
     ) -> None:
-        seen = []
-        for order in orders:
-            with BusyPool(order) as pool, conductor(pool, "--async_steps", f"{async_steps}", *rules) as it:
-                it.start(0)
-                seen.append(compositions(walk(it, pool, range(1, 7))))
-        assert seen[0] == seen[1]
-
-    def test_batches_are_consecutive_tickets(self) -> None:
-        with BusyPool() as pool, conductor(pool) as it:
-            it.start(0)
-            tickets = [[group.ticket for group in batch.groups] for batch in walk(it, pool, range(1, 5))]
-        assert tickets == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-
-    def test_completions_stand_in_the_order_of_their_sample_index(self) -> None:
-        with conductor(pool := FakePool(), "--async_steps", "0") as it:
-            it.start(0)
-            while pool.pending:
-                pool.finish(-1)
-            groups = it.next_batch(1, timeout_s=STALL_TIMEOUT_S).groups
-        for group in groups:
-            seeds = [completion.seed for completion in group.completions]
-            assert seeds == [sampling_seed(SEED, group.ticket, index) for index in range(NUM_SAMPLES)]
+        assert shuffled(orders[0], async_steps, rules) == shuffled(orders[1], async_steps, rules)
 
 
 class TestSeeds:
@@ -142,23 +127,22 @@ class TestSeeds:
 
 
 class TestResume:
-    @pytest.mark.parametrize("rules", RULES, ids=" ".join)
+    @every_rule
     @pytest.mark.parametrize("async_steps", [0, 2])
     def test_at_any_step_goes_on_as_if_nothing_had_been(self, async_steps: int, rules: tuple[str, ...]) -> None:
         words = ("--async_steps", f"{async_steps}", *rules)
-        last = 6
         states: list[str] = []
         with BusyPool() as pool, conductor(pool, *words) as it:
             it.start(0)
             whole = []
-            for step in range(1, last + 1):
+            for step in range(1, NUM_STEPS + 1):
                 whole += compositions(walk(it, pool, range(step, step + 1)))
                 states.append(json.dumps(it.state_dict()))
         for step, state in enumerate(states, start=1):
             with BusyPool(seed=step) as pool, conductor(pool, *words) as it:
                 it.load_state_dict(json.loads(state))
                 it.start(step)
-                assert compositions(walk(it, pool, range(step + 1, last + 1))) == whole[step:]
+                assert compositions(walk(it, pool, range(step + 1, NUM_STEPS + 1))) == whole[step:]
 
     @settings(max_examples=20)
     @given(num_steps=st.integers(0, 4), async_steps=st.integers(0, 3), order=st.integers(0, 2**32))
@@ -189,14 +173,6 @@ class TestResume:
 
 
 class TestInFlight:
-    @pytest.mark.parametrize("rules", RULES, ids=" ".join)
-    @pytest.mark.parametrize("async_steps", [0, 1, 2])
-    def test_never_more_than_the_steps_that_may_be_out(self, async_steps: int, rules: tuple[str, ...]) -> None:
-        with BusyPool() as pool, conductor(pool, "--async_steps", f"{async_steps}", *rules) as it:
-            it.start(0)
-            list(walk(it, pool, range(1, 8)))
-        assert pool.most_pending <= (async_steps + 1) * NUM_PROMPTS * NUM_SAMPLES
-
     @pytest.mark.parametrize("async_steps", [0, 1, 2])
     def test_the_next_step_goes_out_when_weights_are_published(self, async_steps: int) -> None:
         size = NUM_PROMPTS * NUM_SAMPLES
@@ -209,9 +185,10 @@ class TestInFlight:
             it.weights_published(1)
             assert len(pool.requests) == (async_steps + 2) * size
 
-    @pytest.mark.parametrize("rules", RULES, ids=" ".join)
+    @every_rule
     @pytest.mark.parametrize("async_steps", [0, 1, 2])
     def test_no_token_is_staler_than_the_steps_that_may_be_out(self, async_steps: int, rules: tuple[str, ...]) -> None:
+        """And no more completions are asked for at once."""
         words = ("--async_steps", f"{async_steps}", *rules)
         staleness = []
         with BusyPool() as pool, conductor(pool, *words) as it:
@@ -220,6 +197,7 @@ class TestInFlight:
                 learned = training_samples(batch, config=config_of(*words).rollout, version=step - 1)
                 staleness.append(learned.metrics["staleness/max"])
         assert max(staleness) <= async_steps
+        assert pool.most_pending <= (async_steps + 1) * NUM_PROMPTS * NUM_SAMPLES
         if "--active_sampling" not in rules:
             # The oldest weights that may have made a token are exactly that old: the bound is no looser than it is.
             assert staleness == [min(step, async_steps) for step in range(7)]
@@ -232,25 +210,25 @@ class TestInFlight:
         assert len(pool.requests) == 4 * NUM_PROMPTS * NUM_SAMPLES
 
     def test_stats_follow_the_completions(self) -> None:
+        judging, judged = threading.Event(), threading.Event()
+
+        def slow(prompt: Prompt, completion: Completion) -> float:
+            judging.set()
+            assert judged.wait(STALL_TIMEOUT_S)
+            return 1.0
+
         size = NUM_PROMPTS * NUM_SAMPLES
-        with conductor(pool := FakePool(), "--async_steps", "1") as it:
+        with conductor(pool := FakePool(), "--async_steps", "1", rule=slow) as it:
             it.start(0)
-            assert it.stats() == {
-                **dict.fromkeys(("verifying", "waiting", "verified", "done", "staleness"), 0),
-                "in_flight": 2 * size,
-            }
+            assert it.stats() == {"in_flight": 2 * size, "verifying": 0, "waiting": 0}
             for _ in range(size):
                 pool.finish()
+            assert judging.wait(STALL_TIMEOUT_S)
+            assert it.stats() == {"in_flight": size, "verifying": size, "waiting": 0}
+            judged.set()
             it.next_batch(1, timeout_s=STALL_TIMEOUT_S)
             it.weights_published(1)
-            assert it.stats() == {
-                "in_flight": 2 * size,
-                "verifying": 0,
-                "waiting": 0,
-                "verified": size,
-                "done": NUM_PROMPTS,
-                "staleness": 1,
-            }
+            assert it.stats() == {"in_flight": 2 * size, "verifying": 0, "waiting": 0}
 
 
 class TestActiveSampling:
@@ -316,13 +294,6 @@ class TestNoResampling:
 
 
 class TestFailure:
-    def test_of_the_engines_is_passed_on(self) -> None:
-        with conductor(pool := FakePool()) as it:
-            it.start(0)
-            pool.finish(index=4, error=RunError("no engine is left"))
-            with pytest.raises(RunError, match=r"^no engine is left$"):
-                it.next_batch(1, timeout_s=STALL_TIMEOUT_S)
-
     def test_of_the_engines_is_passed_on_though_all_verifiers_hang(self) -> None:
         came = threading.Event()
 
@@ -341,22 +312,16 @@ class TestFailure:
 
     @pytest.mark.parametrize("error", [ValueError("bad"), SystemExit("bad")], ids=["error", "exit"])
     def test_of_a_verifier_names_the_completion(self, error: BaseException) -> None:
-        class Broken:
-            def judges_groups(self, prompt: Prompt) -> bool:
-                return False
+        def broken(prompt: Prompt, completion: Completion) -> float:
+            raise error
 
-            def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Verdict]:
-                raise error
-
-        pool = FakePool()
-        it = Conductor(PromptStream(FakeDataset(7), SEED), pool, Broken(), config=config_of())
-        it.start(0)
-        row = it.state_dict()["unconsumed"][0][1]
-        pool.finish()
-        message = rf"completion 0/0 \(row {row}\) could not be judged: {type(error).__name__}: bad"
-        with pytest.raises(RunError, match=message):
-            it.next_batch(1, timeout_s=STALL_TIMEOUT_S)
-        it.close()
+        with conductor(pool := FakePool(), rule=broken) as it:
+            it.start(0)
+            row = it.state_dict()["unconsumed"][0][1]
+            pool.finish()
+            message = rf"completion 0/0 \(row {row}\) could not be judged: {type(error).__name__}: bad"
+            with pytest.raises(RunError, match=message):
+                it.next_batch(1, timeout_s=STALL_TIMEOUT_S)
 
     def test_of_nothing_arriving_names_what_is_waited_for(self) -> None:
         with conductor(pool := FakePool(), "--async_steps", "1") as it:

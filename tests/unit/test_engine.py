@@ -285,7 +285,7 @@ class TestFailure:
             lambda: engine.poll(TIMEOUT_S),
             lambda: engine.begin_update(False),
             engine.receive_weights,
-            engine.health,
+            engine.pid,
         ):
             with pytest.raises(RunError, match=sentence):
                 call()
@@ -302,7 +302,7 @@ class TestFailure:
         with pytest.raises(RunError, match="SystemExit"):
             receiving.result(TIMEOUT_S)
         with pytest.raises(RunError, match="SystemExit"):
-            engine.health()
+            engine.pid()
 
     def test_of_the_construction_is_raised_as_it_is(self) -> None:
         def broken(settings: object) -> FakeCore:
@@ -335,10 +335,10 @@ class TestShutdown:
 
 class TestHealth:
     def test_tells_how_long_a_step_takes(self, engine: Engine, core: FakeCore) -> None:
-        assert engine.health().seconds_in_step == 0
+        assert engine.poll(0).seconds_in_step == 0
         core.hold()
         engine.begin({1: request(1)})
-        eventually(lambda: engine.health().seconds_in_step > 0.02)
+        eventually(lambda: engine.poll(0).seconds_in_step > 0.02)
         core.release()
         poll_all(engine, 1)
-        eventually(lambda: engine.health().seconds_in_step == 0)
+        eventually(lambda: engine.poll(0).seconds_in_step == 0)
