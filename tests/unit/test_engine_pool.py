@@ -134,8 +134,8 @@ def test_a_slow_engine_is_known_by_its_own_requests(two: Pool) -> None:
 
 
 class TestRequests:
-    def test_each_gets_its_own(self, two: Pool) -> None:
-        numbers = range(100)
+    def test_each_gets_its_own_also_where_ids_come_again(self, two: Pool) -> None:
+        numbers = [*range(100), 1, 1, 1]
         assert texts(two.submit(*numbers)) == answers(*numbers)
         assert num_in_flight(two) == 0
         assert all(engine.requests for engine in two.made)
@@ -157,9 +157,6 @@ class TestRequests:
         with pytest.raises(RunError, match="request 1/0 cannot be generated: the prompt is too long"):
             refused.result(TIMEOUT_S)
         assert texts(one.submit(2)) == answers(2)
-
-    def test_ids_may_come_again(self, one: Pool) -> None:
-        assert texts(one.submit(1, 1, 1)) == answers(1, 1, 1)
 
     def test_what_hangs_on_an_answer_may_ask_again(self, one: Pool) -> None:
         second: Future[Future[Completion]] = Future()
@@ -226,21 +223,18 @@ class TestDeath:
         assert texts(one.submit(1)) == answers(1)
         assert "the engine failed: OSError: out of memory" in one.said[0]
 
-    def test_an_engine_that_hangs_in_a_step_is_started_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(engine_pool, "POLL_WAIT_S", 0.02)
-        hanging = Pool(1, timeout_s=0.2)
-        hanging.hold()
-        assert texts(hanging.submit(1)) == answers(1)
-        assert "has been in one step for" in hanging.said[0]
-        assert hanging.made[0].is_killed
-        hanging.close()
-
-    def test_an_idle_engine_is_not_taken_for_a_dead_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(engine_pool, "POLL_WAIT_S", 0.3)
-        idle = Pool(1, timeout_s=0.3)
-        eventually(lambda: idle.made[0].asked.count("poll") > 3)
-        assert not idle.restarts
-        idle.close()
+    def test_an_engine_that_hangs_in_a_step_is_started_again_and_an_idle_one_is_not(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(engine_pool, "POLL_WAIT_S", 0.2)
+        pool = Pool(1, timeout_s=0.2)
+        eventually(lambda: pool.made[0].asked.count("poll") > 3)
+        assert not pool.restarts
+        pool.hold()
+        assert texts(pool.submit(1)) == answers(1)
+        assert "has been in one step for" in pool.said[0]
+        assert pool.made[0].is_killed
+        pool.close()
 
     def test_an_engine_that_answers_nonsense_is_started_again(self, one: Pool) -> None:
         one.hold()
@@ -278,47 +272,36 @@ class TestDeath:
         dying.close()
 
     @pytest.mark.parametrize("error", [RunError("no place"), OSError("no place")], ids=["known", "unknown"])
-    def test_an_engine_that_cannot_be_made_is_tried_again(self, one: Pool, error: Exception) -> None:
+    def test_an_engine_that_cannot_be_made_or_does_not_take_its_weights_is_tried_again(
+        self, one: Pool, error: Exception
+    ) -> None:
         one.failures.append(error)
+        one.failures_of_restart.append(error)
         one.made[0].die()
         assert texts(one.submit(1)) == answers(1)
-        assert one.restarts == [("make", 0), ("make", 0), ("restart", 0)]
-
-    def test_an_engine_that_does_not_take_its_weights_is_made_again(self, one: Pool) -> None:
-        one.failures_of_restart.append(RunError("engine 0 was lost during receive_weights"))
-        one.made[0].die()
-        assert texts(one.submit(1)) == answers(1)
-        assert one.restarts == [("make", 0), ("restart", 0)] * 2
+        assert one.restarts == [("make", 0), ("make", 0), ("restart", 0), ("make", 0), ("restart", 0)]
         assert one.made[1].is_killed
 
 
-class TestLastDeath:
-    def test_fails_all_who_wait_and_all_who_come(self) -> None:
-        pool = Pool(1, max_restarts=1)
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_the_last_death_fails_all_who_wait_and_all_who_come(max_restarts: int) -> None:
+    pool = Pool(1, max_restarts=max_restarts)
+    for engine_number in range(max_restarts):
         pool.hold()
         futures = pool.submit(0, 1)
-        pool.made[0].die()
+        pool.made[engine_number].die()
         assert texts(futures) == answers(0, 1)
-        pool.made[1].core.hold()
-        late = pool.submit(2, 3)
-        pool.made[1].die()
-        sentence = r"^engine 0 was lost during poll. That was one more than --max_restarts 1; give the same command"
-        for future in (*late, *pool.submit(5)):
-            with pytest.raises(RunError, match=sentence):
-                future.result(TIMEOUT_S)
-        assert num_in_flight(pool) == 0
-        assert pool.restarts == [("make", 0), ("restart", 0)]
-        pool.close()
-
-    def test_with_no_restarts_to_give(self) -> None:
-        pool = Pool(2, max_restarts=0)
-        pool.hold()
-        futures = pool.submit(*range(4))
-        pool.made[0].die()
-        for future in futures:
-            with pytest.raises(RunError, match="--max_restarts 0"):
-                future.result(TIMEOUT_S)
-        pool.close()
+    pool.made[-1].core.hold()
+    late = pool.submit(2, 3)
+    pool.made[-1].die()
+    sentence = f"^engine 0 was lost during poll. That was one more than --max_restarts {max_restarts}; give the same"
+    for future in (*late, *pool.submit(5)):
+        with pytest.raises(RunError, match=sentence):
+            future.result(TIMEOUT_S)
+    assert num_in_flight(pool) == 0
+    assert pool.restarts == [("make", 0), ("restart", 0)] * max_restarts
+    eventually(lambda: len(pool.told_failures) == 1)
+    pool.close()
 
 
 class TestClose:

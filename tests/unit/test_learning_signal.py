@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 
-from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.errors import RunError
-from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.records import RolloutGroup, Verdict
 from open_instruct.rollout.learning_signal import MAX_SILENT_STEPS, SignalWatch, refuse_failed_verdicts
+from tests.unit.fake_rollouts import completion, group_of, grpo_config
 
-FLAGS = "--model_name_or_path m --dataset_mixer_list prompts.jsonl 1.0 --output_dir out --apply_r1_style_format_reward"
+CONFIG = grpo_config("--apply_r1_style_format_reward")
+CUT_ANSWERS = [completion(ends="length")] * 2
 
-
-def group(*scores: float, form: float = 1.0, ends: Literal["stop", "length"] = "stop") -> RolloutGroup:
-    """Completions with these scores, which are their rewards too."""
-    completion = Completion(token_ids=(5,), logprobs=(0.0,), versions=(0,), text="", finish_reason=ends, seed=0)
-    return RolloutGroup(
-        ticket=0,
-        prompt=Prompt(row_id=0, token_ids=(1,), text="?", checks=()),
-        completions=(completion,) * len(scores),
-        verdicts=tuple(Verdict(reward=score, scores={"math": score, "format": form}) for score in scores),
-    )
-
-
-RIGHT, WRONG, MIXED = group(1.0, 1.0), group(0.0, 0.0), group(0.0, 1.0)
-MIXED_CUT = group(0.0, 1.0, ends="length")
-FORMLESS, CUT = group(0.0, 0.0, form=0.0), group(0.0, 0.0, form=0.0, ends="length")
+RIGHT, WRONG, MIXED = (group_of(rewards, format=1.0) for rewards in ([1.0, 1.0], [0.0, 0.0], [0.0, 1.0]))
+FORMLESS = group_of([0.0, 0.0], format=0.0)
+CUT = group_of([0.0, 0.0], CUT_ANSWERS, format=0.0)
+MIXED_CUT = group_of([0.0, 1.0], CUT_ANSWERS, format=1.0)
 
 
 def warnings_of(steps: list[list[RolloutGroup]]) -> list[list[str]]:
     """By step."""
-    watch = SignalWatch(parse(GRPOConfig, FLAGS.split()))
+    watch = SignalWatch(CONFIG)
     return [watch.after_step(groups, num_samples=4) for groups in steps]
 
 
@@ -47,7 +35,7 @@ def warnings_of(steps: list[list[RolloutGroup]]) -> list[list[str]]:
         ([FORMLESS], "no completion had the form <think>"),
         ([FORMLESS, WRONG], "every answer was wrong"),
         ([RIGHT, WRONG], "the completions of each prompt all got the same reward"),
-        ([group(0.5, 0.5)], "the completions of each prompt all got the same reward"),
+        ([group_of([0.5, 0.5], format=1.0)], "the completions of each prompt all got the same reward"),
     ],
 )
 def test_silence_is_told_once_with_its_reason(groups: list[RolloutGroup], reason: str) -> None:
@@ -68,7 +56,7 @@ def test_one_group_with_a_signal_starts_the_count_anew() -> None:
 
 
 def test_a_signal_of_completions_that_are_all_left_out_is_none() -> None:
-    watch = SignalWatch(parse(GRPOConfig, FLAGS.split()))
+    watch = SignalWatch(CONFIG)
     *_, warnings = [watch.after_step([MIXED_CUT], num_samples=0) for _ in range(MAX_SILENT_STEPS)]
     assert "no group" in warnings[0] and "cut off" in warnings[0]
 
