@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.data.prompts import PromptStream
 from open_instruct.episodes.requests import sampling_seed
 from open_instruct.errors import RunError
@@ -23,7 +22,7 @@ from open_instruct.losses.advantages import has_signal
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.conductor import MAX_REJECTED_PER_PROMPT, Conductor
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
-from tests.unit.fake_rollouts import BusyPool, FakeDataset, FakePool, FakeReward, coin, without_versions
+from tests.unit.fake_rollouts import BusyPool, FakeDataset, FakePool, FakeReward, coin, grpo_config, without_versions
 from tests.unit.plain_rollouts import plain_batches
 
 NUM_PROMPTS = 3  # of a step
@@ -34,9 +33,8 @@ STALL_TIMEOUT_S = 60.0
 
 
 def config_of(*words: str) -> GRPOConfig:
-    required = ["--model_name_or_path", "m", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
     sizes = ["--num_unique_prompts_rollout", f"{NUM_PROMPTS}", "--num_samples_per_prompt_rollout", f"{NUM_SAMPLES}"]
-    return parse(GRPOConfig, [*required, *sizes, "--seed", f"{SEED}", *words])
+    return grpo_config(*sizes, "--seed", f"{SEED}", *words)
 
 
 @contextmanager
