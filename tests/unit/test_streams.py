@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.losses import POLICY_LOSSES
-from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.errors import InputError
 from open_instruct.learner.reference_policy import open_teacher
@@ -26,6 +24,7 @@ from open_instruct.records import Batch, Document, RolloutSample, ShardLayout, S
 from open_instruct.rollout.conversations import conversations_of
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.users_code import own_function
+from tests.unit.fake_rollouts import grpo_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")
 # The examples of that page, `squared` and `signs`.
@@ -344,8 +343,7 @@ def test_one_that_cannot_be_used(name: str, told: str, tmp_path: Path) -> None:
 def test_conversations_of_a_step_depend_on_its_number_alone() -> None:
     """Every row once an epoch, in another order the next time; so nothing of them need be saved."""
     rows: Any = [(sample.document,) for sample in completions(14, count=7)]
-    words = ["--model_name_or_path", "m", "--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "o"]
-    config = parse(GRPOConfig, [*words, "--sft_mixer_list", "r.jsonl", "1.0", "--sft_rows_per_step", "3"])
+    config = grpo_config("--sft_mixer_list", "r.jsonl", "1.0", "--sft_rows_per_step", "3")
     steps = [conversations_of(rows, step=step, config=config) for step in range(1, 15)]
     assert (
         conversations_of(rows, step=9, config=config) == steps[8]
@@ -362,8 +360,6 @@ def test_conversations_of_a_step_depend_on_its_number_alone() -> None:
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
     """And one with fewer positions than a prompt and its completion need."""
-    words = ["--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "o", "--model_name_or_path", "m"]
-    words += ["--response_length", "8", "--max_prompt_token_length"]
     write_tiny_model(tmp_path / "t", family="olmo2")
     layout = ShardLayout(gpus_per_node=(1,), shard_degree=1, num_replicas=1)
     student: Any = SimpleNamespace(
@@ -373,6 +369,6 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
         ("8", r"its tokenizer has .* the student's 1 \(its head 1\)"),
         ("9999", "--response_length together: 10007 is more"),
     ):
-        config = parse(GRPOConfig, [*words, longest])
+        config = grpo_config("--response_length", "8", "--max_prompt_token_length", longest)
         with pytest.raises(InputError, match=told):
             open_teacher(str(tmp_path / "t"), student, config=config, layout=layout)
