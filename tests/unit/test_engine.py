@@ -61,8 +61,10 @@ def generate(engine: Engine, *requests: GenerationRequest) -> list[Completion]:
 
 
 @contextmanager
-def held_after(engine: Engine, core: FakeCore, num_steps: int) -> Iterator[None]:
-    """Inside the block the engine stands in its next step, with `num_steps` done; then it runs freely."""
+def held_after(engine: Engine, core: FakeCore, num_steps: int, *requests: GenerationRequest) -> Iterator[None]:
+    """Begin requests, by their numbers; inside the block the engine stands in its next step, `num_steps` done."""
+    core.hold()
+    engine.begin({request.seed: request for request in requests})
     core.allow(num_steps)
     eventually(lambda: core.num_steps_begun == num_steps + 1)
     yield
@@ -92,9 +94,7 @@ class TestGenerate:
         assert not engine._running and not engine._waiting
 
     def test_never_more_at_once_than_the_engine_takes(self, engine: Engine, core: FakeCore) -> None:
-        core.hold()
-        engine.begin({key: request(key) for key in range(MAX_NUM_SEQS + 3)})
-        with held_after(engine, core, 1):
+        with held_after(engine, core, 1, *(request(key) for key in range(MAX_NUM_SEQS + 3))):
             assert (len(engine._running), len(engine._waiting)) == (MAX_NUM_SEQS, 3)
         poll_all(engine, MAX_NUM_SEQS + 3)
         assert max(call[1] for call in core.calls if call[0] == "step") == MAX_NUM_SEQS
@@ -131,18 +131,14 @@ class TestPoll:
 
 class TestCancel:
     def test_of_what_runs_aborts_it(self, engine: Engine, core: FakeCore) -> None:
-        core.hold()
-        engine.begin({key: request(key, num_tokens=10) for key in range(2)})
-        with held_after(engine, core, 1):
+        with held_after(engine, core, 1, *(request(key, num_tokens=10) for key in range(2))):
             engine.cancel([0])
         assert poll_all(engine, 1).keys() == {1}
         assert [call for call in core.calls if call[0] == "abort"] == [("abort", 0)]
         assert not engine.poll(0.02).outcomes
 
     def test_of_what_waits_never_begins_it(self, engine: Engine, core: FakeCore) -> None:
-        core.hold()
-        engine.begin({key: request(key) for key in range(MAX_NUM_SEQS + 2)})
-        with held_after(engine, core, 0):
+        with held_after(engine, core, 0, *(request(key) for key in range(MAX_NUM_SEQS + 2))):
             engine.cancel([MAX_NUM_SEQS])
         assert poll_all(engine, MAX_NUM_SEQS + 1).keys() == {*range(MAX_NUM_SEQS), MAX_NUM_SEQS + 1}
         assert len([call for call in core.calls if call[0] == "add"]) == MAX_NUM_SEQS + 1
@@ -154,9 +150,7 @@ class TestCancel:
         assert not engine.poll(0.02).outcomes
 
     def test_of_the_last_ends_a_drain(self, engine: Engine, core: FakeCore) -> None:
-        core.hold()
-        engine.begin({1: request(1, num_tokens=50)})
-        with held_after(engine, core, 1):
+        with held_after(engine, core, 1, request(1, num_tokens=50)):
             updating = meanwhile(engine.begin_update, True)
             engine.cancel([1])
         updating.result(TIMEOUT_S)
@@ -169,9 +163,7 @@ class TestUpdate:
         self, engine: Engine, core: FakeCore, drain: bool, num_old: int
     ) -> None:
         """The fourth token is on its way when the update is asked for; a drain finishes what runs first."""
-        core.hold()
-        engine.begin({1: request(1, num_tokens=9), 2: request(2, num_tokens=10)})
-        with held_after(engine, core, 3):
+        with held_after(engine, core, 3, request(1, num_tokens=9), request(2, num_tokens=10)):
             updating = meanwhile(partial(update, engine, 4, drain=drain))
         updating.result(TIMEOUT_S)
         assert core.version == 4
@@ -183,9 +175,7 @@ class TestUpdate:
     def test_what_is_on_its_way_is_taken_in_before_the_weights_change(self, engine: Engine, core: FakeCore) -> None:
         """A step that vLLM has scheduled ahead is of the old weights, and is told as such."""
         core.is_ahead = True
-        core.hold()
-        engine.begin({1: request(1, num_tokens=2), 2: request(2, num_tokens=9)})
-        with held_after(engine, core, 1):
+        with held_after(engine, core, 1, request(1, num_tokens=2), request(2, num_tokens=9)):
             beginning = meanwhile(engine.begin_update, False)
         beginning.result(TIMEOUT_S)
         assert poll_all(engine, 1)[1].versions == (0, 0)
@@ -215,10 +205,8 @@ class TestUpdate:
         assert poll_all(engine, 1)[1].versions == (2, 2, 2)
 
     def test_weights_that_did_not_come_may_come_again(self, engine: Engine, core: FakeCore) -> None:
-        core.hold()
-        engine.begin({1: request(1, num_tokens=4)})
         core.failures["receive_weights"] = RunError("learner 0 failed")
-        with held_after(engine, core, 1):
+        with held_after(engine, core, 1, request(1, num_tokens=4)):
             beginning = meanwhile(engine.begin_update, False)
         beginning.result(TIMEOUT_S)
         with pytest.raises(RunError, match=r"^learner 0 failed$"):
