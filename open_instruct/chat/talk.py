@@ -17,7 +17,8 @@ from open_instruct.wording import escaped
 if TYPE_CHECKING:
     from open_instruct.chat.on_transformers import TransformersSpeaker
 
-QUESTION, REPLY = "you> ", "model> "
+QUESTION = "you> "
+REPLY = "model> "
 
 
 def answer_one(question: str, speaker: TransformersSpeaker, chat: ChatFormat, *, system_prompt: str | None) -> None:

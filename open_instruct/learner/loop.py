@@ -294,9 +294,13 @@ class Loop:
 def merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The metrics of several updates in one row: means, but the maximum of each `…/max` and peak, and sums of times."""
     assert rows, "a step has at least one update"
-    return {
-        name: max(row[name] for row in rows)
-        if name.endswith("/max") or name.startswith("peak_")
-        else sum(row.get(name, 0.0) for row in rows) / (1 if name.startswith("time/") else len(rows))
-        for name in rows[0]
-    }
+    result = {}
+    for name in rows[0]:
+        values = [row.get(name, 0.0) for row in rows]
+        if name.endswith("/max") or name.startswith("peak_"):
+            result[name] = max(values)
+        elif name.startswith("time/"):
+            result[name] = sum(values)
+        else:
+            result[name] = sum(values) / len(rows)
+    return result

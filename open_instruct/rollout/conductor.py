@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.grpo import GRPOConfig
@@ -29,7 +30,7 @@ from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.records import Prompt, RolloutGroup
 from open_instruct.rollout.learning_signal import refuse_failed_verdicts
-from open_instruct.rollout.samples import RolloutStepBatch
+from open_instruct.rollout.samples import RolloutStepBatch, num_right
 from open_instruct.wording import counted
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class Conductor:
 
 
 def _nothing_to_learn(step: int, groups: list[RolloutGroup], rejected: list[RolloutGroup]) -> str:
-    rewards = [reward for group in rejected for reward in group.rewards]
+    rewards = list(chain.from_iterable(group.rewards for group in rejected))
     return (
         f"--active_sampling rejected {counted(len(rejected), 'group')} of step {step}, each with the same reward for "
         f"all of its completions (their mean is {sum(rewards) / len(rewards):.3g}), and found {len(groups)} to learn "
@@ -228,8 +229,4 @@ def solved_rows(batch: RolloutStepBatch, config: RolloutSection) -> Sequence[int
     if rate is None:
         return []
     groups = sorted((*batch.groups, *batch.rejected), key=lambda group: group.ticket)
-    return [
-        group.prompt.row_id
-        for group in groups
-        if sum(verdict.is_right for verdict in group.verdicts) >= rate * len(group.verdicts)
-    ]
+    return [group.prompt.row_id for group in groups if num_right(group) >= rate * len(group.verdicts)]

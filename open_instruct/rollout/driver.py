@@ -171,7 +171,8 @@ class Driver:
             self.console.warn(warning)
         self.conductor = self.fleet.new_conductor()
         if state is not None:
-            self.step, self.num_tokens = state["step"], state["num_tokens"]
+            self.step = state["step"]
+            self.num_tokens = state["num_tokens"]
             self.conductor.load_state_dict(state["conductor"])
             self.console.say(f"resuming after step {self.step} of {self.config.num_steps}")
         else:
@@ -206,8 +207,9 @@ class Driver:
         return code
 
     def _say_signal(self, name: str) -> None:
-        is_last = self.step >= self.config.num_steps
-        after = "this step" if not is_last else f"{activity()}; a second one ends it at once"
+        after = "this step"
+        if self.step >= self.cadence.num_steps:
+            after = f"{activity()}; a second one ends it at once"
         self.console.say(f"{name}: stopping after {after}")
 
     def _check_learners(self) -> None:

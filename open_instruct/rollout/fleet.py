@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Literal
 
 from open_instruct.cluster.learner_group import LearnerGroup
@@ -40,31 +39,33 @@ class Fleet:
 
     Args:
         run: whose fleet this is.
-        learners: constructed, as are the engines in `handles`.
-        start_engine: starts the process of the engine of an index; does not wait until it is constructed.
+        placement: the reserved places of learners and engines.
+        learners: started there; they may still load the model.
         verifiers: judge completions.
-        engines_share_cores: whether all engines compute on the cores of one host.
+        environment: variables for the engines' processes, over those that are set here.
+
+    Raises:
+        RunError: learners or engines were not constructed in time.
     """
 
     def __init__(
         self,
         run: RolloutRun,
+        placement: Placement,
         learners: LearnerGroup[LearnerProcess],
-        handles: Sequence[RayEngine],
-        *,
-        start_engine: Callable[[int], RayEngine],
         verifiers: VerifierPool,
-        engines_share_cores: bool,
+        environment: Mapping[str, str],
     ) -> None:
         fleet = run.config.fleet
         self.run = run
         self.learners = learners
         self.rewards = RewardManager(verifiers, run.config.reward)
-        self.engines_share_cores = engines_share_cores
-        self._start_engine = start_engine
+        self.engines_share_cores = not placement.on_gpus and len(placement.whereabouts().engines) == 1
+        self._placement = placement
+        self._environment = environment
         self.publisher = WeightPublisher(learners, fleet, drain=not run.config.rollout.inflight_updates)
         self.engines = EnginePool(
-            handles,
+            self._first_engines(),
             make_engine=self._make_engine,
             on_restart=self._engine_restarted,
             on_failure=self.publisher.engines_failed,
@@ -94,14 +95,52 @@ class Fleet:
     def write_pids(self) -> None:
         self.run.directory.write_pids(driver=os.getpid(), learners=self.learners.pids(), engines=self.engines.pids())
 
+    def _first_engines(self) -> list[RayEngine]:
+        """Start the engines, and wait until they and the learners are constructed."""
+        fleet = self.run.config.fleet
+        console = self.run.console
+        began_s = time.monotonic()
+        if self._placement.shape.shares_device:
+            # vLLM takes its share of what it finds free, and must not measure while another takes memory.
+            self.learners.wait_ready(fleet.step_timeout_s)
+        # Elsewhere they import and load side by side.
+        engines = [self._start_engine(index) for index in range(fleet.vllm_num_engines)]
+        self.learners.wait_ready(fleet.step_timeout_s)
+        console.say(f"learners have loaded the model after {time.monotonic() - began_s:.0f} s")
+        for engine in engines:
+            engine.wait_ready(fleet.engine_timeout_s)
+        console.say(f"engines are ready after {time.monotonic() - began_s:.0f} s")
+        return engines
+
     def _make_engine(self, index: int) -> RayEngine:
-        handle = self._start_engine(index)
+        engine = self._start_engine(index)
         try:
-            handle.wait_ready(self.run.config.fleet.engine_timeout_s)
+            engine.wait_ready(self.run.config.fleet.engine_timeout_s)
         except BaseException:
-            handle.kill()  # the next one needs its place
+            engine.kill()  # the next one needs its place
             raise
-        return handle
+        return engine
+
+    def _start_engine(self, index: int) -> RayEngine:
+        config = self.run.config
+        placement = self._placement
+        on_gpus = placement.on_gpus
+        settings = EngineSettings(
+            model_folder=str(self.run.pretrained.folder.resolve()),
+            tokenizer_folder=str(self.run.pretrained.tokenizer_folder.resolve()),
+            dtype=engine_dtype(config),
+            max_model_len=config.data.max_seq_length,
+            batching=Batching.of(config.fleet, on_cuda=on_gpus, max_model_len=config.data.max_seq_length),
+            fleet=config.fleet,
+            seed=config.optim.seed,
+            stop_token_ids=self.run.chat.turn_end_token_ids(),
+            adapter=config.sent_adapter,
+        )
+        environment = engine_environment(on_cuda=on_gpus)
+        environment |= allocator_environment(on_gpus=on_gpus, hands_over_memory=True)
+        if not on_gpus:  # Ray would leave it one thread
+            environment |= threads_of_each(placement.shape.num_cpu_slots - placement.shape.num_learners)
+        return RayEngine(index, settings, placement, environment={**environment, **self._environment})
 
     def _engine_restarted(self, index: int) -> None:
         self.publisher.engine_restarted(index)
@@ -132,15 +171,15 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         placement = stack.enter_context(cluster.placing(shape))
         who = f"{counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}"
         console.say(f"starting {who}: they load their libraries, then the model")
-        places = placement.whereabouts()
+        same_host = placement.whereabouts().share_memory()
         backend = choose_backend(
             config.fleet.weight_sync_backend,
             on_cuda=placement.on_gpus,
             single_device=shape.shares_device,
-            same_host=places.share_memory(),
+            same_host=same_host,
         )
         environment = dict[str, str]()
-        if config.rollout.async_steps > 0 and not placement.on_gpus and places.share_memory():
+        if config.rollout.async_steps > 0 and not placement.on_gpus and same_host:
             # Threads wait for each other in loops: a thread for every core in the learner and in the engine makes
             # both three times as slow (docs/benchmarks.md, "GRPO against TRL").
             environment |= threads_of_each(shape.num_cpu_slots)
@@ -152,68 +191,23 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             say=console.say,
         )
         stack.callback(learners.shutdown)
-        start_engine = partial(_start_engine, run=run, placement=placement, environment=environment)
-        fleet = Fleet(
-            run,
-            learners,
-            _constructed_engines(start_engine, learners, run, together=not shape.shares_device),
-            start_engine=start_engine,
-            verifiers=verifiers,
-            engines_share_cores=not placement.on_gpus and len(places.engines) == 1,
-        )
+        fleet = Fleet(run, placement, learners, verifiers, environment)
         stack.callback(fleet.engines.close)
         stack.callback(run.directory.pids.unlink, missing_ok=True)
         fleet.write_pids()
         yield fleet
 
 
-def _constructed_engines(
-    start_engine: Callable[[int], RayEngine], learners: LearnerGroup[LearnerProcess], run: RolloutRun, *, together: bool
-) -> list[RayEngine]:
-    """Start the engines, and wait until they and the learners are constructed; `together` both load side by side."""
-    fleet, console = run.config.fleet, run.console
-    began_s = time.monotonic()
-    if not together:
-        # vLLM takes its share of what it finds free, and must not measure while another takes memory.
-        learners.wait_ready(fleet.step_timeout_s)
-    handles = [start_engine(index) for index in range(fleet.vllm_num_engines)]
-    learners.wait_ready(fleet.step_timeout_s)
-    console.say(f"learners have loaded the model after {time.monotonic() - began_s:.0f} s")
-    for handle in handles:
-        handle.wait_ready(fleet.engine_timeout_s)
-    console.say(f"engines are ready after {time.monotonic() - began_s:.0f} s")
-    return handles
-
-
 def _allocator_of_learners(placement: Placement, backend: str, console: Console) -> dict[str, str]:
     """Environment of the learners' allocator; warns of settings that engines, or learners beside one, cannot take."""
     hands_over_memory = backend == "ipc"
-    for name in without_growing_segments(os.environ) if placement.on_gpus else ():
+    if placement.on_gpus:
         whose = "engines and learners" if hands_over_memory else "engines"
-        console.say(f"{name}: {whose} go without expandable_segments:True, memory that no other process can map")
+        for name in without_growing_segments(os.environ):
+            console.say(f"{name}: {whose} go without expandable_segments:True, memory that no other process can map")
     return allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=hands_over_memory)
 
 
 def engine_dtype(config: GRPOConfig) -> Literal["bfloat16", "float32"]:
     """The dtype in which engines compute and weights travel."""
     return config.model.param_dtype if config.fleet.vllm_dtype == "policy" else config.fleet.vllm_dtype
-
-
-def _start_engine(index: int, *, run: RolloutRun, placement: Placement, environment: Mapping[str, str]) -> RayEngine:
-    config = run.config
-    settings = EngineSettings(
-        model_folder=str(run.pretrained.folder.resolve()),
-        tokenizer_folder=str(run.pretrained.tokenizer_folder.resolve()),
-        dtype=engine_dtype(config),
-        max_model_len=config.data.max_seq_length,
-        batching=Batching.of(config.fleet, on_cuda=placement.on_gpus, max_model_len=config.data.max_seq_length),
-        fleet=config.fleet,
-        seed=config.optim.seed,
-        stop_token_ids=run.chat.turn_end_token_ids(),
-        adapter=config.sent_adapter,
-    )
-    own = engine_environment(on_cuda=placement.on_gpus)
-    own |= allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=True)
-    if not placement.on_gpus:  # Ray would leave it one thread
-        own |= threads_of_each(placement.shape.num_cpu_slots - placement.shape.num_learners)
-    return RayEngine(index, settings, placement, environment={**own, **environment})

@@ -10,6 +10,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.records import RolloutGroup
+from open_instruct.rollout.samples import all_completions, all_verdicts
 
 # The number of steps in a row without a signal that is worth a warning.
 MAX_SILENT_STEPS = 5
@@ -48,8 +49,8 @@ class SignalWatch:
         return f"no group of the last {MAX_SILENT_STEPS} steps had a signal to learn from: {reason}"
 
     def _cut(self) -> str | None:
-        groups = chain.from_iterable(self._groups)
-        are_cut = [each.is_truncated for group in groups for each in group.completions]
+        completions = all_completions(chain.from_iterable(self._groups))
+        are_cut = [completion.is_truncated for completion in completions]
         if sum(are_cut) <= MOST_CUT * len(are_cut):
             return None
         limit = self._config.data.response_length
@@ -65,7 +66,7 @@ def refuse_failed_verdicts(groups: Sequence[RolloutGroup]) -> None:
     Raises:
         RunError: not one verdict on `groups` is a real one.
     """
-    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    verdicts = all_verdicts(groups)
     if verdicts and all(verdict.problems for verdict in verdicts):
         raise RunError(
             f"all {len(verdicts)} verdicts of a step failed, so nothing can be learned. The first: "
@@ -75,10 +76,10 @@ def refuse_failed_verdicts(groups: Sequence[RolloutGroup]) -> None:
 
 
 def _reason(groups: Sequence[RolloutGroup], config: GRPOConfig) -> str:
-    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    verdicts = all_verdicts(groups)
     if all(verdict.is_right for verdict in verdicts):
         return "every answer was right. The prompts are too easy for this model: use harder ones"
-    if all(completion.is_truncated for group in groups for completion in group.completions):
+    if all(completion.is_truncated for completion in all_completions(groups)):
         return f"every completion was cut off at --response_length {config.data.response_length} tokens. {LONGER}"
     if config.reward.apply_r1_style_format_reward and not any(verdict.scores["format"] for verdict in verdicts):
         return (
