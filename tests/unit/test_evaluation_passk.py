@@ -62,16 +62,14 @@ def test_metrics() -> None:
     }
 
 
-def test_the_largest_k_says_how_many_completions_there_are() -> None:
-    metrics, _, requests = evaluated("--eval_pass_at_k", "32", reward=lambda *_: 1.0)
-    assert len(requests) == 32 * len(PROMPTS)
-    assert metrics["eval/pass_at_32"] == metrics["eval/pass_at_1"] == 1
-
-
-def test_pass_at_1_is_there_without_being_asked_for() -> None:
-    metrics, _, _ = evaluated("--eval_num_samples", "4", "--eval_pass_at_k", "4")
+@pytest.mark.parametrize(
+    ("words", "num_samples"), [("--eval_pass_at_k 8", 8), ("--eval_num_samples 9 --eval_pass_at_k 8", 9)]
+)
+def test_the_number_of_completions_and_pass_at_1_need_no_flags(words: str, num_samples: int) -> None:
+    metrics, _, requests = evaluated(*words.split())
+    assert len(requests) == num_samples * len(PROMPTS)
     assert metrics["eval/pass_at_1"] == pytest.approx(metrics["eval/reward"])
-    assert metrics["eval/pass_at_4"] >= metrics["eval/pass_at_1"]
+    assert metrics["eval/pass_at_8"] > metrics["eval/pass_at_1"]
 
 
 def test_every_evaluation_asks_the_same_whatever_comes_back_first() -> None:

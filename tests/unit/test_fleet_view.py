@@ -65,19 +65,17 @@ def test_the_numbers_of_a_step_in_words() -> None:
 
 
 class TestPlainLines:
-    def test_first_last_and_some_between_are_said_and_all_are_logged(self, caplog: pytest.LogCaptureFixture) -> None:
-        view = view_of(is_terminal=False)
+    @pytest.mark.parametrize(("num_steps", "said"), [(80, (1, *range(2, 81, 2))), (3, (1, 2, 3))])
+    def test_first_last_and_some_between_are_said_and_all_are_logged(
+        self, num_steps: int, said: tuple[int, ...], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        view = view_of(is_terminal=False, num_steps=num_steps)
         with caplog.at_level(logging.INFO), view.shown():
-            for step in range(1, 81):
+            for step in range(1, num_steps + 1):
                 view.finished(row(step))
-        assert lines(view) == [f"step {step}/80  {step_words(row(step))}" for step in (1, *range(2, 81, 2))]
-        assert [record.message.split("  ")[0] for record in caplog.records] == [f"step {n}/80" for n in range(1, 81)]
-
-    def test_of_a_short_run_every_step_is_said(self) -> None:
-        view = view_of(is_terminal=False, num_steps=3)
-        for step in range(1, 4):
-            view.finished(row(step))
-        assert lines(view) == [f"step {step}/3  {step_words(row(step))}" for step in range(1, 4)]
+        words = [f"step {step}/{num_steps}  {step_words(row(step))}" for step in range(1, num_steps + 1)]
+        assert lines(view) == [words[step - 1] for step in said]
+        assert [record.message for record in caplog.records] == words
 
     def test_a_sample_is_one_line_that_steers_no_terminal(self) -> None:
         view = view_of(is_terminal=False)

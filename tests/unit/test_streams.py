@@ -153,20 +153,9 @@ def test_a_teacher_alone_pulls_each_token_by_its_distance() -> None:
     assert float(outputs.metrics["teacher_kl"].value) == pytest.approx(float(distance_N.mean()), rel=1e-5)
 
 
-def test_the_importance_weighted_estimate() -> None:
-    """r (e^-d - 1 + d), whose gradient by log pi is r (e^-d - 1 + d) + r (1 - e^-d) = r d."""
-    samples = completions(6)
-    loss = PolicyLossSection(rl_coef=0.0, beta=0.5, kl_importance_weighted=True, rho_correction="none")
-    _, gradient_N = loss_and_gradient(samples, loss, old=0.1, reference=-0.4)
-    batch = rollout_batch(samples, pad_token_id=0)
-    engine_N, new_N = batch.values["engine_logprobs_N"], scores_of(samples, batch).logprobs_N.detach()
-    ratio_N, d_N = (new_N - engine_N - 0.1).exp(), new_N - engine_N + 0.4
-    torch.testing.assert_close(gradient_N, 0.5 * ratio_N * d_N / len(d_N), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["gspo", "gmpo", "luspo", "dapo", "vespo"])
 def test_the_estimate_is_weighted_by_the_ratio_that_is_optimised(kind: str) -> None:
-    """Of gspo and its like by the geometric mean s over the completion, through which each token is pulled."""
+    """r (e^-d - 1 + d); of gspo and its like r is the geometric mean over the completion, which pulls each token."""
     samples = completions(6)
     loss = PolicyLossSection(loss_fn=kind, rl_coef=0.0, beta=0.5, kl_importance_weighted=True, rho_correction="none")
     _, gradient_N = loss_and_gradient(samples, loss, old=0.1, reference=-0.4)
