@@ -139,8 +139,8 @@ class Conductor:
         """
         with self._changed:
             out = list(self._outstanding)
+        num_unanswered = sum(group.num_missing for group in out)  # first, as completions arrive meanwhile
         num_generated = sum(len(group.completions) for group in out)
-        num_unanswered = sum(group.num_missing for group in out)
         in_flight = sum(len(group.requests) for group in out) - num_generated
         return {
             "in_flight": in_flight,

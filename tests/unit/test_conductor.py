@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
@@ -128,6 +128,23 @@ class TestSeeds:
     def test_they_are_those_of_every_python(self) -> None:
         # A checkpoint of today must ask with the same seeds tomorrow.
         assert sampling_seed(5, 41, 2) == 4878955774981050844
+
+
+def test_a_verifier_of_whole_groups_gets_all_completions_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[list[int]] = []
+
+    def judge(reward: FakeReward, prompt: Prompt, completions: Sequence[Completion]) -> list[Verdict]:
+        judged.append([completion.seed for completion in completions])
+        return [Verdict(reward=float(place), scores={}) for place in range(len(completions))]
+
+    monkeypatch.setattr(FakeReward, "judges_groups", lambda reward, prompt: True)
+    monkeypatch.setattr(FakeReward, "judge", judge)
+    with conductor("--async_steps", "0", pool=FakePool()) as (it, pool):
+        while pool.pending:
+            pool.finish(-1)
+        groups = next_batch(it).groups
+    assert sorted(judged) == sorted([sampling_seed(SEED, t, i) for i in range(NUM_SAMPLES)] for t in range(NUM_PROMPTS))
+    assert {group.rewards for group in groups} == {(0.0, 1.0)}
 
 
 class TestResume:
