@@ -192,11 +192,12 @@ class EnginePool:
         self.fail_waiting(failure)
 
     def _take_all(self) -> list[InFlight]:
-        left = [*self._homeless.values(), *(each for member in self._members for each in member.asked.values())]
+        left = list(self._homeless.values())
         self._homeless = {}
         for member in self._members:
             if member.is_alive:
                 member.handle.tell(Engine.cancel, list(member.asked))
+            left += member.asked.values()
             member.asked = {}
         return left
 
@@ -246,7 +247,8 @@ class EnginePool:
                 return False
             member = self._members[index]
             member.is_alive = False
-            left, member.asked = member.asked, {}
+            left = member.asked
+            member.asked = {}
             self._num_restarts += 1
             is_last = self._num_restarts > self._max_restarts
         member.handle.kill()
@@ -279,7 +281,8 @@ class EnginePool:
             return self._restarted(index, _unexpected(again, f"engine {index} could not be started again"))
         with self._lock:
             member.is_alive = True
-            waiting, self._homeless = self._homeless, {}
+            waiting = self._homeless
+            self._homeless = {}
             self._send(waiting)
         return True
 
