@@ -329,5 +329,3 @@ register("bnpo", "`dapo`'s", "2503.14476 eq. 8; the name is TRL's")(clipped_rati
 
 # The losses whose denominator --loss_denominator replaces.
 OVER_TOKENS = [name for name, loss in POLICY_LOSSES.items() if loss.divided_by == "tokens"]
-# The flags that some losses read and others do not.
-FLAGS_OF_SOME_LOSSES = tuple(dict.fromkeys(flag for loss in POLICY_LOSSES.values() for flag in loss.reads))

@@ -351,10 +351,6 @@ def _log_sigmoid(values: torch.Tensor) -> torch.Tensor:
     return logsigmoid(values)
 
 
-# The losses that read --label_smoothing.
-SMOOTHED = [name for name, loss in PREFERENCE_LOSSES.items() if "label_smoothing" in loss.reads]
-
-
 def divergence_terms(
     log_ratios: torch.Tensor, *, f_divergence_type: str, f_alpha_divergence_coef: float
 ) -> torch.Tensor:

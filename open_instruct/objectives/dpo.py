@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from open_instruct.config.dpo import DPOConfig, loss_problems, needs_reference, validate_dpo
 from open_instruct.config.sections import PreferenceLossSection
-from open_instruct.config.validation import limit_problems, refuse
+from open_instruct.config.validation import idle_problems, limit_problems, refuse
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.losses.flags_taken import with_flags
 from open_instruct.losses.logprobs import ROUNDING, per_token, sum_by_reply
@@ -50,7 +50,7 @@ MATCHED = "matched_3P"
 
 def bind(loss: PreferenceLossSection) -> BoundLoss:
     """The loss that the flags name; raises InputError for flags that cannot work."""
-    refuse([*limit_problems(loss), *loss_problems(loss)])
+    refuse([*limit_problems(loss), *idle_problems(loss), *loss_problems(loss)])
     known = [PREFERENCE_LOSSES[name] for name in loss.names]
     starts_alike = all(each.needs_reference and each.knows_first_loss for each in known)
     sees_others = any(each.needs_global_batch for each in known)

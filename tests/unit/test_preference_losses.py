@@ -16,7 +16,6 @@ from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.errors import InputError
 from open_instruct.losses.preference import (
     PREFERENCE_LOSSES,
-    SMOOTHED,
     PreferenceLossInputs,
     PreferenceLossOutputs,
     matched_pairs,
@@ -240,7 +239,7 @@ def test_margins_that_are_far_off_have_finite_losses_and_gradients(name: str, fa
     """In float32, where exp overflows from 89 on."""
     logps = [far, -far, -1e-3]
     inputs = make_inputs(logps, logps[::-1], [0.0] * 3, [0.0] * 3, [1] * 3, [1] * 3, dtype=torch.float32)
-    smoothing = 0.1 if name in SMOOTHED else 0.0
+    smoothing = 0.1 if "label_smoothing" in PREFERENCE_LOSSES[name].reads else 0.0
     losses_P = preference_loss(name, inputs, beta=10.0, label_smoothing=smoothing).losses_P
     (gradients_2P,) = torch.autograd.grad(losses_P.sum(), inputs.policy_logps_2P)
     assert losses_P.isfinite().all() and gradients_2P.isfinite().all()
