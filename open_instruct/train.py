@@ -107,6 +107,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.learner.loop import Loop
     from open_instruct.learner.policy import Policy
     from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
+    from open_instruct.learner.rows.datasets import load_datasets
     from open_instruct.learner.rows.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
     from open_instruct.learner.teacher import OpenedTeacher
@@ -114,12 +115,9 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.models.lora.adapters import adapters_off
     from open_instruct.packing.balance import best_fit
     from open_instruct.packing.steps import BatchShape
-    from open_instruct.run.datasets import load_datasets
-    from open_instruct.run.opened import open_run
-    from open_instruct.run.plan_check import planned_run
-    from open_instruct.run.pretrained import open_pretrained
+    from open_instruct.run.opened import open_run, planned_run
+    from open_instruct.run.pretrained import open_pretrained, start_model_of
     from open_instruct.run.signals import stopped_by
-    from open_instruct.run.start_model import start_model_of
     from open_instruct.run.trackers import logging_steps
     from open_instruct.wording import counted
 

@@ -18,15 +18,14 @@ from open_instruct.data.chat import ChatFormat, choose_chat_template, load_token
 from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.reference_policy import open_teacher
+from open_instruct.learner.rows.datasets import reading
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
 from open_instruct.rollout.conversations import load_conversations
 from open_instruct.run.console import Console
-from open_instruct.run.datasets import reading
 from open_instruct.run.metrics_log import Tracker
-from open_instruct.run.opened import made_ready, shared_by
-from open_instruct.run.plan_check import memory_of, say_plan, with_chosen
+from open_instruct.run.opened import made_ready, memory_of, say_plan, shared_by, with_chosen
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.trackers import build_trackers

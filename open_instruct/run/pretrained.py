@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from olmo_core.nn.transformer import Transformer
+from torch import nn
 from transformers import PretrainedConfig
 
+from open_instruct.checkpoints.step_folder import Damaged, find_checkpoints, refuse_another_start_model
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import DataSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import choose_chat_template, load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
-from open_instruct.models.export import check_destination, check_exportable
+from open_instruct.models.export import ExportReport, check_destination, check_exportable, export_hf
 from open_instruct.models.family import unknown_fields
-from open_instruct.models.fingerprint import weights_fingerprint
+from open_instruct.models.fingerprint import weights_fingerprint, with_config
 from open_instruct.models.heads.value_head import open_score_files
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import Head, TensorNames
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.files import open_adapter
+from open_instruct.models.shards import Held
 from open_instruct.parallel.layout import check_heads
 from open_instruct.parallel.peers import doing
+from open_instruct.parallel.process import on_main_process
 from open_instruct.records import ShardLayout
 from open_instruct.run.first_look import local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from open_instruct.run.opened import Run
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: one property is kept
@@ -54,10 +61,51 @@ class Pretrained:
         """The model, without weights."""
         return build_model(self.hf_config, init_device=init_device, head=self.names.head)
 
+    def export(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, Held],
+        out_folder: str | Path,
+        *,
+        dtype: torch.dtype,
+        card: Callable[[], str | None],
+        more_config: Mapping[str, Any] | None = None,
+    ) -> ExportReport:
+        """Write `weights` with this checkpoint's configuration, tokenizer and names; see `export_hf`. Collective.
+
+        :param model: gives the names and shapes of `weights`.
+        """
+        return export_hf(
+            model,
+            self.hf_config,
+            self.names,
+            source_folder=self.folder,
+            tokenizer_folder=self.tokenizer_folder,
+            out_folder=out_folder,
+            dtype=dtype,
+            chat_template=self.chat_template,
+            card=card,
+            more_config=more_config,
+            weights=weights,
+        )
+
     @cached_property
     def weights_fingerprint(self) -> str:
         """Fingerprint of all bytes of the checkpoint's weights. Collective at the first call, which reads them once."""
         return weights_fingerprint(self.files)
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the weights and of config.json. Collective at the first call.
+
+        The text of config.json counts, not the object that transformers parses: a newer version has more defaults.
+        """
+        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        return with_config(self.weights_fingerprint, config)
+
+    def is_same_as(self, other: Pretrained) -> bool:
+        """Whether both have the same weights and config.json. Collective; reads every byte if the shapes are equal."""
+        return self.files.shapes == other.files.shapes and self.fingerprint == other.fingerprint
 
     @property
     def warnings(self) -> list[str]:
@@ -98,7 +146,7 @@ def open_pretrained(
 
     :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
     """
-    model, data, lora = config.model, config.data, config.adapters
+    model, lora = config.model, config.adapters
     doing("reading what is in the start model's folder")
     folder = tokenizer_folder = local_folder(model.model_name_or_path, revision=model.model_revision)
     if model.tokenizer_name_or_path:
@@ -112,18 +160,7 @@ def open_pretrained(
             model=f"the model in {folder}",
         )
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    num_tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
-    if num_tokens > hf_config.vocab_size:
-        raise InputError(
-            f"the tokenizer in {tokenizer_folder} has {num_tokens} tokens, but the model in {folder} has "
-            f"vocab_size {hf_config.vocab_size}: they do not belong together"
-        )
-    longest = getattr(hf_config, "max_position_embeddings", None)
-    if longest is not None and data.max_seq_length > longest:
-        raise InputError(
-            f"{data.length_flags} {data.max_seq_length} is more than the {longest} positions the model in {folder} "
-            f"has; use at most {longest}"
-        )
+    _check_sizes(hf_config, tokenizer, config.data, folder=folder, tokenizer_folder=tokenizer_folder)
     names = TensorNames(hf_config, head=head)
     if head == "score":
         files = open_score_files(folder, hf_config, seed=config.optim.seed)
@@ -145,8 +182,49 @@ def open_pretrained(
         names=names,
         tokenizer=tokenizer,
         adapter=adapter,
-        chat_template=_other_template(tokenizer, data),
+        chat_template=_other_template(tokenizer, config.data),
     )
+
+
+def start_model_of(pretrained: Pretrained, run: Run) -> str:
+    """Fingerprint of the start model, which the checkpoints of the run must have too. Collective.
+
+    :raises InputError: the run began with another start model, or its files were changed in place.
+    """
+    own = pretrained.fingerprint
+
+    def compare() -> None:
+        for folder in find_checkpoints(run.directory.path):
+            try:
+                refuse_another_start_model(folder, own)
+            except Damaged:
+                continue  # `resume` warns of it
+
+    on_main_process(compare)
+    return own
+
+
+def _check_sizes(
+    hf_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    data: DataSection | PromptDataSection,
+    *,
+    folder: Path,
+    tokenizer_folder: Path,
+) -> None:
+    """Refuse a tokenizer with more tokens, and rows with more positions, than the model has."""
+    num_tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+    if num_tokens > hf_config.vocab_size:
+        raise InputError(
+            f"the tokenizer in {tokenizer_folder} has {num_tokens} tokens, but the model in {folder} has "
+            f"vocab_size {hf_config.vocab_size}: they do not belong together"
+        )
+    longest = getattr(hf_config, "max_position_embeddings", None)
+    if longest is not None and data.max_seq_length > longest:
+        raise InputError(
+            f"{data.length_flags} {data.max_seq_length} is more than the {longest} positions the model in {folder} "
+            f"has; use at most {longest}"
+        )
 
 
 def _other_template(tokenizer: PreTrainedTokenizerFast, data: DataSection | PromptDataSection) -> str | None:

@@ -13,14 +13,14 @@ from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
-from open_instruct.run.export_command import checkpoint_of, export_command, settings_of
+from open_instruct.run.export_command import checkpoint_of, main, settings_of
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"is not the --output_dir of a run: .*config\.yaml"):
-        export_command([str(tmp_path), "--output_dir", str(tmp_path / "out")])
+        main([str(tmp_path), "--output_dir", str(tmp_path / "out")])
     with pytest.raises(InputError, match="the first word is the folder of a run"):
-        export_command(["--output_dir", str(tmp_path / "out")])
+        main(["--output_dir", str(tmp_path / "out")])
 
 
 COMMANDS = {"grpo": GRPOConfig, **{name: objective_named(name).config_class for name in OBJECTIVES}}
@@ -99,11 +99,11 @@ def test_a_checkpoint_may_be_named_by_its_folder(tmp_path: Path) -> None:
         write_config(parse(DPOConfig, words), run / "config.yaml")
     out = ["--output_dir", str(tmp_path / "out")]
     with pytest.raises(InputError, match=rf"^{tmp_path} has step3, and not step4$"):
-        export_command([str(tmp_path / "step4"), *out])
+        main([str(tmp_path / "step4"), *out])
     with pytest.raises(InputError, match=r"step7 has no checkpoint$"):
-        export_command([str(tmp_path / "step7"), *out])
+        main([str(tmp_path / "step7"), *out])
     with pytest.raises(InputError, match=r"step3 is not the --output_dir of a run"):
-        export_command([str(tmp_path / "step3"), "--step", "4", *out])
+        main([str(tmp_path / "step3"), "--step", "4", *out])
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:

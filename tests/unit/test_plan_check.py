@@ -18,7 +18,7 @@ from open_instruct.parallel.process import Process
 from open_instruct.planning import plan
 from open_instruct.planning.memory.phases import memory_by_phase
 from open_instruct.rollout.checked_run import _planned
-from open_instruct.run import plan_check
+from open_instruct.run import opened
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
 from open_instruct.run.run_directory import RunDirectory
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 def start_on_host(folder: Path, host_gib: float, nodes: tuple[int, ...], *words: str, monkeypatch: Any) -> None:
     """What `dpo.py` does on the first rank of CPU nodes with so much memory."""
-    monkeypatch.setattr(plan_check, "_host_bytes", lambda: round(host_gib * GIB))
+    monkeypatch.setattr(opened, "_host_bytes", lambda: round(host_gib * GIB))
     required = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", str(folder)]
     small = ["--per_device_train_batch_size", "1", "--max_seq_length", "64"]
     config = parse(DPOConfig, [*required, *([] if "--max_seq_length" in words else small), *words])
@@ -55,7 +55,7 @@ def start_on_host(folder: Path, host_gib: float, nodes: tuple[int, ...], *words:
         directory=RunDirectory(path=folder),
         console=Console(speaks=True),
     )
-    plan_check.planned_run(config, run, folder)
+    opened.planned_run(config, run, folder)
 
 
 def test_processes_of_a_node_share_its_memory(
@@ -108,7 +108,7 @@ class TestCheckpointing:
     def chosen(self, folder: Path, gpu_gib: float, *words: str, on_cuda: bool = True) -> str:
         required = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
         config = parse(DPOConfig, [*required, *self.ROWS, *words])
-        mode = plan_check.say_plan(
+        mode = opened.say_plan(
             config,
             (8,),
             folder,
@@ -117,7 +117,7 @@ class TestCheckpointing:
             console=Console(speaks=True),
             directory=RunDirectory(path=folder),
         )
-        self.memory = plan_check.with_chosen(config, mode).memory
+        self.memory = opened.with_chosen(config, mode).memory
         return self.memory.activation_checkpointing
 
     def test_the_plan_decides(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +159,7 @@ class TestLauncher:
     @pytest.fixture(autouse=True)
     def on_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(plan_check, "_host_bytes", lambda: 64 * GIB)
+        monkeypatch.setattr(opened, "_host_bytes", lambda: 64 * GIB)
 
     def config(self, folder: Path, *words: str) -> GRPOConfig:
         required = ["--model_name_or_path", str(folder), "--dataset_mixer_list", "rows.jsonl", "1.0"]
