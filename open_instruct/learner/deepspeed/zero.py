@@ -108,7 +108,9 @@ class ZeroBackend(TransformerTrainModule):
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        self.engine.backward(loss, scale_wrt_gas=False)
+        # DeepSpeed averages over all ranks but those that split matrices.
+        num_averaged = dist.get_world_size() // self._split_over
+        self.engine.backward(loss * num_averaged, scale_wrt_gas=False)
 
     def clip(self) -> None:
         """Nothing is known of the norm here: gradients are reduced and clipped in the step."""

@@ -77,15 +77,4 @@ def apply_context_parallel(model: Transformer, cp_mesh: DeviceMesh, **style: Any
     del style
     context = ContextGroup(cp_mesh.get_group())
     for block in model.blocks.values():
-        _backend(block).context = context
-
-
-def context_of(model: Transformer) -> ContextGroup | None:
-    """The ranks that the rows of `model` are split over; None where each rank has whole rows."""
-    context: ContextGroup | None = _backend(next(iter(model.blocks.values()))).context
-    return context
-
-
-def _backend(block: torch.nn.Module) -> Any:
-    """The block's `SegmentAttention`."""
-    return cast(Attention, block.attention).backend
+        cast(Attention, block.attention).backend.context = context
