@@ -63,7 +63,7 @@ COMMANDS = {
     ),
     "export": (
         "write the weights in a checkpoint of a run as a Hugging Face folder",
-        "open_instruct.run.export_command:main",
+        "open_instruct.learner.export_command:main",
     ),
     "merge": ("add an adapter to the model that it was trained beside", "open_instruct.merge:main"),
     "chat": ("talk to a model: what a run has exported, or one on the hub", "open_instruct.chat.command:main"),

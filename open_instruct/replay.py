@@ -23,7 +23,7 @@ from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
-from open_instruct.run.export_command import settings_of
+from open_instruct.learner.export_command import settings_of
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.whole_file import write_asked
 

@@ -115,10 +115,10 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.models.lora.adapters import adapters_off
     from open_instruct.packing.balance import best_fit
     from open_instruct.packing.steps import BatchShape
+    from open_instruct.run.metrics_log import logging_steps
     from open_instruct.run.opened import open_run, planned_run
     from open_instruct.run.pretrained import open_pretrained, start_model_of
     from open_instruct.run.signals import stopped_by
-    from open_instruct.run.trackers import logging_steps
     from open_instruct.wording import counted
 
     if config.data.eval_mixer_list and objective.evaluate is None:

@@ -21,12 +21,12 @@ from open_instruct.config.plan import PlanFlags
 from open_instruct.config.suites.upstream_flags import upstream_table
 from open_instruct.config.validation import READ_ONLY_WITH
 from open_instruct.families import FAMILIES
+from open_instruct.learner.export_command import ExportFlags
 from open_instruct.merge import MergeFlags
 from open_instruct.parallel.layout_command import LayoutFlags
 from open_instruct.preview.command import PreviewFlags
 from open_instruct.replay import ReplayFlags
 from open_instruct.report.command import ReportFlags
-from open_instruct.run.export_command import ExportFlags
 from open_instruct.score import ScoreFlags
 from open_instruct.toys.tiny_command import TinyModelFlags
 
