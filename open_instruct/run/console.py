@@ -99,7 +99,8 @@ class Console:
                 yield lambda step, detail: bar.update(task, completed=step, detail=detail)
             self._of_training = None
             return
-        interval, began_s = max(1, num_steps // 20), time.monotonic()
+        interval = max(1, num_steps // 20)
+        began_s = time.monotonic()
 
         def line(step: int, detail: str) -> None:
             if num_steps > step > first_step + 1:  # the first step is a slow one

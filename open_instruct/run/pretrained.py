@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,21 @@ class Pretrained:
     def build(self, *, init_device: str) -> Transformer:
         """The model, without weights."""
         return build_model(self.hf_config, init_device=init_device, head=self.names.head)
+
+    def check_sizes(self, data: DataSection | PromptDataSection) -> None:
+        """:raises InputError: the tokenizer has more tokens, or the rows have more positions, than the model."""
+        num_tokens = max(len(self.tokenizer), 1 + max(self.tokenizer.get_vocab().values()))
+        if num_tokens > self.hf_config.vocab_size:
+            raise InputError(
+                f"the tokenizer in {self.tokenizer_folder} has {num_tokens} tokens, but the model in {self.folder} has "
+                f"vocab_size {self.hf_config.vocab_size}: they do not belong together"
+            )
+        longest = getattr(self.hf_config, "max_position_embeddings", None)
+        if longest is not None and data.max_seq_length > longest:
+            raise InputError(
+                f"{data.length_flags} {data.max_seq_length} is more than the {longest} positions the model in "
+                f"{self.folder} has; use at most {longest}"
+            )
 
     def export(
         self,
@@ -160,30 +175,29 @@ def open_pretrained(
             model=f"the model in {folder}",
         )
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    _check_sizes(hf_config, tokenizer, config.data, folder=folder, tokenizer_folder=tokenizer_folder)
     names = TensorNames(hf_config, head=head)
     if head == "score":
         files = open_score_files(folder, hf_config, seed=config.optim.seed)
     else:
         files = CheckpointFiles.open(folder)
-    bare = build_model(hf_config, init_device="meta", head=head)
-    shapes = parameter_shapes(bare)
-    check_cover(names, files, shapes)
-    check_exportable(names, shapes)
-    check_destination(folder, export_folder)
-    adapter = None
-    if lora is not None and lora.adapter_name_or_path is not None:
-        adapter = open_adapter(local_folder(lora.adapter_name_or_path), bare, names, lora)
-    return Pretrained(
+    opened = Pretrained(
         folder=folder,
         tokenizer_folder=tokenizer_folder,
         hf_config=hf_config,
         files=files,
         names=names,
         tokenizer=tokenizer,
-        adapter=adapter,
         chat_template=_other_template(tokenizer, config.data),
     )
+    opened.check_sizes(config.data)
+    bare = opened.build(init_device="meta")
+    shapes = parameter_shapes(bare)
+    check_cover(names, files, shapes)
+    check_exportable(names, shapes)
+    check_destination(folder, export_folder)
+    if lora is None or lora.adapter_name_or_path is None:
+        return opened
+    return replace(opened, adapter=open_adapter(local_folder(lora.adapter_name_or_path), bare, names, lora))
 
 
 def start_model_of(pretrained: Pretrained, run: Run) -> str:
@@ -202,29 +216,6 @@ def start_model_of(pretrained: Pretrained, run: Run) -> str:
 
     on_main_process(compare)
     return own
-
-
-def _check_sizes(
-    hf_config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    data: DataSection | PromptDataSection,
-    *,
-    folder: Path,
-    tokenizer_folder: Path,
-) -> None:
-    """Refuse a tokenizer with more tokens, and rows with more positions, than the model has."""
-    num_tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
-    if num_tokens > hf_config.vocab_size:
-        raise InputError(
-            f"the tokenizer in {tokenizer_folder} has {num_tokens} tokens, but the model in {folder} has "
-            f"vocab_size {hf_config.vocab_size}: they do not belong together"
-        )
-    longest = getattr(hf_config, "max_position_embeddings", None)
-    if longest is not None and data.max_seq_length > longest:
-        raise InputError(
-            f"{data.length_flags} {data.max_seq_length} is more than the {longest} positions the model in {folder} "
-            f"has; use at most {longest}"
-        )
 
 
 def _other_template(tokenizer: PreTrainedTokenizerFast, data: DataSection | PromptDataSection) -> str | None:
