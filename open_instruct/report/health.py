@@ -1,6 +1,6 @@
 """What the numbers of a run say in sentences, each with what to do: nothing learned, nothing right, all cut.
 
-A number that is compared with a limit and nothing else has a line in `limits.json`.
+What compares one metric with one limit has a line in `limits.json`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ bad, fair, good = (partial(Finding, level) for level in LEVELS)
 
 def findings_of(run: RunFiles) -> list[Finding]:
     """All findings about a run, the worst first."""
-    rules = (_place, _finite, _loss, _gradient, _preferences, _held_out, _limits, _reward, _entropy, _speed, _memory)
+    rules = (_place, _finite, _loss, _gradient, _preferences, _held_out, _limits, _reward, _memory)
     findings = [finding for rule in rules for finding in rule(run)]
     if not any(finding.level == "bad" for finding in findings) and len(run.rows) >= FEW_STEPS:
         findings.append(good("Nothing else in the numbers of this run speaks against it."))
@@ -73,7 +73,7 @@ def planned_gib(run: RunFiles) -> float:
 
 @cache
 def limits() -> Mapping[str, Mapping[str, dict[str, Any]]]:
-    """The limits of metrics and of the parts of a step, by name."""
+    """Limits by name: of the last values of metrics, of how far metrics may fall, and of the parts of a step."""
     return json.loads(Path(__file__).with_name("limits.json").read_text(encoding="utf-8"))
 
 
@@ -187,6 +187,10 @@ def _limits(run: RunFiles) -> Iterator[Finding]:
         value = _ends(run, name)[1]
         if value > limit["above"]:
             yield Finding(limit["level"], limit["text"].format(value), limit["remedy"])
+    for name, limit in limits()["falls"].items():
+        early, late = _ends(run, name)
+        if late < limit["to"] * early and len(run.numbers(name)) >= limit["steps"]:
+            yield Finding(limit["level"], limit["text"].format(early, late), limit["remedy"])
     parts = parts_of_step(run) if len(run.rows) >= FEW_STEPS else {}
     for name, limit in limits()["shares_of_a_step"].items():
         share = parts.get(name, 0.0) / (fsum(parts.values()) or 1.0)
@@ -218,24 +222,6 @@ def _reward(run: RunFiles) -> Iterator[Finding]:
         )
     elif late > early:
         yield good(f"The reward went from {early:.3g} to {late:.3g}.")
-
-
-def _entropy(run: RunFiles) -> Iterator[Finding]:
-    early, late = _ends(run, "entropy")
-    if len(run.numbers("entropy")) >= FEW_STEPS and late < 0.1 * early:
-        yield fair(
-            f"The policy has lost its variety: its entropy fell from {early:.3g} to {late:.3g}.",
-            "Raise --clip_higher, or set --beta, so that rare tokens keep their chance.",
-        )
-
-
-def _speed(run: RunFiles) -> Iterator[Finding]:
-    early, late = _ends(run, "tokens_per_second")
-    if len(run.numbers("tokens_per_second")) >= 2 * FEW_STEPS and late < 0.7 * early:
-        yield fair(
-            f"The run has become slower: {early:,.0f} tokens/s at first, {late:,.0f} at the end.",
-            "See whether others use the machine, and whether functions run uncompiled (run.log says).",
-        )
 
 
 def _memory(run: RunFiles) -> Iterator[Finding]:
