@@ -34,7 +34,7 @@ class Console:
     def __init__(self, *, speaks: bool) -> None:
         self.speaks = speaks
         self.rich = RichConsole(highlight=False, soft_wrap=True)
-        self._of_training: Progress | None = None
+        self._training_bar: Progress | None = None
 
     @property
     def is_live(self) -> bool:
@@ -72,7 +72,7 @@ class Console:
     def counting(self, title: str) -> Iterator[OnProgress]:
         """Show how far a long loop is: yields a function of (done, total)."""
         if self.is_live:
-            above = self._of_training  # a terminal has room for one drawing
+            above = self._training_bar  # a terminal has room for one drawing
             with self._bar() if above is None else nullcontext(above) as bar:
                 task = bar.add_task(title, total=None, detail="")
                 yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -94,10 +94,10 @@ class Console:
         """Show the training loop: yields a function of (step, detail)."""
         if self.is_live:
             with self._bar() as bar:
-                self._of_training = bar
+                self._training_bar = bar
                 task = bar.add_task("training", total=num_steps, completed=first_step, detail="")
                 yield lambda step, detail: bar.update(task, completed=step, detail=detail)
-            self._of_training = None
+            self._training_bar = None
             return
         interval = max(1, num_steps // 20)
         began_s = time.monotonic()
