@@ -1,9 +1,9 @@
-"""OLMo-core's door to checkpoints of safetensors and JSON: nothing is pickled into a file, nothing unpickled from one.
+"""OLMo-core's interface to checkpoints of safetensors and JSON. Nothing is pickled, and nothing is unpickled.
 
-A save is a plan that all ranks make (who writes which box), files that each rank writes by itself, and a name that
-rank 0 gives when all are there. Only the plan and the name are collective, and those are for the main thread: the
-files may be written by another, from a copy, while the training goes on. That one copies, too, while the gradients of
-the next step are computed: until its update nothing changes of what is copied.
+A save has three parts: all ranks agree on who writes which box, each rank writes its files, and rank 0 gives the folder
+its name when all files are there. The first and the last are collective and run on the main thread. A thread may write
+the files, from a copy, while the training goes on. It makes that copy while the gradients of the next step are
+computed, as the weights change only in the update after them.
 """
 
 from __future__ import annotations
@@ -53,24 +53,20 @@ Files = Mapping[str, WrittenFile]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnderWay:
-    """A save whose files are being written. `saved` has its result once it has its name.
-
-    Attributes:
-        copied: is set once nothing of the run is read any more.
-    """
+    """A save whose files are being written in `part`, to be renamed to `final`."""
 
     part: Path
     final: Path
-    copied: threading.Event
-    written: Future[Files]
-    saved: Future[None] = field(default_factory=Future)
+    copied: threading.Event  # set when the run's tensors are no longer read
+    written: Future[Files]  # done when this rank has written its files
+    saved: Future[None] = field(default_factory=Future)  # done when the folder has its name
 
 
 @dataclass
 class SafeCheckpointer(Checkpointer):
     """Writes and reads `step{N}` folders; see `step_folder` for what is in one.
 
-    :param start_model: fingerprint of what the run began with; a checkpoint of a run with another is refused.
+    :param start_model: fingerprint of the start model; a checkpoint with another start model is refused.
     """
 
     start_model: str = ""
@@ -142,7 +138,7 @@ class SafeCheckpointer(Checkpointer):
 
     @property
     def step_under_way(self) -> int | None:
-        """Of the save that was begun and has not been finished."""
+        """The step of the save under way; None without one."""
         return None if self._under_way is None else step_of(self._under_way.final)
 
     def finish(self, *, waits: bool = True) -> None:
@@ -189,7 +185,7 @@ class SafeCheckpointer(Checkpointer):
     ) -> dict[str, Any] | None:
         """Fill the train module, from whatever layout, and return the trainer's state.
 
-        The files are taken as they are: whoever chose the checkpoint has compared them with their digests.
+        The files are not compared with their digests, as the caller has done that.
 
         :raises RunError: on every rank, if any cannot read its part, or another model is in the checkpoint.
         """
@@ -273,7 +269,7 @@ def _leaves(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict
 
 
 def _on_all_ranks(is_so: bool) -> bool:
-    """Whether it is so on each; over gloo, so that no device is waited for. Collective."""
+    """Whether it is so on every rank. Collective; over gloo, so that no device is waited for."""
     agreed = torch.tensor(int(is_so))
     if dist.is_initialized():
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)

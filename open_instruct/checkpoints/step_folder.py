@@ -1,8 +1,8 @@
-"""The folder of one checkpoint, `step{N}`: what it is made of, whether it is whole, and how it comes and goes.
+"""The folder of one checkpoint, `step{N}`: its files, whether they are whole, and how it is published and removed.
 
-It is written as `step{N}-tmp` and renamed; the last file written is `checkpoint.json`, which has size and digest of
-every other. Whatever is removed or damaged gets another name first, so that `step{N}` is always a whole checkpoint
-as far as names tell.
+It is written as `step{N}-tmp` and renamed. The last file written is `checkpoint.json`, which has size and digest of
+every other. A folder that is removed or damaged gets another name first, so that half of a checkpoint is never named
+`step{N}`.
 
     checkpoint.json       format, step, start model; size and digest of the files below, and of itself
     index.json            which box of which tensor is in which file; values that are no tensors
@@ -34,7 +34,7 @@ NAME = re.compile(r"step(0|[1-9]\d*)")
 EARLIER_FORMAT = (".metadata", ".metadata.json", "train", "model_and_optim")
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading JSON that somebody else may have written can raise."""
+"""The errors of reading JSON that may have any form."""
 
 
 class Damaged(ValueError):
