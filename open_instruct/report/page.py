@@ -73,7 +73,7 @@ def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
         steps = [{key: row[key] for key in row if not key.startswith("eval/")} for row in run.rows]
     return {
         "name": name,
-        "folder": str(run.folder),
+        "files": run,
         "objective": _objective(run),
         "headline": _headline(run),
         "state": f"step {last:g}{of}{ended}",
@@ -82,18 +82,14 @@ def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
         "held_out": series_of(run.evaluations),
         "parts": parts,
         "step_s": fsum(parts.values()),
-        "plan": run.plan,
         "phases": phases,
         "part_labels": [label for label in LETTERS if any(label in dict(phase["parts"]) for phase in phases)],
         "planned_bytes": planned_gib(run) * GIB,
         "measured_bytes": max(run.numbers("peak_memory_gib"), default=0.0) * GIB,
-        "layout": run.layout,
         "nodes": _nodes(run),
         "histograms": histograms_of(run, rollouts),
         "notes": rollouts.notes,
         "blocks": packed_rollouts(run, rollouts),
-        "config": run.config,
-        "made_with": run.made_with,
     }
 
 
