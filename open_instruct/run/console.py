@@ -42,7 +42,8 @@ class Console:
 
     def say(self, text: str, style: str | None = None) -> None:
         """One line for people."""
-        self.log(text := escaped(text, "\n\t"))
+        text = escaped(text, "\n\t")
+        log.info(text)
         self._print(text, style)
 
     def log(self, text: str) -> None:
@@ -51,7 +52,8 @@ class Console:
 
     def warn(self, text: str) -> None:
         """One line that people should not miss."""
-        log.warning(text := escaped(text, "\n\t"))
+        text = escaped(text, "\n\t")
+        log.warning(text)
         self._print(f"{WARNING}{text}", "yellow")
 
     def _print(self, text: str, style: str | None) -> None:
@@ -63,14 +65,14 @@ class Console:
             self.rich.print(text, style=style, markup=False)
 
     def report(self, title: str, lines: Iterable[str]) -> None:
-        """The lines of a `DataReport`, its warnings as what they are."""
+        """Say the lines of a `DataReport`, and warn of those that are warnings."""
         for line in lines:
             say = self.warn if line.startswith(WARNING) else self.say
             say(f"{title}: {line.removeprefix(WARNING)}")
 
     @contextmanager
     def counting(self, title: str) -> Iterator[OnProgress]:
-        """Show how far a long loop is: yields a function of (done, total)."""
+        """Show the progress of a long loop: yields a function of (done, total)."""
         if self.is_live:
             above = self._training_bar  # a terminal has room for one drawing
             with self._bar() if above is None else nullcontext(above) as bar:

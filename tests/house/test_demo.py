@@ -96,13 +96,7 @@ def test_dpo_accepts_the_flags(load: Load) -> None:
 def test_dpo_summary_fits(load: Load, width: int) -> None:
     demo = load("demo_dpo")
     metrics = [
-        {
-            "step": step,
-            "loss": 0.7 / step,
-            "rewards/margin": step,
-            "tokens_per_second": speed,
-            "num_tokens": 1000 * step,
-        }
+        {"step": step, "loss": 0.7 / step, "rewards/margin": 0, "tokens_per_second": speed, "num_tokens": 1000 * step}
         for step, speed in ((1, 1.0), (2, 500.0), (3, 700.0))
     ]
     scores = [{"step": 0, "eval/preference_accuracy": 0.5}, {"step": 3, "eval/preference_accuracy": 0.875}]
