@@ -82,8 +82,8 @@ def write_model(
     """Write OUT/hf_model from `weights`, which are known to be finite; `model` gives their names and shapes."""
     report = pretrained.export(
         model,
-        weights,
         directory.hf_model,
+        weights=weights,
         dtype=pretrained.dtype_named(config.run.export_dtype),
         card=partial(card_of, directory, trained_by=trained_by),
         more_config=more_config,

@@ -86,8 +86,8 @@ def main(words: Sequence[str]) -> int:
         more_config = objective.exported(config, pretrained.tokenizer, pretrained.hf_config)
     report = pretrained.export(
         model.to(dtype),
-        weights,
         flags.output_dir,
+        weights=weights,
         dtype=dtype,
         card=partial(card_of, RunDirectory(path=run), trained_by=command, until=step_of(folder)),
         more_config=more_config,

@@ -21,6 +21,7 @@ from open_instruct.learner.reference_policy import open_teacher
 from open_instruct.learner.rows.datasets import reading
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
+from open_instruct.planning.shown.start_check import check_plan
 from open_instruct.records import ShardLayout
 from open_instruct.rollout.conversations import load_conversations
 from open_instruct.run.console import Console
@@ -134,10 +135,8 @@ def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunD
             )
         return config
     memory_bytes = memory_of(torch.device("cuda", 0) if on_cuda else torch.device("cpu"), num_sharing=sum(learners))
-    chosen = say_plan(
-        config, learners, folder, memory_bytes=memory_bytes, on_cuda=on_cuda, console=console, directory=directory
-    )
-    return with_chosen(config, chosen)
+    check = check_plan(config, learners, model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda)
+    return with_chosen(config, say_plan(check, console, directory))
 
 
 def has_other_template(folder: Path, chat: ChatFormat) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from open_instruct.parallel import peers
 from open_instruct.parallel.launch import idle_gpus, refuse_other_number
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, gathered, on_main_process, start_process, stop_process
-from open_instruct.planning.shown.start_check import check_plan
+from open_instruct.planning.shown.start_check import StartCheck, check_plan
 from open_instruct.planning.subject.workload import RunConfig
 from open_instruct.records import ShardLayout
 from open_instruct.run.console import Console
@@ -122,52 +122,30 @@ def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
 
     :raises InputError: if it surely cannot fit, on every rank.
     """
-    device, nodes = run.process.device, run.layout.gpus_per_node
+    device = run.process.device
+    nodes = run.layout.gpus_per_node
     num_sharing = nodes[run.layout.node_of(run.process.rank)]
     memory_bytes = min(gathered(memory_of(device, num_sharing=num_sharing)))
+    on_cuda = device.type == "cuda"
+    planned = cast(RunConfig, config)  # the planner looks at its type
 
     def say() -> dict[str, Any]:
-        return say_plan(
-            config,
-            nodes,
-            folder,
-            memory_bytes=memory_bytes,
-            on_cuda=device.type == "cuda",
-            console=run.console,
-            directory=run.directory,
-        )
+        check = check_plan(planned, nodes, model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda)
+        return say_plan(check, run.console, run.directory)
 
     return with_chosen(config, on_main_process(say))
 
 
-def say_plan(
-    config: LearnerConfig,
-    gpus_per_node: Sequence[int],
-    folder: Path,
-    *,
-    memory_bytes: int,
-    on_cuda: bool,
-    console: Console,
-    directory: RunDirectory,
-) -> dict[str, Any]:
-    """Print the plan of a run on devices of `memory_bytes`, write it to the run's folder, and return what was written.
+def say_plan(check: StartCheck, console: Console, directory: RunDirectory) -> dict[str, Any]:
+    """Print the plan of a run and write it to the run's folder; `with_chosen` reads the result.
 
-    One process does this for all; `with_chosen` reads the result.
-
-    :raises InputError: if it surely cannot fit.
+    One process does this for all.
     """
-    verdict = check_plan(
-        cast(RunConfig, config),  # the planner looks at its type
-        gpus_per_node,
-        model_folder=str(folder),
-        memory_bytes=memory_bytes,
-        on_cuda=on_cuda,
-    )
-    console.say(verdict.line, style="yellow" if verdict.warning else None)
-    if verdict.warning:
-        console.warn(verdict.warning)
-    directory.write_plan(verdict.memory)
-    return verdict.memory
+    console.say(check.line, style="yellow" if check.warning else None)
+    if check.warning:
+        console.warn(check.warning)
+    directory.write_plan(check.memory)
+    return check.memory
 
 
 def with_chosen(config: ConfigT, plan: Mapping[str, Any]) -> ConfigT:

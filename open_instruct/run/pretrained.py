@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +32,6 @@ from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import Head, TensorNames
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.files import open_adapter
-from open_instruct.models.shards import Held
 from open_instruct.parallel.layout import check_heads
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
@@ -76,19 +76,10 @@ class Pretrained:
                 f"{self.folder} has; use at most {longest}"
             )
 
-    def export(
-        self,
-        model: nn.Module,
-        weights: Mapping[str, Held],
-        out_folder: str | Path,
-        *,
-        dtype: torch.dtype,
-        card: Callable[[], str | None],
-        more_config: Mapping[str, Any] | None = None,
-    ) -> ExportReport:
-        """Write `weights` with this checkpoint's configuration, tokenizer and names; see `export_hf`. Collective.
+    def export(self, model: nn.Module, out_folder: str | Path, **settings: Any) -> ExportReport:
+        """Write `model` with this checkpoint's configuration, names, tokenizer and chat template. Collective.
 
-        :param model: gives the names and shapes of `weights`.
+        :param settings: the other arguments of `export_hf`.
         """
         return export_hf(
             model,
@@ -96,12 +87,9 @@ class Pretrained:
             self.names,
             source_folder=self.folder,
             tokenizer_folder=self.tokenizer_folder,
-            out_folder=out_folder,
-            dtype=dtype,
             chat_template=self.chat_template,
-            card=card,
-            more_config=more_config,
-            weights=weights,
+            out_folder=out_folder,
+            **settings,
         )
 
     @cached_property
@@ -209,10 +197,8 @@ def start_model_of(pretrained: Pretrained, run: Run) -> str:
 
     def compare() -> None:
         for folder in find_checkpoints(run.directory.path):
-            try:
+            with suppress(Damaged):  # `resume` warns of it
                 refuse_another_start_model(folder, own)
-            except Damaged:
-                continue  # `resume` warns of it
 
     on_main_process(compare)
     return own

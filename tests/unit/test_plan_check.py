@@ -17,6 +17,7 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process
 from open_instruct.planning import plan
 from open_instruct.planning.memory.phases import memory_by_phase
+from open_instruct.planning.shown.start_check import check_plan
 from open_instruct.rollout.checked_run import _planned
 from open_instruct.run import opened
 from open_instruct.run.console import Console
@@ -98,10 +99,9 @@ class TestCheckpointing:
     def chosen(self, folder: Path, gpu_gib: float, *words: str, on_cuda: bool = True) -> str:
         required = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
         config = parse(DPOConfig, [*required, *self.ROWS, *words])
-        console, directory, memory_bytes = Console(speaks=True), RunDirectory(path=folder), round(gpu_gib * GIB)
-        mode = opened.say_plan(
-            config, (8,), folder, memory_bytes=memory_bytes, on_cuda=on_cuda, console=console, directory=directory
-        )
+        memory_bytes = round(gpu_gib * GIB)
+        check = check_plan(config, (8,), model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda)
+        mode = opened.say_plan(check, Console(speaks=True), RunDirectory(path=folder))
         self.memory = opened.with_chosen(config, mode).memory
         return self.memory.activation_checkpointing
 
