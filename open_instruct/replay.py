@@ -23,7 +23,7 @@ from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
-from open_instruct.learner.export_command import settings_of
+from open_instruct.run.export_command import settings_of
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.whole_file import write_asked
 
@@ -117,7 +117,7 @@ def parse_replay(words: Sequence[str]) -> Replay:
     settings, _ = settings_of(run)
     if not isinstance(settings, GRPOConfig):
         raise InputError(f"{run} is not the folder of a GRPO run, which alone can be replayed")
-    asked = parse(ReplayConfig, [str(RunDirectory(path=run).config), *words[1:]], unknown=[])
+    asked = parse(ReplayConfig, [str(RunDirectory(path=run).config), *words[1:]], skip_unknown=True)
     given = flags_given(ReplayConfig, words[1:])
     if fixed := sorted(given - flags_that_may_differ() - flags_of(ReplayFlags).keys()):
         raise InputError(

@@ -13,10 +13,11 @@ from open_instruct.config.help import asks_for_help, print_lines
 from open_instruct.config.plan import help_lines
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, plan_of
-from open_instruct.planning.request import PLAN_CONFIGS, parse_request
+from open_instruct.planning.request import parse_request, plan_configs
 from open_instruct.planning.shown import summary
 from open_instruct.planning.shown.json_record import as_record
 from open_instruct.planning.shown.terminal import print_plan
+from open_instruct.planning.subject.words import said
 from open_instruct.report.templates import nodes_drawn, rendered
 from open_instruct.whole_file import write_asked
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         InputError: a flag, the model or the GPU will not do, or the page cannot be written.
     """
     if asks_for_help(argv):
-        print_lines(partial(help_lines, runs=PLAN_CONFIGS))
+        print_lines(partial(help_lines, runs=plan_configs()))
         return 0
     request = parse_request(argv)
     plan = plan_of(request.setting)
@@ -55,4 +56,4 @@ def html_page(plan: Plan, advice: Advice) -> str:
         for phase in plan.phases
     ]
     nodes = list(nodes_drawn(layout.gpus_per_node, layout.shard_groups))
-    return rendered("plan.html.jinja", plan=plan, advice=advice, summary=summary, bars=bars, nodes=nodes)
+    return rendered("plan.html.jinja", plan=plan, advice=advice, said=said, summary=summary, bars=bars, nodes=nodes)

@@ -14,9 +14,8 @@ from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sections import LoggingSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.metric_table import followed
-from open_instruct.run.growth import GrowthWatch
+from open_instruct.run.alarms import GrowthWatch, SlownessWatch
 from open_instruct.run.run_directory import rows_of
-from open_instruct.run.slowness import SlownessWatch
 from open_instruct.whole_file import replace_text
 
 if TYPE_CHECKING:

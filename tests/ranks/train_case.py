@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from open_instruct.learner import export_command
+from open_instruct.run import export_command
 
 NUM_ROWS = 22
 ROWS_PER_STEP = 8

@@ -12,8 +12,8 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.errors import InputError
-from open_instruct.learner.export_command import checkpoint_of, main, settings_of
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.run.export_command import checkpoint_of, main, settings_of
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
