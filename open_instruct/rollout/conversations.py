@@ -9,9 +9,9 @@ import numpy as np
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.learner.rows.datasets import reading
 from open_instruct.records import RolloutSample
 from open_instruct.run.console import Console
-from open_instruct.run.datasets import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -12,7 +12,7 @@ from open_instruct.learner.rows import sample_loader  # noqa: F401
 from open_instruct.losses import preference  # noqa: F401
 from open_instruct.objectives import distill, dpo, kto, prm, reward_model, sft  # noqa: F401
 from open_instruct.parallel import training_state  # noqa: F401
-from open_instruct.run import plan_check, trackers  # noqa: F401
+from open_instruct.run import metrics_log, opened  # noqa: F401
 from tests.ranks.jobs import (  # noqa: F401
     checkpoints,
     deepspeed_grpo,
