@@ -83,7 +83,6 @@ def write_model(
     """Write OUT/hf_model from `weights`, which are known to be finite; `model` gives their names and shapes."""
     report = export_hf(
         model,
-        pretrained.hf_config,
         pretrained.names,
         source_folder=pretrained.folder,
         tokenizer_folder=pretrained.tokenizer_folder,

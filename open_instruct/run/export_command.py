@@ -91,7 +91,6 @@ def export_command(words: Sequence[str]) -> int:
     trained_by = objective.name if objective else "grpo"
     report = export_hf(
         model.to(dtype),
-        pretrained.hf_config,
         pretrained.names,
         source_folder=pretrained.folder,
         tokenizer_folder=pretrained.tokenizer_folder,
