@@ -30,7 +30,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
@@ -220,7 +219,7 @@ def run_rank(case: Case, folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from open_instruct.models.build import local_part
+    from open_instruct.models.shards import local_part
     from open_instruct.records import StepBatch
 
     class Recorder:
@@ -305,8 +304,7 @@ def _anonymous_bytes(pid: int) -> int:
 def track(case: Case) -> int:
     """Peak bytes of rank 0 by `FSDPMemTracker`, in this process.
 
-    Fake tensors have no values, so what a run reads from them is told beforehand: lengths of documents, positions of
-    labels. The loss is the plain sum of the log-probs; DPO's is a few numbers more.
+    Fake tensors have no values. The loss is the plain sum of the log-probs; DPO's is a few numbers more.
     """
     import torch
     import torch.distributed as dist
@@ -319,15 +317,9 @@ def track(case: Case) -> int:
     from open_instruct.config.sections import MemorySection, OptimSection
     from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
     from open_instruct.learner.optim.optimizers import build_optimizer_config
-    from open_instruct.models.attention.attention import SegmentAttention, attend_by_document
-    from open_instruct.models.attention.segments import QKV
+    from open_instruct.models.attention.segments import Segments
     from open_instruct.parallel.data_parallel import build_data_parallel_config
     from open_instruct.parallel.layout import resolve_layout
-
-    class KnownLengths(SegmentAttention):
-        def forward(self, qkv: Any, cu_doc_lens: Any = None, **more: Any) -> torch.Tensor:
-            rows = QKV(*qkv).each(lambda tensor: tensor.flatten(0, 1))
-            return attend_by_document(rows, list(case.lengths), scale=self.scale).unflatten(0, (1, -1)).contiguous()
 
     device = torch.device("cpu")
     dist.init_process_group("fake", rank=0, world_size=case.num_ranks, store=FakeStore())
@@ -339,9 +331,6 @@ def track(case: Case) -> int:
     num_tokens = sum(case.lengths)
     with FakeTensorMode():
         model = build_adapted(case)
-        for block in model.blocks.values():
-            backend = block.attention.backend
-            backend.__class__ = KnownLengths
         model = parallelize_model(
             model,
             world_mesh=mesh,
@@ -359,12 +348,10 @@ def track(case: Case) -> int:
         optimizer.state.clear()
         ids_BT = torch.zeros(1, num_tokens, dtype=torch.long)
         positions_BK = torch.zeros(1, num_tokens - len(case.lengths), dtype=torch.long)
-        lengths = torch.zeros(1, len(case.lengths), dtype=torch.int32)
-        starts = torch.zeros(len(case.lengths) + 1, dtype=torch.int32)
-        known = patch("olmo_core.nn.transformer.model.get_cumulative_document_lengths", lambda _: starts)
+        segments = Segments.of(case.lengths, (0,) * len(case.lengths), device=device)
         tracker = FSDPMemTracker(model, optimizer)
-        tracker.track_inputs((ids_BT, positions_BK, lengths))
-        with known, tracker:
+        tracker.track_inputs((ids_BT, positions_BK, segments.positions_T))
+        with tracker:
             for _ in range(NUM_STEPS):
                 optimizer.zero_grad(set_to_none=True)
                 for index in range(case.num_microbatches):
@@ -377,8 +364,7 @@ def track(case: Case) -> int:
                         loss_reduction="none",
                         return_logits=False,
                         logits_to_keep=positions_BK,
-                        doc_lens=lengths,
-                        max_doc_lens=[max(case.lengths)],
+                        segments=segments,
                     )
                     output.loss.sum().backward()
                     del output
