@@ -6,8 +6,8 @@ except what has no public door, which is used in this file alone:
 - `Transformer._prepare_inputs` makes the arguments of the blocks. Segments are among these, so that a block that is
   recomputed in the backward pass receives them again.
 - `Transformer._device` is what `device` answers. It is set because parameters may have no values yet when it is asked.
-- `RotaryEmbedding._cache` holds the tables of sines and cosines. `get_buffers` would cut them by lengths that compiled
-  code has to be compiled for.
+- `RotaryEmbedding._cache` holds the tables of sines and cosines, and `_apply_rotary_pos_emb` applies them. The public
+  `get_buffers` would cut the tables by lengths that compiled code has to be compiled for.
 """
 
 from __future__ import annotations
