@@ -13,7 +13,7 @@ except what has no public door, which is used in this file alone:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from olmo_core.nn.attention import Attention
@@ -29,8 +29,16 @@ from open_instruct.models.attention.context_parallel import ContextGroup
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.compiled import prepare_compiler
 from open_instruct.models.heads.value_head import ValueHead
-from open_instruct.models.lora.adapters import freeze, layers_of
 from open_instruct.models.shards import local_part
+
+
+@runtime_checkable
+class HasAdapter(Protocol):
+    """A layer with an adapter beside its matrix; see lora/adapters.py."""
+
+    def remove_adapter(self) -> None: ...
+
+    def register_adapter(self, tp_mesh: DeviceMesh | None = None) -> None: ...
 
 
 class SegmentTransformer(Transformer):
@@ -124,14 +132,15 @@ class SegmentTransformer(Transformer):
 
     def apply_tp(self, tp_mesh: DeviceMesh, float8_enabled: bool | None = None) -> None:
         """Split matrices over ranks. Adapters are made anew: OLMo-core would cut both halves along the same axis."""
-        adapted = layers_of(self).values()
+        is_trained = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
+        adapted = [module for module in self.modules() if isinstance(module, HasAdapter)]
         for layer in adapted:
             layer.remove_adapter()
         super().apply_tp(tp_mesh, float8_enabled=float8_enabled)
         for layer in adapted:
             layer.register_adapter(tp_mesh)
-        if adapted:
-            freeze(self)  # norms were made anew, to be trained
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(is_trained[name])  # OLMo-core makes norms anew, to be trained
 
     def apply_fsdp(self, dp_mesh: DeviceMesh | None = None, **style: Any) -> None:  # type: ignore[override]
         """Shard parameters. The matrix of a score is a unit of its own, gathered in float32."""

@@ -78,15 +78,10 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
             adapted = AdaptedLinear(block.get_submodule(name), lora)  # type: ignore[arg-type]
             block.set_submodule(name, adapted)
     for name, parameter in model.named_parameters():
-        if not is_of_adapter(name) and not _is_score(model, name):
+        is_new = is_of_adapter(name) or _is_score(model, name)
+        parameter.requires_grad_(is_new)
+        if not is_new:
             parameter.data = parameter.data.to(dtype)
-    freeze(model)
-
-
-def freeze(model: Transformer) -> None:
-    """Leave the adapters alone to be trained, and the head of a score, which is new."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_of_adapter(name) or _is_score(model, name))
 
 
 def _is_score(model: Transformer, name: str) -> bool:
