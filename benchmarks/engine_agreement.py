@@ -133,7 +133,7 @@ class Learner:
     def __init__(self, folder: Path, *, dtype: str) -> None:
         import torch
 
-        from open_instruct.models.build import build_model, materialize
+        from open_instruct.models.build import build_model
         from open_instruct.models.hf.checkpoint_files import CheckpointFiles
         from open_instruct.models.hf.hf_config import load_hf_config
         from open_instruct.models.hf.names import TensorNames
@@ -145,7 +145,7 @@ class Learner:
         names = TensorNames(hf_config)
         self.vocab_size: int = hf_config.vocab_size
         self.model = build_model(hf_config, init_device="cpu").to(getattr(torch, dtype)).eval()
-        materialize(self.model, max_seq_len=LONGEST_PROMPT + LONGEST_COMPLETION, device=torch.device("cpu"))
+        self.model.init_weights(max_seq_len=LONGEST_PROMPT + LONGEST_COMPLETION, device=torch.device("cpu"))
         with CheckpointFiles.open(folder) as files:
             stream_load(self.model, files, names)
         self.sender = WeightSender(

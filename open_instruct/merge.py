@@ -69,7 +69,6 @@ def main(words: Sequence[str]) -> int:
         stored = {name: held(files.read(hf_name)) for name, hf_name in names}  # views: nothing is read before its use
         report = export_hf(
             model,
-            hf_config,
             names,
             source_folder=base,
             out_folder=flags.output_dir,

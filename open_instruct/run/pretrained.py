@@ -83,7 +83,6 @@ class Pretrained:
         """
         return export_hf(
             model,
-            self.hf_config,
             self.names,
             source_folder=self.folder,
             tokenizer_folder=self.tokenizer_folder,

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.models.build import build_model, materialize
+from open_instruct.models.build import build_model
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames
@@ -80,7 +80,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
 def learner(folder: Path) -> Any:
     hf_config = load_hf_config(folder)
     model = build_model(hf_config)
-    materialize(model, device=CPU, max_seq_len=128)
+    model.init_weights(device=CPU, max_seq_len=128)
     with CheckpointFiles.open(folder) as files:
         stream_load(model, files, TensorNames(hf_config))
     return model

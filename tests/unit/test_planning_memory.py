@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -158,13 +157,11 @@ def compare_block(
         model.apply_activation_checkpointing(config.mode, modules=config.modules)
     block = model.blocks["0"]
     x = torch.randn(1, sum(lengths), SIZE.hidden, dtype=dtype, requires_grad=True)
-    row: Any = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    if max(lengths) >= blocks.FEWEST_KEYS:
-        row = Segments.of(lengths, (0,) * len(lengths), device=x.device)
+    row = Segments.of(lengths, (0,) * len(lengths), device=x.device)
     block.attention.rope.warmup_cache(sum(lengths), torch.device("cpu"))
 
     with Live() as live:
-        output = block(x, cu_doc_lens=row, max_doc_len=max(lengths))
+        output = block(x, cu_doc_lens=row)
         # Beside what is kept there are the output and its gradient, which the profile counts from the backward on.
         kept, forward_peak = live.total - output.untyped_storage().nbytes(), live.peak
         gradient = torch.ones_like(output)

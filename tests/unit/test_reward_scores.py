@@ -59,10 +59,9 @@ def opened(folder: Path, *, seed: int = SEED) -> Pretrained:
 
 
 def scoring_model(pretrained: Pretrained, dtype: torch.dtype = torch.float32) -> Any:
-    from open_instruct.models.build import materialize
 
     model = pretrained.build(init_device="meta").to(dtype)
-    materialize(model, device=CPU, max_seq_len=64)
+    model.init_weights(device=CPU, max_seq_len=64)
     stream_load(model, pretrained.files, pretrained.names)
     return model
 

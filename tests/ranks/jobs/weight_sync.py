@@ -108,7 +108,7 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
         move(model, 1)
         store_scaled(model, names, out, dtype=dtype)
     else:
-        export_hf(model, names.hf_config, names, source_folder=case["folder"], out_folder=out, dtype=dtype)
+        export_hf(model, names, source_folder=case["folder"], out_folder=out, dtype=dtype)
     if case["layout"] != "ranges":
         token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)  # leaves FSDP's root module gathered
     sender = WeightSender(
