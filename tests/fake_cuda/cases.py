@@ -105,7 +105,6 @@ def main(names: Sequence[str]) -> None:
         load_hooks(Path(folder))
         pretend_cuda()
         _leave_weights_alone()
-        _remember_rules()
         results: dict[str, Any] = {}
         if not names:
             results["waits noted"] = _waits_noted()
@@ -447,12 +446,6 @@ def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
         return WAITS.taken()
 
     return learner.policy, take_steps
-
-
-def _remember_rules() -> None:
-    from tests.ranks.remembered_rules import remember_rules
-
-    remember_rules()
 
 
 def _leave_weights_alone() -> None:

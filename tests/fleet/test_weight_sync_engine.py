@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from open_instruct.config.lora import RANKS_OF_ENGINES
 from tests.fleet import weight_engine
-from tests.fleet.forked_workers import python_that_forks
 from tests.fleet.weight_engine import IN_FLIGHT, KEPT_NAME, NUM_VERSIONS
 from tests.ranks.launch import run_ranks
 from tests.ranks.shallow import write_shallow_model
@@ -39,9 +39,9 @@ def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, ba
     if is_adapter:
         engines_model = learners_model
     engine = subprocess.Popen(
-        [python_that_forks(), str(Path(weight_engine.__file__)), str(engines_model), str(tmp_path), way],
+        [sys.executable, str(Path(weight_engine.__file__)), str(engines_model), str(tmp_path), way],
         cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=(tmp_path / "engine.log").open("w"),
         text=True,
