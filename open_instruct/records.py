@@ -207,6 +207,7 @@ class PackedBatch:
     prompt and for a document that shares nothing. A prompt's last token is repeated before each reply, whose first
     token it predicts: so every position has at most one label. `num_tokens` counts what lies in the row.
 
+    `num_shared_tokens` counts what a shared prompt saves: the tokens of its copies that are left out of the row.
     `kept` are the positions that have a label, where the language-model head runs.
 
     Example: documents (5, 9, 2, 7) and (4, 6) with replies (7) and (6), packed::
@@ -227,6 +228,7 @@ class PackedBatch:
         prefix_lengths   (0, 2, 2)
         num_sequences    2
         num_tokens       7
+        num_shared_tokens 2
     """
 
     input_ids_BT: torch.Tensor
@@ -236,6 +238,7 @@ class PackedBatch:
     num_sequences: int
     num_tokens: int
     prefix_lengths: tuple[int, ...] | None = None
+    num_shared_tokens: int = 0
     kept: KeptPositions | None = None
 
 

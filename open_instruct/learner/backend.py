@@ -73,7 +73,8 @@ class Backend(Protocol):
     def microbatch(self, index: int, num_microbatches: int) -> AbstractContextManager[None]:
         """Within, forward and backward of one of the microbatches of an update."""
 
-    def backward(self, loss: torch.Tensor) -> None: ...
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add to the gradients those of `loss` summed over all ranks: a backend that averages multiplies it first."""
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradient and return its norm before clipping; None where only `step` clips and knows the norm."""

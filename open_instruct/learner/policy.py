@@ -14,27 +14,24 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from olmo_core.distributed.utils import get_world_size
 from olmo_core.nn.transformer import Transformer
 from olmo_core.train import Trainer
 
 from open_instruct.checkpoints.resume import last_checkpoint
 from open_instruct.errors import RunError
 from open_instruct.learner.backend import GRAD_NORM, Backend, Metrics
-from open_instruct.learner.measure.speed import OwnPace, StepClock
-from open_instruct.learner.measure.step_metrics import WeightedSums, memory_so_far, padding_fraction, shared_fraction
+from open_instruct.learner.measure.speed import OwnPace, StepClock, memory_so_far
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.learner.reference import Reference
 from open_instruct.learner.teacher import Comparison
-from open_instruct.models.attention.context_parallel import context_of
 from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import REFERENCE_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
-from open_instruct.packing.on_device import on_device
+from open_instruct.packing.documents import on_device
 from open_instruct.parallel.process import gathered
-from open_instruct.parallel.reduce import gather_rows, reduce_metrics
+from open_instruct.parallel.reduce import WeightedSums, gather_rows, reduce_metrics
 from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 
 log = logging.getLogger(__name__)
@@ -102,7 +99,7 @@ class Policy:
             self.computing_model,
             batch.packed,
             device=self.device,
-            temperature=self.loss.temperature_of(batch),
+            temperature=self.loss.temperature_of(batch) if self.loss.unscaled else self.loss.temperature,
             with_entropy=self.loss.with_entropy,
             with_collisions=self.loss.with_collisions,
             classes=self.loss.class_ids,
@@ -211,10 +208,6 @@ class Policy:
         step = self.prepared(step)
         self._has_nothing_to_learn = step.counts["rows"] == 0
         self.backend.set_mode("train")
-        # FSDP averages gradients over the data-parallel ranks, and the denominators are global already. FSDP averages
-        # over context-parallel ranks too, though each has only its own tokens' part of a row's gradient.
-        context = context_of(self.model)
-        gradient_scale = get_world_size(self.dp_process_group) * (1 if context is None else context.degree)
         sums = WeightedSums()
         losses: list[float | torch.Tensor] = []
         for index, microbatch in enumerate(step.microbatches):
@@ -222,11 +215,10 @@ class Policy:
                 with self._clock.timing("forward"):
                     outputs = self.microbatch_loss(microbatch, step.counts)
                 with self._clock.timing("backward"):
-                    self.backend.backward(outputs.loss * gradient_scale)
+                    self.backend.backward(outputs.loss)
             sums.add(outputs.metrics)
             losses.append(outputs.metrics["loss"].value)
-            packed = microbatch.packed
-            sums.add({"padding_fraction": padding_fraction(packed), "shared_fraction": shared_fraction(packed)})
+            sums.add(token_fractions(microbatch.packed))
         self.model.post_batch()
 
         maxima = {name: Metric(value=value, reduction="max") for name, value in memory_so_far(self.device).items()}
@@ -322,3 +314,15 @@ class Policy:
             "in another --output_dir, or look at the data of this step. "
             f"{last_checkpoint(Path(self.trainer.save_folder))}"
         )
+
+
+def token_fractions(packed: PackedBatch) -> dict[str, Metric]:
+    """Shares of padding in a microbatch's token slots, and of its documents' tokens that shared prompts save."""
+    num_slots = packed.input_ids_BT.numel()
+    num_document_tokens = packed.num_tokens + packed.num_shared_tokens
+    return {
+        "padding_fraction": Metric(value=1.0 - packed.num_tokens / num_slots, weight=float(num_slots)),
+        "shared_fraction": Metric(
+            value=packed.num_shared_tokens / max(num_document_tokens, 1), weight=float(num_document_tokens)
+        ),
+    }

@@ -17,7 +17,7 @@ from open_instruct.learner.policy import Policy
 from open_instruct.learner.rows.ahead import built_ahead
 from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.shards import reshard
-from open_instruct.packing.on_device import on_device
+from open_instruct.packing.documents import on_device
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.parallel.peers import doing
 from open_instruct.records import Batch, StepBatch

@@ -70,7 +70,7 @@ def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | 
     """The inputs of the loss of a microbatch."""
     from open_instruct.losses.logprobs import sum_by_reply
     from open_instruct.losses.preference import PreferenceLossInputs
-    from open_instruct.packing.on_device import on_device
+    from open_instruct.packing.documents import on_device
 
     def sums(values_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sum_by_reply(values_N, scores.sequence_ids_N, batch.packed.num_sequences, ld_alpha)
@@ -96,7 +96,7 @@ def with_matched_pairs(
     import torch
 
     from open_instruct.losses.preference import matched_pairs, to_match
-    from open_instruct.packing.on_device import on_device
+    from open_instruct.packing.documents import on_device
 
     row_ids_P = torch.tensor([row for batch in step.microbatches for row in batch.row_ids], dtype=torch.float64)
     inputs = [preference_inputs(*each, ld_alpha=ld_alpha) for each in zip(scores, step.microbatches, strict=True)]

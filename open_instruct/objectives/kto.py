@@ -332,7 +332,7 @@ def _reference(batch: Batch) -> torch.Tensor:
 def _log_ratios(scores: TokenLogprobs, reference_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-prob of each document, and its difference from the reference's."""
     from open_instruct.losses.logprobs import sum_by_sequence
-    from open_instruct.packing.on_device import on_device
+    from open_instruct.packing.documents import on_device
 
     logps_R, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, len(reference_R))
     return logps_R, logps_R - on_device(reference_R, logps_R.device)

@@ -200,7 +200,7 @@ def choose_tokens(
     import torch
 
     from open_instruct.losses.covariance import TokenColumns, is_highest, is_marked
-    from open_instruct.packing.on_device import on_device
+    from open_instruct.packing.documents import on_device
 
     rl_columns: list[torch.Tensor] = []
     for batch, scored in zip(step.microbatches, scores, strict=True):

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from open_instruct.packing.prefixes import shared_prefix_length
 from open_instruct.records import IGNORE_INDEX, Document, KeptPositions, PackedBatch
 
 NO_SEQUENCE = -1
+T = TypeVar("T")
 
 
 def pack_documents(
@@ -41,12 +43,16 @@ def pack_documents(
     """
     assert documents, "nothing to pack; use empty_batch"
     row = _Row()
-    for group in groups if groups is not None else ((index,) for index in range(len(documents))):
+    num_shared_tokens = 0
+    if groups is None:
+        groups = [(index,) for index in range(len(documents))]
+    for group in groups:
         prefix_length = shared_prefix_length([documents[index] for index in group])
         if prefix_length:
             row.add_prefix(documents[group[0]].token_ids[:prefix_length])
         for index in group:
             row.add_document(documents[index], index, prefix_length)
+        num_shared_tokens += prefix_length * (len(group) - 1)
     num_tokens = len(row.input_ids)
     if num_padding := -num_tokens % pad_to_multiple_of:
         row.add_padding(num_padding, pad_token_id)
@@ -56,6 +62,7 @@ def pack_documents(
         prefix_lengths=tuple(row.prefix_lengths) if any(row.prefix_lengths) else None,
         num_sequences=len(documents),
         num_tokens=num_tokens,
+        num_shared_tokens=num_shared_tokens,
     )
 
 
@@ -144,6 +151,21 @@ def kept_positions(batch: PackedBatch) -> KeptPositions:
         labels_BK=batch.labels_BT.gather(1, positions_BK).masked_fill(is_filled_BK, IGNORE_INDEX),
         sequence_ids_BK=batch.sequence_ids_BT.gather(1, positions_BK).masked_fill(is_filled_BK, NO_SEQUENCE),
     )
+
+
+def on_device(batch: T, device: torch.device) -> T:
+    """`batch` (a tensor, or tensors in tuples and dicts) on `device`.
+
+    Copies to a GPU are asynchronous, from pinned memory: from other memory, CUDA would first finish all launched work.
+    """
+    if device.type == "cpu":
+        return batch
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory().to(device, non_blocking=True) if tensor.device.type == "cpu" else tensor
+
+    moved_batch: T = tree_map_only(torch.Tensor, moved, batch)
+    return moved_batch
 
 
 class _Row:

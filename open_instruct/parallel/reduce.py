@@ -1,15 +1,43 @@
-"""Reduces all metrics of a step over ranks in one all-reduce, and gathers small numbers of rows."""
+"""Metrics of microbatches become those of an update, on all ranks; small numbers of rows are gathered from all."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from open_instruct.parallel.process import gathered
 from open_instruct.records import Metric
+
+
+class WeightedSums:
+    """Metrics gathered over microbatches without a device sync: means by (sum of value x weight, sum of weight)."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[torch.Tensor | float, torch.Tensor | float]] = {}
+        self._others: dict[str, Metric] = {}
+
+    def add(self, metrics: Mapping[str, Metric]) -> None:
+        for name, metric in metrics.items():
+            if metric.reduction == "mean":
+                total, weight = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (total + metric.value * metric.weight, weight + metric.weight)
+            elif name not in self._others:
+                self._others[name] = metric
+            else:
+                combine = torch.add if metric.reduction == "sum" else torch.maximum
+                value = combine(torch.as_tensor(self._others[name].value), torch.as_tensor(metric.value))
+                self._others[name] = replace(metric, value=value)
+
+    def means(self) -> dict[str, Metric]:
+        """A `Metric` for each name, with this rank's mean (or sum, or maximum) as its value."""
+        return self._others | {
+            name: Metric(value=total / weight if weight else 0.0, weight=weight)
+            for name, (total, weight) in self._sums.items()
+        }
 
 
 def reduce_metrics(

@@ -13,7 +13,7 @@ import pytest
 from open_instruct.toys.tiny import write_tiny_model
 
 WALKED = Path(__file__).with_name("walked.py")
-MAX_FILES = 42
+MAX_FILES = 38
 # Calls from one file into another, with a model of four layers.
 MAX_MOVES = 250
 TURNS = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue."}]

@@ -19,7 +19,6 @@ from open_instruct.config.parser import parse
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.errors import InputError
-from open_instruct.learner.measure.step_metrics import WeightedSums
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.heads.value_head import drawn_score
 from open_instruct.models.load import stream_load
@@ -36,7 +35,7 @@ from open_instruct.objectives.reward_model import (
     with_std,
 )
 from open_instruct.packing.documents import pack_documents, pad_documents
-from open_instruct.parallel.reduce import reduce_metrics
+from open_instruct.parallel.reduce import WeightedSums, reduce_metrics
 from open_instruct.records import ROW_VALUES, Batch, Check, Document, Span
 from open_instruct.rollout.checked_run import has_other_template
 from open_instruct.run.pretrained import Pretrained, open_pretrained

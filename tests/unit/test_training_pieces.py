@@ -24,15 +24,16 @@ from open_instruct.config.sections import LoggingSection, MemorySection, ModelSe
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
 from open_instruct.learner.loop import merged
-from open_instruct.learner.measure.step_metrics import WeightedSums, memory_so_far, padding_fraction
+from open_instruct.learner.measure.speed import memory_so_far
 from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
 from open_instruct.learner.optim.muon import MuonWithAdamW
 from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.learner.policy import token_fractions
 from open_instruct.learner.reference_cache import open_reference_cache
 from open_instruct.learner.rows.row_cache import RowCache
 from open_instruct.models.build import build_model
 from open_instruct.packing.steps import BatchShape, collate, step_batch
-from open_instruct.parallel.reduce import reduce_metrics
+from open_instruct.parallel.reduce import WeightedSums, reduce_metrics
 from open_instruct.records import Metric, ShardLayout
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.run_directory import RunDirectory
@@ -95,7 +96,7 @@ class TestMetrics:
         pairs = make_pairs(2)
         batch = collate([pairs[0], pairs[1]], (0, 1), packing=False, pad_token_id=0)
         slots = batch.packed.input_ids_BT.numel()
-        metric = padding_fraction(batch.packed)
+        metric = token_fractions(batch.packed)["padding_fraction"]
         assert metric.weight == slots
         assert metric.value == pytest.approx(1 - int(pairs.num_tokens.sum()) / slots)
 

@@ -23,7 +23,7 @@ from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.optimizers import HeldStep
 from open_instruct.learner.deepspeed.reference import HeldReference
 from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
-from open_instruct.learner.optim.schedule import set_learning_rate
+from open_instruct.learner.optim.optimizers import set_learning_rate
 from open_instruct.learner.reference import IN_CHECKPOINT, Reference
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
@@ -108,7 +108,9 @@ class ZeroBackend(TransformerTrainModule):
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        self.engine.backward(loss, scale_wrt_gas=False)
+        # DeepSpeed averages over all ranks but those that split matrices.
+        num_averaged = dist.get_world_size() // self._split_over
+        self.engine.backward(loss * num_averaged, scale_wrt_gas=False)
 
     def clip(self) -> None:
         """Nothing is known of the norm here: gradients are reduced and clipped in the step."""

@@ -1,7 +1,9 @@
-"""The time that parts of a step take, and the FLOPs of a step beside the device's peak."""
+"""The time that parts of a step take, the memory it needs, and its FLOPs beside the device's peak."""
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +20,7 @@ from open_instruct.planning.subject.devices import DEVICES
 Moment = float | torch.cuda.Event
 MOST_PASSES = 256
 SHORT_S = 2e-4  # shorter passes measure kernel launches, not the device
+GIB = 1024**3
 LEAST_TOKENS = 256  # fewer tokens take a GPU as long, since reading the head's matrix dominates
 
 
@@ -126,3 +129,19 @@ def flops_of_step(model: Transformer, counts: Mapping[str, int], *, mean_length:
         return num_flops - 2 * frozen
 
     return counts["tokens"] * sum(map(flops, model.blocks.values())) + counts["labels"] * flops(model.lm_head)
+
+
+def memory_so_far(device: torch.device) -> dict[str, float]:
+    """Most memory this process has held: the device's on CUDA, the host's elsewhere.
+
+    On CUDA also the most that its allocator had reserved, and how often it ran out and freed its cache to try again.
+    """
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        return {
+            "peak_memory_gib": stats["allocated_bytes.all.peak"] / GIB,
+            "peak_reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
+            "allocation_retries/max": stats["num_alloc_retries"],
+        }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"peak_memory_gib": peak * (1 if sys.platform == "darwin" else 1024) / GIB}

@@ -12,12 +12,12 @@ import torch
 from olmo_core.nn.transformer import Transformer
 from torch.distributed.tensor import DTensor
 
-from open_instruct.models.attention.context_parallel import ContextGroup, context_of
+from open_instruct.models.attention.attention import context_of
+from open_instruct.models.attention.context_parallel import ContextGroup
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.heads.logprob_head import HeadSettings, LabelLosses, Measure, head_of, head_settings
 from open_instruct.objectives.objective import TokenLogprobs
-from open_instruct.packing.documents import kept_positions
-from open_instruct.packing.on_device import on_device
+from open_instruct.packing.documents import kept_positions, on_device
 from open_instruct.records import IGNORE_INDEX, KeptPositions, PackedBatch
 
 

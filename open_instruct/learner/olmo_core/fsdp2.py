@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from olmo_core.distributed.utils import get_world_size
 from olmo_core.nn.transformer import Transformer
 from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train.train_module import TransformerTrainModule
@@ -17,9 +18,10 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.backend import Metrics, refuse_other_backend
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.olmo_core.saved_state import state_of
-from open_instruct.learner.optim.schedule import set_learning_rate
+from open_instruct.learner.optim.optimizers import set_learning_rate
 from open_instruct.learner.reference import Reference
 from open_instruct.learner.reference_policy import build_reference
+from open_instruct.models.attention.attention import context_of
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
@@ -39,6 +41,9 @@ class FSDP2Backend(TransformerTrainModule):
         self.reduces_last = reduces_last
         self.reference: Reference | None = None
         self._copy: CastCopy | None = None
+        # FSDP averages gradients over the ranks that split rows too, though each has only its own tokens' part.
+        context = context_of(self.model)
+        self._num_averaged = get_world_size(self.dp_process_group) * (1 if context is None else context.degree)
 
     @property
     def train_module(self) -> FSDP2Backend:
@@ -75,7 +80,7 @@ class FSDP2Backend(TransformerTrainModule):
             yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        (loss * self._num_averaged).backward()
 
     def clip(self) -> torch.Tensor:
         assert self.max_grad_norm is not None

@@ -143,6 +143,12 @@ class SegmentAttention(AttentionBackend):
         return attended_THD.unflatten(0, (num_rows, row_len)).contiguous()
 
 
+def context_of(model: Transformer) -> ContextGroup | None:
+    """The ranks that the rows of `model` are split over; None where each rank has whole rows."""
+    first = cast(Attention, next(iter(model.blocks.values())).attention)
+    return cast(SegmentAttention, first.backend).context
+
+
 def install_segment_attention(model: Transformer) -> None:
     """Give every block of `model` a `SegmentAttention` of its own; parameters and state dict stay as they are."""
     for block in model.blocks.values():

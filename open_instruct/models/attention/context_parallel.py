@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from olmo_core.distributed.nn import all_to_all_single
-from olmo_core.nn.attention import Attention
 from olmo_core.nn.transformer import Transformer
 from torch.distributed import DeviceMesh
 
@@ -77,15 +76,4 @@ def apply_context_parallel(model: Transformer, cp_mesh: DeviceMesh, **style: Any
     del style
     context = ContextGroup(cp_mesh.get_group())
     for block in model.blocks.values():
-        _backend(block).context = context
-
-
-def context_of(model: Transformer) -> ContextGroup | None:
-    """The ranks that the rows of `model` are split over; None where each rank has whole rows."""
-    context: ContextGroup | None = _backend(next(iter(model.blocks.values()))).context
-    return context
-
-
-def _backend(block: torch.nn.Module) -> Any:
-    """The block's `SegmentAttention`."""
-    return cast(Attention, block.attention).backend
+        cast(Any, block.attention).backend.context = context
