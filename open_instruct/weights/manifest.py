@@ -143,6 +143,14 @@ class WeightManifest:
         spans = [bucket.span(rank) for bucket in self.buckets]
         return max(stop - start for start, stop in spans)
 
+    def bucket_at(self, position: int) -> Bucket:
+        """The bucket at a position of a channel's life, in which every version sends all buckets."""
+        return self.buckets[position % len(self.buckets)]
+
+    def number_at(self, position: int) -> str:
+        """The number of that bucket within its version, for people: "3 of 9"."""
+        return f"{position % len(self.buckets) + 1} of {len(self.buckets)}"
+
     def described(self) -> dict[str, Any]:
         """The arguments that build an equal manifest: plain types, to be pickled."""
         return {name: getattr(self, name) for name in ("shapes", "boxes", "dtype", "bucket_bytes", "slabs")}

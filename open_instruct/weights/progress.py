@@ -152,3 +152,14 @@ class SyncProgress:
 
     def _host_is_gone(self) -> RunError:
         return RunError(f"weight sync: {self.member} lost {HOST}: its process is gone, or it closed the channel")
+
+
+def abandon(info: Mapping[str, Any], reason: str) -> None:
+    """Have all members of a channel give it up at once, and not at the time-out, after a member is known to be gone.
+
+    Args:
+        info: as `WeightSender.open` gave it.
+        reason: the message of their errors: "engine 1 died".
+    """
+    with suppress(RunError):  # learner 0 is gone, and with it the channel
+        SyncProgress.join(info, member="the driver").fail(reason)

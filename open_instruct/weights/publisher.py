@@ -17,7 +17,7 @@ from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.errors import RunError
-from open_instruct.weights.sender import abandon
+from open_instruct.weights.progress import abandon
 
 log = logging.getLogger(__name__)
 
