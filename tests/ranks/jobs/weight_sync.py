@@ -174,7 +174,7 @@ def feed_engine(
         backend=backend,
         dtype=torch.float32,
         bucket_bytes=10_000 if adapter_alone else 100_000,
-        timeout_s=90,
+        timeout_s=300,  # an engine loads its libraries first
         adapter_alone=adapter_alone,
     )
     move(model, 1)
