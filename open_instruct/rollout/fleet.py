@@ -87,10 +87,9 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         )
         stack.callback(verifiers.close)
         doing("starting learners and engines")
-        cluster = stack.enter_context(
+        placement = stack.enter_context(
             start_cluster(config.fleet, shape, say=console.say, logs_folder=run.directory.path / LOGS_FOLDER)
         )
-        placement = stack.enter_context(cluster.placing(shape))
         began_s = time.monotonic()
         who = f"{counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}"
         console.say(f"starting {who}: they load their libraries, then the model")

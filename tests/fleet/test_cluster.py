@@ -74,18 +74,17 @@ def shape_of(*nodes):
 
 said = []
 fleet = FleetSection(ray_address=sys.argv[1], cluster_timeout_s=3)
-with start_cluster(fleet, shape_of(1, 2), say=said.append) as cluster:
-    with cluster.placing(shape_of(1, 2)) as placement:
-        group = LearnerGroup(Recruit, placement)
-        group.wait_ready(120)
-        learners = group.start(Recruit.whereabouts).result(60)
-        sums = group.start(Recruit.sum_of_ranks).result(60)
-        group.shutdown()
-    try:
-        with cluster.placing(shape_of(3, 3)):
-            refusal = "none"
-    except RunError as error:
-        refusal = str(error)
+with start_cluster(fleet, shape_of(1, 2), say=said.append) as placement:
+    group = LearnerGroup(Recruit, placement)
+    group.wait_ready(120)
+    learners = group.start(Recruit.whereabouts).result(60)
+    sums = group.start(Recruit.sum_of_ranks).result(60)
+    group.shutdown()
+try:
+    with start_cluster(fleet, shape_of(3, 3), say=said.append):
+        refusal = "none"
+except RunError as error:
+    refusal = str(error)
 print(json.dumps({"learners": learners, "sums": sums, "refusal": refusal, "said": said}))
 """
 
@@ -228,7 +227,7 @@ for num_learners in (1, 4):
     shape = FleetShape(
         learners_per_node=(num_learners,), num_engines=1, devices_per_engine=1, shares_device=False
     )
-    with start_cluster(FleetSection(), shape, say=print) as cluster, cluster.placing(shape):
+    with start_cluster(FleetSection(), shape, say=print):
         import psutil, ray
         actors.append(ray.get(ray.remote(num_cpus=0)(what_an_actor_has).remote(), timeout=60))
         token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])

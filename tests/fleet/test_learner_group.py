@@ -164,8 +164,7 @@ from open_instruct.cluster.placement import FleetShape
 from tests.fleet.idler import Idler
 
 shape = FleetShape(learners_per_node=(1, 1), num_engines=1, devices_per_engine=1, shares_device=False)
-start = start_cluster(FleetSection(), shape, say=print, logs_folder=Path("logs"))
-with start as cluster, cluster.placing(shape) as places:
+with start_cluster(FleetSection(), shape, say=print, logs_folder=Path("logs")) as places:
     group = LearnerGroup(Idler, places)
     group.wait_ready(120)
     import ray
