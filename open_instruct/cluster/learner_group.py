@@ -76,7 +76,8 @@ class LearnerGroup(Generic[L]):
 
     def start_each(self, method: Callable[[L, A], R], arguments: Sequence[A]) -> LearnerCall[R]:
         """Have every learner begin a method, each with the argument of its rank."""
-        name, each = method.__name__, zip(self._actors, arguments, strict=True)
+        name = method.__name__
+        each = zip(self._actors, arguments, strict=True)
         return self._watching(name, [actor.call.remote(name, argument) for actor, argument in each])
 
     def check(self, timeout_s: float) -> None:
@@ -105,7 +106,8 @@ class LearnerGroup(Generic[L]):
             return
         for actor in self._actors:
             ray.kill(actor)
-        self._actors, self._facts = [], []
+        self._actors = []
+        self._facts = []
 
     def _start(self) -> None:
         import ray

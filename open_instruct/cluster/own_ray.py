@@ -39,7 +39,8 @@ class OwnRay:
             start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._said = self._process.stdin, self._process.stdout
+        self._stdin = self._process.stdin
+        self._said = self._process.stdout
 
     def address(self) -> str:
         """Wait until Ray has started; returns the address to join.

@@ -117,10 +117,10 @@ class Placement:
         Raises:
             RunError: it took longer than `timeout_s`; the message says what was asked and what the cluster has.
         """
-        start = time.monotonic()
+        began_s = time.monotonic()
         for bundles in (self.learner_bundles, self.engine_bundles):
-            while not bundles.wait(max(0.0, min(SECONDS_BETWEEN_REPORTS, start + timeout_s - time.monotonic()))):
-                waited_s = time.monotonic() - start
+            while not bundles.wait(max(0.0, min(SECONDS_BETWEEN_REPORTS, began_s + timeout_s - time.monotonic()))):
+                waited_s = time.monotonic() - began_s
                 if waited_s >= timeout_s:
                     raise RunError(
                         f"{self._missing_text()} after {waited_s:.0f} s. Add nodes, ask for less, free what other "
@@ -198,13 +198,16 @@ def _refuse_what_cannot_fit(shape: FleetShape, on_gpus: bool) -> None:
     import ray
 
     device = _device(on_gpus)
-    num_devices = int(ray.cluster_resources().get("GPU" if on_gpus else "CPU", 0))
-    asked = f"asked: {shape.text(device)}"
-    ways = f"Ask for less{', use --single_gpu_mode' if num_devices == 1 else ''}, or join a cluster with --ray_address"
-    if shape.num_devices > num_devices:
-        raise InputError(f"{asked}; this machine has {counted(num_devices, device)}. {ways}")
+    num_devices = int(ray.cluster_resources().get(device.split()[0], 0))
     if on_gpus and len(shape.learners_per_node) > 1:
-        raise InputError(f"{asked}; this machine is one node, with {counted(num_devices, device)}. {ways}")
+        there = f"this machine is one node, with {counted(num_devices, device)}"
+    elif shape.num_devices > num_devices:
+        there = f"this machine has {counted(num_devices, device)}"
+    else:
+        return
+    single = ", use --single_gpu_mode" if num_devices == 1 else ""
+    ways = f"Ask for less{single}, or join a cluster with --ray_address"
+    raise InputError(f"asked: {shape.text(device)}; {there}. {ways}")
 
 
 def _device(on_gpus: bool) -> str:

@@ -78,7 +78,8 @@ def _join(address: str) -> None:
     try:
         _connect(address)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
-        reason, way = _first_line(error), WAY_OUT
+        reason = _first_line(error)
+        way = WAY_OUT
         if isinstance(error, ray.exceptions.AuthenticationError) or reason.startswith("Failed to connect"):
             reason = (
                 "what answers there does not let this process in. If the cluster has a token, give it here too, as "
@@ -123,13 +124,13 @@ def _answers_as_grpc(connection: socket.socket) -> bool:
 def _local(fleet: FleetSection, shape: FleetShape, logs_folder: Path | None) -> Iterator[None]:
     folder = short_folder()
     watchdog = Watchdog(folder, logs_folder=logs_folder)
-    with contextlib.ExitStack() as at_the_end:
-        at_the_end.callback(watchdog.finish)
-        at_the_end.enter_context(_own_token(folder))
+    with contextlib.ExitStack() as stack:
+        stack.callback(watchdog.finish)
+        stack.enter_context(_own_token(folder))
         with watchdog.marking():
             own = _start(fleet, shape, folder / RAY_FOLDER)
-        at_the_end.callback(own.finish)
-        at_the_end.callback(_disconnect)
+        stack.callback(own.finish)
+        stack.callback(_disconnect)
         yield
 
 

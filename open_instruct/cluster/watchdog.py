@@ -106,11 +106,13 @@ def _living(mark: str, sessions: set[int]) -> list[int]:
     `sessions` holds the ids of these sessions from one call to the next, and is updated here.
     """
     entry = f"{MARK_VARIABLE}={mark}".encode()
-    pids, still_there = [], set()
+    pids = []
+    still_there = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
             state, _, _, number = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:4]
-            pid, session = int(folder.name), int(number)
+            pid = int(folder.name)
+            session = int(number)
             has_mark = entry in (folder / "environ").read_bytes().split(b"\0")
             if has_mark and session == pid:
                 sessions.add(session)

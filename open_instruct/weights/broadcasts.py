@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from open_instruct.cluster.addresses import address_towards
 from open_instruct.weights.manifest import Bucket, WeightManifest
-from open_instruct.weights.progress import HOST, SyncProgress, learner_name, receiver_name
+from open_instruct.weights.progress import HOST, SyncProgress, learner_name, receivers_of
 from open_instruct.weights.way import NUM_SLOTS, Incoming, Info, LocalOf, Outgoing, Wholes
 
 # The time, after a broken broadcast, in which receivers that did get it may report so.
@@ -41,7 +41,7 @@ class PartBroadcaster(Outgoing):
 
     def connect(self, info: Info, progress: SyncProgress) -> None:
         super().connect(info, progress)
-        self.receivers = [receiver_name(index) for index in range(info["num_receivers"])]
+        self.receivers = receivers_of(info)
         self.group = broadcast_group(info, progress, sender=learner_name(self.rank), rank=0, device=self.device)
         most_bytes = self.manifest.most_bytes_of(self.rank)
         self.own_SN = torch.empty(NUM_SLOTS, most_bytes, dtype=torch.uint8, device=self.device)
@@ -98,12 +98,14 @@ class PartReceiver(Incoming):
         super().connect(info, progress)
         # Receivers join the groups in the same order; the learner of each group waits for no other group.
         for rank in self.manifest.ranks:
-            most_bytes, sender = self.manifest.most_bytes_of(rank), learner_name(rank)
+            sender = learner_name(rank)
             self._groups[rank] = broadcast_group(info, progress, sender=sender, rank=self.index + 1, device=self.device)
+            most_bytes = self.manifest.most_bytes_of(rank)
             self._flats[rank] = torch.empty(most_bytes, dtype=torch.uint8, device=self.device)
 
     def take(self, position: int, wholes: Wholes) -> None:
-        bucket, ranks = self.manifest.bucket_at(position), set(self.manifest.ranks)
+        bucket = self.manifest.bucket_at(position)
+        ranks = set(self.manifest.ranks)
         if bucket is self.manifest.buckets[0]:
             self.progress.wait(f"go/{position}", [HOST], to="begin to send")
             self._begin(bucket, ranks)
@@ -155,7 +157,7 @@ def broadcast_group(info: Info, progress: SyncProgress, *, sender: str, rank: in
     Raises:
         RunError: some did not come within the time-out (they are named), or could not be connected.
     """
-    members = [sender, *map(receiver_name, range(info["num_receivers"]))]
+    members = [sender, *receivers_of(info)]
     # First see that all are there: a member that waits with another sender is not missing.
     for stage in ("connecting", f"connecting/{sender}"):
         progress.report(stage)

@@ -119,7 +119,9 @@ class WeightManifest:
             boxes: the part of each tensor that each rank sends; the parts cover the tensor.
             slabs: the number of slabs that a tensor is cut into along its columns, if values are counted slab by slab.
         """
-        self.shapes, self.boxes, self.slabs = shapes, boxes, slabs or {}
+        self.shapes = shapes
+        self.boxes = boxes
+        self.slabs = slabs or {}
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
         self.buckets = tuple(self._lay_out(*run) for run in self._runs())
@@ -163,7 +165,8 @@ class WeightManifest:
             more = math.prod(shape) * self.dtype.itemsize
             if run and num_bytes + more > self.bucket_bytes:
                 yield run, 0, 1
-                run, num_bytes = [], 0
+                run = []
+                num_bytes = 0
             num_pieces = min(-(-more // self.bucket_bytes), self._most_rows(name))
             if num_pieces > 1:
                 yield from (([name], piece, num_pieces) for piece in range(num_pieces))

@@ -153,10 +153,12 @@ class WeightPublisher:
 
     def _deliver(self) -> None:
         timeout_s = self._fleet.weight_sync_timeout_s
-        engines, version = self._engines, self._learners_version
+        engines = self._engines
+        version = self._learners_version
         assert version is not None, "the learners were lost"
+        is_connected = self._is_connected
         self.version = None
-        is_connected, self._is_connected = self._is_connected, False
+        self._is_connected = False  # unless all goes well
         engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
         if not is_connected:
             self._connect(engines, timeout_s)

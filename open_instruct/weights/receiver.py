@@ -15,7 +15,7 @@ import torch
 from open_instruct.errors import RunError
 from open_instruct.models.shards import in_order
 from open_instruct.weights.manifest import WeightManifest
-from open_instruct.weights.progress import SyncProgress, learner_name, receiver_name
+from open_instruct.weights.progress import SyncProgress, learner_name, receiver_name, receivers_of
 from open_instruct.weights.way import wait_for_device
 from open_instruct.weights.ways import WAYS
 
@@ -72,8 +72,7 @@ class IncomingWeights:
         self._incoming.join(info)
         self._progress.report("joined")
         writers = [learner_name(rank) for rank in self._manifest.ranks]
-        receivers = [receiver_name(other) for other in range(info["num_receivers"])]
-        self._progress.wait("joined", [*writers, *receivers], to="join")
+        self._progress.wait("joined", [*writers, *receivers_of(info)], to="join")
         self._incoming.connect(info, self._progress)
 
     def buckets(self) -> Iterator[Weights]:

@@ -27,7 +27,7 @@ from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.shards import held_of, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.weights.manifest import WeightManifest
-from open_instruct.weights.progress import HOST_RANK, SyncProgress, learner_name, receiver_name
+from open_instruct.weights.progress import HOST_RANK, SyncProgress, learner_name, receivers_of
 from open_instruct.weights.way import NUM_SLOTS, LocalOf, Outgoing
 from open_instruct.weights.ways import WAYS
 
@@ -104,7 +104,7 @@ class WeightSender:
         self._outgoing = kind(self.manifest, rank=self._rank, device=self._device)
         info: dict[str, Any] = on_main_process(lambda: self._offer(num_receivers))
         self._info = info
-        self._receivers = [receiver_name(index) for index in range(num_receivers)]
+        self._receivers = receivers_of(info)
         if self._rank != HOST_RANK:
             self._progress = SyncProgress.join(info, member=learner_name(self._rank))
         self._outgoing.join(info)
