@@ -30,9 +30,29 @@ def slot_of(slots_SN: torch.Tensor, position: int, bucket: Bucket) -> torch.Tens
 
 
 class SlotWriter(Outgoing):
-    """Writes a rank's parts to their places in a slot."""
+    """Writes a rank's parts to their places in a slot.
+
+    Learner 0 makes the slots: on a CPU in a file, whose name goes once all members have it mapped.
+    """
 
     slots_SN: torch.Tensor | None = None
+    path: str | None = None
+
+    def offer(self) -> dict[str, Any]:
+        slot_bytes = self.manifest.largest_bucket_bytes
+        if self.device.type == "cpu":
+            self.path = create_shared_file(slot_bytes)
+            return {"path": self.path}
+        self.slots_SN = torch.empty(NUM_SLOTS, slot_bytes, dtype=torch.uint8, device=self.device)
+        return {"device_slots": export_device_slots(self.slots_SN)}
+
+    def join(self, info: Info) -> None:
+        if "path" in info:
+            self.slots_SN = map_shared_file(info["path"], self.manifest.largest_bucket_bytes)
+
+    def connect(self, info: Info, progress: SyncProgress) -> None:
+        super().connect(info, progress)
+        self._remove_file()
 
     def put(self, position: int, local_of: LocalOf) -> None:
         assert self.slots_SN is not None
@@ -44,12 +64,23 @@ class SlotWriter(Outgoing):
 
     def close(self) -> None:
         self.slots_SN = None
+        self._remove_file()
+
+    def _remove_file(self) -> None:
+        if self.path is not None:
+            remove_shared_file(self.path)
 
 
 class SlotReader(Incoming):
     """Copies all parts out of a slot."""
 
     slots_SN: torch.Tensor | None = None
+
+    def join(self, info: Info) -> None:
+        if "path" in info:
+            self.slots_SN = map_shared_file(info["path"], self.manifest.largest_bucket_bytes)
+        else:
+            self.slots_SN = import_device_slots(info["device_slots"], self.device)
 
     def take(self, position: int, wholes: Wholes) -> None:
         assert self.slots_SN is not None
@@ -61,50 +92,6 @@ class SlotReader(Incoming):
 
     def close(self) -> None:
         self.slots_SN = None
-
-
-class FileWriter(SlotWriter):
-    """The slots are a file in shared memory, whose name goes once all members have it mapped."""
-
-    path: str | None = None
-
-    def offer(self) -> dict[str, Any]:
-        self.path = create_shared_file(self.manifest.largest_bucket_bytes)
-        return {"path": self.path}
-
-    def join(self, info: Info) -> None:
-        self.slots_SN = map_shared_file(info["path"], self.manifest.largest_bucket_bytes)
-
-    def connect(self, info: Info, progress: SyncProgress) -> None:
-        super().connect(info, progress)
-        self._remove_file()
-
-    def close(self) -> None:
-        super().close()
-        self._remove_file()
-
-    def _remove_file(self) -> None:
-        if self.path is not None:
-            remove_shared_file(self.path)
-
-
-class FileReader(SlotReader):
-    def join(self, info: Info) -> None:
-        self.slots_SN = map_shared_file(info["path"], self.manifest.largest_bucket_bytes)
-
-
-class DeviceWriter(SlotWriter):
-    """The slots are on the one device that a learner and an engine share."""
-
-    def offer(self) -> dict[str, Any]:
-        slot_bytes = self.manifest.largest_bucket_bytes
-        self.slots_SN = torch.empty(NUM_SLOTS, slot_bytes, dtype=torch.uint8, device=self.device)
-        return {"device_slots": export_device_slots(self.slots_SN)}
-
-
-class DeviceReader(SlotReader):
-    def join(self, info: Info) -> None:
-        self.slots_SN = import_device_slots(info["device_slots"], self.device)
 
 
 def create_shared_file(slot_bytes: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from open_instruct.cluster.watchdog import SHARED_MEMORY
 from open_instruct.errors import InputError
 from open_instruct.weights.broadcasts import PartBroadcaster, PartReceiver
-from open_instruct.weights.slots import DeviceReader, DeviceWriter, FileReader, FileWriter
+from open_instruct.weights.slots import SlotReader, SlotWriter
 from open_instruct.weights.way import Incoming, Outgoing
 
 
@@ -23,8 +23,8 @@ class Way:
 WAYS = {
     "nccl": Way(outgoing=PartBroadcaster, incoming=PartReceiver, on_device=True),
     "gloo": Way(outgoing=PartBroadcaster, incoming=PartReceiver, on_device=False),
-    "ipc": Way(outgoing=DeviceWriter, incoming=DeviceReader, on_device=True),
-    "shm": Way(outgoing=FileWriter, incoming=FileReader, on_device=False),
+    "ipc": Way(outgoing=SlotWriter, incoming=SlotReader, on_device=True),
+    "shm": Way(outgoing=SlotWriter, incoming=SlotReader, on_device=False),
 }
 """By the values of `--weight_sync_backend`."""
 
