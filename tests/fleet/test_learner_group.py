@@ -24,6 +24,7 @@ from tests.fleet.idler import Idler
 from tests.fleet.learners import Recruit
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY
+from tests.waiting import eventually
 
 READY_TIMEOUT_S = 600.0
 
@@ -198,11 +199,8 @@ def test_nothing_outlives_the_driver(tmp_path: Path, end: str) -> None:
     driver = programs.start([str(tmp_path / "driver.py"), end], environment=environment, cwd=tmp_path)
     try:
         pids_file = tmp_path / "pids.json"
-        deadline = time.monotonic() + 120
-        while not pids_file.exists():
-            assert driver.poll() is None, driver.said()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        eventually(lambda: pids_file.exists() or driver.poll() is not None)
+        assert driver.poll() is None, driver.said()
         folder = Path((tmp_path / "folder").read_text()).parent
         if end == "kill":
             assert {*json.loads(pids_file.read_text())["learners"]} < {*processes_of(driver.pid, folder)}
@@ -211,11 +209,7 @@ def test_nothing_outlives_the_driver(tmp_path: Path, end: str) -> None:
     finally:
         driver.send_signal(signal.SIGKILL)
 
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and (folder.exists() or processes_of(driver.pid, folder)):
-        time.sleep(0.1)
-    assert processes_of(driver.pid, folder) == []
-    assert not folder.exists()
+    eventually(lambda: not folder.exists() and not processes_of(driver.pid, folder), nap_s=0.1, timeout_s=60)
     assert not {name for name in os.listdir("/dev/shm") if f"open_instruct-{driver.pid}-" in name}
     assert list((tmp_path / "logs").glob("learner-[01].*"))
 

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import yaml
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from tests.house.test_docs_commands import commands_of
+from tests.waiting import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHELL_SCRIPTS = [*sorted(REPOSITORY.glob("scripts/*.sh")), REPOSITORY / ".ci" / "run"]
@@ -64,10 +64,7 @@ class Stubs:
         )
 
     def wait_for_call(self, start: str) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not any(call.startswith(start) for call in self.calls):
-            assert time.monotonic() < deadline, f"no call of '{start}' among {self.calls}"
-            time.sleep(0.02)
+        eventually(lambda: any(call.startswith(start) for call in self.calls), what=f"no call of '{start}'")
 
 
 @pytest.fixture
@@ -319,7 +316,7 @@ def test_ray_slurm_when_ray_does_not_start(stubs: Stubs) -> None:
 
 
 def test_ray_slurm_takes_an_address_that_the_other_nodes_can_reach(stubs: Stubs) -> None:
-    job = add_ray_cluster(stubs) | {"HEAD_ADDR": "", "RAY_START_TIMEOUT_S": "1"}
+    job = add_ray_cluster(stubs) | {"HEAD_ADDR": "", "RAY_START_TIMEOUT_S": "3"}
     stubs.add("getent", 'printf "127.0.1.1 STREAM node07\\n203.0.113.7 STREAM\\n"')
     done = stubs.run("scripts/launch_ray_slurm.sh", "x.py", **job)
     assert done.returncode == 1
