@@ -52,7 +52,7 @@ class PartBroadcaster(Outgoing):
         start, stop = bucket.span(self.rank)
         if start < stop:
             own = self.own_SN[position % NUM_SLOTS, : stop - start]
-            bucket.pack(own, local_of, rank=self.rank, dtype=self.manifest.dtype, first_byte=start)
+            bucket.pack(own, local_of, rank=self.rank, first_byte=start)
             self.under_way[position] = broadcast(self.group, own)
 
     def check(self) -> None:

@@ -81,13 +81,12 @@ class IncomingWeights:
         Raises:
             RunError: a learner did not bring its part within the time-out (names it), or somebody failed.
         """
-        dtype = self._manifest.dtype
         self._progress.new_round()
         self._progress.report(f"began/{self._position}")
         wholes: dict[str, torch.Tensor] = {}
         for position, bucket in enumerate(self._manifest.buckets, start=self._position):
             if bucket.piece == 0:
-                wholes = bucket.wholes(self._memory.take(bucket.num_bytes_of_wholes(dtype)), dtype)
+                wholes = bucket.wholes(self._memory.take(bucket.num_bytes_of_wholes))
             self._incoming.take(position, wholes)
             wait_for_device(self._device)
             self._progress.report(f"done/{position}")

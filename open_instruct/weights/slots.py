@@ -58,7 +58,7 @@ class SlotWriter(Outgoing):
         assert self.slots_SN is not None
         bucket = self.manifest.bucket_at(position)
         flat = slot_of(self.slots_SN, position, bucket)
-        bucket.pack(flat, local_of, rank=self.rank, dtype=self.manifest.dtype)
+        bucket.pack(flat, local_of, rank=self.rank)
         wait_for_device(flat.device)
         self.progress.report(f"filled/{position}")
 
