@@ -19,7 +19,7 @@ class Recruit:
 
     def __init__(self) -> None:
         self.seen_gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self.process = start_process(timeout_s=60, seed=0)
+        self.process = start_process(timeout_s=600, seed=0)
 
     def whereabouts(self) -> dict[str, Any]:
         import ray

@@ -70,9 +70,9 @@ said = []
 fleet = FleetSection(ray_address=sys.argv[1], cluster_timeout_s=3)
 with start_cluster(fleet, shape_of(1, 2), say=said.append) as placement:
     group = LearnerGroup(Recruit, placement)
-    group.wait_ready(120)
-    learners = group.start(Recruit.whereabouts).result(60)
-    sums = group.start(Recruit.sum_of_ranks).result(60)
+    group.wait_ready(600)
+    learners = group.start(Recruit.whereabouts).result(600)
+    sums = group.start(Recruit.sum_of_ranks).result(600)
     group.shutdown()
 try:
     with start_cluster(fleet, shape_of(3, 3), say=said.append):

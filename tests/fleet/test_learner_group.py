@@ -167,7 +167,7 @@ from tests.fleet.idler import Idler
 shape = FleetShape(learners_per_node=(1, 1), num_engines=1, devices_per_engine=1, shares_device=False)
 with start_cluster(FleetSection(), shape, say=print, logs_folder=Path("logs")) as places:
     group = LearnerGroup(Idler, places)
-    group.wait_ready(120)
+    group.wait_ready(600)
     import ray
     Path("folder").write_text(ray._private.worker._global_node.get_session_dir_path())
     # As the sender of weights does.

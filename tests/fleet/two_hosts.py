@@ -19,7 +19,7 @@ from torch import nn
 from open_instruct.models.hf.names import TensorNames
 from tests.fleet.learners import Recruit
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
 BACKEND = "gloo"
 
 
@@ -81,7 +81,7 @@ def main(address: str, learners_per_node: tuple[int, ...]) -> None:
         actor: Any = ray.remote(Receiver)
         engine = actor.options(**placement.engine_options(0)).remote()
         learners = LearnerGroup(Sender, placement)
-        learners.wait_ready(120)
+        learners.wait_ready(TIMEOUT_S)
         channel = learners.start(Sender.open_channel).result(TIMEOUT_S)[0]
         sending = learners.start(Sender.send)
         meeting_address = placement.whereabouts().meeting_address()
