@@ -95,6 +95,7 @@ def cluster(hosts: list[list[str]], environment: dict[str, str]) -> Iterator[str
             answers = f"import socket, time\nwhile True:\n try: socket.create_connection({ADDRESSES[0], PORT}); break\n"
             answers += " except OSError: time.sleep(0.2)"
             subprocess.run([*hosts[0], sys.executable, "-c", answers], check=True, timeout=START_TIMEOUT_S)
+        assert all(node.poll() is None for node in nodes), [log.read_text()[-2000:] for log in folder.glob("*.log")]
         yield address
     finally:
         for node in reversed(nodes):

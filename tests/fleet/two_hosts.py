@@ -74,7 +74,7 @@ def main(address: str, learners_per_node: tuple[int, ...]) -> None:
     from open_instruct.config.rollout_sections import FleetSection
 
     shape = FleetShape(learners_per_node=learners_per_node, num_engines=1, devices_per_engine=1, shares_device=False)
-    fleet = FleetSection(ray_address=address, cluster_timeout_s=60)
+    fleet = FleetSection(ray_address=address, cluster_timeout_s=600)
     with start_cluster(fleet, shape, say=lambda text: None) as placement:
         import ray
 
