@@ -167,8 +167,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         stack.callback(verifiers.close)
         doing("starting learners and engines")
         logs_folder = run.directory.path / LOGS_FOLDER
-        cluster = stack.enter_context(start_cluster(config.fleet, shape, say=console.say, logs_folder=logs_folder))
-        placement = stack.enter_context(cluster.placing(shape))
+        placement = stack.enter_context(start_cluster(config.fleet, shape, say=console.say, logs_folder=logs_folder))
         who = f"{counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}"
         console.say(f"starting {who}: they load their libraries, then the model")
         same_host = placement.whereabouts().share_memory()

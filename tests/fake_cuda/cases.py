@@ -92,10 +92,8 @@ def main(names: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         load_hooks(Path(folder))
         pretend_cuda()
-        from tests.ranks.remembered_rules import remember_rules
 
         _leave_weights_alone()
-        remember_rules()
         results: dict[str, Any] = {}
         if not names:
             results["waits noted"] = _waits_noted()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,6 @@ from open_instruct.models.load import stream_load
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Completion, Document, Span
 from open_instruct.toys.tiny import write_tiny_model
-from tests.fleet.forked_workers import python_that_forks
 from tests.fleet.vllm_session import (
     MAX_TOKENS,
     NUM_REQUESTS,
@@ -65,9 +65,9 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     with (folder / "log").open("w") as log:
         program, answers = str(REPOSITORY / "tests" / "fleet" / "vllm_session.py"), folder / "answers.json"
         subprocess.run(
-            [python_that_forks(), program, *map(str, folders), str(answers)],
+            [sys.executable, program, *map(str, folders), str(answers)],
             cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=log,
             timeout=SESSION_TIMEOUT_S,

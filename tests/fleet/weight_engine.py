@@ -32,7 +32,7 @@ from tests.fleet.vllm_session import HaltingCore, answers_of, during_generation
 from tests.ranks.files import tell, told
 from tests.ranks.jobs.weight_sync import LORA
 
-NUM_VERSIONS = 10
+NUM_VERSIONS = 5
 IN_FLIGHT = NUM_VERSIONS + 1
 OWN_NAME, KEPT_NAME = NUM_VERSIONS + 2, NUM_VERSIONS + 3
 MAX_MODEL_LEN = 192

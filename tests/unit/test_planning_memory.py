@@ -34,7 +34,7 @@ from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import Scoring, Workload, adapted
 from open_instruct.records import ShardLayout
 from open_instruct.toys.tiny import Size, tiny_config
-from open_instruct.weights.wire import NUM_SLOTS
+from open_instruct.weights.way import NUM_SLOTS
 from tests.ranks.fork_server import Forked
 
 SIZE = Size(roughly="", hidden=256, mlp=640, layers=1, heads=8, kv_heads=4, vocab_size=512, window=4096)
