@@ -189,9 +189,14 @@ class Tape:
             return {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
 
         def look(activations: int, scratch_bytes: int = 0) -> None:
-            of_weights = weight_gradients()
-            temporaries = _made(set(gradient_of.values()) - of_weights) + scratch_bytes
-            usages.append(Usage(activations=activations, temporaries=temporaries, weight_gradients=_made(of_weights)))
+            others = {*gradient_of.values()} - weight_gradients()
+            usages.append(
+                Usage(
+                    activations=activations,
+                    temporaries=_made(others) + scratch_bytes,
+                    weight_gradients=_made(weight_gradients()),
+                )
+            )
 
         look(_made(kept))
         for index, op in reversed([*enumerate(self.operations)]):
