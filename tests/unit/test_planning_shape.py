@@ -13,7 +13,6 @@ from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
-from open_instruct.objectives.sft import SFTConfig
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.subject.public_models import model_shape, public_models
 from open_instruct.planning.subject.workload import Scoring, workload_of
@@ -119,14 +118,11 @@ def test_a_config_that_is_no_shape_is_refused(tmp_path: Path, changes: dict[str,
         model_shape(str(write_config(tmp_path, **changes)))
 
 
-def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="No such file"):
-        model_shape(str(tmp_path))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InputError, match="not JSON"):
-        model_shape(str(tmp_path))
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(InputError, match="holds a JSON list"):
+@pytest.mark.parametrize(("text", "message"), [(None, "No such file"), ("{", "not JSON"), ("[]", "holds a JSON list")])
+def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=message):
         model_shape(str(tmp_path))
 
 
@@ -148,12 +144,6 @@ def test_workload_of_dpo() -> None:
     moving = workload_of(parse(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
     assert moving.scorings == (Scoring(shape=SHAPE), Scoring(shape=SHAPE, stands_as="reference policy", moves=True))
     assert (moving.reference_pass_tokens, moving.num_values) == (0, 2)
-
-
-def test_workload_of_sft_has_one_document_a_sample() -> None:
-    flags = ["--max_seq_length", "1024", "--per_device_train_batch_size", "2"]
-    workload = workload_of(parse(SFTConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
-    assert (workload.algorithm, workload.tokens_per_microbatch) == ("sft", 2048)
 
 
 def test_workload_of_grpo() -> None:
@@ -185,21 +175,18 @@ def test_workload_of_streams() -> None:
 
 
 def test_an_engine_that_shares_the_learners_gpu_takes_its_part() -> None:
-    config = parse(GRPOConfig, [*GRPO, "--single_gpu_mode", "--vllm_gpu_memory_utilization", "0.5"])
-    layout = resolve_layout([1], single_device=True)
-    workload = workload_of(config, SHAPE, layout, device_memory_bytes=80 * 2**30)
-    assert workload.sync_backend == "ipc"
-    assert workload.kv_cache_bytes == 40 * 2**30 - 2 * SHAPE.num_params
-
-
-def test_a_cache_of_a_given_size_has_an_engines_steps_on_top() -> None:
+    """A share of the GPU, or a cache of a given size with what the engine's steps take."""
     layout = resolve_layout([1], single_device=True)
 
     def beside_weights(*flags: str) -> int:
-        config = parse(GRPOConfig, [*GRPO, "--single_gpu_mode", "--vllm_kv_cache_mib", "1024", *flags])
-        return workload_of(config, SHAPE, layout, device_memory_bytes=80 * 2**30).kv_cache_bytes
+        config = parse(GRPOConfig, [*GRPO, "--single_gpu_mode", *flags])
+        workload = workload_of(config, SHAPE, layout, device_memory_bytes=80 * 2**30)
+        assert workload.sync_backend == "ipc"
+        return workload.kv_cache_bytes
 
+    assert beside_weights("--vllm_gpu_memory_utilization", "0.5") == 40 * 2**30 - 2 * SHAPE.num_params
+    cache = ["--vllm_kv_cache_mib", "1024"]
     a_token, a_sequence = 2 * (3 * SHAPE.d_ff + 4 * SHAPE.d_model), 8 * SHAPE.vocab_size
-    assert beside_weights() == 2**30 + 16384 * a_token + 256 * a_sequence
-    given = beside_weights("--vllm_max_num_batched_tokens", "4096", "--vllm_max_num_seqs", "64")
+    assert beside_weights(*cache) == 2**30 + 16384 * a_token + 256 * a_sequence
+    given = beside_weights(*cache, "--vllm_max_num_batched_tokens", "4096", "--vllm_max_num_seqs", "64")
     assert given == 2**30 + 4096 * a_token + 64 * a_sequence

@@ -19,7 +19,6 @@ features. The input of the first block needs no gradient then; the block is coun
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -49,23 +48,20 @@ BLOCK_MODULES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """The sizes of one microbatch on one rank, and the modules that are recomputed.
-
-    `num_rows` are the tokens that it has between matrices.
-    """
+    """The sizes of one microbatch on one rank, and the modules that are recomputed."""
 
     num_tokens: int
-    num_rows: int
+    num_rows: int  # tokens between matrices, of which tensor ranks have a part each
     longest_document: int
     num_labels: int
     compute_bytes: int
     on_cuda: bool
     tensor_degree: int
     recomputed_modules: tuple[str, ...]
-    casts_adapters: bool = False
+    casts_adapters: bool = False  # they are float32, and copied to the dtype that is computed in
     temperature: float = 1.0
     records_entropy: bool = False
-    num_gathered_keys: int | None = None
+    num_gathered_keys: int | None = None  # with those of a shared prefix before each document; None: nothing is shared
 
 
 def logit_chunks(shape: ModelShape, num_positions: int) -> tuple[int, ...]:
@@ -119,7 +115,7 @@ def _gathered_keys(layout: ShardLayout, workload: Workload) -> int | None:
 @lru_cache(maxsize=512)
 def profile_of(piece: Literal["block", "head"], shape: ModelShape, sizes: Pass) -> Profile:
     """One block, from the residual stream to itself; or last norm and head, from there to the labels' log-probs."""
-    run = {"block": _Block, "head": _Head}[piece](shape, sizes)
+    run: _Block | _Head = _Block(shape, sizes) if piece == "block" else _Head(shape, sizes)
     return run.tape.profile(run.record())
 
 
@@ -128,16 +124,14 @@ def _split(count: int, sizes: Pass) -> int:
     return -(-count // sizes.tensor_degree)
 
 
-class _Piece(ABC):
+class _Piece:
+    """What a block and the head are made of, recorded on a tape."""
+
     def __init__(self, shape: ModelShape, sizes: Pass) -> None:
         self.shape, self.sizes, self.c = shape, sizes, sizes.compute_bytes
         self.kind: Kind = "weight" if shape.adapters is None else "frozen"  # of what is the model's own
         self.stream_bytes = sizes.num_rows * shape.d_model * self.c
         self.tape = Tape(Tensor(self.stream_bytes, kind="source"))
-
-    @abstractmethod
-    def record(self) -> Tensor:
-        """Record the piece on the tape, and return its output."""
 
     def recomputed(self, module: str) -> AbstractContextManager[None]:
         """Within runs a module of the block, which may be checkpointed; "" is the block itself. All are alike."""
@@ -151,7 +145,8 @@ class _Piece(ABC):
     def linear(self, module: str, x: Tensor, num_inputs: int, num_outputs: int) -> Tensor:
         """The output of a matrix of the block for all tokens, with that of its adapter."""
         adapters, num_tokens = self.shape.adapters, self.sizes.num_tokens
-        output, given = self.product(x, num_inputs, num_outputs, self.kind), x
+        given = x
+        output = self.product(x, num_inputs, num_outputs, self.kind)
         if adapters is None or module not in adapters.modules:
             return output
         if adapters.drops:
@@ -166,7 +161,8 @@ class _Piece(ABC):
 
     def product(self, x: Tensor, num_inputs: int, num_outputs: int, kind: Kind = "weight") -> Tensor:
         """x W^T: keeps x. Its backward makes the gradient of W first, then that of x."""
-        num_tokens, weight = self.sizes.num_tokens, Tensor(num_inputs * num_outputs * self.c, kind=kind)
+        num_tokens = self.sizes.num_tokens
+        weight = Tensor(num_inputs * num_outputs * self.c, kind=kind)
         if self.sizes.casts_adapters and kind != self.kind:
             weight = self.tape.run(weight.num_bytes, weight, gradients=[Gradient(of=weight, num_bytes=None)])
         gradients = [_whole(weight), Gradient(of=x, num_bytes=num_tokens * num_inputs * self.c)]
@@ -174,8 +170,10 @@ class _Piece(ABC):
 
     def norm(self, x: Tensor, num_rows: int, width: int) -> Tensor:
         """RMSNorm. float32 inside; keeps its input and what is scaled by the weight."""
-        run, elements = self.tape.run, num_rows * width
-        float_bytes, row_bytes = FLOAT32 * elements, FLOAT32 * num_rows
+        run = self.tape.run
+        elements = num_rows * width
+        float_bytes = FLOAT32 * elements
+        row_bytes = FLOAT32 * num_rows
         weight = Tensor(width * self.c, kind=self.kind)
         x_float = self.cast(x, elements, FLOAT32)
         # The backward of a square makes x, then 2x, before it multiplies by the gradient.
@@ -215,8 +213,9 @@ class _Block(_Piece):
             return self.norm(x, self.sizes.num_rows, self.shape.d_model)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        d_model, width = self.shape.d_model, _split(self.shape.d_ff, self.sizes)
         run = self.tape.run
+        d_model = self.shape.d_model
+        width = _split(self.shape.d_ff, self.sizes)
         with self.recomputed("feed_forward"):
             # All tokens, where tensor ranks hold a part each between matrices; of their sum this rank's part.
             x = self.cast(x, self.sizes.num_tokens * d_model, self.c)
@@ -230,7 +229,8 @@ class _Block(_Piece):
 
     def _attention(self, x: Tensor) -> Tensor:
         d_model = self.shape.d_model
-        q_width, kv_width = _split(self.shape.q_width, self.sizes), _split(self.shape.kv_width, self.sizes)
+        q_width = _split(self.shape.q_width, self.sizes)
+        kv_width = _split(self.shape.kv_width, self.sizes)
         with self.recomputed("attention"):
             x = self.cast(x, self.sizes.num_tokens * d_model, self.c)
             query = self.linear("attention.w_q", x, d_model, q_width)
@@ -265,8 +265,8 @@ class _Block(_Piece):
             rotated.append(self.sum(near, far))
             self.tape.hold(tensor)
         self.tape.hold(query, key)
-        widths = (q_width, kv_width)
-        query, key = (self.cast(x, num_tokens * width, self.c) for x, width in zip(rotated, widths, strict=True))
+        query = self.cast(rotated[0], num_tokens * q_width, self.c)
+        key = self.cast(rotated[1], num_tokens * kv_width, self.c)
         self.tape.hold(*rotated)
         return query, key
 

@@ -32,10 +32,10 @@ class Gradient:
     """The gradient of one input of an operation."""
 
     of: Tensor
+    # None: the gradient of the output is passed on unchanged.
     num_bytes: int | None
-    """None: the gradient of the output is passed on unchanged."""
+    # Alive while it is computed.
     scratch_bytes: int = 0
-    """Alive while it is computed."""
 
 
 class Operation(NamedTuple):
@@ -46,18 +46,18 @@ class Operation(NamedTuple):
     saved: tuple[Tensor, ...]
     gradients: tuple[Gradient, ...]
     scratch_bytes: int
+    # The recomputed region that it belongs to, if any.
     region: int | None
-    """The recomputed region that it belongs to, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Bytes at one moment."""
 
+    # What a forward pass saved or passed on.
     activations: int = 0
-    """What a forward pass saved or passed on."""
+    # Most are gradients of activations.
     temporaries: int = 0
-    """Most are gradients of activations."""
     weight_gradients: int = 0
 
     @property
@@ -69,15 +69,15 @@ class Usage:
 class Profile:
     """The memory that a piece needs beside its source."""
 
+    # Of a forward pass that keeps `kept_bytes` for its backward; the output counts too.
     forward_peak: Usage
-    """Of a forward pass that keeps `kept_bytes` for its backward; the output counts too."""
+    # Of a forward pass without a backward; the output counts too.
     scoring_peak: Usage
-    """Of a forward pass without a backward; the output counts too."""
     kept_bytes: int
+    # Whether the source must live until the backward pass.
     keeps_source: bool
-    """Whether the source must live until the backward pass."""
+    # With what was kept, and the gradient of the output from the start.
     backward_peak: Usage
-    """With what was kept, and the gradient of the output from the start."""
     weight_gradient_bytes: int
 
 
@@ -91,8 +91,8 @@ class Tape:
 
     source: Tensor
     operations: list[Operation] = field(default_factory=list)
+    # The index of the last operation that reads a tensor, or that runs while a variable holds it.
     needed_until: dict[Tensor, int] = field(default_factory=dict)
-    """The index of the last operation that reads a tensor, or that runs while a variable holds it."""
     _region: int | None = None
 
     def run(
@@ -189,9 +189,14 @@ class Tape:
             return {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
 
         def look(activations: int, scratch_bytes: int = 0) -> None:
-            of_weights = weight_gradients()
-            temporaries = _made(set(gradient_of.values()) - of_weights) + scratch_bytes
-            usages.append(Usage(activations=activations, temporaries=temporaries, weight_gradients=_made(of_weights)))
+            others = {*gradient_of.values()} - weight_gradients()
+            usages.append(
+                Usage(
+                    activations=activations,
+                    temporaries=_made(others) + scratch_bytes,
+                    weight_gradients=_made(weight_gradients()),
+                )
+            )
 
         look(_made(kept))
         for index, op in reversed([*enumerate(self.operations)]):

@@ -24,9 +24,6 @@ SLIDING = "sliding_attention"
 class ParameterShape:
     """One parameter by OLMo-core's name.
 
-    `layer` is None outside the blocks. `tensor_axis` is the axis that tensor parallelism splits; None: each
-    tensor rank holds the whole of it. What is not trained stays in the dtype that is computed in, and has no gradient.
-
     Example: the gate of a feed-forward, `w1` of layer 3, whose rows are split::
 
         ParameterShape(name="blocks.3.feed_forward.w1.weight", shape=(11008, 4096), layer=3, tensor_axis=0)
@@ -34,9 +31,9 @@ class ParameterShape:
 
     name: str
     shape: tuple[int, ...]
-    layer: int | None = None
-    tensor_axis: int | None = None
-    is_trained: bool = True
+    layer: int | None = None  # None outside the blocks
+    tensor_axis: int | None = None  # the axis that tensor parallelism splits; None: every tensor rank has all of it
+    is_trained: bool = True  # else it has no gradient, and stays in the dtype that is computed in
 
     @property
     def num_params(self) -> int:
@@ -52,7 +49,7 @@ class Adapters:
 
     rank: int
     modules: tuple[str, ...]
-    drops: bool = False  # some of their inputs while training
+    drops: bool = False  # dropout leaves out some of their inputs while training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +68,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The shape of a model, which decides its size and its computation.
-
-    `windows` has one entry a layer: the tokens that a query sees, itself among them; None: all before it. A model that
-    `scores` has a head of one row.
-    """
+    """The shape of a model, which decides its size and its computation."""
 
     name: str
     family: str
@@ -88,9 +81,9 @@ class ModelShape:
     vocab_size: int
     is_tied: bool
     qk_norm: QKNorm
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...]  # of each layer: the tokens that a query sees, itself among them; None: all before
     checkpoint_bytes_per_param: int = 2
-    scores: bool = False
+    scores: bool = False  # its head has one row
     adapters: Adapters | None = None
 
     @cached_property

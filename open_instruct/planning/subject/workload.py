@@ -32,12 +32,7 @@ ENGINE_TOKENS, ENGINE_SEQS = 16384, 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """Forward passes without gradients: in every step, `num_rounds` over each microbatch of an update.
-
-    Those of a frozen model that stands beside the policy, sharded as it is, where `stands_as` names one; else the
-    policy's own. One that `moves` is in checkpoints too. `num_values` are computed of each label: its log-prob, and its
-    entropy if there are two. With 0 the head is not run: its matrix stays whole on every rank, and the policy's head
-    multiplies with it.
+    """Forward passes without gradients over the microbatches of an update, in every step.
 
     Example: the reference policy of GRPO with two mini-batches::
 
@@ -45,27 +40,18 @@ class Scoring:
     """
 
     shape: ModelShape
+    # The label of a frozen model that stands beside the policy, sharded as it is; "": the policy itself scores.
     stands_as: str = ""
-    moves: bool = False
-    num_rounds: int = 1
+    moves: bool = False  # it follows the policy, and is in checkpoints too
+    num_rounds: int = 1  # passes over each microbatch
+    # Values of each label: its log-prob, and its entropy if there are two. With 0 the head is not run: its matrix stays
+    # whole on every rank, and the policy's head multiplies with it.
     num_values: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """One rank's share of an optimizer step, at most: documents are taken to have their full length.
-
-    Tokens are those of a whole row; a context degree splits them further. `num_values` are computed of each label that
-    is learned: its log-prob, and what the loss reads beside. `num_updates` is above 1 for GRPO alone: mini-batches by
-    epochs, each of `num_microbatches`; where an update `reduces_last` those add up whole gradients. So many blocks are
-    `gathered_ahead` of their turn forward. `reference_pass_tokens` are those of a microbatch of the pass over the start
-    weights before training, 0 where there is none. `kv_cache_bytes` are an engine's on the learner's own device, those
-    of its steps too: 0 unless they share one. `sync_crosses_nodes` unless engines are known to be on its node; one that
-    `sends_adapter` sends that alone. A run that `copies_checkpoints` writes them while the training goes on.
-
-    `shared_prefix_tokens` lie in a row once for the `documents_per_group` that begin with them; `tokens_per_microbatch`
-    counts what lies in the row. `pack_tokens` is what a row of GRPO can hold, more than that where documents of full
-    length leave a rest of it; memory is planned for a row that shorter ones fill.
 
     Example: DPO with 1 pair of 2 x 2048 tokens a microbatch, 4 microbatches a step::
 
@@ -74,13 +60,14 @@ class Workload:
     """
 
     algorithm: str
-    tokens_per_microbatch: int
+    tokens_per_microbatch: int  # in a whole row, with shared prefixes once; a context degree splits them further
     longest_sequence: int
     label_tokens_per_microbatch: int
-    num_microbatches: int
-    num_updates: int = 1
-    reduces_last: bool = False
-    gathered_ahead: int = 0
+    num_microbatches: int  # of an update
+    num_updates: int = 1  # of GRPO: mini-batches by epochs
+    reduces_last: bool = False  # microbatches add up whole gradients, which the last one reduces
+    gathered_ahead: int = 0  # blocks whose weights are gathered ahead of their turn in forward passes
+    # Of GRPO: the tokens that a row can hold. Memory is planned for such a row, which shorter documents fill.
     pack_tokens: int = 0
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     optimizer: Literal["adamw", "skip_step_adamw", "muon"] = "adamw"
@@ -88,24 +75,24 @@ class Workload:
     checkpointing_modules: tuple[str, ...] = ()
     activation_memory_budget: float = 1.0
     on_cuda: bool = True
-    copies_checkpoints: bool = False
-    reference_pass_tokens: int = 0
+    copies_checkpoints: bool = False  # they are written from a copy while the training goes on
+    reference_pass_tokens: int = 0  # of a microbatch of the pass over the start weights before training
     scorings: tuple[Scoring, ...] = ()
     shared_prefix_tokens: int = 0
-    documents_per_group: int = 1
+    documents_per_group: int = 1  # documents that begin with the same prefix
     temperature: float = 1.0
     records_entropy: bool = False
-    num_values: int = 1
+    num_values: int = 1  # of each label that is learned: its log-prob, and what the loss reads beside
     export_bytes_per_param: int = 2
     num_engines: int = 0
-    shares_device: bool = False
+    shares_device: bool = False  # an engine is on the learner's own device
     engine_tensor_degree: int = 1
     sync_backend: str = "nccl"
     sync_bucket_bytes: int = 0
     sync_bytes_per_param: int = 2
-    sync_crosses_nodes: bool = True
-    sends_adapter: bool = False
-    kv_cache_bytes: int = 0
+    sync_crosses_nodes: bool = True  # unless engines are known to be on the learners' node
+    sends_adapter: bool = False  # a weight sync sends the adapter alone
+    kv_cache_bytes: int = 0  # of an engine that shares the device, with what its steps take
 
     @property
     def rows(self) -> FullRows:
