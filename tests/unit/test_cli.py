@@ -67,18 +67,16 @@ for name in cli.COMMANDS:
     with redirect_stdout(StringIO()) as said:
         code = cli.main([name, "--help"])
     assert (code, said.getvalue()[:7]) == (0, "usage: "), name
+for words in (["--help"], ["--version"], ["nope"], ["layout", "--gpus_per_node", "2", "4", "--json"]):
+    cli.main(words)
+code = 0
 """
 
 
 class TestWithoutTorch:
     def test_every_command_answers_help(self) -> None:
         done = run_python(EVERY_HELP)
-        assert (done.returncode, done.stderr) == (0, "")
-
-    def test_help(self) -> None:
-        done = run_dpo("--help")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "--fsdp_shard_degree INT" in done.stdout
+        assert done.returncode == 0 and "Traceback" not in done.stderr
 
     def test_help_is_said_by_rank_0_alone(self) -> None:
         done = run_dpo("--help", RANK="1")
@@ -100,12 +98,6 @@ class TestWithoutTorch:
         assert part in done.stderr
         assert "Traceback" not in done.stderr
         assert "--help" in done.stderr.splitlines()[-1]
-
-    def test_commands_without_a_model(self) -> None:
-        words = [["--help"], ["--version"], ["nope"], ["layout", "--gpus_per_node", "2", "4", "--json"]]
-        calls = "".join(f"main({each!r})\n" for each in words)
-        done = run_python(f"from open_instruct.cli import main\n{calls}code = 0")
-        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
