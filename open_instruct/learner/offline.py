@@ -29,6 +29,7 @@ from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.objectives.objective import REFERENCE, Objective
 from open_instruct.packing.balance import best_fit
 from open_instruct.packing.steps import BatchShape
+from open_instruct.run.cadence import Cadence
 from open_instruct.run.datasets import load_datasets
 from open_instruct.run.opened import Run, open_run
 from open_instruct.run.plan_check import planned_run
@@ -57,7 +58,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         loader = learning.loader(scores)
         loop = learning.loop(loader, callbacks)
         heldout = learning.heldout(heldout_reference_ND)
-        if heldout is not None and heldout.is_due(loop.step, learning.num_steps):
+        if heldout is not None and (loop.step == 0 or learning.cadence.evaluates_after(loop.step)):
             heldout.evaluate(loop.step)
         with logging_steps(run, config, first_step=loop.step, num_steps=learning.num_steps) as on_step:
             signal = loop.fit(loader, on_step=on_step, heldout=heldout)
@@ -107,6 +108,13 @@ class _Learning:
         if objective.fills_packs(config):
             self.samples = best_fit(range(len(self.rows)), self.rows.num_tokens.tolist(), self.shape.max_seq_length)
         self.num_steps = self.shape.num_steps(len(self.samples), optim=config.optim, layout=run.layout)
+        steps_per_epoch = self.shape.num_steps_per_epoch(len(self.samples), layout=run.layout)
+        self.cadence = Cadence(
+            num_steps=self.num_steps,
+            save_every=config.run.checkpointing_steps or steps_per_epoch,
+            save_ephemeral_every=config.run.ephemeral_save_interval,
+            evaluate_every=config.data.eval_steps or None,
+        )
         num_rows_per_step = self.shape.max_samples_per_rank * run.layout.data_parallel_world_size
         for warning in (*pretrained.warnings, *objective.check_rows(self.rows, num_rows_per_step, config)):
             run.console.warn(warning)
@@ -161,16 +169,14 @@ class _Learning:
             self.policy.reference = self.policy.backend.moving_reference(
                 self.pretrained, run=run, config=self.config, **self.reference_moves
             )
-        steps_per_epoch = self.shape.num_steps_per_epoch(len(self.samples), layout=run.layout)
         loop = Loop(
             self.policy,
             loader,
             run=run,
             config=self.config,
             start_model=self.start_model,
-            num_steps=self.num_steps,
+            cadence=self.cadence,
             max_tokens_per_step=loader.max_tokens_per_step,
-            save_interval=self.config.run.checkpointing_steps or steps_per_epoch,
             callbacks=callbacks,
         )
         if loop.resume(warn=run.console.warn):

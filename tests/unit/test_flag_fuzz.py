@@ -17,7 +17,7 @@ from open_instruct.errors import InputError
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.layout_command import layout_command
-from open_instruct.planning.request import PLAN_CONFIGS
+from open_instruct.planning.request import plan_configs
 from open_instruct.report import plan_command
 
 RUNS = {name: objective_named(name) for name in ("dpo", "kto", "sft", "grpo")}
@@ -112,7 +112,7 @@ def test_every_refusal_is_an_input_error(
     for seed in range(block * 400, (block + 1) * 400):
         draw = random.Random(seed)
         name, walk = draw.choice([*RUNS]), draw.choice([run, run, run, run, from_yaml, plan, None])
-        line = line_of(PLAN_CONFIGS[name] if walk is plan else RUNS[name].config_class, draw)
+        line = line_of(plan_configs()[name] if walk is plan else RUNS[name].config_class, draw)
         try:
             if walk is None:
                 show_layout(draw)
