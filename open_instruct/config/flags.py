@@ -269,7 +269,8 @@ def _read_type(hint: Any) -> tuple[type, type, tuple[str, ...], bool, bool]:
     optional = or_one = False
     if get_origin(hint) in (Union, types.UnionType):
         members = [member for member in get_args(hint) if member is not type(None)]
-        optional, or_one = len(members) < len(get_args(hint)), members == [str, list[str]]
+        optional = len(members) < len(get_args(hint))
+        or_one = members == [str, list[str]]
         assert len(members) == 1 or or_one, f"a flag has one type, or one type and None: {hint}"
         hint = members[-1]
     if get_origin(hint) is Literal:
