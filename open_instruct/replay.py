@@ -152,7 +152,9 @@ def replay(replayed: Replay) -> dict[str, Any]:
 
     # Libraries warn of what a run keeps in its log; here nobody reads it.
     logging.captureWarnings(True)
-    directory, settings, changes = RunDirectory(path=replayed.run), replayed.settings, replayed.changes
+    directory = RunDirectory(path=replayed.run)
+    settings = replayed.settings
+    changes = replayed.changes
     step = replayed.asked.replay.step
     groups = read_traces(directory.path, step)
     weights = weights_before(directory.path, step, config=settings, given=replayed.asked.replay.weights)

@@ -15,6 +15,7 @@ from open_instruct.losses.preference import F_DIVERGENCES, PREFERENCE_LOSSES
 
 Switch = Literal["auto", "on", "off"]
 PrefixSharing = Switch
+TRACKERS = ("wandb", "trackio", "tensorboard")
 Dtype = Literal["bfloat16", "float32"]
 ExportDtype = Literal["bfloat16", "float32", "source"]
 # The parameter-name patterns that each --weight_decay_on exempts from decay.
@@ -354,7 +355,7 @@ class RunSection:
 class LoggingSection:
     """Logging"""
 
-    report_to: list[str] = free_flag("any of 'wandb', 'trackio' and 'tensorboard', beside metrics.jsonl", [])
+    report_to: list[str] = free_flag("what has the metrics beside metrics.jsonl", [], choices=TRACKERS)
     exp_name: str | None = free_flag(
         "name of the run; default: the output folder's", None, read_with="report_to wandb trackio"
     )

@@ -125,7 +125,7 @@ FLAGS = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--ou
     [
         ("--lora_r 8", "--lora_r 8 is read only with --use_lora"),
         ("--use_lora --lora_r 0", "--lora_r 0"),
-        ("--use_lora --lora_target_modules lm_head", "--lora_target_modules lm_head: only matrices of the blocks"),
+        ("--use_lora --lora_target_modules lm_head", "--lora_target_modules takes any of q_proj"),
         ("--use_lora --optimizer muon", "--optimizer muon cannot go with --use_lora"),
         (
             "--use_lora --backend deepspeed --deepspeed_stage 2 --tensor_parallel_degree 2",
