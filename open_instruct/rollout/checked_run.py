@@ -21,7 +21,7 @@ from open_instruct.learner.reference_policy import open_teacher
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
-from open_instruct.rollout.conversations import load_conversations
+from open_instruct.rollout.samples import load_conversations
 from open_instruct.run.console import Console
 from open_instruct.run.datasets import reading
 from open_instruct.run.metrics_log import Tracker
