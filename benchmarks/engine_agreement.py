@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.engines.batching import Batching
-from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
+from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.families import FAMILIES
 from open_instruct.records import Completion, Document, Span
 from open_instruct.toys.tiny import write_tiny_model

@@ -202,9 +202,8 @@ def take_again(
     from open_instruct.learner.grpo import GRPOLearner
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.world_mesh import keep_mesh
-    from open_instruct.rollout.conversations import load_conversations
     from open_instruct.rollout.replay import OF_THE_RUN, check_trace_fits, on_one_process
-    from open_instruct.rollout.samples import RolloutStepBatch, work_of_ranks
+    from open_instruct.rollout.samples import RolloutStepBatch, load_conversations, work_of_ranks
     from open_instruct.run.console import Console
     from open_instruct.run.opened import Run
     from open_instruct.run.pretrained import open_pretrained

@@ -24,7 +24,7 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
 from open_instruct.planning.shown.start_check import check_plan
 from open_instruct.records import ShardLayout
-from open_instruct.rollout.conversations import load_conversations
+from open_instruct.rollout.samples import load_conversations
 from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import Tracker, build_trackers
 from open_instruct.run.opened import made_ready, memory_of, say_plan, shared_by, with_chosen

@@ -15,10 +15,9 @@ from open_instruct.cluster.process_environment import allocator_environment, wit
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.prompts import PromptStream
-from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool
-from open_instruct.engines.requests import EngineSettings
+from open_instruct.engines.requests import Batching, EngineSettings
 from open_instruct.engines.vllm_core import engine_environment
 from open_instruct.parallel.launch import threads_of_each
 from open_instruct.parallel.peers import doing

@@ -22,9 +22,8 @@ import torch
 
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine import Engine
-from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
+from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.engines.vllm_core import engine_environment
 from open_instruct.errors import RunError
 from open_instruct.weights.adapter_receiver import AdapterReceiver
