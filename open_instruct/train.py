@@ -101,7 +101,7 @@ def look_at_run(config: TrainingConfig, *, objective: Objective) -> None:
 def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[str, Callback] | None = None) -> int:
     """The whole run, as every rank walks it; `callbacks` are OLMo-core's, by name. Returns the exit code."""
     # torch, and all that hangs on it, loads only once the flags are known to be good.
-    from open_instruct.data.cache import cache_root
+    from open_instruct.data.token_dataset import cache_root
     from open_instruct.learner.export import export_policy
     from open_instruct.learner.heldout import Heldout
     from open_instruct.learner.loop import Loop

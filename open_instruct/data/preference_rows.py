@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import REASONING, Message, check_is_learned
+from open_instruct.data.messages import REASONING, Message, check_is_learned, replies_to_one
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.row_forms import replies_to_one
 from open_instruct.wording import counted
 
 

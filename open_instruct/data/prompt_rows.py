@@ -16,10 +16,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from open_instruct.data.files.foreign_json import kind_of
-from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import Message, keys_of
-from open_instruct.data.row_forms import prompt_of
+from open_instruct.data.files.rows import MalformedRow, kind_of
+from open_instruct.data.messages import Message, keys_of, prompt_of
 from open_instruct.records import Check
 from open_instruct.verifiers.verifier import Verifier
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import Message
+from open_instruct.data.messages import Message, conversation_of
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.row_forms import conversation_of
 
 
 def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:

@@ -12,17 +12,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag, free_flag
 from open_instruct.config.training import TrainingConfig
-from open_instruct.data.files.foreign_json import kind_of
-from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, RowSource
-from open_instruct.data.messages import Message, check_is_learned
+from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, RowSource, kind_of
+from open_instruct.data.messages import Message, check_is_learned, conversation_of
 from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.row_forms import conversation_of
 from open_instruct.errors import InputError
 from open_instruct.objectives.objective import (
     REFERENCE,
@@ -142,7 +140,7 @@ class MismatchedBuilder(UnpairedBuilder):
         prompts, replies = dict[bytes, int](), dict[bytes, int]()
         numbers = [
             (prompts.setdefault(prompt.tobytes(), len(prompts)), replies.setdefault(reply.tobytes(), len(replies)))
-            for (prompt, reply), _ in rows
+            for prompt, reply, _ in rows
         ]
         if len(replies) == 1:
             raise InputError(
@@ -150,20 +148,21 @@ class MismatchedBuilder(UnpairedBuilder):
                 "another one for each prompt; add rows with other replies, or use --loss_type apo_zero_unpaired"
             )
         distinct = [array("i", reply) for reply in replies]
-        for ((prompt, reply), details), number in zip(rows, mismatched_replies(numbers), strict=True):
+        for (prompt, reply, details), number in zip(rows, mismatched_replies(numbers), strict=True):
             room = self.max_seq_length - len(prompt)
             in_turn = (distinct[(number + step) % len(distinct)][:room] for step in range(len(distinct)))
             # Replies that differ only behind the cut are equal here; if all are, the row gets its own reply.
-            self._keep([prompt, reply, next((other for other in in_turn if other != reply), reply)], details)
+            self.keep([prompt, reply, next((other for other in in_turn if other != reply), reply)], details)
 
-    def _taken_back(self, first: int) -> list[tuple[list[array[int]], bytes]]:
-        """Remove the rows from `first` on, and return their pieces and details."""
+    def _taken_back(self, first: int) -> list[tuple[array[int], array[int], bytes]]:
+        """Remove the rows from `first` on, and return the prompt, the reply and the details of each."""
+        start = len(self.token_ids) - sum(sum(row.lengths) for row in self.kept[first:])
+        token_ids = iter(self.token_ids[start:])
         rows = [
-            ([self.token_ids[start:stop] for start, stop in pairwise(edges)], bytes(self.details[begin:end]))
-            for edges, (begin, end) in zip(self.edges[first:], pairwise(self.details_edges[first:]), strict=True)
+            (array("i", islice(token_ids, prompt)), array("i", islice(token_ids, reply)), details)
+            for (prompt, reply), details in self.kept[first:]
         ]
-        del self.token_ids[self.edges[first][0] :], self.details[self.details_edges[first] :]
-        del self.keys[32 * first :], self.edges[first:], self.details_edges[first + 1 :]
+        del self.token_ids[start:], self.kept[first:]
         return rows
 
 

@@ -12,14 +12,14 @@ import numpy as np
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.training import LearnerConfig
-from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.foreign_json import shortened
-from open_instruct.data.files.opening import Renamed, open_rows
 from open_instruct.data.mixer import MixerEntry, parse_mixer_list
 from open_instruct.data.prompts import PromptBuilder, row_changes
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.objectives.objective import Objective
 from open_instruct.records import Document
@@ -83,15 +83,14 @@ def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: i
     data: Any = config.data
     flag = "dataset_mixer_list" if objective is None else "mixer_list"
     entries = parse_mixer_list(getattr(data, flag), getattr(data, f"{flag}_splits"), flag=f"--{flag}")
-    sources = [Renamed(open_rows(entry.name, entry.split, flag=entry.flag), data.columns) for entry in entries]
+    sources = [entry.open(data.columns) for entry in entries]
     model = config.model
     name = model.tokenizer_name_or_path or model.model_name_or_path
     tokenizer = load_tokenizer(name, revision=model.revision_of_tokenizer)
-    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, data.chat_template_name, add_bos=data.add_bos))
+    chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
     builder = _builder(config, objective, chat)
     entries = tuple(_at_most(entry, len(source), num_read) for entry, source in zip(entries, sources, strict=True))
     arrays, report = builder.build(entries, sources, seed=config.optim.seed, on_progress=None)
-    warnings = [warning for source in sources for warning in source.warnings()]
     dataset = TokenDataset(documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays)
     documents = [document for row in range(len(dataset)) for document in dataset[row]]
     chosen = np.unique(np.linspace(0, len(dataset) - 1, num=min(num_shown, len(dataset))).round().astype(int))
@@ -101,7 +100,7 @@ def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: i
         lengths=tuple(map(len, documents)),
         learned=tuple(document.num_label_tokens for document in documents),
         limit_flag=builder.limit(),
-        report=replace(report, warnings=(*report.warnings, *warnings)),
+        report=report,
         refusal=builder.refusal(report.num_rows) if report.num_bad and data.on_bad_row == "error" else None,
     )
 

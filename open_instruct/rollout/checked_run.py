@@ -14,9 +14,10 @@ from open_instruct.config.backends import backend_named
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.losses import ADVANTAGES, POLICY_LOSSES
 from open_instruct.config.resolved import as_flat_dict
-from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
 from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.learner.reference_policy import open_teacher
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
@@ -79,8 +80,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             open_teacher(teacher, pretrained, config=config, layout=layout)
         config = _planned(config, pretrained.folder, console, directory)
         data = config.data
-        template = choose_chat_template(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
-        chat = ChatFormat(pretrained.tokenizer, template)
+        chat = ChatFormat.choose(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
         changes = row_changes(config)
         for judge in verifiers.values():
             if isinstance(judge, JudgeModel) and has_other_template(judge.folder, chat):

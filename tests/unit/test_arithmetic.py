@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.errors import InputError
 from open_instruct.toys.arithmetic import NUM_PROBLEMS, worked_out, write_arithmetic
@@ -107,7 +107,7 @@ def test_the_same_arguments_write_the_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("vocab_size", [262, 512, 2048])
 def test_replies_fit_into_24_tokens(rows: tuple[Rows, Rows, Rows], vocab_size: int) -> None:
     tokenizer = train_tokenizer(built_in_corpus(), vocab_size=vocab_size)
-    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, None))
+    chat = ChatFormat.choose(tokenizer, None)
     documents = [chat.encode(row["messages"]) for row in rows[0][:300]]
     assert max(len(document.responses[0]) for document in documents) <= 24
     assert max(document.responses[0].start for document in documents) <= 24

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from open_instruct.config.validation import mixer_problems
 from open_instruct.data.mixer import MixerEntry, parse_mixer_list, select_rows
 from open_instruct.errors import InputError
 
@@ -28,14 +29,13 @@ def test_one_split_for_all_or_one_each() -> None:
     words = ["a", "1.0", "b", "2."]
     assert [e.split for e in parse_mixer_list(words, ["test"])] == ["test", "test"]
     assert [e.split for e in parse_mixer_list(words, ["x", "y"])] == ["x", "y"]
-    with pytest.raises(InputError, match=r"--eval_mixer_list_splits: 3 splits for 2 data sets"):
-        parse_mixer_list(words, ["x", "y", "z"], flag="--eval_mixer_list")
+    (problem,) = mixer_problems("eval_mixer_list", words, ["x", "y", "z"])
+    assert problem.startswith("--eval_mixer_list_splits: 3 splits for 2 data sets")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "is empty"),
         (["a.jsonl"], "'a.jsonl' has no amount"),
         (["a.jsonl", "1.0", "b.jsonl"], "'b.jsonl' has no amount"),
         (["a.jsonl", "b.jsonl"], "'b.jsonl' after 'a.jsonl' is not an amount"),
@@ -50,9 +50,8 @@ def test_one_split_for_all_or_one_each() -> None:
     ],
 )
 def test_lists_that_are_refused(words: list[str], message: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
-        parse_mixer_list(words)
-    assert str(caught.value).startswith("--mixer_list")
+    problem, *_ = mixer_problems("mixer_list", words, ["train"])
+    assert problem.startswith("--mixer_list: ") and message in problem
 
 
 @pytest.mark.parametrize(

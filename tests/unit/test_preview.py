@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -21,15 +20,15 @@ from transformers import AutoTokenizer
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
-from open_instruct.data.chat import load_tokenizer
 from open_instruct.data.token_dataset import load_token_dataset
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import objective_named
 from open_instruct.preview.lengths import bars_of
 from open_instruct.preview.page import html_page
 from open_instruct.preview.sample import Sample, sample_of
 from open_instruct.preview.terminal import print_sample
-from open_instruct.toys.tiny import train_tokenizer
+from tests.unit.token_data import byte_tokenizer, chat_format, write_rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOSTILE = "<script>alert('x')</script> & \x1b[31m \x9b31m \u202e é🙂\nsecond"
@@ -41,19 +40,14 @@ SampleOf = Callable[..., Sample]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer alone: no preview needs more of a model."""
     folder = tmp_path_factory.mktemp("model")
-    train_tokenizer([""], vocab_size=262).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
-
-
-def write(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
     rows = [{"prompt": f"q{i} {HOSTILE}", "chosen": f"yes {HOSTILE}", "rejected": "no" * (i + 1)} for i in range(20)]
-    return write(tmp_path / "pairs.jsonl", *rows)
+    return write_rows(tmp_path / "pairs.jsonl", *rows)
 
 
 def sample(name: str, model: Path, rows: Path, *words: str, num_read: int = 1000, num_shown: int = 3) -> Sample:
@@ -74,8 +68,7 @@ def test_it_is_what_the_run_would_learn(model: Path, pairs: Path, tmp_path: Path
         objective_named("dpo").rows,
         mixer_list=[str(pairs), "1.0"],
         splits=["train"],
-        tokenizer=load_tokenizer(str(model)),
-        chat_template_name=None,
+        chat=chat_format(load_tokenizer(str(model)), None),
         on_bad_row="error",
         seed=42,
         cache_dir=tmp_path,
@@ -107,7 +100,7 @@ def test_a_part_of_many_rows_and_what_is_cut(model: Path, pairs: Path) -> None:
 
 def test_prompts_with_what_judges_them(model: Path, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5, surely"}]
-    rows = write(tmp_path / "p.jsonl", {"conversations": turns, "ground_truth": "5", "dataset": "gsm8k"})
+    rows = write_rows(tmp_path / "p.jsonl", {"conversations": turns, "ground_truth": "5", "dataset": "gsm8k"})
     (row,) = sample("grpo", model, rows).rows
     assert row.note == 'judged by gsm8k: "5"'
     assert text_of(row.documents[0], learned=False) == "<|bos|><|user|>\n2 + 3?\n<|assistant|>\n"
@@ -120,7 +113,7 @@ def test_prompts_with_what_judges_them(model: Path, tmp_path: Path) -> None:
 
 def test_bad_rows_are_told_of_beside_the_good(model: Path, tmp_path: Path) -> None:
     reply = {"prompt": "q", "completion": "a", "label": True}
-    rows = write(tmp_path / "rows.jsonl", reply, reply | {"completion": "b"}, {"text": "?"})
+    rows = write_rows(tmp_path / "rows.jsonl", reply, reply | {"completion": "b"}, {"text": "?"})
     shown = sample("kto", model, rows)
     assert shown.rows[0].note == "given to the loss: 1"
     assert shown.rows[0].documents[1].title == "a reply of another row, for z0"
@@ -185,7 +178,7 @@ def test_the_terminal_shows_what_is_learned(model: Path, pairs: Path) -> None:
 
 
 def test_what_is_told_of_a_row_steers_no_terminal(model: Path, tmp_path: Path) -> None:
-    rows = write(
+    rows = write_rows(
         tmp_path / "p.jsonl",
         {"prompt": "2 + 3?", "ground_truth": "\x9b31m\u202e\ud800", "dataset": "gsm8k"},
         {"\x9b31m\u202e": "?"},
@@ -235,7 +228,7 @@ def test_bars_count_every_document_once(lengths: list[int]) -> None:
 
 def test_the_command_loads_no_torch(model: Path, pairs: Path, tmp_path: Path) -> None:
     """It writes the page, refuses what the run would refuse, and answers for a run that there is not."""
-    bad = write(tmp_path / "bad.jsonl", {"prompt": "q", "chosen": "a", "rejected": "b"}, {"text": "x"})
+    bad = write_rows(tmp_path / "bad.jsonl", {"prompt": "q", "chosen": "a", "rejected": "b"}, {"text": "x"})
     page = tmp_path / "page.html"
     words = ["--model_name_or_path", str(model), "--mixer_list"]
     calls = [["dpo", *words, str(pairs), "1.0", "--out", str(page)], ["dpo", *words, str(bad), "1.0"], ["dpoo"]]

@@ -24,6 +24,7 @@ from open_instruct.records import ROW_VALUES, Batch, Check
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.pool import VerifierPool
 from tests.unit.scored import score
+from tests.unit.token_data import chat_format
 
 PLACEHOLDER = "@"
 STEPS = {"prompt": "1 + 2 + 3?", "completions": ["1 + 2 = 3", "3 + 3 = 7", "So 7."], "labels": [True, False, False]}
@@ -44,8 +45,7 @@ def load_rows(
         StepBuilder,
         mixer_list=[str(file), "1.0"],
         splits=["train"],
-        tokenizer=AutoTokenizer.from_pretrained(folder),
-        chat_template_name=None,
+        chat=chat_format(AutoTokenizer.from_pretrained(folder), None),
         on_bad_row="error",
         seed=0,
         cache_dir=tmp_path / "cache",

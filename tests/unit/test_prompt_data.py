@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,16 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.data import token_dataset
-from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import Message
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.prompts import Prompts, PromptStream, load_prompt_dataset, row_changes
 from open_instruct.data.report import DataReport
 from open_instruct.errors import InputError, RunError
 from open_instruct.records import Check, Prompt
-from open_instruct.toys.tiny import train_tokenizer
 from open_instruct.verifiers.answers import Passthrough
 from open_instruct.verifiers.registry import judges_named, known_verifiers
+from tests.unit.token_data import byte_tokenizer, load_rows, turns, write_rows
 
 Load = Callable[..., tuple[Prompts, DataReport]]
 VERIFIERS = {name: known_verifiers()[name] for name in ("gsm8k", "ifeval", "string_matcher")}
@@ -35,40 +35,22 @@ NO_COMMAS = {"func_name": "validate_no_commas"}
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes are tokens, so that lengths can be counted by hand."""
-    return train_tokenizer([""], vocab_size=262)
+    return byte_tokenizer()
 
 
 @pytest.fixture
 def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
-    def load(*mixer_list: str | Path, **changes: Any) -> tuple[Prompts, DataReport]:
-        arguments: dict[str, Any] = {
-            "mixer_list": list(map(str, mixer_list)),
-            "splits": ["train"],
-            "tokenizer": tokenizer,
-            "chat_template_name": None,
-            "max_prompt_token_length": 64,
-            "on_bad_row": "error",
-            "seed": 0,
-            "cache_dir": tmp_path / "cache",
-            "known_verifiers": VERIFIERS,
-        }
-        return load_prompt_dataset(**(arguments | changes))
-
-    return load
+    given: dict[str, Any] = {"tokenizer": tokenizer, "template": None, "cache_dir": tmp_path / "cache"}
+    form = {"max_prompt_token_length": 64, "known_verifiers": VERIFIERS}
+    return partial(load_rows, load_prompt_dataset, **given, **form)
 
 
 def row(question: str, truth: Any = "1", verifier: Any = "gsm8k", **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}], "ground_truth": truth, "dataset": verifier} | more
 
 
-def write(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def numbered(path: Path, count: int) -> Path:
-    return write(path, *(row(f"q{i}", str(i)) for i in range(count)))
+    return write_rows(path, *(row(f"q{i}", str(i)) for i in range(count)))
 
 
 HEAD = len("BU\n") + len("\nA\n")  # bos, the role tokens and their line breaks
@@ -145,8 +127,7 @@ def test_a_column_of_environments_that_says_nothing_is_nothing(said: Any) -> Non
 
 
 def test_an_answer_behind_the_question_is_left_out() -> None:
-    turns = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user", "assistant")]
-    messages, _ = parse_prompt_row(row("?") | {"messages": turns}, None)
+    messages, _ = parse_prompt_row(row("?", messages=turns(*"suaua", roles="suaua")), None)
     assert [message["content"] for message in messages] == ["s", "u", "a", "u"]
 
 
@@ -197,13 +178,12 @@ class TestRowsThatNameNoVerifier:
             known_verifiers(["gsm"])
 
     def test_rows_of_verl(self, load: Load, tmp_path: Path) -> None:
-        path = tmp_path / "rows.jsonl"
-        asked = [{"role": "user", "content": "2 + 2?"}]
-        path.write_text(json.dumps({"prompt": asked, "reward_model": {"ground_truth": "4", "style": "rule"}}))
+        row = {"prompt": turns("2 + 2?"), "reward_model": {"ground_truth": "4", "style": "rule"}}
+        path = write_rows(tmp_path / "rows.jsonl", row)
         columns = ["ground_truth=reward_model.ground_truth"]
         prompts, report = load(path, "1.0", columns=columns, judges=["gsm8k"])
         assert prompts[0].checks == (Check(verifier="gsm8k", ground_truth="4"),)
-        assert report.warnings == ()
+        assert report.warnings == []
         with pytest.raises(InputError, match=r"Perhaps: --columns ground_truth=reward_model.ground_truth"):
             load(path, "1.0", judges=["gsm8k"], known_verifiers=VERIFIERS)
 
@@ -212,7 +192,7 @@ class TestRowsThatNameNoVerifier:
 
 
 def test_a_verifier_may_stand_in_for_another(load: Load, tmp_path: Path) -> None:
-    path = write(
+    path = write_rows(
         tmp_path / "p.jsonl", row("q", verifier="Math_DAPO"), row("r", ["1", "x"], ["string_matcher", "math_dapo"])
     )
     with pytest.raises(InputError, match="no verifier 'Math_DAPO'"):
@@ -223,14 +203,12 @@ def test_a_verifier_may_stand_in_for_another(load: Load, tmp_path: Path) -> None
 
 
 def test_a_system_prompt_replaces_the_rows_own(load: Load, tmp_path: Path) -> None:
-    turns = [{"role": "system", "content": "be long"}, {"role": "user", "content": "q"}]
-    path = write(tmp_path / "p.jsonl", row("q"), {**row("q"), "messages": turns})
+    with_system = row("q", messages=turns("be long", "q", roles="su"))
+    path = write_rows(tmp_path / "p.jsonl", row("q"), with_system)
     prompts, _ = load(path, "1.0", system_prompt="be brief")
     texts = {prompts[index].text for index in range(2)}
     assert len(texts) == 1 and "be brief" in texts.pop()
-    assert {"be brief" in load(path, "1.0")[0][index].text for index in range(2)} == {
-        False
-    }  # nothing is left in the cache
+    assert not any("be brief" in prompt.text for prompt in load(path, "1.0")[0]), "the cache knows them apart"
 
 
 def test_what_flags_change_of_rows(tmp_path: Path) -> None:
@@ -251,7 +229,7 @@ def test_what_flags_change_of_rows(tmp_path: Path) -> None:
 
 
 def test_a_prompt_by_hand(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    dataset, report = load(write(tmp_path / "rows.jsonl", row("hi", "5")), "1.0")
+    dataset, report = load(write_rows(tmp_path / "rows.jsonl", row("hi", "5")), "1.0")
     text = "<|bos|><|user|>\nhi\n<|assistant|>\n"
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     assert len(ids) == HEAD + 2
@@ -267,22 +245,16 @@ def test_a_prompt_by_hand(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_pa
 def test_a_prompt_has_the_tokens_of_a_supervised_row(
     load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    turns: list[Message] = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "What is 2 + 3?"},
-        {"role": "assistant", "content": "5"},
-        {"role": "user", "content": "And 4 + 4? ✓"},
-    ]
-    dataset, _ = load(
-        write(tmp_path / "rows.jsonl", row("?") | {"messages": turns}), "1.0", max_prompt_token_length=200
-    )
-    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, None))
-    whole = chat.encode([*turns, {"role": "assistant", "content": "8"}])
+    asked = turns("Be brief.", "What is 2 + 3?", "5", "And 4 + 4? ✓", roles="suau")
+    path = write_rows(tmp_path / "rows.jsonl", row("?", messages=asked))
+    dataset, _ = load(path, "1.0", max_prompt_token_length=200)
+    chat = ChatFormat.choose(tokenizer, None)
+    whole = chat.encode([*asked, *turns("8", roles="a")])
     assert dataset[0].token_ids == whole.token_ids[: whole.responses[0].start]
 
 
 def test_long_prompts_are_left_out_and_counted(load: Load, tmp_path: Path) -> None:
-    rows = write(tmp_path / "rows.jsonl", row("12345678"), row("123456789"), row("1"))
+    rows = write_rows(tmp_path / "rows.jsonl", row("12345678"), row("123456789"), row("1"))
     dataset, report = load(rows, "1.0", max_prompt_token_length=HEAD + 8)
     assert [len(prompt.token_ids) for prompt in dataset] == [HEAD + 8, HEAD + 1]
     assert [prompt.row_id for prompt in dataset] == [0, 1]
@@ -299,7 +271,7 @@ def test_nothing_left_says_what_would_be_enough(load: Load, tmp_path: Path) -> N
 
 
 def test_bad_rows_name_file_and_line(load: Load, tmp_path: Path) -> None:
-    rows = write(tmp_path / "rows.jsonl", row("q"), row("q", verifier="math1"), row("q", verifier="string_match"))
+    rows = write_rows(tmp_path / "rows.jsonl", row("q"), row("q", verifier="math1"), row("q", verifier="string_match"))
     with pytest.raises(InputError) as raised:
         load(rows, "1.0")
     told = str(raised.value)
@@ -310,7 +282,7 @@ def test_bad_rows_name_file_and_line(load: Load, tmp_path: Path) -> None:
     dataset, report = load(rows, "1.0", on_bad_row="skip")
     assert (len(dataset), report.num_bad, report.num_kept) == (1, 2, 1)
     with pytest.raises(InputError, match="2 rows of 2 cannot be used"):
-        load(write(tmp_path / "bad.jsonl", *[row("q", verifier="no")] * 2), "1.0", on_bad_row="skip")
+        load(write_rows(tmp_path / "bad.jsonl", *[row("q", verifier="no")] * 2), "1.0", on_bad_row="skip")
 
 
 def test_parquet_rows_are_the_same_prompts(load: Load, tmp_path: Path) -> None:
@@ -321,7 +293,7 @@ def test_parquet_rows_are_the_same_prompts(load: Load, tmp_path: Path) -> None:
         row("two", ["2"], ["gsm8k"], weights=None),
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    from_lines, _ = load(write(tmp_path / "rows.jsonl", *rows), "1.0")
+    from_lines, _ = load(write_rows(tmp_path / "rows.jsonl", *rows), "1.0")
     from_table, _ = load(tmp_path / "rows.parquet", "1.0")
     assert list(from_table) == list(from_lines)
     assert from_table.fingerprint == from_lines.fingerprint
@@ -337,17 +309,10 @@ def test_repeated_rows_share_their_tokens(load: Load, tmp_path: Path) -> None:
 
 def test_the_cache_gives_the_same_back(load: Load, tmp_path: Path) -> None:
     rows = numbered(tmp_path / "rows.jsonl", 20)
-    seen: list[tuple[int, int]] = []
-    dataset, report = load(rows, "0.5", on_progress=lambda done, total: seen.append((done, total)))
-    again, from_cache = load(rows, "0.5", on_progress=lambda done, total: pytest.fail("read again"))
-    assert seen == [(10, 10)]
-    assert (report.from_cache, from_cache.from_cache) == (False, True)
-    assert from_cache.unit == "prompt"
-    assert list(again) == list(dataset)
-    assert again.fingerprint == dataset.fingerprint
-    Path(report.cache_file).write_bytes(b"damaged")
-    rebuilt, report = load(rows, "0.5")
-    assert not report.from_cache and rebuilt.fingerprint == dataset.fingerprint
+    dataset, report = load(rows, "0.5")
+    again, from_cache = load(rows, "0.5")
+    assert (report.from_cache, from_cache.from_cache, from_cache.unit) == (False, True, "prompt")
+    assert list(again) == list(dataset) and again.fingerprint == dataset.fingerprint
 
 
 def test_the_cache_is_not_asked_where_anything_differs(
@@ -359,7 +324,7 @@ def test_the_cache_is_not_asked_where_anything_differs(
         {"known_verifiers": {"gsm8k": VERIFIERS["gsm8k"]}},
         {"max_prompt_token_length": 63},
         {"seed": 1},
-        {"chat_template_name": "tulu"},
+        {"template": "tulu"},
         {"columns": ["system=prompt"]},
     ]
     for other in others:
@@ -371,7 +336,7 @@ def test_the_cache_is_not_asked_where_anything_differs(
 
 def test_the_fingerprint_covers_prompts_and_checks(load: Load, tmp_path: Path) -> None:
     fingerprints = {
-        load(write(tmp_path / f"{i}.jsonl", *rows), "1.0")[0].fingerprint
+        load(write_rows(tmp_path / f"{i}.jsonl", *rows), "1.0")[0].fingerprint
         for i, rows in enumerate(
             [
                 [row("q"), row("r")],

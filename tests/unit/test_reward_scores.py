@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from open_instruct.cli import main
 from open_instruct.config.parser import parse
-from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.errors import InputError
 from open_instruct.learner.model.forward import token_logprobs
@@ -43,6 +43,7 @@ from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
 from tests.unit.scored import score
+from tests.unit.token_data import chat_format
 
 CPU = torch.device("cpu")
 SEED = 7
@@ -236,8 +237,7 @@ def load_rows(folder: Path, tmp_path: Path, rows: list[dict[str, Any]], *, margi
         RewardBuilder,
         mixer_list=[str(file), "1.0"],
         splits=["train"],
-        tokenizer=AutoTokenizer.from_pretrained(folder),
-        chat_template_name=None,
+        chat=chat_format(AutoTokenizer.from_pretrained(folder), None),
         on_bad_row="error",
         seed=0,
         cache_dir=tmp_path / "cache",
@@ -382,7 +382,7 @@ def test_a_verifier_that_cannot_judge_is_refused(judge: Path, settings: str, tol
 
 def test_a_judge_of_another_chat_template_than_the_policys_is_noticed(judge: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(judge)
-    own, other = (ChatFormat(tokenizer, choose_chat_template(tokenizer, name)) for name in (None, "simple_chat"))
+    own, other = (ChatFormat.choose(tokenizer, name) for name in (None, "simple_chat"))
     assert not has_other_template(judge, own) and has_other_template(judge, other)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.parser import parse
-from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template
+from open_instruct.data.chat import ChatFormat
+from open_instruct.data.chat_templates import ChatTemplate
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
 from open_instruct.data.report import DataReport
@@ -19,46 +20,27 @@ from open_instruct.data.sft_rows import SFTBuilder, parse_sft_row
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import objective_named
-from open_instruct.objectives.sft import SFT, SFTConfig
+from open_instruct.objectives.sft import SFT
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import IGNORE_INDEX, Document
-from open_instruct.toys.tiny import train_tokenizer
+from tests.unit.token_data import byte_tokenizer, chat_format, load_rows, turns, write_rows
 
 Load = Callable[..., tuple[TokenDataset, DataReport]]
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes are tokens, so that lengths can be counted by hand."""
-    return train_tokenizer([""], vocab_size=262)
+    return byte_tokenizer()
 
 
 @pytest.fixture
 def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
-    def load(*mixer_list: str | Path, **changes: Any) -> tuple[TokenDataset, DataReport]:
-        arguments: dict[str, Any] = {
-            "mixer_list": list(map(str, mixer_list)),
-            "splits": ["train"],
-            "tokenizer": tokenizer,
-            "chat_template_name": "simple_chat",
-            "max_seq_length": 128,
-            "on_bad_row": "error",
-            "seed": 0,
-            "cache_dir": tmp_path / "cache",
-        }
-        return load_token_dataset(SFTBuilder, **(arguments | changes))
-
-    return load
-
-
-def turns(*contents: str) -> list[Message]:
-    roles = ("user", "assistant") * len(contents)
-    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+    given: dict[str, Any] = {"tokenizer": tokenizer, "template": "simple_chat", "cache_dir": tmp_path / "cache"}
+    return partial(load_rows, partial(load_token_dataset, SFTBuilder), max_seq_length=128, **given)
 
 
 def write(path: Path, *conversations: list[Message]) -> Path:
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
-    return path
+    return write_rows(path, *({"messages": messages} for messages in conversations))
 
 
 def learned(tokenizer: PreTrainedTokenizerFast, document: Document) -> list[str]:
@@ -92,9 +74,9 @@ def test_labels_are_the_replies_and_nothing_else(load: Load, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["simple_chat", "tulu", "zephyr", "olmo2", "olmo", "chatml", "llama3"])
 def test_turns_end_to_end_are_the_conversation(name: str) -> None:
     special = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    tokenizer = train_tokenizer([""], vocab_size=262)
+    tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": special})
-    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, name))
+    chat = chat_format(tokenizer, name)
     messages: list[Message] = [{"role": "system", "content": "be kind"}, *turns("one", "two", "three", "four")]
     pieces = chat.render_turns(messages)
     prompt, (reply,) = chat.render(messages[:-1], messages[-1:])
@@ -151,18 +133,6 @@ def test_a_prompt_that_fills_the_length_is_left_out(load: Load, tmp_path: Path) 
         load(rows, "1.0", max_seq_length=18)
 
 
-def test_repeated_rows_and_the_cache(load: Load, tmp_path: Path) -> None:
-    rows = write(tmp_path / "rows.jsonl", turns("a", "bc"), turns("d", "e", "f", "g"), turns("h", "i"))
-    dataset, report = load(rows, "2.0")
-    assert (len(dataset), report.num_kept) == (6, 3)
-    assert [dataset.key(i) for i in range(3)] == [dataset.key(i) for i in range(3, 6)]
-    assert dataset.num_label_tokens.tolist() == [sum(map(len, document.responses)) for (document,) in dataset]
-    again, from_cache = load(rows, "2.0")
-    assert from_cache.from_cache and list(again) == list(dataset) and again.fingerprint == dataset.fingerprint
-    with pytest.raises(IndexError):
-        dataset[6]
-
-
 @pytest.mark.parametrize(
     ("messages", "kind", "told"),
     [
@@ -182,8 +152,6 @@ def test_bad_rows_name_file_and_line(load: Load, tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", turns("a", "b"), turns("c", ""))
     with pytest.raises(InputError, match=r"rows\.jsonl, line 2: the reply in 'messages' is empty"):
         load(rows, "1.0")
-    dataset, report = load(rows, "1.0", on_bad_row="skip")
-    assert (len(dataset), report.num_bad) == (1, 1)
 
 
 # --- flags ----------------------------------------------------------------------------------------------
@@ -192,38 +160,15 @@ WORDS = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--ou
 
 
 def test_flags_are_those_of_dpo_but_for_its_loss() -> None:
-    config = parse(SFTConfig, [*WORDS, "--adam_beta2", "0.95"])
+    config = parse(SFT.config_class, [*WORDS, "--adam_beta2", "0.95"])
     assert SFT.validate(config) == []
     assert (config.optim.learning_rate, config.optim.adam_beta2) == (2e-5, 0.95)
     with pytest.raises(InputError, match="--beta is not a flag"):
-        parse(SFTConfig, [*WORDS, "--beta", "1"])
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--max_seq_length", "1"], "--max_seq_length"),
-        (["--eval_mixer_list_splits", "test"], "is read only with --eval_mixer_list"),
-        (["--report_to", "mail"], "takes any of wandb, trackio, tensorboard"),
-    ],
-)
-def test_flags_that_cannot_work(words: list[str], told: str) -> None:
-    with pytest.raises(InputError, match=told):
-        SFT.validate(parse(SFTConfig, [*WORDS, *words]))
+        parse(SFT.config_class, [*WORDS, "--beta", "1"])
 
 
 def test_only_sft_fills_rows_before_and_only_where_it_packs() -> None:
-    words = [
-        "--model_name_or_path",
-        "m",
-        "--mixer_list",
-        "rows.jsonl",
-        "1.0",
-        "--output_dir",
-        "o",
-        "--packing_strategy",
-        "bfd",
-    ]
+    words = [*WORDS, "--packing_strategy", "bfd"]
     assert SFT.fills_packs(parse(SFT.config_class, words)) and not SFT.fills_packs(parse(SFT.config_class, words[:-2]))
     with pytest.raises(InputError, match="--packing_strategy bfd is read only with --packing"):
         SFT.validate(parse(SFT.config_class, [*words, "--no_packing"]))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
 from open_instruct.objectives.kto import UnpairedBuilder
-from open_instruct.toys.tiny import train_tokenizer
+from tests.unit.token_data import byte_tokenizer, load_rows, turns, write_rows
 
 BUILDERS = {"sft": SFTBuilder, "pairs": PreferenceBuilder, "kto": UnpairedBuilder}
 
@@ -30,8 +30,8 @@ def said(speaker: str, value: str) -> Any:
     return {"from": speaker, "value": value}
 
 
-SYSTEM, ASKED, REPLY, OTHER = turn("system", "s"), turn("user", "q"), turn("assistant", "a"), turn("assistant", "b")
-AGAIN = [turn("user", "r"), turn("assistant", "c")]
+SYSTEM, ASKED, REPLY, OTHER = turns("s", "q", "a", "b", roles="suaa")
+AGAIN = turns("r", "c")
 HUMAN = "\n\nHuman: q\n\nAssistant:"
 # In simple_chat; what stands in brackets is learned, and so is the end of its turn.
 ONE, TWO = "User: q\nAssistant:[ a]", "User: q\nAssistant:[ b]"
@@ -65,10 +65,17 @@ FORMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"conversations": [said("human", "q"), said("gpt", "a")], "system": "s"},
         [WITH_SYSTEM],
     ),
+    "sharegpt, messages": (
+        "sft",
+        {"messages": [said("system", "s"), said("user", "q"), said("chatgpt", "a")]},
+        [WITH_SYSTEM],
+    ),
     "sharegpt, one": ("sft", {"conversation": [said("user", "q"), said("chatgpt", "a")]}, [ONE]),
     "prompt, completion": ("sft", {"prompt": "q", "completion": "a"}, [ONE]),
     "prompt, response": ("sft", {"prompt": "q", "response": "a"}, [ONE]),
     "prompt, completion, messages": ("sft", {"prompt": [ASKED], "completion": [REPLY]}, [ONE]),
+    "prompt, completion, one message": ("sft", {"prompt": [SYSTEM, ASKED], "completion": REPLY}, [WITH_SYSTEM]),
+    "prompt, completion, null": ("sft", {"prompt": "q", "completion": "a", "messages": None}, [ONE]),
     "prompt, completion, system": ("sft", {"prompt": "q", "completion": "a", "system": "s"}, [WITH_SYSTEM]),
     "alpaca": ("sft", {"instruction": "q", "input": "", "output": "a"}, [ONE]),
     "alpaca, input": ("sft", {"instruction": "q", "input": "i", "output": "a"}, ["User: q\ni\nAssistant:[ a]"]),
@@ -93,6 +100,23 @@ FORMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"conversations": [said("human", "q")], "chosen": said("gpt", "a"), "rejected": said("gpt", "b")},
         [ONE, TWO],
     ),
+    "pair, mixed": ("pairs", {"prompt": [ASKED], "chosen": "a", "rejected": [OTHER]}, [ONE, TWO]),
+    "pair, messages that ask": ("pairs", {"messages": [ASKED], "chosen": REPLY, "rejected": OTHER}, [ONE, TWO]),
+    "pair, whole, prompt of messages": (
+        "pairs",
+        {"prompt": [ASKED], "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]},
+        [ONE, TWO],
+    ),
+    "pair, transcripts and theirs": (
+        "pairs",
+        {"prompt": HUMAN, "chosen": f"{HUMAN} a", "rejected": f"{HUMAN} b"},
+        [ONE, TWO],
+    ),
+    "pair, system turn": (
+        "pairs",
+        {"chosen": [SYSTEM, ASKED, REPLY], "rejected": [SYSTEM, ASKED, OTHER]},
+        [WITH_SYSTEM, f"System: s\n{TWO}"],
+    ),
     "pair, alpaca": ("pairs", {"instruction": "q", "chosen": "a", "rejected": "b"}, [ONE, TWO]),
     "pair, orca": ("pairs", {"question": "q", "chosen": "a", "rejected": "b"}, [ONE, TWO]),
     # Replies with a label.
@@ -106,6 +130,8 @@ FORMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "asked, text": ("prompts", {"prompt": "q", **JUDGED}, [PROMPT]),
     "asked, TRL": ("prompts", {"prompt": [SYSTEM, ASKED], **JUDGED}, [PROMPT_WITH_SYSTEM]),
     "asked, transcript": ("prompts", {"prompt": HUMAN, **JUDGED}, [PROMPT]),
+    "asked, alpaca": ("prompts", {"instruction": "q", "input": "i", **JUDGED}, ["User: q\ni\nAssistant:"]),
+    "asked, sharegpt": ("prompts", {"conversations": [said("human", "q"), said("gpt", "a")], **JUDGED}, [PROMPT]),
     "asked, question": ("prompts", {"question": "q", "system_prompt": "s", **JUDGED}, [PROMPT_WITH_SYSTEM]),
 }
 
@@ -167,27 +193,21 @@ THOUGHTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer([""], vocab_size=262)
+    return byte_tokenizer()
 
 
 def load(
     kind: str, row: dict[str, Any], tokenizer: Any, folder: Path, *, template: str = "simple_chat"
 ) -> tuple[TokenDataset, DataReport]:
-    rows = folder / "rows.jsonl"
-    rows.write_text(json.dumps(row))
-    common: dict[str, Any] = {
-        "mixer_list": [str(rows), "1.0"],
-        "splits": ["train"],
-        "tokenizer": tokenizer,
-        "chat_template_name": template,
-        "on_bad_row": "error",
-        "seed": 0,
-        "cache_dir": folder / "cache",
-    }
+    given: dict[str, Any] = {"tokenizer": tokenizer, "template": template, "cache_dir": folder / "cache"}
+    rows = write_rows(folder / "rows.jsonl", row)
     if kind == "prompts":
-        prompts, report = load_prompt_dataset(known_verifiers=None, max_prompt_token_length=64, **common)
+        load_one = partial(load_prompt_dataset, known_verifiers=None, max_prompt_token_length=64)
+        prompts, report = load_rows(load_one, rows, "1.0", **given)
         return prompts.dataset, report
-    return load_token_dataset(BUILDERS[kind], max_seq_length=128, **common)
+    load_one = partial(load_token_dataset, BUILDERS[kind], max_seq_length=128)
+    loaded: tuple[TokenDataset, DataReport] = load_rows(load_one, rows, "1.0", **given)
+    return loaded
 
 
 def check(loaded: tuple[TokenDataset, DataReport], expected: list[str], tokenizer: Any) -> None:
@@ -203,7 +223,7 @@ def check(loaded: tuple[TokenDataset, DataReport], expected: list[str], tokenize
             ids += piece_ids
         assert list(document.token_ids) == ids
         assert [place for span in document.responses for place in range(span.start, span.stop)] == learned
-    assert report.warnings == ()
+    assert report.warnings == []
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -235,8 +255,8 @@ def test_what_was_thought_is_named_where_the_template_does_not_read_it(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     dataset, report = load("sft", {"messages": [ASKED, THOUGHT]}, tokenizer, tmp_path)
-    assert report.warnings == ("'reasoning_content of messages' of 1 row: nothing reads what is there",)
-    check((dataset, replace(report, warnings=())), [ONE], tokenizer)
+    assert report.warnings == ["'reasoning_content of messages' of 1 row: nothing reads what is there"]
+    check((dataset, replace(report, warnings=[])), [ONE], tokenizer)
 
 
 def test_what_nothing_reads_is_named(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -249,4 +269,4 @@ def test_what_nothing_reads_is_named(tokenizer: PreTrainedTokenizerFast, tmp_pat
     twice = {"messages": [SYSTEM, ASKED, REPLY], "system": "another"}
     assert "'system' of 1 row" in load("sft", twice, tokenizer, tmp_path)[1].warnings[0]
     _, report = load("pairs", {"prompt": "q", "chosen": "a", "rejected": "b", "score": 3}, tokenizer, tmp_path)
-    assert report.warnings == ("'score' of 1 row: nothing reads what is there",)
+    assert report.warnings == ["'score' of 1 row: nothing reads what is there"]
