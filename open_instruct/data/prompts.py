@@ -16,8 +16,7 @@ from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompt_rows import ENVIRONMENT_KEYS, parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.saved_place import check_saved_place
-from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.data.token_dataset import TokenDataset, check_saved_place, load_token_dataset
 from open_instruct.errors import RunError
 from open_instruct.records import Check, Prompt
 from open_instruct.verifiers.registry import judges_named
@@ -37,7 +36,7 @@ class Prompts:
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[Prompt]:
-        return (self[i] for i in range(len(self)))
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> Prompt:
         row_id = range(len(self))[index]
@@ -126,7 +125,6 @@ class PromptStream:
         self._position = 0  # in the permutation of the epoch
         self._next_ticket = 0
         self._excluded: set[int] = set()
-        self._fingerprint = dataset.fingerprint
         self._order_N = self._order_of_epoch()
 
     @property
@@ -163,7 +161,7 @@ class PromptStream:
             "position": self._position,
             "next_ticket": self._next_ticket,
             "excluded": sorted(self._excluded),
-            "data_fingerprint": self._fingerprint,
+            "data_fingerprint": self.dataset.fingerprint,
             "seed": self.seed,
         }
 
@@ -175,7 +173,11 @@ class PromptStream:
         """
         check_saved_place(
             state_dict,
-            ("data_fingerprint", self._fingerprint, "give the same prompts, template and --max_prompt_token_length"),
+            (
+                "data_fingerprint",
+                self.dataset.fingerprint,
+                "give the same prompts, template and --max_prompt_token_length",
+            ),
             ("seed", self.seed, f"give --seed {state_dict['seed']}"),
         )
         self._epoch = state_dict["epoch"]

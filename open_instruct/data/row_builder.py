@@ -139,7 +139,7 @@ class RowBuilder(ABC):
         sources: Sequence[Renamed],
         *,
         seed: int,
-        on_progress: Callable[[int, int], None] | None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> tuple[dict[str, np.ndarray], DataReport]:
         """Read all sources and return the arrays of the data set.
 

@@ -191,6 +191,25 @@ def _kept(path: Path) -> tuple[dict[str, np.ndarray], DataReport] | None:
         return None
 
 
+def check_saved_place(state_dict: Mapping[str, Any], *facts: tuple[str, Any, str]) -> None:
+    """Refuse a saved position that would mean other rows in this run.
+
+    Args:
+        state_dict: the saved position, from the checkpoint.
+        facts: what the position depends on: each a key of `state_dict`, the value in this run, and the remedy if the
+            two differ.
+
+    Raises:
+        InputError: a fact differs; the message names the first.
+    """
+    for key, ours, remedy in facts:
+        if state_dict[key] != ours:
+            raise InputError(
+                f"the checkpoint was written with {key} {state_dict[key]}, this run has {ours}: {remedy}, or start "
+                "afresh with another --output_dir or --overwrite_output_dir"
+            )
+
+
 class DamagedFile(ValueError):
     """The file is not one that `write_arrays` finished, or has changed since."""
 

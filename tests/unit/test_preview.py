@@ -24,10 +24,8 @@ from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import objective_named
-from open_instruct.preview.lengths import bars_of
-from open_instruct.preview.page import html_page
 from open_instruct.preview.sample import Sample, sample_of
-from open_instruct.preview.terminal import print_sample
+from open_instruct.preview.shown import bars_of, html_page, print_sample
 from tests.unit.token_data import byte_tokenizer, chat_format, write_rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -59,7 +57,12 @@ def sample(name: str, model: Path, rows: Path, *words: str, num_read: int = 1000
 
 
 def text_of(shown: Any, *, learned: bool) -> str:
-    return "".join(token.text for token in shown.tokens if token.is_learned == learned)
+    return "".join(token.text for piece in shown.pieces if piece.is_learned == learned for token in piece.tokens)
+
+
+def ids_of(shown: Any, *, learned: tuple[bool, ...]) -> tuple[int, ...]:
+    tokens = [token for piece in shown.pieces if piece.is_learned in learned for token in piece.tokens]
+    return tuple(token_id for token in tokens for token_id in token.ids)
 
 
 def test_it_is_what_the_run_would_learn(model: Path, pairs: Path, tmp_path: Path) -> None:
@@ -79,9 +82,8 @@ def test_it_is_what_the_run_would_learn(model: Path, pairs: Path, tmp_path: Path
         chosen, rejected = dataset[row.place - 1]
         first, second = row.documents
         assert (first.title, second.title) == ("chosen", "rejected")
-        assert tuple(id_ for token in first.tokens for id_ in token.ids) == chosen.token_ids
-        learned = tuple(id_ for token in second.tokens if token.is_learned for id_ in token.ids)
-        assert learned == rejected.token_ids[rejected.responses[0].start :]
+        assert ids_of(first, learned=(False, True)) == chosen.token_ids
+        assert ids_of(second, learned=(True,)) == rejected.token_ids[rejected.responses[0].start :]
         assert text_of(second, learned=False) == "", "the prompt is shown once"
         assert text_of(first, learned=True) == f"yes {HOSTILE}<|eos|>"
         assert text_of(first, learned=False).endswith("\n<|assistant|>\n")
