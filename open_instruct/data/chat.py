@@ -120,7 +120,8 @@ class ChatFormat:
                 f"{_where_they_part(prompt_text, whole)}, so where the reply starts is not known; "
                 "choose another by --chat_template_name",
             )
-        reply, reply_text = message["content"], whole[len(prompt_text) :]
+        reply = message["content"]
+        reply_text = whole[len(prompt_text) :]
         # The generation prompt may hold the first words of the reply, such as <think>.
         starts = (n for n in range(min(len(reply), _LONGEST_OPENING)) if prompt_text.endswith(reply[:n]))
         if not any(squeezed(reply[n:]) in squeezed(reply_text) for n in starts):

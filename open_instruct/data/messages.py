@@ -6,6 +6,7 @@ A conversation is an optional system turn, then user and assistant in turn.
 from __future__ import annotations
 
 import re
+from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NotRequired, TypedDict, cast
 
@@ -50,29 +51,20 @@ class Message(TypedDict):
     is_learned: NotRequired[Literal[False]]  # a reply that is context only, not to be learned
 
 
-class ReadRow(Mapping[str, Any]):
+class ReadRow(UserDict[str, Any]):
     """A row that knows which of its keys were read."""
 
     def __init__(self, value: Mapping[str, Any]) -> None:
-        self.value = value
+        super().__init__(value)
         self.read: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
         self.read.add(key)
-        return self.value[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.value  # looking is not reading
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.value)
-
-    def __len__(self) -> int:
-        return len(self.value)
+        return self.data[key]
 
     def unread(self) -> Iterator[str]:
         """The keys with a value that nothing has read."""
-        return (key for key, item in self.value.items() if item is not None and key not in self.read)
+        return (key for key, item in self.data.items() if item is not None and key not in self.read)
 
 
 def conversation_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -82,7 +74,8 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
         MalformedRow: the row has none, or see `parse_conversation`.
     """
     if not _key(row, _TURNS):
-        asked, replied = _key(row, _ASKED), _key(row, _SAID)
+        asked = _key(row, _ASKED)
+        replied = _key(row, _SAID)
         if asked and replied:
             both = f"{asked} + {replied}"
             return parse_conversation({both: _prompt_and_reply(row, replied, row[replied])}, both)
@@ -118,7 +111,8 @@ def replies_to_one(row: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[Me
     if isinstance(prompt, str) and len(prompt.split()) >= _FEWEST_WORDS and not _is_transcript(prompt):
         # Some rows repeat the prompt at the beginning of every reply.
         is_repeated = all(isinstance(text, str) and text.startswith(prompt) for text in values.values())
-        values = {key: text.removeprefix(prompt).lstrip() for key, text in values.items()} if is_repeated else values
+        if is_repeated:
+            values = {key: text.removeprefix(prompt).lstrip() for key, text in values.items()}
     turns = {key: _with_reply(row, key, value) for key, value in values.items()}
     return [parse_conversation(turns if key in turns else row, key) for key in keys]
 
@@ -344,7 +338,8 @@ def _turns_of_transcript(text: str) -> list[Any]:
 
 def _alpaca(row: Mapping[str, Any]) -> list[Any]:
     """The turns of an Alpaca row: the instruction with its `input`, behind the turns of `history`."""
-    earlier, more = row.get("history") or [], row.get("input")
+    earlier = row.get("history") or []
+    more = row.get("input")
     if not isinstance(earlier, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in earlier):
         raise MalformedRow("not_messages", "'history' must be a list of pairs, what was asked and what was said")
     turns = [turn for pair in earlier for turn in zip(("user", "assistant"), pair, strict=True)]
@@ -356,5 +351,5 @@ def _alpaca(row: Mapping[str, Any]) -> list[Any]:
 
 def _key(row: Mapping[str, Any], keys: Sequence[str]) -> str | None:
     """The first of `keys` under which a row has a value other than null, which Arrow fills missing columns with."""
-    values = row.value if isinstance(row, ReadRow) else row
+    values = row.data if isinstance(row, ReadRow) else row
     return next((key for key in keys if values.get(key) is not None), None)

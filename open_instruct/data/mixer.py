@@ -98,7 +98,8 @@ class Renamed:
     """A source with its columns renamed by the words of `--columns`, `OURS=THEIRS`: `messages=dialogue`."""
 
     def __init__(self, source: RowSource, columns: Sequence[str]) -> None:
-        self.name, self.fingerprint = source.name, source.fingerprint
+        self.name = source.name
+        self.fingerprint = source.fingerprint
         self._source = source
         self._columns = dict(word.split("=", 1) for word in columns)
         self._unseen = set(self._columns.values())

@@ -40,15 +40,15 @@ class BadRowLog:
     def reading(self, row: RawRow | BadRow, read: Callable[[dict[str, Any]], Result]) -> Result | None:
         """What `read` makes of the content of a row; None if the row is bad, which is counted."""
         if isinstance(row, BadRow):
-            self.add(row)
+            self._add(row)
             return None
         try:
             return read(row.value)
         except MalformedRow as error:
-            self.add(error.at(row.file, row.line), row.value)
+            self._add(error.at(row.file, row.line), row.value)
             return None
 
-    def add(self, row: BadRow, value: Mapping[str, Any] | None = None) -> None:
+    def _add(self, row: BadRow, value: Mapping[str, Any] | None = None) -> None:
         """Count a bad row; `value` is its parsed content, if it could be parsed."""
         self.counts[row.kind] += 1
         is_well_formed = row.kind in WELL_FORMED
@@ -75,7 +75,8 @@ class BadRowLog:
             wanted: an example of a good row; `page` of the docs has more.
             columns: the keys of a good row, to be guessed among those of the bad row.
         """
-        total, num_shown = self.counts.total(), self._rows_by_reason.total()
+        total = self.counts.total()
+        num_shown = self._rows_by_reason.total()
         lines = [f"{counted(total, 'row')} of {num_rows:,} cannot be used ({_counts(self.counts)}):"]
         lines += [f"  {line}" for line in self.lines()]
         if total > num_shown:
@@ -125,14 +126,14 @@ class DataReport:
     def lines(self) -> list[str]:
         """The report in lines of text."""
         lines = [f"{name}: {taken:,} taken of {counted(rows, 'row')}" for name, rows, taken in self.sources]
-        text, num_texts = ("conversation", 2 * self.num_pairs) if self.unit == "pair" else (self.unit, self.num_pairs)
-        mean = self.num_tokens / num_texts if num_texts else 0
+        is_pair = self.unit == "pair"  # of two conversations
+        mean = self.num_tokens / max(1, self.num_pairs * (1 + is_pair))
         lines.append(
             f"{counted(self.num_pairs, self.unit)}, {counted(self.num_tokens, 'token')}, "
-            f"{counted(round(mean), 'token')} a {text} on average"
+            f"{counted(round(mean), 'token')} a {'conversation' if is_pair else self.unit} on average"
         )
         if self.num_truncated:
-            part = " with a reply" if self.unit == "pair" else ""
+            part = " with a reply" if is_pair else ""
             lines.append(f"{counted(self.num_truncated, 'row')}{part} cut to --max_seq_length")
         lines += [f"{counted(count, 'row')} left out: {FILTERED_WORDS[kind]}" for kind, count in self.filtered.items()]
         if self.bad:

@@ -68,10 +68,6 @@ class RowBuilder(ABC):
     too_long: ClassVar[str] = "prompt_too_long"
 
     def __init__(self, chat: ChatFormat, *, max_seq_length: int, on_bad_row: str) -> None:
-        if max_seq_length < 2:
-            raise InputError(
-                f"--max_seq_length {max_seq_length} leaves no room for a prompt and a reply; use 2 or more."
-            )
         self.chat = chat
         self.max_seq_length = max_seq_length
         self.on_bad_row = on_bad_row
@@ -250,8 +246,12 @@ class RowBuilder(ABC):
 
     def _arrays(self, order_N: np.ndarray) -> dict[str, np.ndarray]:
         """The arrays of a `TokenDataset` of the kept rows in the order `order_N`."""
-        edges, bounds, details, keys = array("q"), array("q"), bytearray(), bytearray()
-        num_tokens, num_labels = array("q"), array("q")
+        edges = array("q")
+        bounds = array("q")
+        num_tokens = array("q")
+        num_labels = array("q")
+        details = bytearray()
+        keys = bytearray()
         start = 0
         for lengths, own in self.kept:
             token_ids = self.token_ids[start : start + sum(lengths)]

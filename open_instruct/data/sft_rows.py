@@ -37,7 +37,8 @@ class SFTBuilder(RowBuilder):
         messages = parse_sft_row(row)
         replies = [message for message in messages if message["role"] == "assistant"]
         pieces = self.chat.render_turns(messages)
-        given, texts = "", []
+        texts: list[str] = []
+        given = ""
         for prompt, text, reply in zip(pieces[::2], pieces[1::2], replies, strict=True):
             given += prompt
             if reply.get("is_learned", True):

@@ -89,11 +89,13 @@ def single_token_id(tokenizer: PreTrainedTokenizerFast, word: str) -> int:
 def _check_token_ids(file: Path) -> None:
     """Refuse ids out of range: the library allocates a place for every id up to the largest."""
     fields = read_object(file)
-    model = fields.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    added = fields.get("added_tokens")
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
-    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    ids: list[Any] = []
+    match fields.get("model"):
+        case {"vocab": dict(vocabulary)}:
+            ids += vocabulary.values()
+    match fields.get("added_tokens"):
+        case list(added):
+            ids += [token.get("id") for token in added if isinstance(token, dict)]
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < MAX_TOKENS:
             raise InputError(f"{file}: {token_id!r} is no token id; they are whole numbers from 0 to {MAX_TOKENS - 1}")

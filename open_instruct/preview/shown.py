@@ -94,8 +94,8 @@ class Bar:
 
 def bars_of(lengths: Sequence[int], *, num_bars: int = 16) -> list[Bar]:
     """Bars of one width from the shortest to the longest."""
-    low, high = min(lengths), max(lengths)
-    width = max(1, -(-(high - low + 1) // num_bars))
+    low = min(lengths)
+    width = max(1, -(-(max(lengths) - low + 1) // num_bars))
     counts = np.bincount((np.asarray(lengths) - low) // width)
     return [
         Bar(first=low + index * width, last=low + (index + 1) * width - 1, count=int(count), share=count / counts.max())

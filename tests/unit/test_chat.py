@@ -18,7 +18,7 @@ from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
-from tests.unit.token_data import chat_format, turns
+from tests.unit.token_data import chat_format, marked, turns
 
 CHATML = ["<|im_start|>", "<|im_end|>"]
 LLAMA3 = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -110,8 +110,8 @@ def test_thinkers_ask_with_the_first_word_of_the_reply(tokenizer: PreTrainedToke
     form = chat_format(tokenizer, name)
     messages = turns("be kind", "hi", roles="su")
     assert form.render(messages, said("<think>hm</think>hello")) == (THINKERS[name], (f"hm</think>hello{EOS}",))
-    document = form.encode([*messages, {"role": "assistant", "content": "<think>hm</think>hello"}])
-    assert str(tokenizer.decode(list(document.token_ids))) == f"{THINKERS[name]}hm</think>hello{EOS}"
+    document = form.encode([*messages, *said("<think>hm</think>hello")])
+    assert marked(tokenizer, document) == f"{THINKERS[name]}[hm</think>hello{EOS}]"
     with pytest.raises(MalformedRow, match="does not write what it asks for the reply with"):
         form.render(messages, said("hello"))
     assert form.turn_end_token_ids() == (tokenizer.eos_token_id,)
@@ -135,15 +135,9 @@ def test_olmo_says_who_it_is_where_there_is_no_system_turn(tokenizer: PreTrained
 @pytest.mark.parametrize("name", EXPECTED)
 def test_built_in_templates_word_for_word(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     messages = turns("be kind", "hi", "hello", roles="sua")
-    document = chat_format(tokenizer, name).encode(messages)
-    start, stop = document.responses[0].start, document.responses[0].stop
-    prompt, reply = EXPECTED[name]
-    assert tokenizer.decode(list(document.token_ids[:start])) == prompt
-    assert tokenizer.decode(list(document.token_ids[start:stop])) == reply
-    assert stop == len(document)
-    assert document.token_ids[-1] in {tokenizer.convert_tokens_to_ids(t) for t in (EOS, "<|im_end|>", "<|eot_id|>")}
-    later = chat_format(tokenizer, name).encode(turns("one", "two", "three", "four"))
-    learned = tokenizer.decode(list(later.token_ids[later.responses[0].start :]))
+    form = chat_format(tokenizer, name)
+    assert marked(tokenizer, form.encode(messages)) == "{}[{}]".format(*EXPECTED[name])
+    _, learned = marked(tokenizer, form.encode(turns("one", "two", "three", "four"))).split("[")
     assert "four" in learned and not any(word in learned for word in ("one", "two", "three"))
 
 
@@ -155,7 +149,7 @@ def test_merges_over_the_boundary_do_not_change_the_prompt(tokenizer: PreTrained
     one, other = (form.encode(turns("q", reply)) for reply in ("\n\nyes", "no"))
     assert one.responses[0].start == other.responses[0].start
     assert one.token_ids[: one.responses[0].start] == other.token_ids[: other.responses[0].start]
-    assert str(tokenizer.decode(list(one.token_ids))).endswith(f"<|assistant|>\n\n\nyes{EOS}")
+    assert marked(tokenizer, one).endswith(f"<|assistant|>\n[\n\nyes{EOS}]")
 
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
@@ -176,12 +170,10 @@ def test_spans_of_any_text(
     documents = [form.encode([*prompt, {"role": "assistant", "content": reply}]) for reply in replies]
     starts = {document.responses[0].start for document in documents}
     assert len(starts) == 1, "one prompt, one boundary"
-    start = starts.pop()
-    assert start > 0
+    assert starts.pop() > 0
     for document, reply, reply_text in zip(documents, replies, reply_texts, strict=True):
         assert len(document.responses[0]) > 0 and document.responses[0].stop == len(document)
-        assert tokenizer.decode(list(document.token_ids[:start])) == prompt_text
-        assert tokenizer.decode(list(document.token_ids[start:])) == reply_text
+        assert marked(tokenizer, document) == f"{prompt_text}[{reply_text}]"
         assert squeezed(reply) in squeezed(reply_text)
         # Nothing of the template's side of the boundary is learned.
         assert reply_text.startswith((reply, " " + reply, reply.strip()))
@@ -190,7 +182,7 @@ def test_spans_of_any_text(
 def test_tokenizer_that_composes_unicode() -> None:
     composing = make_tokenizer([], nfc=True)
     document = chat_format(composing, "tulu").encode(turns("q", "cafe\u0301"))
-    assert composing.decode(list(document.token_ids[document.responses[0].start :])) == f"caf\u00e9{EOS}"
+    assert marked(composing, document).endswith(f"[caf\u00e9{EOS}]")
 
 
 # --- templates that do not fit --------------------------------------------------------------------------
@@ -228,15 +220,12 @@ def test_a_tokenizer_that_loses_text_is_a_reason() -> None:
     assert caught.value.kind == "tokenizer"
 
 
-def test_the_day_does_not_matter(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_day_does_not_matter_nor_does_white_space_after_the_end_of_a_turn(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     dated = "{% if date_string is not defined %}{{ strftime_now('%d %b %Y') }}{% else %}{{ date_string }}{% endif %}"
     prompt, _ = own(tokenizer, dated + TURNS + ASK).render(turns("q"), said("yes"))
     assert prompt == "26 Jul 2024<user>q<assistant>"
-
-
-def test_white_space_after_the_end_of_turn_is_not_learned_but_within_a_reply_it_is(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
     form = chat_format(tokenizer, "chatml")
     assert form.render(turns("q"), said("yes\n"))[1] == ("yes\n<|im_end|>",)
     assert form.ends_turn("yes<|im_end|>") and not form.ends_turn("yes")
@@ -304,30 +293,23 @@ def test_fingerprint_covers_vocabulary_and_template(tokenizer: PreTrainedTokeniz
 # --- loading --------------------------------------------------------------------------------------------
 
 
-def test_load_tokenizer_round_trip(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_tokenizers_are_loaded_or_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--model_name_or_path: .*/nope: no such folder"):
+        load_tokenizer(str(tmp_path / "nope"), flag="--model_name_or_path")
+    with pytest.raises(InputError, match=r"has no tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
     tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(str(tmp_path))
     assert loaded("the reply")["input_ids"] == tokenizer("the reply")["input_ids"]
     assert chat_format(loaded, "tulu").fingerprint == chat_format(tokenizer, "tulu").fingerprint
     (tmp_path / "tokenizer_config.json").unlink()
     assert load_tokenizer(str(tmp_path))("the reply")["input_ids"] == tokenizer("the reply")["input_ids"]
-
-
-def test_tokenizers_that_cannot_be_loaded(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--model_name_or_path: .*/nope: no such folder"):
-        load_tokenizer(str(tmp_path / "nope"), flag="--model_name_or_path")
-    with pytest.raises(InputError, match=r"has no tokenizer\.json"):
-        load_tokenizer(str(tmp_path))
-    tokenizer.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="is a file"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
     whole = (tmp_path / "tokenizer.json").read_bytes()
     (tmp_path / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match=r"cannot be loaded|not JSON"):
         load_tokenizer(str(tmp_path))
-
-
-def test_prefix_space_tokenizers_are_refused(tmp_path: Path) -> None:
     spaced = make_tokenizer([])
     spaced.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     spaced.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))

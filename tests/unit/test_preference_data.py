@@ -29,7 +29,7 @@ from open_instruct.data.token_dataset import (
 )
 from open_instruct.errors import InputError
 from open_instruct.toys.synthetic import write_synthetic_preferences
-from tests.unit.token_data import byte_tokenizer, load_rows, pair, turns, write_rows
+from tests.unit.token_data import byte_tokenizer, load_rows, marked, pair, turns, write_rows
 
 EOS = "<|eos|>"
 Load = Callable[..., tuple[TokenDataset, DataReport]]
@@ -58,10 +58,7 @@ def test_a_pair_by_hand(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path
     dataset, report = load(write_rows(tmp_path / "rows.jsonl", pair("hi", "hello", "no")), "1.0")
     chosen, rejected = dataset[0]
     prompt = "<|user|>\nhi\n<|assistant|>\n"
-    assert tokenizer.decode(list(chosen.token_ids)) == f"{prompt}hello{EOS}"
-    assert tokenizer.decode(list(rejected.token_ids)) == f"{prompt}no{EOS}"
-    assert chosen.responses[0].start == rejected.responses[0].start == HEAD + 2
-    assert (len(chosen.responses[0]), len(rejected.responses[0])) == (6, 3)
+    assert marked(tokenizer, chosen) == f"{prompt}[hello{EOS}]" and marked(tokenizer, rejected) == f"{prompt}[no{EOS}]"
     assert (len(chosen), len(rejected)) == (HEAD + 8, HEAD + 5)
     assert (dataset.label_lengths().tolist(), dataset.num_label_tokens.tolist()) == ([[6, 3]], [9])
     assert dataset.prompt_lengths.tolist() == [HEAD + 2]
@@ -126,11 +123,9 @@ def test_replies_are_cut_on_the_right_and_prompts_never(
     )
     room = HEAD + 2 + 5
     dataset, report = load(path, "1.0", max_seq_length=room)
-    replies = [
-        tuple(tokenizer.decode(list(document.token_ids[document.responses[0].start :])) for document in documents)
-        for documents in dataset
-    ]
-    assert replies == [("abcde", f"no{EOS}"), (f"yes{EOS}", f"no{EOS}"), (f"yes{EOS}", f"no{EOS}"), ("n", "o")]
+    replies = [tuple(marked(tokenizer, document).split("[")[1] for document in documents) for documents in dataset]
+    whole = (f"yes{EOS}]", f"no{EOS}]")
+    assert replies == [("abcde]", f"no{EOS}]"), whole, whole, ("n]", "o]")]
     assert max(len(document) for documents in dataset for document in documents) <= room
     assert report.filtered == {"same_tokens": 1, "prompt_too_long": 2}
     assert (report.num_truncated, report.num_kept) == (2, 4)
@@ -144,8 +139,6 @@ def test_everything_filtered_says_what_would_work(load: Load, tmp_path: Path) ->
         load(path, "1.0", max_seq_length=HEAD)
     with pytest.raises(InputError, match=r"same_tokens 2\); raise --max_seq_length, so that the replies"):
         load(path, "1.0", max_seq_length=HEAD + 7)
-    with pytest.raises(InputError, match="--max_seq_length 1 leaves no room"):
-        load(path, "1.0", max_seq_length=1)
 
 
 # --- bad rows -------------------------------------------------------------------------------------------

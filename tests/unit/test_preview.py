@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -26,12 +26,10 @@ from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import objective_named
 from open_instruct.preview.sample import Sample, sample_of
 from open_instruct.preview.shown import bars_of, html_page, print_sample
-from tests.unit.token_data import byte_tokenizer, chat_format, write_rows
+from tests.unit.token_data import byte_tokenizer, load_rows, write_rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOSTILE = "<script>alert('x')</script> & \x1b[31m \x9b31m \u202e é🙂\nsecond"
-
-SampleOf = Callable[..., Sample]
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +65,8 @@ def ids_of(shown: Any, *, learned: tuple[bool, ...]) -> tuple[int, ...]:
 
 def test_it_is_what_the_run_would_learn(model: Path, pairs: Path, tmp_path: Path) -> None:
     shown = sample("dpo", model, pairs)
-    dataset, report = load_token_dataset(
-        objective_named("dpo").rows,
-        mixer_list=[str(pairs), "1.0"],
-        splits=["train"],
-        chat=chat_format(load_tokenizer(str(model)), None),
-        on_bad_row="error",
-        seed=42,
-        cache_dir=tmp_path,
-        max_seq_length=2048,
-    )
+    load = partial(load_token_dataset, objective_named("dpo").rows, max_seq_length=2048, cache_dir=tmp_path)
+    dataset, report = load_rows(load, pairs, "1.0", tokenizer=load_tokenizer(str(model)), template=None, seed=42)
     assert [row.place for row in shown.rows] == [1, 11, 20]
     for row in shown.rows:
         chosen, rejected = dataset[row.place - 1]
@@ -123,12 +113,6 @@ def test_bad_rows_are_told_of_beside_the_good(model: Path, tmp_path: Path) -> No
     assert sample("kto", model, rows, "--on_bad_row", "skip").refusal is None
 
 
-def test_rows_are_looked_for_before_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("open_instruct.preview.sample.load_tokenizer", lambda *_, **__: pytest.fail("it was asked"))
-    with pytest.raises(InputError, match=r"gone\.jsonl: no such file"):
-        sample("sft", Path("some/model"), tmp_path / "gone.jsonl")
-
-
 @pytest.mark.parametrize(
     ("words", "asked"),
     [
@@ -141,16 +125,17 @@ def test_rows_are_looked_for_before_the_hub_is_asked(tmp_path: Path, monkeypatch
 def test_the_tokenizer_is_that_of_the_revision(
     pairs: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], asked: tuple[str, str | None]
 ) -> None:
-    class Asked(Exception):
-        pass
+    """Rows are looked for before."""
 
     def from_pretrained(name: str, *, revision: str | None, trust_remote_code: bool) -> None:
         assert not trust_remote_code
-        raise Asked(f"{(name, revision)}")
+        raise LookupError(f"{(name, revision)}")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
-    with pytest.raises(InputError, match=re.escape(f"Asked: {asked}")):
+    with pytest.raises(InputError, match=re.escape(f"LookupError: {asked}")):
         sample("dpo", Path("some/model"), pairs, *words)
+    with pytest.raises(InputError, match=r"gone\.jsonl: no such file"):
+        sample("dpo", Path("some/model"), pairs.with_name("gone.jsonl"), *words)
 
 
 def test_a_folder_has_no_revisions(model: Path, pairs: Path) -> None:
@@ -179,13 +164,9 @@ def test_the_terminal_shows_what_is_learned(model: Path, pairs: Path) -> None:
         assert "\x1b[31m" not in shown_so and "\x9b" not in shown_so and "\u202e" not in shown_so
 
 
-def test_what_is_told_of_a_row_steers_no_terminal(model: Path, tmp_path: Path) -> None:
-    rows = write_rows(
-        tmp_path / "p.jsonl",
-        {"prompt": "2 + 3?", "ground_truth": "\x9b31m\u202e\ud800", "dataset": "gsm8k"},
-        {"\x9b31m\u202e": "?"},
-    )
-    shown = sample("grpo", model, rows)
+def test_a_note_steers_no_terminal(model: Path, tmp_path: Path) -> None:
+    good = {"prompt": "2 + 3?", "ground_truth": "\x9b31m\u202e\ud800", "dataset": "gsm8k"}
+    shown = sample("grpo", model, write_rows(tmp_path / "p.jsonl", good, {"\x9b31m\u202e": "?"}))
     assert '"\\x9b31m\\u202e' in printed(shown)
     assert "\x9b" not in printed(shown) + str(shown.refusal) and "\u202e" not in printed(shown) + str(shown.refusal)
 

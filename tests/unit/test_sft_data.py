@@ -22,8 +22,8 @@ from open_instruct.errors import InputError
 from open_instruct.objectives.registry import objective_named
 from open_instruct.objectives.sft import SFT
 from open_instruct.packing.documents import pack_documents
-from open_instruct.records import IGNORE_INDEX, Document
-from tests.unit.token_data import byte_tokenizer, chat_format, load_rows, turns, write_rows
+from open_instruct.records import IGNORE_INDEX
+from tests.unit.token_data import byte_tokenizer, chat_format, load_rows, marked, turns, write_rows
 
 Load = Callable[..., tuple[TokenDataset, DataReport]]
 
@@ -43,18 +43,13 @@ def write(path: Path, *conversations: list[Message]) -> Path:
     return write_rows(path, *({"messages": messages} for messages in conversations))
 
 
-def learned(tokenizer: PreTrainedTokenizerFast, document: Document) -> list[str]:
-    return [str(tokenizer.decode(list(document.token_ids[span.start : span.stop]))) for span in document.responses]
-
-
 def test_every_reply_of_a_conversation_is_learned(
     load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     dataset, report = load(write(tmp_path / "rows.jsonl", turns("a", "bc", "d", "e")), "1.0")
     ((document,),) = dataset
     eos = tokenizer.eos_token
-    assert tokenizer.decode(list(document.token_ids)) == f"User: a\nAssistant: bc{eos}\nUser: d\nAssistant: e{eos}"
-    assert learned(tokenizer, document) == [f" bc{eos}", f" e{eos}"]
+    assert marked(tokenizer, document) == f"User: a\nAssistant:[ bc{eos}]\nUser: d\nAssistant:[ e{eos}]"
     assert dataset.num_label_tokens.tolist() == [4 + 3]
     assert dataset.num_tokens.tolist() == [len(document)] == [report.num_tokens]
     assert (report.unit, report.num_kept, report.num_truncated) == ("conversation", 1, 0)
@@ -101,27 +96,21 @@ def test_a_template_that_rewrites_an_earlier_reply_is_refused(tokenizer: PreTrai
 
 
 @pytest.mark.parametrize(
-    ("max_seq_length", "replies", "num_tokens"),
+    ("max_seq_length", "text", "num_tokens"),
     [
-        (44, [" bc", " e"], 44),  # all of it
-        (43, [" bc", " e"], 43),  # the last reply loses its end
-        (41, [" bc"], 22),  # no token of it is left, so its prompt goes too
-        (20, [" b"], 20),
+        (44, "User: a\nAssistant:[ bc<|eos|>]\nUser: d\nAssistant:[ e<|eos|>]", 44),  # all of it
+        (43, "User: a\nAssistant:[ bc<|eos|>]\nUser: d\nAssistant:[ e]", 43),  # the last reply loses its end
+        (41, "User: a\nAssistant:[ bc<|eos|>]", 22),  # no token of it is left, so its prompt goes too
+        (20, "User: a\nAssistant:[ b]", 20),
     ],
 )
 def test_cut_on_the_right_after_the_last_token_that_is_learned(
-    load: Load,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    max_seq_length: int,
-    replies: list[str],
-    num_tokens: int,
+    load: Load, tokenizer: Any, tmp_path: Path, max_seq_length: int, text: str, num_tokens: int
 ) -> None:
     rows = write(tmp_path / "rows.jsonl", turns("a", "bc", "d", "e"))
     dataset, report = load(rows, "1.0", max_seq_length=max_seq_length)
     (document,) = dataset[0]
-    assert [text.removesuffix(str(tokenizer.eos_token)) for text in learned(tokenizer, document)] == replies
-    assert document.responses[-1].stop == len(document) == num_tokens
+    assert marked(tokenizer, document) == text and len(document) == num_tokens
     assert ("1 row cut to --max_seq_length" in report.lines()) == (num_tokens < 44)
 
 

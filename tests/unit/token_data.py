@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from open_instruct.data.chat import ChatFormat
+from open_instruct.records import Document
 from open_instruct.toys.tiny import train_tokenizer
 
 
@@ -20,6 +21,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def chat_format(tokenizer: PreTrainedTokenizerFast, template: str | None) -> ChatFormat:
     return ChatFormat.choose(tokenizer, template)
+
+
+def marked(tokenizer: PreTrainedTokenizerFast, document: Document) -> str:
+    """The text of a document; what is learned stands in brackets."""
+    text, stop = "", 0
+    for span in document.responses:
+        context, learned = document.token_ids[stop : span.start], document.token_ids[span.start : span.stop]
+        text += f"{tokenizer.decode(list(context))}[{tokenizer.decode(list(learned))}]"
+        stop = span.stop
+    return text + str(tokenizer.decode(list(document.token_ids[stop:])))
 
 
 def write_rows(path: Path, *rows: Any) -> Path:

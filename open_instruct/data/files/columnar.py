@@ -24,10 +24,11 @@ class ColumnFile:
 
     def __init__(self, path: Path, name: str, flag: str) -> None:
         self.name = name
-        kind, opened = ("a Parquet", _parquet) if path.suffix == ".parquet" else ("an Arrow", _arrow)
+        is_parquet = path.suffix == ".parquet"
         try:
-            self._num_rows, self._batches = opened(path)
+            self._num_rows, self._batches = _parquet(path) if is_parquet else _arrow(path)
         except Exception as error:  # pyarrow's kinds of errors have no common ancestor
+            kind = "a Parquet" if is_parquet else "an Arrow"
             raise InputError(f"{flag}: {name} is not {kind} file, or is damaged: {one_line(error)}") from error
         self.fingerprint = hash_of_file(path)
 
@@ -42,7 +43,8 @@ class ColumnFile:
                 yield from _rows(batch, indices[begin:end], first, self.name)
             if end == len(indices):
                 return
-            first, begin = first + batch.num_rows, end
+            first += batch.num_rows
+            begin = end
 
 
 def _readable(batches: Iterable[Any], file: str) -> Iterator[Any]:
