@@ -17,56 +17,23 @@ from open_instruct.objectives.registry import OBJECTIVES, objective_named
 PROGRAM = "open-instruct"
 
 
-# What each command does, and, but for objectives, what is called with the words after it and returns the exit code.
+# What each command does, and the function of which module is called with the words after it and returns the exit code.
 COMMANDS = {
-    **{
-        name: (f"train on {rows} (on all GPUs of this machine: --num_processes auto)", "")
-        for name, (_, rows) in OBJECTIVES.items()
-    },
-    "train": (
-        "train on an objective of your own: --objective FILE.py:NAME (all GPUs: --num_processes auto)",
-        "open_instruct.train:main",
-    ),
-    "grpo": (
-        "train on verifiable rewards: starts Ray, learners and engines by itself",
-        "open_instruct.grpo_olmo_core_actor:main",
-    ),
-    "configs": (
-        "list the files of settings that come with the package, or print one",
-        "open_instruct.run.shipped_configs:configs_command",
-    ),
-    "layout": (
-        "show how a model would be sharded over nodes of GPUs",
-        "open_instruct.parallel.layout_command:layout_command",
-    ),
-    "plan": (
-        "say what memory, traffic and time a run would need, and which flags would make it fit",
-        "open_instruct.report.plan_command:main",
-    ),
-    "preview": (
-        "show rows of a run as the model will see them, what is learned of them, and how long they are",
-        "open_instruct.preview.command:main",
-    ),
-    "report": ("make a page of what runs have left: curves, health, rollouts", "open_instruct.report.command:main"),
-    "migrate-args": (
-        "tell a launch of allenai's open-instruct in our flags: migrate-args dpo|sft|grpo|reward_model -- ARGS",
-        "open_instruct.migrate.command:migrate_args",
-    ),
-    "replay": (
-        "take one step of a GRPO run again, under its own or under other settings of the loss",
-        "open_instruct.replay:main",
-    ),
-    "export": (
-        "write the weights in a checkpoint of a run as a Hugging Face folder",
-        "open_instruct.run.export_command:export_command",
-    ),
-    "merge": ("add an adapter to the model that it was trained beside", "open_instruct.merge:main"),
-    "chat": ("talk to a model: what a run has exported, or one on the hub", "open_instruct.chat.command:main"),
-    "score": ("score the conversations of a file, or their steps, with a reward model", "open_instruct.score:main"),
-    "tiny-model": (
-        "write a small random checkpoint with a tokenizer, to try things on",
-        "open_instruct.toys.tiny_command:tiny_model_command",
-    ),
+    **{name: (f"train on {rows} (all GPUs: --num_processes auto)", "") for name, (_, rows) in OBJECTIVES.items()},
+    "train": ("train on an objective of your own (all GPUs: --num_processes auto)", "train:main"),
+    "grpo": ("train on verifiable rewards: starts Ray, learners and engines", "grpo_olmo_core_actor:main"),
+    "configs": ("list the files of settings in the package, or print one", "run.shipped_configs:configs_command"),
+    "layout": ("show how a model would be sharded over nodes of GPUs", "parallel.layout_command:layout_command"),
+    "plan": ("say what memory, traffic and time a run would need, and how it would fit", "report.plan_command:main"),
+    "preview": ("show rows of a run as the model will see them, and what is learned", "preview.command:main"),
+    "report": ("make a page of what runs have left: curves, health, rollouts", "report.command:main"),
+    "migrate-args": ("tell a launch of allenai's open-instruct in our flags", "migrate.command:migrate_args"),
+    "replay": ("take one step of a GRPO run again, under its own or another loss", "replay:main"),
+    "export": ("write a checkpoint of a run as a Hugging Face folder", "run.export_command:export_command"),
+    "merge": ("add an adapter to the model that it was trained beside", "merge:main"),
+    "chat": ("talk to a model: what a run has exported, or one on the hub", "chat.command:main"),
+    "score": ("score the conversations of a file, or their steps, with a reward model", "score:main"),
+    "tiny-model": ("write a small random checkpoint, to try things on", "toys.tiny_command:tiny_model_command"),
 }
 
 
@@ -96,7 +63,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 
         return run_objective(objective_named(name), words)
     module, _, function = COMMANDS[name][1].partition(":")
-    return getattr(importlib.import_module(module), function)(words)
+    return getattr(importlib.import_module(f"open_instruct.{module}"), function)(words)
 
 
 def program() -> NoReturn:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ from typing import NoReturn, TypeVar
 
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
+from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.sections import ParallelSection, RanksSection
 from open_instruct.config.tracker_access import check_trackers
 from open_instruct.config.training import LearnerConfig
@@ -76,62 +77,48 @@ def run_entry(
     *,
     program: str,
     validate: Callable[[ConfigT], list[str]],
-    gpus_per_node: Callable[[ConfigT], Sequence[int]] | None = None,
     script: tuple[Path, Sequence[str]] | None = None,
     look: Callable[[ConfigT], None] = lambda config: None,
 ) -> int:
     """Parse `argv` (default: the command line), check it, run `main`, and return the exit code.
 
     Flags, and the layout they ask of the nodes, are checked before `main` is called, so an entry that
-    imports torch inside `main` refuses bad flags, and answers `--help`, without loading it. `validate`
-    returns warnings, which are printed. `gpus_per_node` reads the nodes from the flags, where no launcher
-    tells of them. `script` is what ranks are started from, where the flags ask for some, and its first words.
-    `look` refuses files and folders that will not do.
+    imports torch inside `main` refuses bad flags, and answers `--help`, without loading it.
+
+    Args:
+        validate: checks the flags and returns warnings, which are printed.
+        script: what ranks are started from, where the flags ask for some, and its first words.
+        look: refuses files and folders that will not do.
     """
     program = typed(program)
     words = sys.argv[1:] if argv is None else list(argv)
-    speaks = _rank() == 0
 
     def run() -> int:
         if asks_for_help(words):
-            if speaks:
+            if _rank() == 0:
                 print_help(config_class, program)
             return 0
+        unneeded: list[str] = []
         try:
-            unneeded: list[str] = []
             config = parse(config_class, words, unneeded=unneeded)
             warnings = validate(config)
-            num_ranks = None
-            if gpus_per_node is not None:
-                layout_of(config.parallel, gpus_per_node(config))
-            elif isinstance(config.parallel, RanksSection):
-                num_ranks = num_to_start(config.parallel.num_processes, os.environ)
-                check_layout(config.parallel, world_of(num_ranks) if num_ranks else os.environ)
-            if speaks:  # rank 0 alone talks to a tracker
+            num_ranks = _check_nodes(config.parallel)
+            if _rank() == 0:  # which alone talks to a tracker
                 check_trackers(config.logging.report_to, os.environ)
                 if config.run.push_to_hub:
                     open_repository(config.run)
         except InputError as error:
-            # Every rank has the same words, so none can be the only one that knows.
-            asking = f"python {sys.argv[0]}" if Path(sys.argv[0]).name == program else program
-            lines = (f"{program}: {error}", f"Nothing was started. `{asking} --help` lists every flag.")
-            _tell_of_failure(*lines, known_to_all=True)
-            return EXIT_INPUT
+            return _refuse(program, error)
         log_file = Path(config.run.output_dir) / "run.log"
 
         def start() -> int:
             look(config)
             if num_ranks is None or script is None:
-                if speaks:
+                if _rank() == 0:
                     _tell(*(f"{program}: warning: {warning}" for warning in warnings))
                     if unneeded:
                         _tell(f"{program}: not needed here, and left out: {'; '.join(unneeded)}")
-                began_s = time.monotonic()
-                if (code := main(config)) == 0 and speaks:
-                    say_what_happened(config, took_s=time.monotonic() - began_s)
-                    if config.run.push_to_hub:
-                        print(upload(config.run, exported_by(config)))
-                return code
+                return _walked(main, config)
             code, untold = start_ranks(script[0], [*script[1], *words], num_ranks, typed=program)
             if untold:
                 _tell(f"{program}: {untold}. {_way_on(log_file)}")
@@ -142,25 +129,49 @@ def run_entry(
     return run_to_exit_code(run, program=program)
 
 
+def _refuse(program: str, error: InputError) -> int:
+    asking = f"python {sys.argv[0]}" if Path(sys.argv[0]).name == program else program
+    lines = (f"{program}: {error}", f"Nothing was started. `{asking} --help` lists every flag.")
+    # Every rank has the same words, so none can be the only one that knows.
+    _tell_of_failure(*lines, known_to_all=True)
+    return EXIT_INPUT
+
+
+def _check_nodes(parallel: ParallelSection) -> int | None:
+    """The number of ranks to start here, where the flags ask for some.
+
+    Raises:
+        InputError: the sharding flags cannot work on the nodes that flags or the launcher name.
+    """
+    if isinstance(parallel, LearnerParallelSection):
+        layout_of(parallel, parallel.num_learners_per_node)
+    if not isinstance(parallel, RanksSection):
+        return None
+    num_ranks = num_to_start(parallel.num_processes, os.environ)
+    environ = world_of(num_ranks) if num_ranks else os.environ
+    # Nodes of unequal size cannot be told from one process's environment; they are checked once the ranks have met.
+    with suppress(UnequalNodesError):
+        layout_of(parallel, node_sizes_from_environment(environ))
+    return num_ranks
+
+
+def _walked(main: Callable[[ConfigT], int], config: ConfigT) -> int:
+    """Run `main`; rank 0 of a run that is done says what it has left, and uploads its model."""
+    began_s = time.monotonic()
+    code = main(config)
+    if code == 0 and _rank() == 0:
+        say_what_happened(config, took_s=time.monotonic() - began_s)
+        if config.run.push_to_hub:
+            print(upload(config.run, exported_by(config)))
+    return code
+
+
 def typed(script: str) -> str:
     """The command that was typed: `open-instruct dpo`, or `script` where that was started, as a rank too."""
     if command := os.environ.get(TYPED):
         return command
     is_command = Path(sys.argv[0]).name in ("open-instruct", "cli.py") and len(sys.argv) > 1
     return f"open-instruct {sys.argv[1]}" if is_command else script
-
-
-def check_layout(parallel: ParallelSection, environ: Mapping[str, str]) -> None:
-    """Refuse sharding flags that cannot work on the nodes that the launcher tells of.
-
-    Nodes of unequal size cannot be told from one process's environment; they are left to the
-    check that follows once the ranks have met.
-
-    Raises:
-        InputError: naming the flag and the values that would work.
-    """
-    with suppress(UnequalNodesError):
-        layout_of(parallel, node_sizes_from_environment(environ))
 
 
 def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | None = None) -> int:

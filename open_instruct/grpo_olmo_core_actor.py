@@ -49,7 +49,6 @@ def run_grpo(
         argv,
         program=program,
         validate=validate_grpo,
-        gpus_per_node=lambda config: config.parallel.num_learners_per_node,
         look=look_at_run,
     )
 

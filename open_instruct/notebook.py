@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from open_instruct import grpo_olmo_core_actor
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
+from open_instruct.config.training import TrainingConfig
 from open_instruct.errors import InputError, RunError
 from open_instruct.hub.upload import open_repository, upload
 from open_instruct.objectives.objective import Objective
@@ -77,30 +78,13 @@ def fit(
         InputError: an argument or a row cannot work, or the folder has a run on other rows; says what would.
         RunError: the run failed, or a signal stopped it.
     """
-    look: Callable[[Any], None] = partial(look_at_run, objective=objective)
-    run: Callable[..., int] = partial(train, objective=objective)
-    if objective is GRPO:
-        look, run = grpo_olmo_core_actor.look_at_run, grpo_olmo_core_actor.train
     with _speaking_of_arguments():
         given, texts = _named(objective, rows if prompts is None else prompts, reward, Path(output_dir))
         if twice := sorted(given.keys() & flags.keys()):
             raise InputError(f"{', '.join(twice)}: rows and reward say that; leave it out")
-        words: list[str] = []
-        for name, value in (given | {"output_dir": output_dir} | flags).items():
-            words += [f"--{name}", *(str(each) for each in (value if isinstance(value, list | tuple) else [value]))]
         with _keeping(texts):
-            config: Any = parse(objective.config_class, words)
-            for warning in objective.validate(config):
-                print(f"warning: {warning}")
-            look(config)
-            if config.run.push_to_hub:
-                open_repository(config.run)
-            try:
-                code = run(config, callbacks=callbacks)
-            finally:
-                from open_instruct.parallel.process import stop_process
-
-                stop_process()  # the next cell may start another run
+            config: Any = parse(objective.config_class, _words(given | {"output_dir": output_dir} | flags))
+            code = _run(config, objective, callbacks)
         if code != 0:
             raise RunError(
                 f"the run was stopped; give the same again to go on from the last checkpoint in {output_dir}"
@@ -113,6 +97,35 @@ def fit(
         metrics=_columns(list(rows_of(directory.metrics))),
         held_out=_columns(list(rows_of(directory.evaluations))),
     )
+
+
+def _run(config: GRPOConfig | TrainingConfig, objective: Objective, callbacks: Mapping[str, Callback] | None) -> int:
+    """Check what the flags name, and walk the run in this process; returns the exit code."""
+    for warning in objective.validate(config):
+        print(f"warning: {warning}")
+    if isinstance(config, GRPOConfig):
+        grpo_olmo_core_actor.look_at_run(config)
+    else:
+        look_at_run(config, objective=objective)
+    if config.run.push_to_hub:
+        open_repository(config.run)
+    from open_instruct.parallel.process import stop_process  # which loads torch
+
+    try:
+        if isinstance(config, GRPOConfig):
+            return grpo_olmo_core_actor.train(config, callbacks=callbacks)
+        return train(config, objective=objective, callbacks=callbacks)
+    finally:
+        stop_process()  # the next cell may start another run
+
+
+def _words(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as words of a command line."""
+    words: list[str] = []
+    for name, value in flags.items():
+        words.append(f"--{name}")
+        words += map(str, value if isinstance(value, list | tuple) else [value])
+    return words
 
 
 def _named(objective: Objective, rows: Any, reward: Any, folder: Path) -> tuple[dict[str, Any], dict[Path, str]]:

@@ -78,7 +78,7 @@ def _section_tables(config_class: type) -> Iterator[str]:
     for section, section_class in sections_of(config_class).items():
         rows = "\n".join(
             f"| `--{flag.name}` | {_cell(flag.metavar)} | {_cell('' if flag.required else spelled(flag.default))} "
-            f"| {'**Required.** ' if flag.required else ''}{_escaped(flag.help)} |"
+            f"| {'**Required.** ' if flag.required else ''}{_escaped(flag.meaning)} |"
             for flag in flags_of(config_class).values()
             if flag.section == section
         )

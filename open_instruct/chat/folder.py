@@ -11,7 +11,9 @@ from open_instruct.models.hf.hf_config import config_fields
 from open_instruct.run.first_look import given_folder, local_folder
 from open_instruct.run.run_directory import RunDirectory
 
-CONFIG, ADAPTER_CONFIG, TEMPLATE = "config.json", "adapter_config.json", "chat_template.jinja"
+CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

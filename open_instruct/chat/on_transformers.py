@@ -40,7 +40,7 @@ class Written(TextStreamer):
 
 
 class TransformersSpeaker:
-    """See `Speaker`.
+    """A model that goes on with a text; `max_tokens` are those of prompt and reply together.
 
     Raises:
         InputError: the model or the adapter is damaged, or they do not belong together.
@@ -52,7 +52,8 @@ class TransformersSpeaker:
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         hf_config = load_hf_config(str(folder.model))
-        names, built = TensorNames(hf_config), build_model(hf_config, init_device="meta")
+        names = TensorNames(hf_config)
+        built = build_model(hf_config, init_device="meta")
         with CheckpointFiles.open(folder.model) as files:  # transformers would draw what is missing
             check_cover(names, files, parameter_shapes(built))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -73,7 +74,6 @@ class TransformersSpeaker:
         drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         ends = list(chat.turn_end_token_ids())
         self._model.generation_config = GenerationConfig(
-            max_new_tokens=sampling.max_tokens,
             eos_token_id=ends or None,
             pad_token_id=(ends or [0])[0],
             **(drawn if sampling.temperature > 0 else {"do_sample": False}),
@@ -83,6 +83,7 @@ class TransformersSpeaker:
         self.max_tokens: int = hf_config.max_position_embeddings
 
     def say(self, token_ids: Sequence[int], write: Callable[[str], None]) -> None:
+        """Go on after `token_ids`, and `write` the text piece by piece."""
         ids_BT = torch.tensor([token_ids], device=self._model.device)
         room = min(self._longest_reply, self.max_tokens - len(token_ids))
         self._model.generate(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow
@@ -14,28 +14,24 @@ from open_instruct.errors import InputError
 from open_instruct.parallel import peers
 from open_instruct.wording import escaped
 
-QUESTION, REPLY = "you> ", "model> "
+if TYPE_CHECKING:
+    from open_instruct.chat.on_transformers import TransformersSpeaker
+
+QUESTION = "you> "
+REPLY = "model> "
 
 
-class Speaker(Protocol):
-    """A model that goes on with a text."""
-
-    max_tokens: int  # of prompt and reply together
-
-    def say(self, token_ids: Sequence[int], write: Callable[[str], None]) -> None:
-        """Go on after `token_ids`, and `write` the text piece by piece."""
-
-
-def answer_one(question: str, speaker: Speaker, chat: ChatFormat, *, system_prompt: str | None) -> None:
+def answer_one(question: str, speaker: TransformersSpeaker, chat: ChatFormat, *, system_prompt: str | None) -> None:
     """Write the answer to stdout, and a line's end."""
     _reply([*_opening(system_prompt), {"role": "user", "content": question}], speaker, chat)
 
 
-def converse(speaker: Speaker, chat: ChatFormat, *, system_prompt: str | None) -> None:
+def converse(speaker: TransformersSpeaker, chat: ChatFormat, *, system_prompt: str | None) -> None:
     """Ask for questions until Ctrl-D or Ctrl-C; one that does not fit behind the others begins anew."""
     with suppress(ImportError):
         import readline  # noqa: F401  # gives `input` a history and keys to move by
-    messages = _opening(system_prompt)
+    opening = _opening(system_prompt)
+    messages = list(opening)
     while True:
         try:
             question = input(QUESTION).strip()
@@ -49,9 +45,9 @@ def converse(speaker: Speaker, chat: ChatFormat, *, system_prompt: str | None) -
         try:
             reply = _reply([*messages, asked], speaker, chat, said_before=REPLY)
         except InputError as error:
-            message = f"{error}" if len(messages) == len(_opening(system_prompt)) else f"{error}; beginning anew"
-            print(escaped(message, "\n\t"))
-            messages = _opening(system_prompt)
+            anew = "; beginning anew" if len(messages) > len(opening) else ""
+            print(escaped(f"{error}{anew}", "\n\t"))
+            messages = list(opening)
             continue
         messages += [asked, {"role": "assistant", "content": reply}]
 
@@ -60,7 +56,9 @@ def _opening(system_prompt: str | None) -> list[Message]:
     return [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
 
 
-def _reply(messages: Sequence[Message], speaker: Speaker, chat: ChatFormat, *, said_before: str = "") -> str:
+def _reply(
+    messages: Sequence[Message], speaker: TransformersSpeaker, chat: ChatFormat, *, said_before: str = ""
+) -> str:
     """Say it, and return it: as far as it came, where Ctrl-C ends it at a terminal.
 
     Raises:

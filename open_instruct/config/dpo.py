@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from open_instruct.config.flags import spelled
-from open_instruct.config.losses import DIVERGENCE, F_DIVERGENCES, PREFERENCE_LOSSES, SHORTER, SMOOTHING
+from open_instruct.config.losses import DIVERGENCE, F_DIVERGENCES, PREFERENCE_LOSSES, SHORTER
 from open_instruct.config.sections import PreferenceDataSection, PreferenceLossSection
 from open_instruct.config.training import TrainingConfig
-from open_instruct.config.validation import changed, validated
+from open_instruct.config.validation import validated
 
-# Flags that change a loss: what each adds to it, and the value that adds nothing.
+# Flags that change the inputs of every loss: what each chooses, and the value that changes nothing.
 CHANGING_FLAGS = {
-    SMOOTHING: ("label smoothing", 0),
     SHORTER: ("sums over replies to desensitize", None),
     DIVERGENCE: ("divergence to choose", F_DIVERGENCES[0]),
 }
-FLAGS_OF_ONE_LOSS = ("gamma_beta_ratio", "cpo_alpha", "discopop_tau", "weight_alignment")
 
 
 @dataclass(kw_only=True)
@@ -43,7 +41,7 @@ def validate_dpo(config: DPOConfig) -> list[str]:
     Raises:
         InputError: listing every problem, each with its remedy.
     """
-    return validated(config, [*loss_problems(config.loss), *_unused_flag_problems(config)])
+    return validated(config, loss_problems(config.loss))
 
 
 def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
@@ -57,10 +55,9 @@ def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
     if loss.loss_weights and (len(loss.loss_weights) != len(names) or min(loss.loss_weights) <= 0):
         yield f"--loss_weights {spelled(loss.loss_weights)}: give a number above 0 for each of {given}, in their order"
     for flag, (what, off) in CHANGING_FLAGS.items():
-        value, readers = getattr(loss, flag), [name for name in names if flag in PREFERENCE_LOSSES[name].reads]
-        # Smoothing applies to the losses that have it; the other flags change the inputs of all losses.
-        if value != off and not (readers if flag == SMOOTHING else readers == names):
-            having = [name for name, known in PREFERENCE_LOSSES.items() if flag in known.reads]
+        value = getattr(loss, flag)
+        having = [name for name, known in PREFERENCE_LOSSES.items() if flag in known.reads]
+        if value != off and not set(names) <= set(having):
             yield f"--{flag} {spelled(value)}: {given} has no {what}; use {spelled(off)}, or one of {', '.join(having)}"
     if loss.label_smoothing == 0 and "exo_pair" in names:
         yield "--label_smoothing 0: exo_pair has no value there; give --label_smoothing 0.001, as its paper does"
@@ -74,12 +71,3 @@ def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
 
 def needs_reference(loss: PreferenceLossSection) -> bool:
     return any(PREFERENCE_LOSSES[name].needs_reference for name in loss.names)
-
-
-def _unused_flag_problems(config: DPOConfig) -> Iterator[str]:
-    """A problem for each given flag that none of the chosen losses reads."""
-    for flag in FLAGS_OF_ONE_LOSS:
-        (reader,) = (name for name, known in PREFERENCE_LOSSES.items() if flag in known.reads)
-        if reader not in config.loss.names:
-            for given in changed(config, flag):
-                yield f"{given}: only --loss_type {reader} reads it; leave it out or use {reader}"

@@ -10,17 +10,19 @@ from __future__ import annotations
 import math
 import operator
 import types
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from open_instruct.errors import InputError
+from open_instruct.wording import one_of
 
 NONE_WORDS = ("none", "null", "~")
 # Large enough for seeds and time-outs; the product of a few such numbers is still a finite float.
 LARGEST_INT = 2**31 - 1
 LONGEST_SHOWN = 60
+OWN = "FILE.py:FUNCTION"  # a function of the user's own, in usage lines
 # Other trainers' names for some of the choices of our flags.
 OTHER_WORDS = {"sigmoid": "dpo", "sigmoid_norm": "dpo_norm", "bf16": "bfloat16", "fp32": "float32"}
 # How a value is written in usage lines and in error messages, by the kind of the flag and of a list's items.
@@ -37,27 +39,9 @@ KINDS: dict[tuple[type, type], tuple[str, str]] = {
 LAST_SECTIONS = ("optim", "parallel", "fleet", "memory", "evaluation", "run", "logging")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The range that a number must lie in. `note` ends the error message."""
-
-    minimum: float | None = None
-    above: float | None = None
-    maximum: float | None = None
-    below: float | None = None
-    note: str = ""
-
-    def problem(self, number: float) -> str | None:
-        """The end of an error message, `must be at least 0 and below 1`; None if the number is within the limits."""
-        limits = (
-            ("at least", self.minimum, operator.ge),
-            ("above", self.above, operator.gt),
-            ("at most", self.maximum, operator.le),
-            ("below", self.below, operator.lt),
-        )
-        if all(limit is None or holds(number, limit) for _, limit, holds in limits):
-            return None
-        return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits if limit is not None)}{self.note}"
+# What a changed value means when a run resumes. same: another run. length: another schedule, unless that is flat.
+# batch: no change, as long as the global batch has as many rows. free: no change.
+Resume = Literal["same", "length", "batch", "free"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +65,37 @@ class Flag:
     help: str
     item_kind: type = str  # of a list's items
     or_one: bool = False  # of a list: a single word gives that item itself, not a list of one
-    resume: str = "same"  # see `sections.Resume`
+    resume: Resume = "same"
     takes_own: bool = False  # beside the choices, `FILE.py:function` or `module:function`
+    read_with: str = ""  # another flag, perhaps with its values, without which nothing reads this one; see `is_met`
+    # The range that a number must lie in, and the end of the message of one that does not.
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    note: str = ""
+
+    @property
+    def other(self) -> str:
+        """The name of the flag that this one is read with; empty if it is always read."""
+        return self.read_with.partition(" ")[0]
+
+    @property
+    def condition(self) -> str:
+        """`read_with` in words: `--beta above 0`, or `--loss_fn clip_cov or kl_cov`."""
+        other, *values = self.read_with.split()
+        return f"--{other} {one_of(value.replace('>', 'above ') for value in values)}" if values else f"--{other}"
+
+    @property
+    def meaning(self) -> str:
+        """The help with the flag that this one is read with."""
+        return f"{self.help}; read only with {self.condition}" if self.read_with else self.help
 
     @property
     def metavar(self) -> str:
         """The value in usage lines: `INT`, `true|false`, `dpo|simpo`, `WORD ...`."""
         if self.choices:
-            choices = (*self.choices, "FILE.py:FUNCTION") if self.takes_own else self.choices
+            choices = (*self.choices, OWN) if self.takes_own else self.choices
             return "|".join(choices) + " ..." * self.or_one
         return KINDS[self.kind, self.item_kind][0]
 
@@ -101,6 +108,18 @@ class Flag:
         else:
             what = KINDS[self.kind, self.item_kind][1]
         return f"{what}, or none" if self.optional else what
+
+    def limit_problem(self, number: float) -> str | None:
+        """The end of an error message, `must be at least 0 and below 1`; None if the number is within the limits."""
+        limits = (
+            ("at least", self.minimum, operator.ge),
+            ("above", self.above, operator.gt),
+            ("at most", self.maximum, operator.le),
+            ("below", self.below, operator.lt),
+        )
+        if all(limit is None or holds(number, limit) for _, limit, holds in limits):
+            return None
+        return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits if limit is not None)}{self.note}"
 
     def value_of(self, words: Sequence[str]) -> Any:
         """The value that `words` spell: exactly one word, unless the flag is a list.
@@ -140,6 +159,20 @@ class Flag:
         if number is None or number != int(number):
             return ""
         return f" (write {int(number)})" if abs(number) <= LARGEST_INT else f" (at most {LARGEST_INT})"
+
+
+def is_met(condition: str, values: Mapping[str, Any]) -> bool:
+    """Whether the `values` of flags meet a `Flag.read_with`.
+
+    `use_lora` is met by any value that is not false, empty or none, and `beta >0` by a number above 0. `loss_fn kl_cov
+    FILE.py:FUNCTION` is met by the word kl_cov, and by any function of the user's own.
+    """
+    other, *wanted = condition.split()
+    value = values[other]
+    if not wanted or wanted == [">0"]:
+        return bool(value)
+    words = value if isinstance(value, list) else [value]
+    return any(word in wanted or (OWN in wanted and ":" in word) for word in words)
 
 
 def spelled(value: Any) -> str:
@@ -190,25 +223,39 @@ def flags_of(config_class: type) -> dict[str, Flag]:
 def _read_flags(config_class: type) -> dict[str, Flag]:
     flags: dict[str, Flag] = {}
     for section, section_class in sections_of(config_class).items():
-        hints = get_type_hints(section_class)
-        for field in fields(section_class):
-            assert field.name not in flags, f"flag {field.name} is in two sections"
-            kind, item_kind, choices, optional, or_one = _read_type(hints[field.name])
-            default = field.default_factory() if field.default_factory is not MISSING else field.default
-            flags[field.name] = Flag(
-                name=field.name,
-                section=section,
-                kind=kind,
-                choices=choices or field.metadata["choices"],
-                # A default of None lets the section compute the value itself.
-                optional=optional or default is None,
-                required=default is MISSING,
-                default=None if default is MISSING else default,
-                item_kind=item_kind,
-                or_one=or_one,
-                **{fact: field.metadata[fact] for fact in ("help", "resume", "takes_own")},
-            )
+        for name, flag in flags_of_section(section_class, section).items():
+            assert name not in flags, f"flag {name} is in two sections"
+            flags[name] = flag
     return flags
+
+
+def flags_of_section(section_class: type, section: str = "") -> dict[str, Flag]:
+    """The flags of one section class, required ones first; `section` is the field of a config class that holds it."""
+    hints = get_type_hints(section_class)
+    flags = [_flag_of(field, hints[field.name], section) for field in fields(section_class)]
+    return {flag.name: flag for flag in sorted(flags, key=lambda flag: not flag.required)}
+
+
+def _flag_of(field: Field[Any], hint: Any, section: str) -> Flag:
+    facts = dict(field.metadata)
+    kind, item_kind, choices, optional, or_one = _read_type(hint)
+    facts["choices"] = choices or tuple(facts.get("choices", ()))
+    required = field.default is MISSING and field.default_factory is MISSING
+    default = None if required else field.default
+    if field.default_factory is not MISSING:
+        default = field.default_factory()
+    return Flag(
+        name=field.name,
+        section=section,
+        kind=kind,
+        # A default of None lets the section compute the value itself.
+        optional=optional or (default is None and not required),
+        required=required,
+        default=default,
+        item_kind=item_kind,
+        or_one=or_one,
+        **facts,
+    )
 
 
 def _read_type(hint: Any) -> tuple[type, type, tuple[str, ...], bool, bool]:

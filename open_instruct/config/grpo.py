@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
-from open_instruct.config.losses import OVER_TOKENS, POLICY_LOSSES, policy_loss_facts
+from open_instruct.config.losses import OVER_TOKENS, policy_loss_facts
 from open_instruct.config.rollout_sections import (
     LEAST_TEMPERATURE,
     EvaluationSection,
@@ -90,7 +90,7 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
             *learner_problems(config),
             *_data_problems(config.data),
             *_rollout_problems(config),
-            *_reward_problems(config),
+            *_reward_problems(config.reward),
             *_loss_problems(config),
             *_fleet_problems(config),
             *_evaluation_problems(config),
@@ -110,47 +110,32 @@ def _data_problems(data: PromptDataSection) -> Iterator[str]:
 
 
 def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
-    rollout = config.rollout
-    if rollout.async_steps == 0:
-        for given in changed(config, "inflight_updates"):
-            yield (
-                f"{given}: with --async_steps 0 nothing is being generated when weights change; leave it out, or raise "
-                "--async_steps"
-            )
+    rollout, group_size = config.rollout, config.rollout.num_samples_per_prompt_rollout
     if rollout.vllm_top_p != 1.0:
         yield (
-            f"--vllm_top_p {spelled(rollout.vllm_top_p)}: below 1 the engine renormalises over the tokens it kept, and "
-            "the learner over all of them, so the ratio of the two is biased by what was left out; use 1.0, and a "
-            "lower --temperature for less random completions"
+            f"--vllm_top_p {spelled(rollout.vllm_top_p)}: below 1 the engine renormalises over the tokens it kept, "
+            "which biases the ratio of learner to engine; use 1.0, and a lower --temperature"
         )
-    if rollout.num_samples_per_prompt_rollout == 1 and config.loss.rl_coef:
-        yield (
-            "--num_samples_per_prompt_rollout 1: a group of one has no spread, so every advantage is 0; use at least 2"
-        )
+    if group_size == 1 and config.loss.rl_coef:
+        yield "--num_samples_per_prompt_rollout 1: in a group of one every advantage is 0; use at least 2"
     if 1 <= rollout.total_episodes < config.num_completions_per_step:
         yield (
             f"--total_episodes {rollout.total_episodes} is less than one step: --num_unique_prompts_rollout "
-            f"{rollout.num_unique_prompts_rollout} x --num_samples_per_prompt_rollout "
-            f"{rollout.num_samples_per_prompt_rollout} = {config.num_completions_per_step}; raise it or make a step "
-            "smaller"
+            f"{rollout.num_unique_prompts_rollout} x --num_samples_per_prompt_rollout {group_size} = "
+            f"{config.num_completions_per_step}; raise it or make a step smaller"
         )
-    is_pass_at_k = rollout.advantage_normalization_type == "pass_at_k"
-    if is_pass_at_k and rollout.advantage_pass_k > rollout.num_samples_per_prompt_rollout:
+    if rollout.advantage_normalization_type == "pass_at_k" and rollout.advantage_pass_k > group_size:
         yield (
             f"--advantage_pass_k {rollout.advantage_pass_k} is more than the --num_samples_per_prompt_rollout "
-            f"{rollout.num_samples_per_prompt_rollout} of a group; use at most so many"
+            f"{group_size} of a group; use at most so many"
         )
-    if any(not text for text in rollout.stop_strings):
+    if "" in rollout.stop_strings:
         yield "--stop_strings holds an empty text, which would end every completion at once; leave it out"
     if rollout.active_sampling and not rollout.filter_zero_std_samples:
-        yield (
-            "--active_sampling replaces groups whose rewards are all the same, and --no_filter_zero_std_samples keeps "
-            "them: leave one out"
-        )
+        yield "--active_sampling replaces the groups that --no_filter_zero_std_samples keeps: leave one out"
 
 
-def _reward_problems(config: GRPOConfig) -> Iterator[str]:
-    reward = config.reward
+def _reward_problems(reward: RewardSection) -> Iterator[str]:
     for word in reward.verifier:
         module, colon, name = word.rpartition(":")
         if not name or (colon and not module) or word.endswith(".py"):
@@ -163,35 +148,25 @@ def _reward_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _loss_problems(config: GRPOConfig) -> Iterator[str]:
     loss = config.loss
-    if loss.clip_lower >= 1:
-        yield f"--clip_lower {spelled(loss.clip_lower)}: must be below 1, or the ratio is never clipped from below"
-    facts = policy_loss_facts(loss.loss_fn)
-    for flag in policy_loss_facts("").reads:
-        if flag not in facts.reads:
-            for given in changed(config, flag):
-                readers = " or ".join(name for name, other in POLICY_LOSSES.items() if flag in other.reads)
-                yield f"{given}: --loss_fn {loss.loss_fn} does not read it; leave it out, or use {readers}"
     if loss.delta is not None and loss.delta <= 1 + loss.clip_higher:
         yield f"--delta {spelled(loss.delta)}: must be above 1 plus --clip_higher, or it would undo that clip"
+    denominator = f"--loss_denominator {loss.loss_denominator}"
     if loss.loss_denominator != "token":
         if not loss.loss_denominator.isdecimal() or int(loss.loss_denominator) == 0:
-            yield f"--loss_denominator {loss.loss_denominator}: takes 'token' or a whole number of tokens above 0"
-        elif facts.denominator != "tokens":
+            yield f"{denominator}: takes 'token' or a whole number of tokens above 0"
+        elif policy_loss_facts(loss.loss_fn).denominator != "tokens":
             yield (
-                f"--loss_denominator {loss.loss_denominator}: --loss_fn {loss.loss_fn} has a denominator of its own; "
-                f"leave it out, or use {' or '.join(OVER_TOKENS)}"
+                f"{denominator}: --loss_fn {loss.loss_fn} has a denominator of its own; leave it out, or use "
+                f"{' or '.join(OVER_TOKENS)}"
             )
-    if loss.beta == 0:
-        for given in changed(config, "kl_estimator", "kl_importance_weighted", "alpha", "ref_policy_update_freq"):
-            yield f"{given}: there is no reference policy with --beta 0; raise --beta, or leave this out"
-    if loss.rho_correction in ("none", "bounds"):
-        for given in changed(config, "rho_cap"):
-            yield f"{given}: is not read with --rho_correction {loss.rho_correction}; leave one of them out"
     for kind in ("clamp", "mask"):
         lower, upper = getattr(loss, f"rho_{kind}_lower"), getattr(loss, f"rho_{kind}_upper")
         if upper is not None and lower > upper:
             yield f"--rho_{kind}_lower {spelled(lower)} is above --rho_{kind}_upper {spelled(upper)}: swap them"
-    yield from _stream_problems(config)
+    if loss.rl_coef == 0 and loss.teacher_model_name_or_path is None:
+        yield "--rl_coef 0: without --teacher_model_name_or_path nothing is learned from completions; add that"
+    elif loss.rl_coef == 0 and config.rollout.filter_zero_std_samples:
+        yield "--rl_coef 0 learns from a teacher, whatever the rewards are: add --no_filter_zero_std_samples"
     if loss.pack_length is not None and loss.pack_length < config.data.max_seq_length:
         yield (
             f"--pack_length {loss.pack_length} does not hold the longest sample: --max_prompt_token_length "
@@ -208,46 +183,27 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _stream_problems(config: GRPOConfig) -> Iterator[str]:
-    loss = config.loss
-    if loss.teacher_model_name_or_path is None:
-        if loss.rl_coef == 0:
-            yield "--rl_coef 0: without --teacher_model_name_or_path nothing is learned from completions; add that"
-    elif loss.rl_coef == 0 and config.rollout.filter_zero_std_samples:
-        yield "--rl_coef 0 learns from a teacher, whatever the rewards are: add --no_filter_zero_std_samples"
-
-
 def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
     fleet, parallel = config.fleet, config.parallel
-    if fleet.ray_address is not None:
-        for given in changed(config, "ray_dashboard_host"):
-            yield (
-                f"{given}: the cluster at --ray_address has its own dashboard, or none; leave it out, or give it to "
-                "`ray start --head --dashboard-host`"
-            )
+    if fleet.ray_address is not None and fleet.ray_dashboard_host is not None:
+        yield (
+            f"--ray_dashboard_host {fleet.ray_dashboard_host}: a cluster at --ray_address has its own dashboard, or "
+            "none; leave it out, or give it to `ray start --head --dashboard-host`"
+        )
     learners = parallel.num_learners_per_node
     if not learners or min(learners) < 1:
-        yield (
-            f"--num_learners_per_node {spelled(learners)}: takes the learners of each node, each at least 1, such as "
-            "'8 8'"
-        )
+        yield f"--num_learners_per_node {spelled(learners)}: takes at least 1 learner for each node, such as '8 8'"
     if parallel.single_gpu_mode:
-        for name, value, wanted in (
-            ("num_learners_per_node", learners, [1]),
-            ("vllm_num_engines", fleet.vllm_num_engines, 1),
-            ("vllm_tensor_parallel_size", fleet.vllm_tensor_parallel_size, 1),
-        ):
-            if value != wanted:
-                yield f"--single_gpu_mode has one device for learner and engine, but --{name} is {spelled(value)}"
+        many = changed(config, "num_learners_per_node", "vllm_num_engines", "vllm_tensor_parallel_size")
+        for given in many:
+            yield f"--single_gpu_mode has one device for learner and engine: leave {given} out"
     tokens, seqs = fleet.vllm_max_num_batched_tokens, fleet.vllm_max_num_seqs
     if tokens is not None and seqs is not None and tokens < seqs:
         yield (
             f"--vllm_max_num_batched_tokens {tokens} is less than --vllm_max_num_seqs {seqs}, each of which needs a "
             "token in a step; raise the one or lower the other"
         )
-    if fleet.lora_sync == "adapter" and config.adapters is None:
-        yield "--lora_sync adapter: there is no adapter without --use_lora; add that, or leave this out"
-    elif config.sent_adapter is not None and config.lora.lora_r > RANKS_OF_ENGINES[-1]:
+    if config.sent_adapter is not None and config.lora.lora_r > RANKS_OF_ENGINES[-1]:
         yield (
             f"--lora_r {config.lora.lora_r}: an engine takes adapters of a rank up to {RANKS_OF_ENGINES[-1]}; use at "
             "most that, or --lora_sync merged"
@@ -267,32 +223,26 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
         )
     for k in evaluation.eval_pass_at_k:
         if not 1 <= k <= evaluation.num_samples:
-            yield (
-                f"--eval_pass_at_k {k}: needs --eval_num_samples of at least {max(k, 1)}, and it is "
-                f"{evaluation.num_samples}; each k is between 1 and that"
-            )
+            yield f"--eval_pass_at_k {k}: takes numbers from 1 to --eval_num_samples, which is {evaluation.num_samples}"
 
 
 def _warnings(config: GRPOConfig) -> Iterator[str]:
     yield from learner_warnings(config)
     for flag in MIXERS:
         yield from mixer_warnings(flag, getattr(config.data, flag))
-    if config.loss.loss_fn == "cispo" and not config.loss.cispo_clamp_below:
+    loss, rollout = config.loss, config.rollout
+    if loss.loss_fn == "cispo" and not loss.cispo_clamp_below:
         for given in changed(config, "clip_lower"):
             yield f"{given}: cispo clamps the ratio from above only; add --cispo_clamp_below to clamp it from below too"
-    if config.loss.teacher_model_name_or_path and config.loss.rl_coef and config.rollout.filter_zero_std_samples:
+    if loss.teacher_model_name_or_path and loss.rl_coef and rollout.filter_zero_std_samples:
         yield (
             "groups whose rewards are all the same are left out before the teacher sees them; "
             "--no_filter_zero_std_samples lets it teach from them too"
         )
-    if config.data.sft_mixer_list and config.rollout.temperature != 1:
+    if config.data.sft_mixer_list and rollout.temperature != 1:
+        yield f"--temperature {spelled(rollout.temperature)} applies to the cross-entropy of --sft_mixer_list too"
+    if left_over := rollout.total_episodes % config.num_completions_per_step:
         yield (
-            f"--temperature {spelled(config.rollout.temperature)}: the cross-entropy of --sft_mixer_list is taken "
-            "under it too"
-        )
-    left_over = config.rollout.total_episodes % config.num_completions_per_step
-    if left_over:
-        yield (
-            f"--total_episodes {config.rollout.total_episodes} is {config.num_steps} x "
-            f"{config.num_completions_per_step} (a step) and {left_over} more, which are not asked for"
+            f"--total_episodes {rollout.total_episodes} is {config.num_steps} x {config.num_completions_per_step} (a "
+            f"step) and {left_over} more, which are not asked for"
         )

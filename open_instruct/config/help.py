@@ -45,7 +45,7 @@ def help_lines(config_class: type, program: str, width: int, usage: str = "") ->
         yield ((title_of(section_class), "bold"),)
         for flag in (each for each in flags if each.section == section):
             yield (("  ", ""), (f"--{flag.name}", "bold cyan"), (f" {flag.metavar}", "cyan"), (_default(flag), "dim"))
-            yield from wrapped(flag.help, width, indent=6, later_indent=6)
+            yield from wrapped(flag.meaning, width, indent=6, later_indent=6)
     if examples := getattr(config_class, "examples", ()):
         yield BLANK
         yield (("Examples", "bold"),)

@@ -28,22 +28,20 @@ RANKS_OF_ENGINES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class LoRASection:
     """Low-rank adapters"""
 
-    use_lora: bool = flag(
-        "train low-rank adapters beside the matrices of the blocks, and leave all else as it is", False
-    )
-    lora_r: int = flag("rank of the adapters", 16, minimum=1)
-    lora_alpha: float = flag("what an adapter adds is multiplied by this, divided by the rank", 32.0, above=0)
-    use_rslora: bool = flag("divide by the square root of the rank in place of the rank", False)
-    lora_dropout: float = flag("share of an adapter's inputs left out while training", 0.0, minimum=0, below=1)
+    use_lora: bool = flag("train low-rank adapters beside the matrices of the blocks, and nothing else", False)
+    lora_r: int = flag("rank of the adapters", 16, read_with="use_lora", minimum=1)
+    lora_alpha: float = flag("what an adapter adds is scaled by this / rank", 32.0, read_with="use_lora", above=0)
+    use_rslora: bool = flag("scale by this / root of the rank instead", False, read_with="use_lora")
+    lora_dropout: float = flag("dropout of an adapter's inputs", 0.0, read_with="use_lora", minimum=0, below=1)
     lora_target_modules: list[str] = flag(
-        f"matrices that get one: of {', '.join(MODULES_OF_TARGETS)}; or {ALL_LINEAR}, all of them", [ALL_LINEAR]
+        f"adapted matrices: any of {', '.join(MODULES_OF_TARGETS)}; or {ALL_LINEAR}", [ALL_LINEAR], read_with="use_lora"
     )
     lora_init: Literal["kaiming", "gaussian"] = flag(
-        "what an adapter's first matrix is drawn from; its second begins at zero", "kaiming"
+        "distribution of an adapter's first matrix; its second begins at zero", "kaiming", read_with="use_lora"
     )
-    adapter_name_or_path: str | None = flag("folder of an adapter, as peft writes them, to go on from", None)
+    adapter_name_or_path: str | None = flag("folder of a peft adapter to go on from", None, read_with="use_lora")
     export: Literal["both", "merged", "adapter"] = free_flag(
-        "'merged' into hf_model, the 'adapter' by itself as peft writes it, or both", "both"
+        "'merged' into hf_model, the 'adapter' by itself as peft writes it, or both", "both", read_with="use_lora"
     )
 
     @property

@@ -24,7 +24,7 @@ class PreferenceLoss:
     Attributes:
         papers: their numbers on arXiv.
         beta: the --beta it takes by default. A loss of means over tokens wants a larger one than a loss of sums.
-        reads: flags that not every loss reads.
+        reads: those of --label_smoothing, --ld_alpha and --f_divergence_type that apply to it.
         per_token: whether log-probs are averaged over the reply, or added up.
         needs_reference: whether log-probs are compared with those of the start model.
         needs_global_batch: whether a pair's loss depends on the other pairs of the global batch.
@@ -49,8 +49,8 @@ _FREE = PreferenceLoss(papers=(), needs_reference=False)
 PREFERENCE_LOSSES = {
     "dpo": replace(_LOGISTIC, papers=("2305.18290",)),
     "dpo_norm": replace(_LOGISTIC, papers=("2411.15124",), beta=5.0, per_token=True, reads=(SMOOTHING, DIVERGENCE)),
-    "simpo": replace(_FREE, papers=("2405.14734",), beta=2.0, per_token=True, reads=(SMOOTHING, "gamma_beta_ratio")),
-    "wpo": PreferenceLoss(papers=("2406.11827",), reads=(SMOOTHING, DIVERGENCE, "weight_alignment")),
+    "simpo": replace(_FREE, papers=("2405.14734",), beta=2.0, per_token=True, reads=(SMOOTHING,)),
+    "wpo": PreferenceLoss(papers=("2406.11827",), reads=(SMOOTHING, DIVERGENCE)),
     "ipo": PreferenceLoss(
         papers=("2310.12036",), beta=1.0, per_token=True, reads=(DIVERGENCE,), first_loss=lambda beta, _: 0.25 / beta**2
     ),
@@ -67,11 +67,10 @@ PREFERENCE_LOSSES = {
     "discopop": replace(
         _MARGIN,
         papers=("2406.08414",),
-        reads=(SHORTER, DIVERGENCE, "discopop_tau"),
         first_loss=lambda *_: 0.5 + LOG_2 / 2,
     ),
     "sft": replace(_FREE, papers=("2404.19733",), per_token=True),
-    "cpo": replace(_FREE, papers=("2401.08417",), reads=(SMOOTHING, "cpo_alpha")),
+    "cpo": replace(_FREE, papers=("2401.08417",), reads=(SMOOTHING,)),
     "orpo": replace(_FREE, papers=("2403.07691",), per_token=True),
 }
 SMOOTHED = [name for name, loss in PREFERENCE_LOSSES.items() if SMOOTHING in loss.reads]
@@ -87,7 +86,6 @@ class PolicyLoss:
             for each completion; the completions; or --response_length for each completion.
         averaged: whether each completion is averaged over its tokens first.
         by_completion: whether a completion has one ratio, the geometric mean of its tokens'.
-        reads: the flags that not every loss reads.
         marks: whether it singles out tokens of the whole update by their covariance.
     """
 
@@ -95,44 +93,34 @@ class PolicyLoss:
     denominator: Literal["tokens", "completions", "response_length"] = "tokens"
     averaged: bool = False
     by_completion: bool = False
-    reads: tuple[str, ...] = ()
     marks: bool = False
 
 
+# Losses that average each completion over its tokens, and then the completions.
+_AVERAGED = PolicyLoss(paper="2402.03300", denominator="completions", averaged=True)
 POLICY_LOSSES = {
-    "dapo": PolicyLoss(paper="2503.14476", reads=("delta",)),
-    "cispo": PolicyLoss(paper="2506.13585", reads=("cispo_clamp_below",)),
-    "grpo": PolicyLoss(paper="2402.03300", denominator="completions", averaged=True, reads=("delta",)),
-    "dr_grpo": PolicyLoss(paper="2503.20783", denominator="response_length", reads=("delta",)),
-    "gspo": PolicyLoss(
-        paper="2507.18071", denominator="completions", averaged=True, by_completion=True, reads=("delta",)
-    ),
-    "bnpo": PolicyLoss(paper="2503.14476", reads=("delta",)),
-    "sapo": PolicyLoss(
-        paper="2511.20347",
-        denominator="completions",
-        averaged=True,
-        reads=("sapo_temperature_pos", "sapo_temperature_neg"),
-    ),
-    "gmpo": PolicyLoss(paper="2507.20673", denominator="completions", averaged=True, by_completion=True),
-    "luspo": PolicyLoss(paper="2602.05261", denominator="completions", by_completion=True, reads=("delta",)),
+    "dapo": PolicyLoss(paper="2503.14476"),
+    "cispo": PolicyLoss(paper="2506.13585"),
+    "grpo": _AVERAGED,
+    "dr_grpo": PolicyLoss(paper="2503.20783", denominator="response_length"),
+    "gspo": replace(_AVERAGED, paper="2507.18071", by_completion=True),
+    "bnpo": PolicyLoss(paper="2503.14476"),
+    "sapo": replace(_AVERAGED, paper="2511.20347"),
+    "gmpo": replace(_AVERAGED, paper="2507.20673", by_completion=True),
+    "luspo": PolicyLoss(paper="2602.05261", denominator="completions", by_completion=True),
     "vespo": PolicyLoss(paper="2602.10693"),
-    "dppo_tv": PolicyLoss(paper="2602.04879", reads=("delta",)),
-    "dppo_kl": PolicyLoss(paper="2602.04879", reads=("delta",)),
-    "clip_cov": PolicyLoss(
-        paper="2505.22617", marks=True, reads=("delta", "cov_fraction", "clip_cov_lower", "clip_cov_upper")
-    ),
-    "kl_cov": PolicyLoss(paper="2505.22617", marks=True, reads=("cov_fraction", "kl_cov_coef")),
+    "dppo_tv": PolicyLoss(paper="2602.04879"),
+    "dppo_kl": PolicyLoss(paper="2602.04879"),
+    "clip_cov": PolicyLoss(paper="2505.22617", marks=True),
+    "kl_cov": PolicyLoss(paper="2505.22617", marks=True),
     "gpg": PolicyLoss(paper="2504.02546"),
 }
 OVER_TOKENS = [name for name, loss in POLICY_LOSSES.items() if loss.denominator == "tokens"]
-# A user's own function returns one loss for each token, and may read any flag of the section.
-OWN_POLICY_LOSS = PolicyLoss(paper="", reads=tuple({flag: 0 for loss in POLICY_LOSSES.values() for flag in loss.reads}))
 
 
 def policy_loss_facts(name: str) -> PolicyLoss:
-    """Of a loss of the table, or of one of the user's own."""
-    return POLICY_LOSSES.get(name, OWN_POLICY_LOSS)
+    """Of a loss of the table, or of a function of the user's own, which returns one loss for each token."""
+    return POLICY_LOSSES.get(name, PolicyLoss(paper=""))
 
 
 # Ways to make advantages, with their papers' numbers on arXiv. The functions are in losses/advantages.py.

@@ -17,6 +17,7 @@ from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.config.parser import COMMAND
 from open_instruct.errors import InputError
 from open_instruct.whole_file import replace_text
+from open_instruct.wording import counted
 
 REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "transformers", "safetensors", "datasets", "tokenizers", "deepspeed")
 
@@ -148,18 +149,19 @@ def _is_flat(values: Mapping[str, Any]) -> bool:
 
 
 def _batch_conflict(saved: Mapping[str, Any], now: Mapping[str, Any], saved_world: int, world: int) -> Iterator[str]:
-    def product(values: Mapping[str, Any], world: int) -> tuple[int, str]:
-        per_device, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
-        rows = per_device * accumulation * world
-        ranks = "rank" if world == 1 else "ranks"
-        return rows, f"{rows} ({per_device} x {accumulation} x {world} data-parallel {ranks})"
-
-    (before, was), (after, becomes) = product(saved, saved_world), product(now, world)
+    before, was = _global_batch(saved, saved_world)
+    after, becomes = _global_batch(now, world)
     if before != after:
         accumulation, remainder = divmod(before, now["per_device_train_batch_size"] * world)
         way_out = f"; --gradient_accumulation_steps {accumulation} keeps it" if accumulation and not remainder else ""
-        noun = "row" if before == 1 else "rows"
-        yield f"the global batch was {was.replace(' ', f' {noun} ', 1)}, is {becomes}{way_out}"
+        yield f"the global batch was {was}, is {becomes}{way_out}"
+
+
+def _global_batch(values: Mapping[str, Any], world: int) -> tuple[int, str]:
+    """The number of rows in a global batch, and the same in words."""
+    per_device, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
+    rows = per_device * accumulation * world
+    return rows, f"{counted(rows, 'row')} ({per_device} x {accumulation} x {counted(world, 'data-parallel rank')})"
 
 
 def _comparable(value: Any) -> Any:

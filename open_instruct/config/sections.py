@@ -8,57 +8,50 @@ of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]`, `lis
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
-from open_instruct.config.flags import Limits
 from open_instruct.config.losses import F_DIVERGENCES, PREFERENCE_LOSSES, SMOOTHED
 
-PrefixSharing = Literal["auto", "on", "off"]
+Switch = Literal["auto", "on", "off"]
+PrefixSharing = Switch
+Dtype = Literal["bfloat16", "float32"]
+ExportDtype = Literal["bfloat16", "float32", "source"]
 # The parameter-name patterns that each --weight_decay_on exempts from decay.
 BIASES = "*.bias"
 SPARED_BY_DECAY = {"linear": ("embeddings.*", "*norm.weight", BIASES), "matrices": ("*norm.weight", BIASES), "all": ()}
 
-# What a changed value means when a run resumes. same: another run. length: another schedule, unless that is flat.
-# batch: no change, as long as the global batch has as many rows. free: no change.
-Resume = Literal["same", "length", "batch", "free"]
+# What --activation_checkpointing selected_modules recomputes by default.
+NORMS_AND_SUBLAYERS = [
+    *("blocks.*.attention_norm", "blocks.*.attention", "blocks.*.attention_residual_stream"),
+    *("blocks.*.feed_forward_norm", "blocks.*.feed_forward", "blocks.*.feed_forward_residual_stream"),
+]
 
 
-def flag(
-    help: str,
-    default: Any = MISSING,
-    *,
-    choices: Iterable[str] = (),
-    takes_own: bool = False,
-    resume: Resume = "same",
-    **limits: Any,
-) -> Any:
-    """A dataclass field that is a flag; `limits` are those of `Limits`. A list default is copied for every instance.
-
-    With `takes_own` the flag also takes a user's own function beside its `choices`.
-    """
-    limits = {"limits": Limits(**limits), "takes_own": takes_own}
-    metadata = {"help": help, "choices": tuple(choices), "resume": resume, **limits}
+def flag(help: str, default: Any = MISSING, **facts: Any) -> Any:
+    """A dataclass field that is a flag; `facts` are fields of `Flag`. A list default is copied for every instance."""
+    metadata = {"help": help, **facts}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def free_flag(help: str, default: Any = MISSING, **rest: Any) -> Any:
-    return flag(help, default, resume="free", **rest)
+def free_flag(help: str, default: Any = MISSING, **facts: Any) -> Any:
+    return flag(help, default, resume="free", **facts)
 
 
 @dataclass(kw_only=True)
 class ModelSection:
     """Model"""
 
-    model_name_or_path: str = flag("folder (or hub name) of the Hugging Face checkpoint to start from")
+    model_name_or_path: str = flag("folder or hub name of the Hugging Face checkpoint to start from")
     tokenizer_name_or_path: str | None = flag("folder of the tokenizer; default: the model's", None)
     model_revision: str | None = flag("branch, tag or commit of a model on the hub; default: its main branch", None)
-    tokenizer_revision: str | None = flag("the same of --tokenizer_name_or_path; default: --model_revision", None)
-    param_dtype: Literal["bfloat16", "float32"] = flag(
-        "dtype that shards are gathered in and computed with; master weights stay float32", "bfloat16"
+    tokenizer_revision: str | None = flag(
+        "the same of the tokenizer; default: --model_revision", None, read_with="tokenizer_name_or_path"
+    )
+    param_dtype: Dtype = flag(
+        "dtype of gathered shards and of the computation; master weights stay float32", "bfloat16"
     )
     init_device: Literal["meta", "cpu"] = free_flag(
         "'meta' builds the model without storage, 'cpu' with real storage before it is sharded", "meta"
@@ -70,7 +63,20 @@ class ModelSection:
 
 
 @dataclass(kw_only=True)
-class DataSection:
+class RowsSection:
+    """Rows, whatever is learned of them"""
+
+    columns: list[str] = flag("the columns of fields that rows have under another name: 'messages=conversations'", [])
+    chat_template_name: str | None = flag("a built-in template, or a Jinja file; default: the tokenizer's own", None)
+    add_bos: bool = flag("write the tokenizer's bos token before the text of the template", False)
+    on_bad_row: Literal["error", "skip"] = free_flag("stop at the first malformed row, or skip and count it", "error")
+    cache_dir: str | None = free_flag(
+        "folder of tokenised rows and of frozen scores; default: $OPEN_INSTRUCT_CACHE or ~/.cache/open_instruct", None
+    )
+
+
+@dataclass(kw_only=True)
+class DataSection(RowsSection):
     """Data"""
 
     mixer_list: list[str] = flag(
@@ -79,22 +85,12 @@ class DataSection:
     )
     mixer_list_splits: list[str] = flag("split of each data set, or one for all", ["train"])
     eval_mixer_list: list[str] = free_flag("held-out rows, in the same form; scored before and after training", [])
-    eval_steps: int = free_flag("steps between further scores of the held-out rows; 0: none between", 0, minimum=0)
-    eval_mixer_list_splits: list[str] = free_flag("split of each held-out data set, or one for all", ["train"])
-    columns: list[str] = flag(
-        "what rows should have, and the column they have it in: 'messages=conversations label=is_good'", []
+    eval_steps: int = free_flag("steps between further scores; 0: none", 0, read_with="eval_mixer_list", minimum=0)
+    eval_mixer_list_splits: list[str] = free_flag(
+        "split of each held-out data set, or one for all", ["train"], read_with="eval_mixer_list"
     )
     max_seq_length: int = flag("tokens; longer replies are cut on the right", 2048, minimum=2)
-    chat_template_name: str | None = flag("a built-in template, or a Jinja file; default: the tokenizer's own", None)
-    add_bos: bool = flag("write the tokenizer's bos token before what the template writes", False)
-    on_bad_row: Literal["error", "skip"] = free_flag("stop at the first malformed row, or skip and count it", "error")
     packing: bool = free_flag("lay documents end to end in one row; --no_packing pads each to its own row", True)
-    cache_dir: str | None = free_flag(
-        "where tokenised data (and the reference log-probs of DPO) are kept; default: $OPEN_INSTRUCT_CACHE or "
-        "~/.cache/open_instruct",
-        None,
-    )
-
     cache_dataset_only: bool = free_flag("tokenise and store the rows, then stop; no GPU is needed", False)
 
     length_flags: ClassVar[str] = "--max_seq_length"
@@ -105,8 +101,8 @@ class PreferenceDataSection(DataSection):
     """Data"""
 
     prefix_sharing: PrefixSharing = free_flag(
-        "compute a prompt once for both replies (of kto, its own and the mismatched one, in the pass for the reference "
-        "log-probs); 'auto' where that saves at least 5% of the tokens",
+        "compute a prompt once for both replies (kto: for a reply and the mismatched one, in the reference pass); "
+        "'auto': where that saves at least 5% of the tokens",
         "auto",
     )
 
@@ -116,9 +112,9 @@ class SFTDataSection(DataSection):
     """Data"""
 
     packing_strategy: Literal["step", "bfd"] = flag(
-        "what a batch counts: 'step' counts conversations, and packs those of each step; 'bfd' counts rows of "
-        "--max_seq_length that are filled once with whole conversations, best fit first",
+        "a batch counts conversations ('step'), or rows filled once, best fit first ('bfd')",
         "step",
+        read_with="packing",
     )
 
 
@@ -138,22 +134,31 @@ class PreferenceLossSection:
         above=0,
     )
     label_smoothing: float = flag(
-        f"probability that a label is flipped; {', '.join(SMOOTHED[:-1])} and {SMOOTHED[-1]}",
+        "probability that a label is flipped",
         0.0,
+        read_with=f"loss_type {' '.join(SMOOTHED)}",
         minimum=0,
         below=0.5,
         note=" (at 0.5 the label says nothing)",
     )
-    gamma_beta_ratio: float = flag("simpo: target margin divided by beta", 0.3, minimum=0)
-    cpo_alpha: float = flag("cpo: weight of the chosen reply's mean -log p", 1.0, minimum=0)
-    discopop_tau: float = flag("discopop: temperature of the change between its two parts", 0.05, above=0, maximum=1)
-    weight_alignment: bool = flag("wpo: measure each token's probability by what the policy expects of one", False)
+    gamma_beta_ratio: float = flag("target margin divided by beta", 0.3, read_with="loss_type simpo", minimum=0)
+    cpo_alpha: float = flag("weight of the chosen reply's mean -log p", 1.0, read_with="loss_type cpo", minimum=0)
+    discopop_tau: float = flag(
+        "temperature of the change between its two parts", 0.05, read_with="loss_type discopop", above=0, maximum=1
+    )
+    weight_alignment: bool = flag(
+        "measure each token's probability by what the policy expects of one", False, read_with="loss_type wpo"
+    )
     ld_alpha: float | None = flag("weight of the tokens by which a reply is the longer one", None, minimum=0, maximum=1)
     f_divergence_type: str = flag(
         "divergence from the reference that is penalised", "reverse_kl", choices=F_DIVERGENCES
     )
-    f_alpha_divergence_coef: float = flag("alpha of the alpha_divergence", 0.5, above=0, below=1)
-    alpha: float = flag("share of the policy in the reference at its update", 0.6, above=0, maximum=1)
+    f_alpha_divergence_coef: float = flag(
+        "alpha of the divergence", 0.5, read_with="f_divergence_type alpha_divergence", above=0, below=1
+    )
+    alpha: float = flag(
+        "share of the policy in the updated reference", 0.6, read_with="ref_policy_update_freq", above=0, maximum=1
+    )
     ref_policy_update_freq: int | None = flag("steps between updates of the reference; none leaves it", None, minimum=1)
     cache_logprobs_only: bool = free_flag("compute and store the reference log-probs, then stop", False)
 
@@ -184,13 +189,13 @@ class OptimizerSection:
     )
     weight_decay: float = flag("decoupled weight decay", 0.0, minimum=0)
     weight_decay_on: Literal["linear", "matrices", "all"] = flag(
-        "what it shrinks: 'linear' layers, 'matrices', embeddings among them, or 'all', norms and biases too", "linear"
+        "'linear' layers, 'matrices', or 'all' parameters", "linear", read_with="weight_decay >0"
     )
     adam_beta1: float = flag("AdamW's first moment decay", 0.9, minimum=0, below=1)
     adam_beta2: float = flag("AdamW's second moment decay", 0.999, minimum=0, below=1)
     adam_epsilon: float = flag("what AdamW adds to the root of the second moment", 1e-8, above=0)
     max_grad_norm: float = flag(
-        "clip the global gradient norm to this; 0 leaves it alone", 1.0, minimum=0, note=" (0 leaves gradients alone)"
+        "largest global gradient norm; larger ones are clipped", 1.0, minimum=0, note=" (0 leaves gradients alone)"
     )
     seed: int = flag("of the data order and all random state", 42, minimum=0)
 
@@ -205,18 +210,12 @@ class OptimSection(OptimizerSection):
     """Optimisation"""
 
     per_device_train_batch_size: int = flag(
-        "rows (pairs or conversations) of full length that fit in one microbatch of one device",
-        8,
-        minimum=1,
-        resume="batch",
+        "rows of full length that fit in one microbatch of one device", 8, minimum=1, resume="batch"
     )
     gradient_accumulation_steps: int = flag("microbatches per device and step, at most", 1, minimum=1, resume="batch")
     num_epochs: int = flag("passes over the data", 1, minimum=1, resume="length")
     max_train_steps: int | None = flag(
-        "take exactly so many steps, over as many epochs as that needs; overrides --num_epochs",
-        None,
-        minimum=1,
-        resume="length",
+        "exact number of steps, in place of --num_epochs", None, minimum=1, resume="length"
     )
 
 
@@ -231,9 +230,7 @@ class SFTOptimSection(OptimSection):
 class DegreesSection:
     """Sharding"""
 
-    fsdp_shard_degree: int | None = free_flag(
-        "GPUs that share one copy of the model; default: a node's", None, minimum=1
-    )
+    fsdp_shard_degree: int | None = free_flag("GPUs that share a copy of the model; default: a node's", None, minimum=1)
     fsdp_num_replicas: int | None = free_flag("copies of the model; default: the number of nodes", None, minimum=1)
     tensor_parallel_degree: int = free_flag("GPUs that split every matrix", 1, minimum=1)
     context_parallel_degree: int = free_flag(
@@ -257,32 +254,21 @@ class ParallelSection(DegreesSection):
         "one device, no sharding; a copy in --param_dtype computes, what is trained is float32", False
     )
     gradient_reduction: Literal["every", "last"] = free_flag(
-        "when a shard group adds up gradients: after 'every' microbatch, or after the 'last', of whole float32 ones",
-        "every",
+        "reduce gradients over a shard group after 'every' microbatch, or whole float32 ones after the 'last'", "every"
     )
-    fsdp_prefetch_factor: int = free_flag(
-        "blocks that the forward pass gathers ahead of their turn, for short rows, in which the host lags behind",
-        0,
-        minimum=0,
-    )
+    fsdp_prefetch_factor: int = free_flag("blocks whose shards the forward pass gathers ahead of time", 0, minimum=0)
     dist_timeout_s: int = free_flag("seconds a rank waits for the others before it gives up", 1800, minimum=1)
-    backend: str = flag(
-        "who holds the shards and steps the optimizer: olmo_core (FSDP2), or deepspeed (ZeRO over all ranks)",
-        "olmo_core",
-    )
+    backend: str = flag("how weights are sharded: olmo_core (FSDP2), or deepspeed (ZeRO over all ranks)", "olmo_core")
     deepspeed_stage: int = free_flag(
-        "what ranks share under ZeRO: 0 nothing, 1 the optimizer's states, 2 gradients too, 3 weights too; default: 2",
+        "ZeRO shards: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too; default: 2",
         None,
         minimum=0,
         maximum=3,
     )
     deepspeed_zpg: int = free_flag(
-        "stage 3: neighbouring ranks that hold a second copy of the weights between them, to gather from; default: 1, "
-        "or for GRPO's learners on several nodes those of a node, 8 at most",
-        None,
-        minimum=1,
+        "stage 3: ranks that share a second copy of the weights; default: those of a node or 1", None, minimum=1
     )
-    adam_offload: bool = free_flag("from stage 1: the optimizer's states and its step are the CPU's", False)
+    adam_offload: bool = free_flag("from stage 1: the CPU holds the optimizer's states and takes its step", False)
     offload: bool = free_flag("stage 3: the shards of the weights are in host memory too", False)
 
 
@@ -293,8 +279,7 @@ class RanksSection(ParallelSection):
     more_ranks: ClassVar[str] = "--num_processes {0} starts them, and so does torchrun --nproc_per_node {0}"
 
     num_processes: str | None = free_flag(
-        "processes that this command starts on this machine, one for each GPU; 'auto' takes all GPUs; default: one, or "
-        "those that torchrun started",
+        "processes to start on this machine, one for each GPU; 'auto': as many as GPUs; default: one, or torchrun's",
         None,
     )
 
@@ -304,27 +289,20 @@ class MemorySection:
     """Memory and compilation"""
 
     activation_checkpointing: Literal["auto", "none", "full", "selected_modules", "offload"] = free_flag(
-        "recompute backwards: 'full' blocks, or chosen modules; 'offload': blocks, whose inputs wait on the host; "
-        "'auto': on GPUs the least with which the plan fits, with room; with --backend deepspeed 'full'; else 'none'",
+        "recompute 'full' blocks or chosen modules; 'offload': blocks, whose inputs wait in host memory; 'auto': on "
+        "GPUs the least with which the plan fits, with room; with --backend deepspeed 'full'; else 'none'",
         "auto",
     )
     activation_checkpointing_modules: list[str] = free_flag(
-        "names of modules for 'selected_modules'; a * stands for anything but a dot",
-        [
-            *("blocks.*.attention_norm", "blocks.*.attention", "blocks.*.attention_residual_stream"),
-            *("blocks.*.feed_forward_norm", "blocks.*.feed_forward", "blocks.*.feed_forward_residual_stream"),
-        ],
+        "names of the modules; a * stands for anything but a dot",
+        NORMS_AND_SUBLAYERS,
+        read_with="activation_checkpointing selected_modules",
     )
     activation_memory_budget: float = free_flag(
-        "below 1.0: the share of activations to keep, chosen by the compiler",
-        1.0,
-        above=0,
-        maximum=1,
+        "below 1.0: the share of activations to keep, chosen by the compiler", 1.0, above=0, maximum=1
     )
     compile_model: bool | None = free_flag(
-        "torch.compile each block (CUDA only); default: where a compiler works, and --tensor_parallel_degree and "
-        "--context_parallel_degree are 1",
-        None,
+        "torch.compile each block (CUDA only); default: where a compiler works and no row or matrix is split", None
     )
     plan_check: bool = free_flag(
         "refuse to start where weights, gradients and optimizer states alone are more than a device's memory", True
@@ -345,16 +323,16 @@ class RunSection:
     keep_last_n_checkpoints: int = free_flag(
         "older ones are removed; 0 or -1 keeps all", 3, minimum=0, note=" (0 keeps all)"
     )
-    async_checkpoints: Literal["auto", "on", "off"] = free_flag(
-        "write checkpoints while the training goes on, from a copy in host memory; 'auto' does on GPUs", "auto"
+    async_checkpoints: Switch = free_flag(
+        "write checkpoints from a copy in host memory while the training goes on; 'auto': on GPUs", "auto"
     )
     overwrite_output_dir: bool = free_flag("start afresh: remove the checkpoints and metrics found there", False)
-    export_dtype: Literal["bfloat16", "float32", "source"] = free_flag(
-        "dtype of the exported model; 'source' is that of the checkpoint it started from", "source"
-    )
+    export_dtype: ExportDtype = free_flag("of the exported model; 'source': of the start model", "source")
     push_to_hub: bool = free_flag("upload the exported model to the Hugging Face hub at the end", False)
-    hub_model_id: str | None = free_flag("its name there, ORGANISATION/NAME; default: the output folder's, yours", None)
-    hub_private: bool = free_flag("make its repository a private one, where there is none yet", False)
+    hub_model_id: str | None = free_flag(
+        "ORGANISATION/NAME; default: the output folder's name, yours", None, read_with="push_to_hub"
+    )
+    hub_private: bool = free_flag("make a new repository a private one", False, read_with="push_to_hub")
 
 
 @dataclass(kw_only=True)
@@ -362,9 +340,9 @@ class LoggingSection:
     """Logging"""
 
     report_to: list[str] = free_flag("any of 'wandb', 'trackio' and 'tensorboard', beside metrics.jsonl", [])
-    exp_name: str | None = free_flag("name of the run in wandb or trackio; default: the output folder's", None)
-    wandb_project_name: str = free_flag("project in wandb or trackio", "open_instruct")
-    wandb_entity: str | None = free_flag("wandb entity", None)
-    profile_steps: list[int] = free_flag(
-        "first and last step to profile: rank 0 writes OUT/profiler, of a GPU's memory too", []
+    exp_name: str | None = free_flag(
+        "name of the run; default: the output folder's", None, read_with="report_to wandb trackio"
     )
+    wandb_project_name: str = free_flag("project", "open_instruct", read_with="report_to wandb trackio")
+    wandb_entity: str | None = free_flag("entity", None, read_with="report_to wandb")
+    profile_steps: list[int] = free_flag("first and last step that rank 0 profiles, with memory, to OUT/profiler", [])

@@ -8,39 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 
 from open_instruct.config.backends import backend_named
-from open_instruct.config.flags import flags_of, sections_of, spelled
-from open_instruct.config.lora import LoRASection, target_problems
+from open_instruct.config.flags import Flag, flags_of, flags_of_section, is_met, spelled
+from open_instruct.config.lora import target_problems
 from open_instruct.config.sections import LoggingSection, MemorySection, ParallelSection, PreferenceDataSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 
 TRACKERS = ("wandb", "trackio", "tensorboard")
-TRACKERS_OF = {"exp_name": ("wandb", "trackio"), "wandb_project_name": ("wandb", "trackio"), "wandb_entity": ("wandb",)}
-# Flags that are read only with another flag, or only with that value of it.
-READ_ONLY_WITH = {
-    "use_lora": tuple(each.name for each in fields(LoRASection) if each.name != "use_lora"),
-    "tokenizer_name_or_path": ("tokenizer_revision",),
-    "activation_checkpointing selected_modules": ("activation_checkpointing_modules",),
-    "eval_mixer_list": ("eval_mixer_list_splits", "eval_steps"),
-    "packing": ("packing_strategy",),
-    "ref_policy_update_freq": ("alpha",),
-    "f_divergence_type alpha_divergence": ("f_alpha_divergence_coef",),
-    "kd_loss jsd": ("kd_beta",),
-    "advantage_normalization_type pass_at_k": ("advantage_pass_k",),
-    "apply_r1_style_format_reward": ("r1_style_format_reward", "additive_format_reward"),
-    "non_stop_penalty": ("non_stop_penalty_value",),
-    "rho_correction bounds": ("rho_level", "rho_clamp_lower", "rho_clamp_upper", "rho_mask_lower", "rho_mask_upper"),
-    "sft_mixer_list": ("ce_coef",),
-    "teacher_model_name_or_path": ("teacher_kl_coef",),
-    "dataset_mixer_eval_list": (
-        *("dataset_mixer_eval_list_splits", "eval_on_step_0", "eval_num_samples", "eval_pass_at_k"),
-        *("eval_temperature", "eval_top_p", "local_eval_every"),
-    ),
-}
+# Launches name a run for the hub and for trackers whether they use them or not.
+WARNED_OF_WITHOUT = ("push_to_hub", "report_to")
 MAX_PROCESSES = 1024  # of one machine
 MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 
@@ -52,25 +31,37 @@ def changed(config: object, *names: str) -> list[str]:
     return [f"--{name} {spelled(value)}" for name, value in values.items() if value != flags[name].default]
 
 
-def idle_problems(config: LearnerConfig) -> Iterator[str]:
+def idle_problems(*sections: Any) -> Iterator[str]:
     """A problem for each flag that was given and that nothing will read."""
-    flags = flags_of(type(config))
-    for condition, names in READ_ONLY_WITH.items():
-        other, *values = condition.split()
-        if other in flags:
-            value = getattr(getattr(config, flags[other].section), other)
-            is_met = value in values if values else bool(value)
-            for given in () if is_met else changed(config, *names):
-                yield f"{given} is read only with --{condition}; add that, or leave this out"
+    for flag, given in _idle_flags(sections):
+        if flag.other not in WARNED_OF_WITHOUT:
+            yield f"{given} is read only with {flag.condition}; add that, or leave this out"
+
+
+def idle_warnings(*sections: Any) -> Iterator[str]:
+    """The same for flags whose only harm is that their name appears nowhere."""
+    for flag, given in _idle_flags(sections):
+        if flag.other in WARNED_OF_WITHOUT:
+            yield f"{given} is read only with {flag.condition}"
+
+
+def _idle_flags(sections: Sequence[Any]) -> Iterator[tuple[Flag, str]]:
+    """Flags with a value other than the default that nothing will read, and how they were given."""
+    values = {name: value for section in sections for name, value in vars(section).items()}
+    for section in sections:
+        for name, flag in flags_of_section(type(section)).items():
+            if flag.other in values and values[name] != flag.default and not is_met(flag.read_with, values):
+                yield flag, f"--{name} {spelled(values[name])}"
 
 
 def limit_problems(*sections: Any) -> Iterator[str]:
     """A problem for each flag whose number is outside its limits; None passes."""
-    for section, field in ((each, field) for each in sections for field in fields(each)):
-        value = getattr(section, field.name)
-        problem = None if value is None else field.metadata["limits"].problem(value)
-        if problem is not None:
-            yield f"--{field.name} {spelled(value)}: {problem}"
+    for section in sections:
+        for name, flag in flags_of_section(type(section)).items():
+            value = getattr(section, name)
+            problem = flag.limit_problem(value) if isinstance(value, int | float) else None
+            if problem is not None:
+                yield f"--{name} {spelled(value)}: {problem}"
 
 
 def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> Iterator[str]:
@@ -118,13 +109,15 @@ def _amount(word: str) -> float | None:
 
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
     """The checks that need no number of GPUs; `parallel/layout.py` checks the degrees against that."""
-    if parallel.single_gpu_mode:
-        for name, degree in parallel.splitting.items():
-            yield f"--single_gpu_mode does not shard, but --{name} is {degree}: leave one of them out"
-        if parallel.fsdp_prefetch_factor:
-            yield "--fsdp_prefetch_factor: with --single_gpu_mode nothing is gathered; leave one of them out"
-        if parallel.gradient_reduction == "last":
-            yield "--gradient_reduction last: with --single_gpu_mode nothing is reduced; leave one of them out"
+    if not parallel.single_gpu_mode:
+        return
+    sharding = [f"--{name} {degree}" for name, degree in parallel.splitting.items()]
+    if parallel.fsdp_prefetch_factor:
+        sharding.append(f"--fsdp_prefetch_factor {parallel.fsdp_prefetch_factor}")
+    if parallel.gradient_reduction == "last":
+        sharding.append("--gradient_reduction last")
+    for given in sharding:
+        yield f"--single_gpu_mode does not shard, so {given} has no use: leave one of them out"
 
 
 def lora_problems(config: LearnerConfig) -> Iterator[str]:
@@ -178,15 +171,16 @@ def logging_problems(logging: LoggingSection) -> Iterator[str]:
 
 def learner_problems(config: LearnerConfig) -> Iterator[str]:
     """Problems of any config that trains, GRPO's too."""
-    yield from limit_problems(*(getattr(config, section) for section in sections_of(type(config))))
-    yield from idle_problems(config)
+    sections = list(vars(config).values())
+    yield from limit_problems(*sections)
+    yield from idle_problems(*sections)
     yield from parallel_problems(config.parallel)
     yield from backend_named(config.parallel.backend).problems(config)
     yield from lora_problems(config)
     yield from memory_problems(config.memory)
-    for given in changed(config, "weight_decay_on"):
-        if not config.optim.weight_decay or config.optim.optimizer == "muon":
-            yield f"{given} is read only with a --weight_decay above 0, and by AdamW; leave it out"
+    if config.optim.optimizer == "muon":
+        for given in changed(config, "weight_decay_on"):
+            yield f"{given} is read by AdamW, not by --optimizer muon; leave it out"
     if config.run.push_to_hub:
         for given in changed(config, "cache_dataset_only", "cache_logprobs_only"):
             yield f"{given} trains nothing that could be uploaded: leave --push_to_hub out"
@@ -202,12 +196,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
 
 def learner_warnings(config: LearnerConfig) -> Iterator[str]:
     yield from backend_named(config.parallel.backend).warnings(config)
-    if not config.run.push_to_hub:
-        for given in changed(config, "hub_model_id", "hub_private"):
-            yield f"{given} is read only with --push_to_hub"
-    for name, trackers in TRACKERS_OF.items():
-        for given in () if {*trackers} & {*config.logging.report_to} else changed(config, name):
-            yield f"{given} is read only with --report_to {' or '.join(trackers)}"
+    yield from idle_warnings(*vars(config).values())
 
 
 def training_problems(config: TrainingConfig) -> Iterator[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Concatenate, TypeVar
 
-from open_instruct.engines.requests import EngineAnswers, EngineHealth, EngineSettings, GenerationRequest
+from open_instruct.engines.requests import EngineAnswers, EngineSettings, GenerationRequest
 from open_instruct.engines.vllm_core import P, VLLMCore, WeightWorker
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
@@ -44,7 +44,7 @@ class Engine:
         self._is_admitting = True
         self._is_stepping = True
         self._is_closed = False
-        self._step_began: float | None = None
+        self._step_began_s: float | None = None
         self._failure: RunError | None = None
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._loop, args=(make_core, ready), name="engine", daemon=True)
@@ -76,7 +76,10 @@ class Engine:
         """The outcomes that no earlier poll returned; waits up to `wait_s` for one."""
         with self._changed:
             self._changed.wait_for(lambda: self._outcomes or self._failure, wait_s)
-            answers = EngineAnswers(health=self.health(), outcomes=self._outcomes)
+            self._check()
+            began_s = self._step_began_s
+            seconds_in_step = 0.0 if began_s is None else time.monotonic() - began_s
+            answers = EngineAnswers(seconds_in_step=seconds_in_step, outcomes=self._outcomes)
             self._outcomes = {}
         return answers
 
@@ -124,15 +127,14 @@ class Engine:
 
     # The process
 
-    def health(self) -> EngineHealth:
-        """The engine's health; answers at once, whatever the loop does.
+    def pid(self) -> int:
+        """The id of its process; answers at once, whatever the loop does.
 
         Raises:
             RunError: the engine failed.
         """
         self._check()
-        began = self._step_began
-        return EngineHealth(pid=os.getpid(), seconds_in_step=0.0 if began is None else time.monotonic() - began)
+        return os.getpid()
 
     def shutdown(self) -> None:
         """End the loop; whoever waits gets a RunError."""
@@ -170,9 +172,9 @@ class Engine:
                 self._abort_cancelled(core)
                 self._admit(core)
                 if self._running and self._is_stepping:
-                    self._step_began = time.monotonic()
+                    self._step_began_s = time.monotonic()
                     finished = core.step()
-                    self._step_began = None
+                    self._step_began_s = None
                     self._ended(finished)
                 else:
                     with self._changed:

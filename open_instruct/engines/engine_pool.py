@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any, TypeVar
@@ -34,13 +34,13 @@ PACE_OF = 64  # completions in the window of an engine's pace; none is reported 
 END_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InFlight:
     """A request in flight, with the one future of its completion. The engine's process knows its key only."""
 
     request: GenerationRequest
     future: Future[Completion] = field(default_factory=Future)
-    asked_s: float = field(default_factory=time.monotonic)
+    asked_s: float = 0.0  # when its engine was asked last
 
 
 @dataclass(slots=True)
@@ -144,12 +144,12 @@ class EnginePool:
 
     def pids(self) -> list[int]:
         """Process ids, by engine; those that do not answer are left out."""
-        calls = self.start_all(self._timeout_s, Engine.health)
-        return [call.result().pid for call in calls if call.exception() is None]
+        calls = self.start_all(self._timeout_s, Engine.pid)
+        return [call.result() for call in calls if call.exception() is None]
 
     def silent(self) -> set[int]:
         """Which engines do not answer, because they died or failed."""
-        return {index for index, call in enumerate(self.start_all(self._timeout_s, Engine.health)) if call.exception()}
+        return {index for index, call in enumerate(self.start_all(self._timeout_s, Engine.pid)) if call.exception()}
 
     def paces(self) -> list[float | None]:
         """By engine the median seconds for a token of a request's own; all have as many requests at once."""
@@ -183,7 +183,8 @@ class EnginePool:
             return
         for key, each in asked.items():
             member = min(alive, key=lambda member: len(member.asked))
-            member.asked[key] = each = replace(each, asked_s=time.monotonic())
+            each.asked_s = time.monotonic()
+            member.asked[key] = each
             member.handle.tell(Engine.begin, {key: each.request})
 
     def _fail(self, failure: RunError) -> None:
@@ -191,11 +192,12 @@ class EnginePool:
         self.fail_waiting(failure)
 
     def _take_all(self) -> list[InFlight]:
-        left = [*self._homeless.values(), *(each for member in self._members for each in member.asked.values())]
+        left = list(self._homeless.values())
         self._homeless = {}
         for member in self._members:
             if member.is_alive:
                 member.handle.tell(Engine.cancel, list(member.asked))
+            left += member.asked.values()
             member.asked = {}
         return left
 
@@ -216,8 +218,8 @@ class EnginePool:
             member = self._members[index]
             try:
                 answers = member.handle.ask(POLL_WAIT_S + self._timeout_s, Engine.poll, POLL_WAIT_S)
-                if answers.health.seconds_in_step > self._timeout_s:
-                    raise RunError(f"engine {index} has been in one step for {answers.health.seconds_in_step:.0f} s")
+                if answers.seconds_in_step > self._timeout_s:
+                    raise RunError(f"engine {index} has been in one step for {answers.seconds_in_step:.0f} s")
                 self._take(member, answers)
             except RunError as error:
                 is_there = self._restarted(index, error)
@@ -245,7 +247,8 @@ class EnginePool:
                 return False
             member = self._members[index]
             member.is_alive = False
-            left, member.asked = member.asked, {}
+            left = member.asked
+            member.asked = {}
             self._num_restarts += 1
             is_last = self._num_restarts > self._max_restarts
         member.handle.kill()
@@ -278,7 +281,8 @@ class EnginePool:
             return self._restarted(index, _unexpected(again, f"engine {index} could not be started again"))
         with self._lock:
             member.is_alive = True
-            waiting, self._homeless = self._homeless, {}
+            waiting = self._homeless
+            self._homeless = {}
             self._send(waiting)
         return True
 

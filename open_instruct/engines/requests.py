@@ -39,24 +39,16 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineHealth:
-    """An engine's health: the present step has taken `seconds_in_step` so far, 0 between two steps."""
-
-    pid: int
-    seconds_in_step: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAnswers:
-    """The outcomes since the last poll, by the key that each request was begun under.
+    """The outcomes since the last poll, and how the engine is.
 
-    The outcome of a request that cannot be completed is a sentence with the reason.
-
-    Example: `EngineAnswers(health=…, outcomes={7: Completion(…), 8: "the prompt has 90 tokens, …"})`.
+    Example: `EngineAnswers(seconds_in_step=0.2, outcomes={7: Completion(…), 8: "the prompt has 90 tokens, …"})`.
     """
 
-    health: EngineHealth
+    seconds_in_step: float
+    """Of the present step so far; 0 between two steps."""
     outcomes: Mapping[int, Completion | str]
+    """By the key that each request was begun under; a sentence with the reason where it cannot be completed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

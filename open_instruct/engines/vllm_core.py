@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import floor
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
@@ -95,7 +95,9 @@ class VLLMCore:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        on_cuda, fleet, adapter = torch.cuda.is_available(), settings.fleet, settings.adapter
+        on_cuda = torch.cuda.is_available()
+        fleet = settings.fleet
+        adapter = settings.adapter
         kv_cache_bytes = None if on_cuda else CPU_KV_CACHE_BYTES
         if fleet.vllm_kv_cache_mib is not None:
             kv_cache_bytes = fleet.vllm_kv_cache_mib << 20
@@ -198,16 +200,16 @@ class VLLMCore:
         """
         from vllm import SamplingParams
 
-        logprobs: list[dict[int, float]] = []
+        probes: list[dict[int, float]] = []
         for temperature in PROBED_TEMPERATURES:
             params = SamplingParams(temperature=temperature, max_tokens=1, logprobs=NUM_PROBED, detokenize=False)
             self._add(f"probe at {temperature}", [0], params)
+            outputs: list[Any] = []
             while self._engine.has_unfinished_requests():
-                outputs: list[Any] = self._engine.step()
-                logprobs += [
-                    {token: it.logprob for token, it in output.outputs[0].logprobs[0].items()} for output in outputs
-                ]
-        check_temperature(*logprobs)
+                outputs += self._engine.step()
+            logprobs = outputs[0].outputs[0].logprobs[0]
+            probes.append({token: each.logprob for token, each in logprobs.items()})
+        check_temperature(*probes)
 
     def _add(self, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
         """Add a request, with the adapter's name if there is one; without the name vLLM may ignore the adapter."""
@@ -292,10 +294,15 @@ def check_temperature(warm: Mapping[int, float], hot: Mapping[int, float]) -> No
         RunError: it was not applied.
     """
     shared = warm.keys() & hot.keys()
-    spread_warm, spread_hot = (max(it[key] for key in shared) - min(it[key] for key in shared) for it in (warm, hot))
+    spread_warm = _spread([warm[token] for token in shared])
+    spread_hot = _spread([hot[token] for token in shared])
     if LEAST_SPREAD < spread_warm < 1.5 * spread_hot:
         raise RunError(
             f"vLLM's log-probs are not those that it samples from: between {len(shared)} tokens they differ by up to "
             f"{spread_warm:.3g} at temperature 1 and by {spread_hot:.3g} at temperature 2, which should be half of it. "
             "Set VLLM_USE_V2_MODEL_RUNNER=0 (or 1, if it is 0) where the engines run, to have vLLM's other model runner"
         )
+
+
+def _spread(logprobs: Sequence[float]) -> float:
+    return max(logprobs) - min(logprobs)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,38 @@ NUM_JUDGING_THREADS = 16
 Answer = tuple[Completion, Verdict]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedGroup:
+    """A prompt that was asked, one request a sample, with what has come back so far."""
+
+    ticket: int
+    prompt: Prompt
+    requests: Sequence[GenerationRequest]
+    answers: Sequence[Future[Answer]]  # by sample
+    completions: dict[int, Completion] = field(default_factory=dict)  # by sample, those that engines have finished
+
+    @property
+    def num_missing(self) -> int:
+        return sum(not answer.done() for answer in self.answers)
+
+    def rollouts(self) -> RolloutGroup:
+        """The completions with their verdicts; waits for them, and raises the `RunError` of one that failed."""
+        completions, verdicts = zip(*(answer.result() for answer in self.answers), strict=True)
+        return RolloutGroup(ticket=self.ticket, prompt=self.prompt, completions=completions, verdicts=verdicts)
+
+    def fail(self, error: BaseException, samples: Sequence[int], reason: str) -> None:
+        """Fail all open answers of the group, because `samples` did; `reason` goes on after their names."""
+        failure = error
+        if not isinstance(error, RunError):
+            names = ", ".join(self.requests[sample].request_id for sample in samples)
+            row = self.prompt.row_id
+            failure = RunError(f"completion {names} (row {row}) {reason}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        for answer in self.answers:
+            with suppress(InvalidStateError):  # one that is answered
+                answer.set_exception(failure)
+
+
 class Episodes:
     """Asks engines for completions, and judges them on threads of its own, so that the pool's threads do not wait.
 
@@ -33,85 +66,57 @@ class Episodes:
         self._pool = pool
         self._rewards = rewards
         self._judges = ThreadPoolExecutor(NUM_JUDGING_THREADS, thread_name_prefix="judge")
-        self._asked: set[Future[Completion]] = set()
+        self._generating: set[Future[Completion]] = set()
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def ask(
-        self, prompt: Prompt, requests: Sequence[GenerationRequest], *, arrived: Callable[[], None] = lambda: None
-    ) -> list[Future[Answer]]:
-        """The future answers to the requests; one that could not be generated or judged raises a `RunError`.
+    def ask(self, ticket: int, prompt: Prompt, requests: Sequence[GenerationRequest]) -> AskedGroup:
+        """Ask the requests of a prompt, without waiting for the answers.
 
-        `arrived` is called for each completion, before it is judged.
+        An answer whose completion cannot be generated or judged raises a `RunError`, as do all others of its group.
         """
-        answers: list[Future[Answer]] = [Future() for _ in requests]
-        group: dict[int, Completion] = {}
-
-        def hand_over(index: int, future: Future[Completion]) -> None:
+        group = AskedGroup(ticket=ticket, prompt=prompt, requests=requests, answers=[Future() for _ in requests])
+        for sample, request in enumerate(requests):
+            completion = self._pool.submit(request)
             with self._lock:
-                self._asked.discard(future)
-                if self._is_closed:
-                    return
-            arrived()
-            if (error := future.exception()) is not None:
-                what = f"completion {requests[index].request_id} (row {prompt.row_id})"
-                _fail(answers, error, f"{what} could not be generated")
-                return
-            with self._lock:
-                group[index] = future.result()
-                is_last = len(group) == len(requests)
-            if not self._rewards.judges_groups(prompt):
-                self._judges.submit(self._judge, prompt, requests, {index: group[index]}, answers)
-            elif is_last:
-                self._judges.submit(self._judge, prompt, requests, group, answers)
-
-        for index, request in enumerate(requests):
-            future = self._pool.submit(request)
-            with self._lock:
-                self._asked.add(future)
-            future.add_done_callback(partial(hand_over, index))
-        return answers
+                self._generating.add(completion)
+            completion.add_done_callback(partial(self._generated, group, sample))
+        return group
 
     def close(self) -> None:
         """Give up everything in flight; completions that arrive later are dropped."""
         with self._lock:
             self._is_closed = True
-            asked = list(self._asked)
-        for future in asked:
-            future.cancel()
+            generating = list(self._generating)
+        for completion in generating:
+            completion.cancel()
         self._judges.shutdown(wait=False, cancel_futures=True)
 
-    def _judge(
-        self,
-        prompt: Prompt,
-        requests: Sequence[GenerationRequest],
-        group: dict[int, Completion],
-        answers: Sequence[Future[Answer]],
-    ) -> None:
-        indices = sorted(group)
+    def _generated(self, group: AskedGroup, sample: int, completion: Future[Completion]) -> None:
+        """A completion has arrived: have it judged, or its group. A pool's thread calls this."""
+        with self._lock:
+            self._generating.discard(completion)
+            if self._is_closed:
+                return
+            error = completion.exception()
+            if error is None:
+                group.completions[sample] = completion.result()
+            are_all_here = len(group.completions) == len(group.requests)
+        if error is not None:
+            group.fail(error, [sample], "could not be generated")
+        elif not self._rewards.judges_groups(group.prompt):
+            self._judges.submit(self._judge, group, [sample])
+        elif are_all_here:
+            self._judges.submit(self._judge, group, range(len(group.requests)))
+
+    def _judge(self, group: AskedGroup, samples: Sequence[int]) -> None:
+        completions = [group.completions[sample] for sample in samples]
         try:
-            verdicts = self._rewards.judge(prompt, [group[index] for index in indices])
-            judged = list(zip(indices, verdicts, strict=True))
+            verdicts = self._rewards.judge(group.prompt, completions)
+            judged = list(zip(samples, completions, verdicts, strict=True))
         except BaseException as error:  # a verifier that calls exit() must not leave others waiting
-            names = ", ".join(requests[index].request_id for index in indices)
-            _fail(answers, error, f"completion {names} (row {prompt.row_id}) could not be judged")
+            group.fail(error, samples, "could not be judged")
             return
-        for index, verdict in judged:
+        for sample, completion, verdict in judged:
             with suppress(InvalidStateError):  # another of the group failed meanwhile
-                answers[index].set_result((group[index], verdict))
-
-
-def _fail(answers: Sequence[Future[Answer]], error: BaseException, what: str) -> None:
-    """Fail all open answers of a group in which one failed."""
-    failure = error if isinstance(error, RunError) else RunError(f"{what}: {type(error).__name__}: {error}")
-    if failure is not error:
-        failure.__cause__ = error
-    for answer in answers:
-        with suppress(InvalidStateError):  # one that is answered
-            answer.set_exception(failure)
-
-
-def group_of(ticket: int, prompt: Prompt, answers: Sequence[Future[Answer]]) -> RolloutGroup:
-    """The rollout group of a prompt whose answers are all there."""
-    completions, verdicts = zip(*(answer.result() for answer in answers), strict=True)
-    return RolloutGroup(ticket=ticket, prompt=prompt, completions=completions, verdicts=verdicts)
+                group.answers[sample].set_result((completion, verdict))

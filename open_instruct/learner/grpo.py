@@ -15,6 +15,7 @@ from open_instruct.learner.reference import Reference
 from open_instruct.learner.reference_policy import build_reference, build_teacher, open_teacher
 from open_instruct.objectives.policy_gradient import GRPO
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
+from open_instruct.run.cadence import cadence_of
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.run.start_model import start_model_of
@@ -72,9 +73,8 @@ class GRPOLearner:
             run=run,
             config=config,
             start_model=start_model_of(pretrained, run),
-            num_steps=config.num_steps,
+            cadence=cadence_of(config),
             max_tokens_per_step=config.num_samples_per_step * config.data.max_seq_length,
-            save_interval=config.run.checkpointing_steps,
         )
 
     def step(self, work: RankStep) -> dict[str, float]:

@@ -26,11 +26,6 @@ class Heldout:
     run: Run = field(kw_only=True)
     _last: tuple[int, Evaluation] | None = field(default=None, init=False)
 
-    def is_due(self, step: int, num_steps: int) -> bool:
-        """Whether to score after `step`: at the start, and with --eval_steps after every so many steps and the last."""
-        every = self.config.data.eval_steps
-        return step == 0 or (every > 0 and (step % every == 0 or step == num_steps))
-
     def evaluate(self, step: int) -> Evaluation:
         """Score the model as it is after `step` steps, once. Every rank enters together."""
         if self._last is not None and self._last[0] == step:

@@ -35,9 +35,10 @@ from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import gathered
 from open_instruct.parallel.processes import host_of_cores
 from open_instruct.records import StepBatch
+from open_instruct.run.alarms import WINDOW, slowest, slowest_loader
+from open_instruct.run.cadence import Cadence
 from open_instruct.run.opened import Run
 from open_instruct.run.signals import noting_signals
-from open_instruct.run.slowness import WINDOW, slowest, slowest_loader
 
 # OLMo-core's trainer always has these callbacks. They are not called: this loop writes the checkpoints, and the
 # monitor's all-reduce in every step adds nothing to the metrics.
@@ -66,10 +67,8 @@ class Loop:
         run: the run that this process has joined.
         config: the flags of the run.
         start_model: fingerprint of the start model, see `start_model_of`.
-        num_steps: number of steps of the whole run; the schedule stretches over them.
+        cadence: of the whole run; the schedule stretches over its steps.
         max_tokens_per_step: an upper bound on the tokens of a step, over all ranks.
-        save_interval: steps between checkpoints that last. Those of --ephemeral_save_interval are removed once there is
-            a newer one.
         callbacks: OLMo-core's, by name, beside those of the flags.
     """
 
@@ -81,27 +80,24 @@ class Loop:
         run: Run,
         config: LearnerConfig,
         start_model: str,
-        num_steps: int,
+        cadence: Cadence,
         max_tokens_per_step: int,
-        save_interval: int,
         callbacks: Mapping[str, Callback] | None = None,
     ) -> None:
         flags = config.run
         self.learner = learner
         self.folder = run.directory.path
-        self.num_steps = num_steps
+        self.cadence = cadence
         self.keep_last_n = flags.keep_last_n_checkpoints
-        self.save_intervals = [save_interval, flags.ephemeral_save_interval]
-        self.lasting_interval = save_interval if flags.ephemeral_save_interval else 1
         self.saves_in_background = {"on": True, "off": False}.get(flags.async_checkpoints, learner.device.type != "cpu")
-        own = profiling(config.logging.profile_steps, num_steps=num_steps, run_folder=self.folder)
+        own = profiling(config.logging.profile_steps, num_steps=cadence.num_steps, run_folder=self.folder)
         own |= callbacks or {}
         self.trainer = trainer_of(
             learner,
             place,
             folder=self.folder,
             start_model=start_model,
-            num_steps=num_steps,
+            num_steps=cadence.num_steps,
             max_tokens_per_step=max_tokens_per_step,
             callbacks=own,
         )
@@ -146,7 +142,7 @@ class Loop:
         self._call("post_train_batch")
         row = merged(update_metrics) | {"num_tokens": self.trainer.global_train_tokens_seen}
         row |= {"time/checkpoint": 0.0} | self._clock.read()
-        if self.step % WINDOW == 0:
+        if self.cadence.compares_speed_after(self.step):
             paces = gathered((self.learner.own_pace(), host_of_cores(self.learner.device.type)))
             row |= slowest("learner", *zip(*paces, strict=True))
         self._call("post_step")
@@ -172,24 +168,26 @@ class Loop:
 
         Returns the number of the signal that ended the training early (after a step and its checkpoint), or None.
         """
+        signal: int | None = None
         began_s = time.perf_counter()
         with noting_signals() as noted:
-            updates, spent = self._updates(loader), deque[tuple[float, float]](maxlen=WINDOW)
-            while self.step < self.num_steps:
+            updates = self._updates(loader)
+            spent = deque[tuple[float, float]](maxlen=WINDOW)
+            while self.step < self.cadence.num_steps and signal is None:
                 update = next(updates)
                 waited_s = time.perf_counter() - began_s
                 row = self.take_step([update], num_tokens=update.counts["tokens"])
                 signal = self._first_signal(noted.number)
-                is_last = bool(signal) or self.step == self.num_steps
-                is_saved = is_last or any(self.step % every == 0 for every in self.save_intervals if every)
+                is_last = signal is not None or self.cadence.is_last(self.step)
+                is_saved = is_last or self.cadence.saves_after(self.step)
                 # After a signal nothing is scored, as its sender waits. A run that resumes there scores first of all.
-                is_scored = heldout is not None and not signal and heldout.is_due(self.step, self.num_steps)
+                is_scored = heldout is not None and signal is None and self.cadence.evaluates_after(self.step)
                 if is_saved or is_scored:
                     # The optimizer's time counts as this step's, as no later step will wait for it.
                     self.wait_for_device()
                 spent.append((waited_s, time.perf_counter() - began_s))
                 row |= {"time/data": waited_s} | self._speeds(update, spent[-1][1])
-                if self.step % WINDOW == 0:
+                if self.cadence.compares_speed_after(self.step):
                     data_s, total_s = map(sum, zip(*spent, strict=True))
                     row |= slowest_loader(gathered(data_s / total_s))
                 if heldout is not None and is_scored:
@@ -197,12 +195,8 @@ class Loop:
                 on_step(self.step, row)
                 if is_saved:
                     self.save(waits=is_last)
-                if signal:
-                    break
                 # Scoring held-out rows and writing a checkpoint do not count as slow training.
                 began_s = time.perf_counter()
-            else:
-                signal = None
         self.close()
         return signal
 
@@ -226,9 +220,10 @@ class Loop:
 
     def _remove_old(self, *, run: Way[None]) -> None:
         self._removal.result()
-        if self.keep_last_n or self.lasting_interval > 1:
+        lasting_interval = self.cadence.lasting_interval
+        if self.keep_last_n or lasting_interval > 1:
             self._removal = remove_old_checkpoints(
-                self.folder, keep_last_n=self.keep_last_n, lasting_interval=self.lasting_interval, run=run
+                self.folder, keep_last_n=self.keep_last_n, lasting_interval=lasting_interval, run=run
             )
 
     def resume(self, *, warn: Callable[[str], None]) -> bool:
@@ -299,9 +294,13 @@ class Loop:
 def merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The metrics of several updates in one row: means, but the maximum of each `…/max` and peak, and sums of times."""
     assert rows, "a step has at least one update"
-    return {
-        name: max(row[name] for row in rows)
-        if name.endswith("/max") or name.startswith("peak_")
-        else sum(row.get(name, 0.0) for row in rows) / (1 if name.startswith("time/") else len(rows))
-        for name in rows[0]
-    }
+    result = {}
+    for name in rows[0]:
+        values = [row.get(name, 0.0) for row in rows]
+        if name.endswith("/max") or name.startswith("peak_"):
+            result[name] = max(values)
+        elif name.startswith("time/"):
+            result[name] = sum(values)
+        else:
+            result[name] = sum(values) / len(rows)
+    return result

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from open_instruct.config.flags import Flag, flags_of
+from open_instruct.config.flags import Flag, flags_of, is_met
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.parser import parse
@@ -49,29 +49,29 @@ def migrate(command: str, sheet: Sheet) -> Migration:
     settle(command, sheet)
     for name in list(sheet.asked):
         _translate(command, name, flags, sheet)
+    values = _values(flags, sheet)
+    _drop_idle(flags, values, sheet)
     arguments: list[str] = []
     renamed: dict[str, str] = {}
     defaults: dict[str, dict[str, Any]] = {}
-    for ours, (words, source) in sorted(sheet.ours.items(), key=lambda item: item[1][1] not in sheet.given):
-        try:
-            value = flags[ours].value_of(words)
-        except InputError as error:
-            sheet.refused[source] = f"is --{ours} here, which {error}"
-            continue
+    for ours in sorted(values, key=lambda name: sheet.ours[name][1] not in sheet.given):
+        words, source = sheet.ours[ours]
         here = _default_here(flags[ours], sheet)
         if source not in sheet.given:
-            if value == here:
+            if values[ours] == here:
                 continue
-            defaults[ours] = {"upstream": value, "here": here}
+            defaults[ours] = {"upstream": values[ours], "here": here}
         elif source != ours:
             renamed[source] = f"is --{' '.join([ours, *words])} here"
         arguments += [f"--{ours}", *words]
     for what, (theirs, here) in (upstream_behaviours(command) | upstream_behaviours(sheet.trainer)).items():
         defaults[what] = {"upstream": theirs, "here": here}
-    # What a run would refuse is not had.
-    for line in [] if sheet.refused else _problems(command, config_class, arguments):
-        flag, _, rest = line.partition(" ")
-        sheet.refused[sheet.ours.get(flag.removeprefix("--"), ([], flag.strip("-:")))[1]] = rest or line
+    if not sheet.refused:
+        # What a run would refuse is not had.
+        for line in _problems(command, config_class, arguments):
+            flag, _, rest = line.partition(" ")
+            _, source = sheet.ours.get(flag.removeprefix("--"), ([], flag.strip("-:")))
+            sheet.refused[source] = rest or line
     deepspeed = ["--backend", "deepspeed", *sheet.deepspeed] if sheet.deepspeed else []
     if deepspeed and _problems(command, config_class, [*arguments, *deepspeed]):
         deepspeed = []
@@ -83,6 +83,31 @@ def migrate(command: str, sheet: Sheet) -> Migration:
         refused=sheet.refused,
         defaults=defaults,
     )
+
+
+def _values(flags: Mapping[str, Flag], sheet: Sheet) -> dict[str, Any]:
+    """The values of our flags that the launch sets; one that is no value of its flag is refused."""
+    values: dict[str, Any] = {}
+    for ours, (words, source) in sheet.ours.items():
+        try:
+            values[ours] = flags[ours].value_of(words)
+        except InputError as error:
+            sheet.refused[source] = f"is --{ours} here, which {error}"
+    return values
+
+
+def _drop_idle(flags: Mapping[str, Flag], values: dict[str, Any], sheet: Sheet) -> None:
+    """Leave out the flags that a run would not read, until all that are left are read."""
+    while True:
+        everything = {name: flag.default for name, flag in flags.items()} | values
+        idle = [name for name in values if flags[name].read_with and not is_met(flags[name].read_with, everything)]
+        if not idle:
+            return
+        for name in idle:
+            del values[name]
+            _, source = sheet.ours.pop(name)
+            if source in sheet.given:
+                sheet.dropped[source] = f"is read only with {flags[name].condition}"
 
 
 def _translate(command: str, name: str, flags: Mapping[str, Flag], sheet: Sheet) -> None:

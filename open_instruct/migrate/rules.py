@@ -15,7 +15,6 @@ from open_instruct.data.chat_templates import built_in_templates
 from open_instruct.families import FAMILIES
 from open_instruct.migrate.sheet import Sheet
 
-ADAPTERS = ("lora_rank", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 ZERO = (
     *("zero_stage", "zero_hpz_partition_size", "offload_optimizer", "offload_param", "deepspeed_stage"),
     *("deepspeed_zpg", "deepspeed_offload_param", "deepspeed_offload_optimizer"),
@@ -35,15 +34,14 @@ def settle(command: str, sheet: Sheet) -> None:
     _schedule(sheet)
     _model(sheet)
     _names_of_files(sheet)
-    _memory(sheet)
+    _sharding(sheet)
     if command == "grpo":
         _ratio(sheet)
         _rewards(sheet)
-        _reference(sheet)
+        _checkpoints(sheet)
         _evaluation(sheet)
     else:
         _rows(command, sheet)
-        _losses(sheet)
 
 
 def _uploads(sheet: Sheet) -> None:
@@ -58,16 +56,13 @@ def _uploads(sheet: Sheet) -> None:
 
 def _tracking(sheet: Sheet) -> None:
     trackers = [word for word in sheet.asked.pop("report_to", []) if word in ("wandb", "tensorboard")]
-    names = ("exp_name", "run_name", "wandb_project", "wandb_project_name", "wandb_entity")
     if sheet.is_on("with_tracking"):
         sheet.set("report_to", trackers or ["wandb"], "with_tracking")
         del sheet.asked["with_tracking"]
-        if "run_name" in sheet.given:
-            sheet.drop("the run has the name of --run_name", "exp_name")
-        return
-    if "report_to" in sheet.given:
+    elif "report_to" in sheet.given:
         sheet.dropped["report_to"] = "reports nothing without --with_tracking"
-    sheet.drop("names what only a tracker reads: metrics.jsonl is in the output folder", *names)
+    if "run_name" in sheet.given:
+        sheet.drop("the run has the name of --run_name", "exp_name")
 
 
 def _schedule(sheet: Sheet) -> None:
@@ -103,31 +98,26 @@ def _names_of_files(sheet: Sheet) -> None:
             )
     if sheet.word("model_name_or_path").startswith(("/", ".", "~")):
         sheet.drop("is not read of a folder", "model_revision", "tokenizer_revision")
-    if not sheet.given & {"tokenizer_name_or_path", "tokenizer_name"}:
-        sheet.drop("is the model's, whose tokenizer is taken", "tokenizer_revision")
     if "tokenizer_name_or_path" in sheet.given:
         sheet.drop("is an older name of --tokenizer_name_or_path, which is given", "tokenizer_name")
 
 
-def _memory(sheet: Sheet) -> None:
+def _sharding(sheet: Sheet) -> None:
     """Where a launch names a stage of DeepSpeed, it may be a run on that too."""
-    for name in ZERO if sheet.given & {"zero_stage", "deepspeed_stage"} else ():
-        if name in sheet.given:
+    names_a_stage = bool(sheet.given & {"zero_stage", "deepspeed_stage"})
+    for name in ZERO:
+        if names_a_stage and name in sheet.given:
             becomes = fate(upstream_table().get(name, Entry(ours=name)), sheet.asked[name])
             sheet.deepspeed += [f"--{becomes.ours}", *becomes.words]
     sheet.drop("is DeepSpeed's: FSDP2 shards weights, gradients and optimizer states; see --backend deepspeed", *ZERO)
     if sheet.number("activation_memory_budget", 1.0) < 1:
         sheet.drop("--activation_memory_budget says what is recomputed", "gradient_checkpointing")
-    if not sheet.is_on("use_lora") and not sheet.is_on("use_peft") and not sheet.is_on("use_qlora"):
-        sheet.drop("there are no adapters without --use_lora", *ADAPTERS)
 
 
 def _rows(command: str, sheet: Sheet) -> None:
     if command != "reward_model" and sheet.word("max_seq_length") == "none":
         sheet.refuse("max_seq_length", "is left out, so upstream cuts nothing; give the longest that is to be learned")
     sheet.drop("is worked out anew by upstream, from --num_evals", "eval_freq")
-    if sheet.asked.keys() & {"dataset_name", "dataset_mixer", "train_file"} & sheet.given:
-        sheet.drop("is the default", *({"dataset_mixer_list", "mixer_list"} - sheet.given))
     if max(map(sheet.number, SPLIT_ROWS)) > 1:
         sheet.drop("rows that are split over ranks are packed", "packing")
     source = next((name for name in SOURCES if name in sheet.given), "")
@@ -135,15 +125,6 @@ def _rows(command: str, sheet: Sheet) -> None:
     if sheet.word("max_train_samples") != "none" and names and names[1:] in ([], ["1.0"]):
         sheet.asked["dataset_mixer_list"] = [*sheet.asked.pop(source)[:1], *sheet.asked.pop("max_train_samples")]
         sheet.given |= {"dataset_mixer_list"}
-
-
-def _losses(sheet: Sheet) -> None:
-    loss = sheet.word("loss_type" if "dpo_loss_type" not in sheet.given else "dpo_loss_type")
-    if loss != "simpo":
-        sheet.drop("is read by simpo alone", "gamma_beta_ratio", "dpo_gamma_beta_ratio")
-    for name in ("loss_type", "beta", "gamma_beta_ratio", "label_smoothing"):
-        if f"dpo_{name}" in sheet.given:
-            sheet.drop("is the default", name)
 
 
 # GRPO
@@ -174,45 +155,29 @@ def _ratio(sheet: Sheet) -> None:
 
 
 def _rewards(sheet: Sheet) -> None:
-    if not sheet.is_on("apply_r1_style_format_reward") and not sheet.is_on("add_r1_style_format_reward"):
-        sheet.drop("is read with --apply_r1_style_format_reward", "r1_style_format_reward", "additive_format_reward")
-    elif not sheet.is_on("additive_format_reward"):
+    if not sheet.is_on("additive_format_reward"):
         # Upstream the form then only decides whether the verifiers count.
         sheet.drop("adds nothing without --additive_format_reward", "r1_style_format_reward")
         sheet.set("r1_style_format_reward", ["0"], "additive_format_reward")
-    if not sheet.is_on("non_stop_penalty"):
-        sheet.drop("is read with --non_stop_penalty", "non_stop_penalty_value", "penalty_reward_value")
-    if "remap_verifier" in sheet.given:
-        name = sheet.word("remap_verifier").partition("=")[2]
-        if name == "rubric" or name.startswith(("general", "code")):
-            sheet.refuse("remap_verifier", f"names {name}, which asks a model or runs code: not had yet")
-
-
-def _reference(sheet: Sheet) -> None:
+    name = sheet.word("remap_verifier", "").partition("=")[2]
+    if name == "rubric" or name.startswith(("general", "code")):
+        sheet.refuse("remap_verifier", f"names {name}, which asks a model or runs code: not had yet")
     if sheet.number("beta") == 0 and "beta" in sheet.given:
         sheet.drop("--beta 0 builds no reference policy", "load_ref_policy")
-    if sheet.number("beta") == 0:
-        sheet.drop("there is no reference with --beta 0", "kl_estimator", "alpha", "ref_policy_update_freq")
-    elif sheet.word("ref_policy_update_freq") == "none":
-        sheet.drop("is read with --ref_policy_update_freq", "alpha", "ref_policy_update_freq")
-    if "checkpoint_state_freq" in sheet.given:
-        if "checkpoint_state_dir" not in sheet.given:
-            sheet.drop("is read with --checkpoint_state_dir", "checkpoint_state_freq")
-        elif "save_freq" not in sheet.given:
-            sheet.drop("is the default", "save_freq")
-        elif sheet.number("save_freq") <= sheet.number("checkpoint_state_freq"):
-            sheet.drop("every checkpoint of --save_freq is a whole state", "checkpoint_state_freq")
-        else:
-            sheet.drop("every checkpoint of --checkpoint_state_freq is a whole state", "save_freq")
-    if sheet.word("eval_response_length") == sheet.word("response_length"):
-        sheet.drop("is --response_length", "eval_response_length")
+
+
+def _checkpoints(sheet: Sheet) -> None:
+    """A checkpoint of ours is a model and a whole state, which upstream writes apart."""
+    if "checkpoint_state_dir" not in sheet.given:
+        sheet.drop("is read with --checkpoint_state_dir", "checkpoint_state_freq")
+    elif sheet.given >= {"checkpoint_state_freq", "save_freq"}:
+        is_rarer = sheet.number("save_freq") <= sheet.number("checkpoint_state_freq")
+        sheet.drop("the other writes more checkpoints", "checkpoint_state_freq" if is_rarer else "save_freq")
 
 
 def _evaluation(sheet: Sheet) -> None:
-    names = ("eval_pass_at_k", "eval_top_p", "eval_on_step_0", "local_eval_every")
-    if "dataset_mixer_eval_list" not in sheet.given:
-        sheet.drop("there are no held-out prompts", *names, "dataset_mixer_eval_list_splits")
-        return
+    if sheet.word("eval_response_length") == sheet.word("response_length"):
+        sheet.drop("is --response_length", "eval_response_length")
     num_samples = int(sheet.number("eval_pass_at_k", 1))
     ks = [str(2**power) for power in range(num_samples.bit_length()) if 2**power < num_samples]
     sheet.asked["eval_pass_at_k"] = [*ks, str(num_samples)]

@@ -44,7 +44,7 @@ class DistillationSection:
         "forward",
     )
     kd_beta: float = flag(
-        "weight of the teacher in the mixture of 'jsd'; 0 is 'forward', 1 is 'reverse'", 0.5, minimum=0, maximum=1
+        "weight of the teacher; 0: 'forward', 1: 'reverse'", 0.5, read_with="kd_loss jsd", minimum=0, maximum=1
     )
     kd_temperature: float = flag(
         "divides the logits of both in the divergence, which is multiplied by its square", 1.0, above=0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from open_instruct.config.dpo import DPOConfig, loss_problems, needs_reference, validate_dpo
 from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.sections import PreferenceLossSection
-from open_instruct.config.validation import limit_problems, refuse
+from open_instruct.config.validation import idle_problems, limit_problems, refuse
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.objectives.objective import (
     REFERENCE,
@@ -41,7 +41,7 @@ MATCHED = "matched_3P"
 
 def bind(loss: PreferenceLossSection) -> BoundLoss:
     """The loss that the flags name; raises InputError for flags that cannot work."""
-    refuse([*limit_problems(loss), *loss_problems(loss)])
+    refuse([*limit_problems(loss), *idle_problems(loss), *loss_problems(loss)])
     known = [PREFERENCE_LOSSES[name] for name in loss.names]
     first_losses = [
         weight * each.first_loss(loss.beta, loss.label_smoothing)

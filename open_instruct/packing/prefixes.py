@@ -2,12 +2,13 @@
 
 The *shared prefix* of several documents is the part that all of them begin with, token for token, before the first
 token that any of them is learned from, less its last token. That token is computed again for every document,
-since it predicts the first token of the reply, which differs.
+since it predicts the first token of the reply, which differs. Torch is not imported: the planner counts here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from open_instruct.config.sections import PrefixSharing
@@ -47,10 +48,43 @@ def groups_that_share(
 
 def pays(prefix_length: int, num_documents: int, num_tokens: int, sharing: PrefixSharing) -> bool:
     """Whether documents with `num_tokens` tokens in all should share a prefix of `prefix_length`."""
-    saved = prefix_length * (num_documents - 1)
+    saved = saved_tokens(prefix_length, num_documents)
     if sharing == "auto":
         return saved >= LEAST_SHARE_SAVED * num_tokens and saved > 0
     return sharing == "on" and saved > 0
+
+
+def saved_tokens(prefix_length: int, num_documents: int) -> int:
+    """Tokens that documents take less in a row where they share a prefix, which then lies there once."""
+    return prefix_length * (num_documents - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullRows:
+    """Rows of documents of `length` tokens each, in groups of `per_group` that share a prefix of `prefix` tokens.
+
+    Example: two groups of three documents of 10 tokens, 4 of them shared, take 44 tokens::
+
+        FullRows(length=10, prefix=4, per_group=3).tokens_of(6)
+    """
+
+    length: int
+    prefix: int
+    per_group: int
+
+    def tokens_of(self, num_documents: int) -> int:
+        """Tokens that so many documents take in a row; the last group may be smaller than the others."""
+        num_groups = -(-num_documents // self.per_group)
+        return num_groups * self.prefix + num_documents * (self.length - self.prefix)
+
+    def groups_in(self, num_tokens: int) -> tuple[list[int], int]:
+        """The number of documents of each group in a row of `num_tokens`, the last group cut; and the tokens left."""
+        num_whole, left = divmod(num_tokens, self.tokens_of(self.per_group))
+        groups = [self.per_group] * num_whole
+        if num_more := max(0, left - self.prefix) // (self.length - self.prefix):
+            groups.append(num_more)
+            left -= self.tokens_of(num_more)
+        return groups, left
 
 
 def runs_of_one_prompt(documents: Sequence[Document]) -> list[tuple[int, ...]]:

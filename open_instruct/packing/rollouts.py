@@ -21,7 +21,7 @@ import torch
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.packing.balance import Microbatches, balanced, best_fit
 from open_instruct.packing.documents import lay_out
-from open_instruct.packing.prefixes import pays, runs_of_one_prompt
+from open_instruct.packing.prefixes import pays, runs_of_one_prompt, saved_tokens
 from open_instruct.records import USUAL_WEIGHTS, Batch, Document, RolloutSample, StepBatch
 
 
@@ -122,7 +122,7 @@ def _chunks_that_fit(
     prefix_length = documents[samples[0]].responses[0].start - 1
     if not pays(prefix_length, len(samples), num_tokens, sharing):
         return [Chunk((i,), len(documents[i])) for i in samples]
-    num_tokens -= prefix_length * (len(samples) - 1)
+    num_tokens -= saved_tokens(prefix_length, len(samples))
     if num_tokens <= capacity:
         return [Chunk(tuple(samples), num_tokens)]
     half = len(samples) // 2

@@ -17,7 +17,7 @@ from open_instruct.config.sections import DataSection, OptimSection, PrefixShari
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.packing.balance import Microbatches, balanced, best_fit
 from open_instruct.packing.documents import lay_out
-from open_instruct.packing.prefixes import groups_that_share, pays
+from open_instruct.packing.prefixes import groups_that_share, pays, saved_tokens
 from open_instruct.records import ROW_VALUES, Batch, Document, ShardLayout, StepBatch
 
 NO_VALUES = np.zeros(0, dtype=np.float32)
@@ -222,5 +222,6 @@ def num_packed_tokens(num_tokens: int, num_prompt_tokens: int, num_documents: in
     Example: two conversations of 60 tokens with a prompt of 40 take 120 tokens, or 81 sharing their prompt.
     """
     prefix_length = num_prompt_tokens - 1
-    saved = prefix_length * (num_documents - 1)
-    return num_tokens - saved if pays(prefix_length, num_documents, num_tokens, sharing) else num_tokens
+    if not pays(prefix_length, num_documents, num_tokens, sharing):
+        return num_tokens
+    return num_tokens - saved_tokens(prefix_length, num_documents)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from open_instruct.errors import InputError
-from open_instruct.wording import counted
 
 MAX_GPUS = 10_000
 
@@ -22,55 +21,32 @@ def node_sizes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...]:
 
     Raises:
         UnequalNodesError: the numbers are possible, but only for nodes of different sizes.
-        InputError: the numbers contradict each other.
+        InputError: a number is missing, or they contradict each other.
     """
-    world_size = _read_count(environ, "WORLD_SIZE")
-    local_world_size = _read_count(environ, "LOCAL_WORLD_SIZE")
-    if world_size is None:
-        if local_world_size is not None:
-            raise InputError(
-                f"LOCAL_WORLD_SIZE={local_world_size} is set without WORLD_SIZE; start with torchrun, which sets both"
-            )
+    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NUM_NODES", "GROUP_WORLD_SIZE")
+    counts = {name: _read_count(environ, name) for name in names}
+    world_size, local_size, num_nodes, num_groups = counts.values()
+    if world_size is None and local_size is None:
         return (1,)
-    num_nodes = _read_count(environ, "NUM_NODES")
-    num_groups = _read_count(environ, "GROUP_WORLD_SIZE")
-    if num_nodes is not None and num_groups is not None and num_nodes != num_groups:
-        raise InputError(
-            f"NUM_NODES={num_nodes}, but torchrun counts {counted(num_groups, 'node')} (GROUP_WORLD_SIZE); "
-            f"unset NUM_NODES, or start torchrun with --nnodes {num_nodes}"
-        )
-    num_nodes = num_groups if num_nodes is None else num_nodes
-    nodes_variable = "NUM_NODES" if num_groups is None else "GROUP_WORLD_SIZE"
-    if local_world_size is None:
-        if num_nodes is None and world_size == 1:
-            return (1,)
+    given = " and ".join(f"{name}={count}" for name, count in counts.items() if count is not None)
+    if world_size is None:
+        raise InputError(f"{given}, and WORLD_SIZE is not set; start with torchrun, which sets both")
+    if num_nodes is not None and num_groups not in (None, num_nodes):
+        raise InputError(f"{given}, but torchrun counts nodes in GROUP_WORLD_SIZE; unset NUM_NODES")
+    num_nodes = num_groups or num_nodes
+    if local_size is None:
+        # Without a launcher there is one process.
+        num_nodes = num_nodes or (1 if world_size == 1 else None)
         if num_nodes is None or world_size % num_nodes:
-            raise InputError(
-                f"WORLD_SIZE={world_size} is set, but LOCAL_WORLD_SIZE is not; start with torchrun, or set it to the "
-                "number of processes on this node"
-            )
-        local_world_size = world_size // num_nodes
-    if local_world_size > world_size:
-        raise InputError(
-            f"LOCAL_WORLD_SIZE={local_world_size} is more than WORLD_SIZE={world_size}; WORLD_SIZE counts the "
-            "processes of all nodes together"
-        )
-    if num_nodes is None:
-        if world_size % local_world_size:
-            raise UnequalNodesError(
-                f"WORLD_SIZE={world_size} is no multiple of LOCAL_WORLD_SIZE={local_world_size}: nodes of unequal "
-                "size, or a wrong variable; with the same --nproc_per_node on every node it would be"
-            )
-        num_nodes = world_size // local_world_size
-    if num_nodes * local_world_size != world_size:
-        # The other nodes hold at least one process each; this one cannot hold more than what they leave.
-        possible = num_nodes > 1 and local_world_size + num_nodes - 1 <= world_size
-        raise (UnequalNodesError if possible else InputError)(
-            f"WORLD_SIZE={world_size} is not {nodes_variable}={num_nodes} times LOCAL_WORLD_SIZE={local_world_size}"
-            + (": nodes of unequal size, or a wrong variable" if possible else "")
-            + f"; with the same --nproc_per_node on every node WORLD_SIZE would be {num_nodes * local_world_size}"
-        )
-    return (local_world_size,) * num_nodes
+            raise InputError(f"{given}, and LOCAL_WORLD_SIZE, the processes of this node, is not; start with torchrun")
+        local_size = world_size // num_nodes
+    num_nodes = num_nodes or -(-world_size // local_size)
+    if num_nodes * local_size == world_size:
+        return (local_size,) * num_nodes
+    # The other nodes hold at least one process each; this one cannot hold more than what they leave.
+    if num_nodes > 1 and local_size + num_nodes - 1 <= world_size:
+        raise UnequalNodesError(f"{given}: nodes of unequal size, or a wrong variable")
+    raise InputError(f"{given} contradict each other; with torchrun WORLD_SIZE counts the processes of all nodes")
 
 
 def read_node_sizes(words: Sequence[str]) -> list[int]:
@@ -83,7 +59,8 @@ def read_node_sizes(words: Sequence[str]) -> list[int]:
     for word in words:
         num_nodes, times, num_gpus = word.rpartition("x")
         try:
-            repeat, size = _count(num_nodes, repr(num_nodes)) if times else 1, _count(num_gpus, repr(num_gpus))
+            repeat = _count(num_nodes, repr(num_nodes)) if times else 1
+            size = _count(num_gpus, repr(num_gpus))
         except InputError as error:
             raise InputError(f"--gpus_per_node {error}; 8 is a node of 8 GPUs, 4x8 four of them") from None
         if sum(sizes) + repeat * size > MAX_GPUS:

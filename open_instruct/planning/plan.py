@@ -21,16 +21,14 @@ from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import RunConfig, Workload, adapted, is_wrapped, validate, workload_of
 from open_instruct.planning.traffic.collectives import Exchange
-from open_instruct.planning.traffic.per_step import (
-    traffic_of_merging,
-    traffic_of_weight_sync,
-    traffic_per_step,
-)
-from open_instruct.planning.traffic.step_time import StepTime, step_time
+from open_instruct.planning.traffic.per_step import traffic_of_merging, traffic_of_weight_sync, traffic_per_step
+from open_instruct.planning.traffic.step_time import ON_THE_PATH, StepTime, step_time
 from open_instruct.records import ShardLayout
 
 # The share of a GPU that advice leaves free, and the share that --activation_checkpointing auto leaves free.
-ROOM, ROOM_OF_AUTO = 0.05, 0.1
+ROOM = 0.05
+ROOM_OF_AUTO = 0.1
+DEGREES = ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +76,16 @@ class Setting:
 
     def workload(self, layout: ShardLayout) -> Workload:
         """What one rank does in a step."""
-        prompt, memory, in_node = self.shared_prompt_tokens, self.device.memory_bytes, self.has_engines_in_node
-        workload = workload_of(self.config, self.shape, layout, device_memory_bytes=memory, prompt_tokens=prompt)
+        workload = workload_of(
+            self.config,
+            self.shape,
+            layout,
+            device_memory_bytes=self.device.memory_bytes,
+            prompt_tokens=self.shared_prompt_tokens,
+        )
         copies = {"on": True, "off": False}.get(self.config.run.async_checkpoints, self.on_cuda)
-        return replace(workload, on_cuda=self.on_cuda, copies_checkpoints=copies, sync_crosses_nodes=not in_node)
+        crosses = not self.has_engines_in_node
+        return replace(workload, on_cuda=self.on_cuda, copies_checkpoints=copies, sync_crosses_nodes=crosses)
 
     def with_flags(self, values: dict[str, Any]) -> Setting:
         """The same run with other values of some flags; `num_nodes` gives more nodes like the first.
@@ -89,12 +93,13 @@ class Setting:
         Raises:
             InputError: the flags do not go together.
         """
-        values, nodes = dict(values), self.gpus_per_node
+        values = dict(values)
+        nodes = self.gpus_per_node
         if "num_nodes" in values:
             nodes = (nodes[0],) * values.pop("num_nodes")
-        if isinstance(self.config, GRPOConfig):
-            values["num_learners_per_node"] = list(nodes)
         config: Any = self.config
+        if isinstance(config, GRPOConfig):
+            values["num_learners_per_node"] = list(nodes)
         flags = flags_of(type(config))
         for name, value in values.items():
             section = flags[name].section
@@ -142,11 +147,6 @@ class Plan:
         """Whether this share of a GPU stays free."""
         return self.headroom_bytes >= share * self.setting.device.memory_bytes
 
-    @property
-    def cost(self) -> tuple[float, float]:
-        """Seconds of a step, then of its arithmetic, which decides between equal steps."""
-        return self.time.step_s, self.time.compute_s
-
     @cached_property
     def host(self) -> Phase:
         """The host memory of each GPU's process."""
@@ -171,6 +171,12 @@ class Plan:
         """A lower bound of one step."""
         setting = self.setting
         return step_time(setting.shape, self.layout, self.workload, setting.device, self.exchanges, setting.mfu)
+
+    @property
+    def waited_for(self) -> list[str]:
+        """The groups whose exchanges arithmetic waits for."""
+        axes = {exchange.axis for exchange in self.exchanges if exchange.wire_bytes}
+        return [name for axis, name in ON_THE_PATH.items() if axis in axes]
 
     @property
     def tokens_per_step(self) -> int:
@@ -207,16 +213,18 @@ class Backend:
 
     def others(self, setting: Setting) -> Iterator[dict[str, Any]]:
         """Flags of every way to share on these devices: each (shard degree, replicas, tensor degree) of several."""
-        context = setting.config.parallel.context_parallel_degree
-        for tensor in () if setting.config.parallel.single_gpu_mode else tensor_degrees(setting.shape, context):
-            data_parallel, rest = divmod(sum(setting.gpus_per_node), tensor * context)
-            for shard in divisors(data_parallel) if rest == 0 else ():
-                data_flags = {"fsdp_shard_degree": shard, "fsdp_num_replicas": data_parallel // shard}
-                yield data_flags | {"tensor_parallel_degree": tensor}
+        parallel = setting.config.parallel
+        if parallel.single_gpu_mode:
+            return
+        for tensor in tensor_degrees(setting.shape, parallel.context_parallel_degree):
+            ranks, rest = divmod(sum(setting.gpus_per_node), tensor * parallel.context_parallel_degree)
+            degrees = [] if rest else [(shard, ranks // shard, tensor) for shard in divisors(ranks)]
+            yield from (dict(zip(DEGREES, each, strict=True)) for each in degrees)
 
     def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
         """Larger shard degrees within a node (kind 0) and across (4), then tensor degrees within a node (5)."""
-        now, context = setting.layout, setting.layout.context_parallel_degree
+        now = setting.layout
+        context = now.context_parallel_degree
         for values in self.others(setting):
             shard, _, tensor = values.values()
             if tensor == now.tensor_parallel_degree and shard > now.shard_degree:
@@ -242,7 +250,8 @@ def plan_of(setting: Setting) -> Plan:
     """
     if setting.config.memory.activation_checkpointing == "auto":
         return replace(_chosen(setting), is_chosen=True)
-    layout, shape = setting.layout, setting.shape
+    layout = setting.layout
+    shape = setting.shape
     check_heads(layout, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, model=shape.name)
     workload = setting.workload(layout)
     _check_layers_alike(shape, workload)
@@ -260,22 +269,24 @@ def _chosen(setting: Setting) -> Plan:
     kept = plan_of(setting.with_flags({"activation_checkpointing": "none"}))
     if not setting.on_cuda or setting.config.memory.activation_memory_budget < 1 or kept.leaves(ROOM_OF_AUTO):
         return kept
-    ways: list[dict[str, Any]] = [{"activation_checkpointing": "full"}]
+    full = plan_of(setting.with_flags({"activation_checkpointing": "full"}))
+    plans = [full]
     for modules in _modules_to_recompute(setting.shape, setting.layout):
         selected = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": modules}
-        ways.append(selected)
-    full, *others = (plan_of(setting.with_flags(values)) for values in ways)
-    with_room = [plan for plan in (full, *others) if plan.leaves(ROOM_OF_AUTO)]
-    return min(with_room, key=lambda plan: (*plan.cost, plan.peak.total_bytes), default=full)
+        plans.append(plan_of(setting.with_flags(selected)))
+    with_room = [plan for plan in plans if plan.leaves(ROOM_OF_AUTO)]
+    return min(with_room, key=lambda plan: (plan.time.step_s, plan.time.compute_s, plan.peak.total_bytes), default=full)
 
 
 def _modules_to_recompute(shape: ModelShape, layout: ShardLayout) -> Iterator[list[str]]:
-    """Norms, whose float32 copies are most of what a block keeps and which cost next to no arithmetic; and a half.
+    """Norms alone, norms with attention, norms with the feed-forward.
 
-    Those within attention are left alone where tensor ranks exchange what they are given.
+    Float32 copies in norms are most of what a block keeps, and cost next to no arithmetic. Norms within attention are
+    not recomputed where tensor ranks exchange their inputs.
     """
-    norms, inner = ["attention_norm", "feed_forward_norm"], ["attention.q_norm", "attention.k_norm"]
-    inner = inner if shape.qk_norm != "none" and layout.tensor_parallel_degree == 1 else []
+    norms = ["attention_norm", "feed_forward_norm"]
+    has_inner = shape.qk_norm != "none" and layout.tensor_parallel_degree == 1
+    inner = ["attention.q_norm", "attention.k_norm"] if has_inner else []
     for modules in ([*norms, *inner], [*norms, "attention"], [*norms, *inner, "feed_forward"]):
         yield [f"blocks.*.{module}" for module in modules]
 

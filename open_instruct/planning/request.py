@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass, replace
+from functools import cache
 from typing import Any
 
 from open_instruct.config.flags import spelled
@@ -19,12 +20,15 @@ from open_instruct.planning.subject.devices import Device, device_named
 from open_instruct.planning.subject.workload import GRPO, RunConfig, objective_of, shape_of_run, validate
 from open_instruct.wording import counted, one_of
 
-# Whatever can be trained can be planned: with the flags of its run, and those of its plan.
-_RUNS = {name: objective_named(name).config_class for name in OBJECTIVES} | {GRPO: GRPOConfig}
-PLAN_CONFIGS: dict[str, Any] = {
-    name: make_dataclass(config_class.__name__, [("plan", PlanSection)], bases=(config_class,), kw_only=True)
-    for name, config_class in _RUNS.items()
-}
+
+@cache
+def plan_configs() -> dict[str, Any]:
+    """Whatever can be trained can be planned, with the flags of its run and those of its plan."""
+    runs = {name: objective_named(name).config_class for name in OBJECTIVES} | {GRPO: GRPOConfig}
+    return {
+        name: make_dataclass(run.__name__, [("plan", PlanSection)], bases=(run,), kw_only=True)
+        for name, run in runs.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +47,18 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         InputError: a flag is wrong, of the plan or of the run; there is no such model or GPU.
     """
     algorithm = words[0] if words else ""
-    if algorithm not in PLAN_CONFIGS:
-        given = f"'{algorithm}' is not a run{nearest(algorithm, PLAN_CONFIGS)}; " if algorithm else ""
-        raise InputError(
-            f"{given}the first word is {one_of(PLAN_CONFIGS)}: open-instruct plan dpo --gpus_per_node 8 ..."
-        )
+    if algorithm not in plan_configs():
+        given = f"'{algorithm}' is not a run{nearest(algorithm, plan_configs())}; " if algorithm else ""
+        runs = one_of(plan_configs())
+        raise InputError(f"{given}the first word is {runs}: open-instruct plan dpo --gpus_per_node 8 ...")
+    config_class = plan_configs()[algorithm]
     unneeded: list[str] = []
-    config = parse(PLAN_CONFIGS[algorithm], words[1:], assumed=ASSUMED, unneeded=unneeded)
+    config = parse(config_class, words[1:], assumed=ASSUMED, unneeded=unneeded)
     asked: PlanSection = config.plan
     for problem in limit_problems(asked):
         raise InputError(problem)
     sizes = _sizes_of_nodes(asked)
-    nodes = _nodes(config, sizes, frozenset(flags_given(PLAN_CONFIGS[algorithm], words[1:])))
+    nodes = _nodes(config, sizes, frozenset(flags_given(config_class, words[1:])))
     if isinstance(config, GRPOConfig) and not config.parallel.single_gpu_mode:
         config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
     warnings = [*validate(config), *(f"not needed here, and left out: {each}" for each in unneeded)]

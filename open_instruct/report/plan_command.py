@@ -13,7 +13,7 @@ from open_instruct.config.help import asks_for_help, print_lines
 from open_instruct.config.plan import help_lines
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import plan_of
-from open_instruct.planning.request import PLAN_CONFIGS, parse_request
+from open_instruct.planning.request import parse_request, plan_configs
 from open_instruct.planning.shown.json_record import as_record
 from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.report.plan_page import html_page
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         InputError: a flag, the model or the GPU will not do, or the page cannot be written.
     """
     if asks_for_help(argv):
-        print_lines(partial(help_lines, runs=PLAN_CONFIGS))
+        print_lines(partial(help_lines, runs=plan_configs()))
         return 0
     request = parse_request(argv)
     plan = plan_of(request.setting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.shown import summary
+from open_instruct.planning.subject.words import said
 from open_instruct.report.templates import nodes_drawn, rendered
 
 
@@ -16,4 +17,4 @@ def html_page(plan: Plan, advice: Advice) -> str:
         for phase in plan.phases
     ]
     nodes = list(nodes_drawn(layout.gpus_per_node, layout.shard_groups))
-    return rendered("plan.html.jinja", plan=plan, advice=advice, summary=summary, bars=bars, nodes=nodes)
+    return rendered("plan.html.jinja", plan=plan, advice=advice, said=said, summary=summary, bars=bars, nodes=nodes)

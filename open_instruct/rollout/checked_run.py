@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from open_instruct.run.trackers import build_trackers
 from open_instruct.users_code import own_function
 from open_instruct.verifiers.judge_models import JudgeModel
 from open_instruct.verifiers.registry import known_verifiers
+from open_instruct.verifiers.verifier import Verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,39 +75,14 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             console.warn(warning)
         console.say(shared_by(layout, config.parallel, who="learner"))
         pretrained = open_pretrained(config, directory.hf_model, layout=layout)
-        for warning in pretrained.warnings:
-            console.warn(warning)
         if (teacher := config.loss.teacher_model_name_or_path) is not None:
             open_teacher(teacher, pretrained, config=config, layout=layout)
         config = _planned(config, pretrained.folder, console, directory)
         data = config.data
         chat = ChatFormat.choose(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
-        changes = row_changes(config)
-        for judge in verifiers.values():
-            if isinstance(judge, JudgeModel) and has_other_template(judge.folder, chat):
-                console.warn(
-                    f"--verifier {judge.name}: the model in {judge.folder} was trained with another chat template than "
-                    "the policy's: it is given the policy's prompts as they are, and may judge what it has never seen"
-                )
-
-        def load(title: str, *listed: Any) -> Prompts:
-            with console.counting(title) as on_progress:
-                prompts, report = load_prompt_dataset(
-                    max_prompt_token_length=data.max_prompt_token_length,
-                    known_verifiers=verifiers,
-                    on_progress=on_progress,
-                    **reading(config, pretrained.tokenizer, *listed),
-                    **changes,
-                )
-            console.report(title, report.lines())
-            return prompts
-
-        doing("reading the prompts")
-        prompts = load("prompts", "--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits)
-        held_out = None
-        if data.dataset_mixer_eval_list:
-            listed = data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits
-            held_out = load("held-out prompts", "--dataset_mixer_eval_list", *listed)
+        for warning in (*pretrained.warnings, *_other_templates(verifiers, chat)):
+            console.warn(warning)
+        prompts, held_out = _read_prompts(config, pretrained, verifiers, console)
         yield RolloutRun(
             config=config,
             layout=layout,
@@ -116,9 +92,36 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             chat=chat,
             prompts=prompts,
             held_out=held_out,
-            conversations=load_conversations(config, pretrained.tokenizer, tell=console.report),
+            conversations=load_conversations(config, pretrained.tokenizer, console=console),
             trackers=tuple(trackers),
         )
+
+
+def _read_prompts(
+    config: GRPOConfig, pretrained: Pretrained, verifiers: Mapping[str, Verifier], console: Console
+) -> tuple[Prompts, Prompts | None]:
+    """The prompts, and the held-out prompts if any are named; says what becomes of the rows."""
+    data = config.data
+    changes = row_changes(config)
+
+    def read(title: str, *listed: Any) -> Prompts:
+        with console.counting(title) as on_progress:
+            prompts, report = load_prompt_dataset(
+                max_prompt_token_length=data.max_prompt_token_length,
+                known_verifiers=verifiers,
+                on_progress=on_progress,
+                **reading(config, pretrained.tokenizer, *listed),
+                **changes,
+            )
+        console.report(title, report.lines())
+        return prompts
+
+    doing("reading the prompts")
+    prompts = read("prompts", "--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits)
+    if not data.dataset_mixer_eval_list:
+        return prompts, None
+    listed = data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits
+    return prompts, read("held-out prompts", "--dataset_mixer_eval_list", *listed)
 
 
 def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunDirectory) -> GRPOConfig:
@@ -140,6 +143,16 @@ def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunD
         config, learners, folder, memory_bytes=memory_bytes, on_cuda=on_cuda, console=console, directory=directory
     )
     return with_chosen(config, chosen)
+
+
+def _other_templates(verifiers: Mapping[str, Verifier], chat: ChatFormat) -> Iterator[str]:
+    """A warning for each judge that was trained with another chat template than the policy's."""
+    for judge in verifiers.values():
+        if isinstance(judge, JudgeModel) and has_other_template(judge.folder, chat):
+            yield (
+                f"--verifier {judge.name}: the model in {judge.folder} was trained with another chat template than "
+                "the policy's: it is given the policy's prompts as they are, and may judge what it has never seen"
+            )
 
 
 def has_other_template(folder: Path, chat: ChatFormat) -> bool:

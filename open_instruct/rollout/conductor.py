@@ -17,20 +17,20 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
 from open_instruct.episodes.requests import samples_of
-from open_instruct.episodes.walk import Answer, Episodes, group_of
+from open_instruct.episodes.walk import Answer, AskedGroup, Episodes
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.records import Prompt, RolloutGroup
 from open_instruct.rollout.learning_signal import refuse_failed_verdicts
-from open_instruct.rollout.samples import RolloutStepBatch
+from open_instruct.rollout.samples import RolloutStepBatch, num_right
 from open_instruct.wording import counted
 
 if TYPE_CHECKING:
@@ -41,20 +41,6 @@ if TYPE_CHECKING:
 STALL_TIMEOUT_S = 3600.0
 # The number of groups that a step may reject for each that it needs, before the run ends as one that learns nothing.
 MAX_REJECTED_PER_PROMPT = 50
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OpenGroup:
-    """A group in flight: its prompt, and a future for each sample."""
-
-    ticket: int
-    prompt: Prompt
-    version: int  # of the weights that were published when it was asked
-    answers: Sequence[Future[Answer]]
-
-    @property
-    def num_missing(self) -> int:
-        return sum(not answer.done() for answer in self.answers)
 
 
 class Conductor:
@@ -75,12 +61,8 @@ class Conductor:
         self._requests_of = partial(requests_of, config=config)
         self._version = 0
         self._num_accepted = 0  # of the step at hand
-        self._outstanding: deque[_OpenGroup] = deque()  # in ticket order
+        self._outstanding: deque[AskedGroup] = deque()  # in ticket order
         self._to_ask_again: list[tuple[int, Prompt]] = []
-        self._num_done = 0
-        self._num_at_engines = 0
-        self._num_at_verifiers = 0
-        self._num_verified = 0
         self._failure: RunError | None = None
         self._changed = threading.Condition()
 
@@ -150,21 +132,21 @@ class Conductor:
         self._to_ask_again = [(ticket, self._prompts.dataset[row_id]) for ticket, row_id in state["unconsumed"]]
 
     def stats(self) -> dict[str, float]:
-        """Counts of prompts and completions by their state, for the live view.
+        """Counts of what is out, for the live view.
 
         `in_flight` completions are with the engines, `verifying` with the verifiers; `waiting` groups are complete
-        and wait for their turn. `verified` completions and `done` groups count since `start`. `staleness` is how many
-        versions ago the oldest ticket was asked.
+        and wait for their turn.
         """
         with self._changed:
-            return {
-                "in_flight": self._num_at_engines,
-                "verifying": self._num_at_verifiers,
-                "waiting": sum(not group.num_missing for group in self._outstanding),
-                "verified": self._num_verified,
-                "done": self._num_done,
-                "staleness": max((self._version - group.version for group in self._outstanding), default=0),
-            }
+            out = list(self._outstanding)
+        num_unanswered = sum(group.num_missing for group in out)  # first, as completions arrive meanwhile
+        num_generated = sum(len(group.completions) for group in out)
+        in_flight = sum(len(group.requests) for group in out) - num_generated
+        return {
+            "in_flight": in_flight,
+            "verifying": num_unanswered - in_flight,
+            "waiting": sum(group.num_missing == 0 for group in out),
+        }
 
     def close(self) -> None:
         """Give up everything in flight; completions that arrive later are dropped."""
@@ -178,14 +160,10 @@ class Conductor:
             self._ask(*self._prompts.next())
 
     def _ask(self, ticket: int, prompt: Prompt) -> None:
-        requests = self._requests_of(ticket, prompt)
-        with self._changed:
-            self._num_at_engines += len(requests)
-        answers = self._episodes.ask(prompt, requests, arrived=self._arrived)
-        group = _OpenGroup(ticket=ticket, prompt=prompt, version=self._version, answers=answers)
+        group = self._episodes.ask(ticket, prompt, self._requests_of(ticket, prompt))
         with self._changed:
             self._outstanding.append(group)
-        for answer in answers:
+        for answer in group.answers:
             answer.add_done_callback(self._answered)
 
     def _next_group(self, timeout_s: float) -> RolloutGroup:
@@ -198,37 +176,27 @@ class Conductor:
             if self._failure is not None:
                 raise self._failure
             self._outstanding.popleft()
-            self._num_done += 1
-        return group_of(head.ticket, head.prompt, head.answers)
+        return head.rollouts()
 
-    def _stalled(self, head: _OpenGroup, timeout_s: float) -> str:
-        last = self._outstanding[-1].ticket
+    def _stalled(self, head: AskedGroup, timeout_s: float) -> str:
+        stats = self.stats()
         return (
             f"no completion came back for {timeout_s:g} s while ticket {head.ticket} (row {head.prompt.row_id}) waited "
-            f"for {head.num_missing} of its {len(head.answers)}. Tickets up to {last} are out: {self._num_at_engines} "
-            f"completions with the engines, {self._num_at_verifiers} with the verifiers"
+            f"for {head.num_missing} of its {len(head.answers)}. Tickets up to {self._outstanding[-1].ticket} "
+            f"are out: {stats['in_flight']} completions with the engines, {stats['verifying']} with the verifiers"
         )
 
-    # The side of other threads
-
-    def _arrived(self) -> None:
-        with self._changed:
-            self._num_at_engines -= 1
-            self._num_at_verifiers += 1
-
     def _answered(self, answer: Future[Answer]) -> None:
+        """Called by a thread of the verifiers or of the engines."""
         error = answer.exception()
         with self._changed:
-            self._num_at_verifiers -= 1
             if isinstance(error, RunError):
                 self._failure = self._failure or error
-            else:
-                self._num_verified += 1
             self._changed.notify_all()
 
 
 def _nothing_to_learn(step: int, groups: list[RolloutGroup], rejected: list[RolloutGroup]) -> str:
-    rewards = [reward for group in rejected for reward in group.rewards]
+    rewards = list(chain.from_iterable(group.rewards for group in rejected))
     return (
         f"--active_sampling rejected {counted(len(rejected), 'group')} of step {step}, each with the same reward for "
         f"all of its completions (their mean is {sum(rewards) / len(rewards):.3g}), and found {len(groups)} to learn "
@@ -261,8 +229,4 @@ def solved_rows(batch: RolloutStepBatch, config: RolloutSection) -> Sequence[int
     if rate is None:
         return []
     groups = sorted((*batch.groups, *batch.rejected), key=lambda group: group.ticket)
-    return [
-        group.prompt.row_id
-        for group in groups
-        if sum(verdict.is_right for verdict in group.verdicts) >= rate * len(group.verdicts)
-    ]
+    return [group.prompt.row_id for group in groups if num_right(group) >= rate * len(group.verdicts)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,18 +10,17 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.records import RolloutSample
+from open_instruct.run.console import Console
 from open_instruct.run.datasets import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Tell = Callable[[str, Sequence[str]], None]
-
 
 def load_conversations(
-    config: GRPOConfig, tokenizer: PreTrainedTokenizerFast, *, tell: Tell = lambda title, lines: None
+    config: GRPOConfig, tokenizer: PreTrainedTokenizerFast, *, console: Console | None = None
 ) -> TokenDataset | None:
-    """The rows of --sft_mixer_list, none where there is none.
+    """The rows of --sft_mixer_list, none where there is none; the `console` reports what becomes of them.
 
     Raises:
         InputError: for a bad row, a missing file, a bad amount.
@@ -32,7 +30,8 @@ def load_conversations(
         return None
     given = reading(config, tokenizer, "--sft_mixer_list", data.sft_mixer_list, data.sft_mixer_list_splits)
     dataset, report = load_token_dataset(SFTBuilder, max_seq_length=data.max_seq_length, **given)
-    tell("conversations", report.lines())
+    if console is not None:
+        console.report("conversations", report.lines())
     return dataset
 
 

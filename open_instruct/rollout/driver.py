@@ -17,14 +17,15 @@ from open_instruct.parallel.peers import activity
 from open_instruct.rollout.checked_run import RolloutRun
 from open_instruct.rollout.evaluation import evaluate
 from open_instruct.rollout.fleet import Fleet, engine_dtype
-from open_instruct.rollout.learning_signal import CutWatch, SignalWatch, refuse_failed_verdicts
+from open_instruct.rollout.learning_signal import SignalWatch, refuse_failed_verdicts
 from open_instruct.rollout.logprob_agreement import check_agreement
 from open_instruct.rollout.samples import work_of_ranks
 from open_instruct.rollout.traces import Traces
 from open_instruct.rollout.view import FleetView
+from open_instruct.run.alarms import slowest
+from open_instruct.run.cadence import cadence_of
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.signals import Noted, noting_signals, stopped_by
-from open_instruct.run.slowness import WINDOW, slowest
 
 # The metrics of a step without anything to learn from.
 NOTHING_LEARNED = {
@@ -48,7 +49,8 @@ class Driver:
         self.fleet = fleet
         self.console = run.console
         self.conductor = fleet.new_conductor()
-        self.signal_watch, self.cut_watch = SignalWatch(config), CutWatch(config)
+        self.cadence = cadence_of(config)
+        self.signal_watch = SignalWatch(config)
         self.metrics = MetricsLog(run.directory.metrics, run.trackers, run.console.warn)
         self.traces = Traces(run.directory.path, asked=config.run.save_traces, warn=run.console.warn)
         self.view = FleetView(run.console, num_steps=config.num_steps, queues=lambda: self.conductor.stats())
@@ -82,7 +84,7 @@ class Driver:
         self._resume()
         if self.step == 0 and self.config.evaluation.eval_on_step_0:
             self._evaluate()
-        while self.step < self.config.num_steps:
+        while self.step < self.cadence.num_steps:
             if self._signal.number is not None:
                 return self._stop_early(self._signal.number)
             self._take_step()
@@ -96,64 +98,55 @@ class Driver:
 
     def _take_step(self) -> None:
         began_s = time.monotonic()
-        config, step = self.config, self.step + 1
+        step = self.step + 1
         with self.view.phase("waiting for rollouts"), watching(self._check_learners, self.fleet.engines.fail_waiting):
             batch = self.conductor.next_batch(step)
         asked = (*batch.groups, *batch.rejected)
         refuse_failed_verdicts(asked)
-        num_ranks = self.run.layout.data_parallel_world_size
         rollouts, work = work_of_ranks(
-            batch, step=step, config=config, conversations=self.run.conversations, num_ranks=num_ranks
+            batch,
+            step=step,
+            config=self.config,
+            conversations=self.run.conversations,
+            num_ranks=self.run.layout.data_parallel_world_size,
         )
-        num_tokens = work[0].num_tokens_global
-        silence = self.signal_watch.after_step(asked, num_samples=len(rollouts.samples))
-        for warning in filter(None, (silence, self.cut_watch.after_step(asked))):
+        for warning in self.signal_watch.after_step(asked, num_samples=len(rollouts.samples)):
             self.console.warn(warning)
         self.traces.add(step, batch, rollouts)
-        generated_s = time.monotonic()
-        with self.fleet.publisher.learners_at_work():
-            with self.view.phase("training"):
-                learned = self._train(work)
-            trained_s = time.monotonic()
-            self.step = step
-            with self.view.phase("sending weights"):
-                sync_time_s = self.fleet.publisher.publish(step)
-        if not self._agrees:
-            self._agrees = check_agreement(
-                learned, param_dtype=config.model.param_dtype, engine_dtype=engine_dtype(config)
-            )
-        self.conductor.weights_published(step)
-        self.num_tokens += num_tokens
-        row: dict[str, float] = {
-            "step": step,
-            **NOTHING_LEARNED,
-            **learned,
-            **rollouts.metrics,
-            "num_tokens": self.num_tokens,
-            "time/generate": generated_s - began_s,
-            "time/train": trained_s - generated_s,
-            "time/sync": sync_time_s,
-        }
-        is_last = step == config.num_steps
-        every = config.evaluation.local_eval_every
-        if self.run.held_out is not None and (is_last or (every and step % every == 0)):
+        row = {"step": step, "time/generate": time.monotonic() - began_s} | NOTHING_LEARNED
+        row |= self._learn_and_publish(work) | rollouts.metrics
+        if self.cadence.evaluates_after(step):
             row |= self._evaluate()
-        if step % WINDOW == 0 and not self.fleet.engines_share_cores:
+        if self.cadence.compares_speed_after(step) and not self.fleet.engines_share_cores:
             row |= slowest("engine", self.fleet.engines.paces())
         row["time/step"] = time.monotonic() - began_s
-        row["tokens_per_second/learners"] = num_tokens / max(row["time/train"], 1e-9)
+        row["tokens_per_second/learners"] = work[0].num_tokens_global / max(row["time/train"], 1e-9)
         row["tokens_per_second/engines"] = row["num_generated_tokens"] / max(row["time/step"], 1e-9)
         self.metrics.write(row)
         self.view.finished(row, asked[step % len(asked)])
-        intervals = (config.run.checkpointing_steps, config.run.ephemeral_save_interval)
-        if is_last or any(step % interval == 0 for interval in intervals if interval):
-            self._save(waits=is_last)
+        if self.cadence.saves_after(step):
+            self._save(waits=self.cadence.is_last(step))
 
-    def _train(self, work: Sequence[RankStep]) -> dict[str, float]:
-        degree = self.run.layout.model_parallel_degree
-        per_rank = [work[rank // degree] for rank in range(self.run.layout.world_size)]
-        step = self.fleet.learners.start_each(LearnerProcess.step, per_rank)
-        return step.result(self.config.fleet.step_timeout_s)[0]
+    def _learn_and_publish(self, work: Sequence[RankStep]) -> dict[str, float]:
+        """Take the step on `work`, by data-parallel rank, and bring its weights to the engines; returns its metrics."""
+        began_s = time.monotonic()
+        layout = self.run.layout
+        per_rank = [work[rank // layout.model_parallel_degree] for rank in range(layout.world_size)]
+        with self.fleet.publisher.learners_at_work():
+            with self.view.phase("training"):
+                call = self.fleet.learners.start_each(LearnerProcess.step, per_rank)
+                learned = call.result(self.config.fleet.step_timeout_s)[0]
+            train_time_s = time.monotonic() - began_s
+            self.step += 1
+            with self.view.phase("sending weights"):
+                sync_time_s = self.fleet.publisher.publish(self.step)
+        if not self._agrees:
+            self._agrees = check_agreement(
+                learned, param_dtype=self.config.model.param_dtype, engine_dtype=engine_dtype(self.config)
+            )
+        self.conductor.weights_published(self.step)
+        self.num_tokens += work[0].num_tokens_global
+        return learned | {"num_tokens": self.num_tokens, "time/train": train_time_s, "time/sync": sync_time_s}
 
     def _evaluate(self) -> dict[str, float]:
         """Answer the held-out prompts with the weights that the engines have."""
@@ -178,7 +171,8 @@ class Driver:
             self.console.warn(warning)
         self.conductor = self.fleet.new_conductor()
         if state is not None:
-            self.step, self.num_tokens = state["step"], state["num_tokens"]
+            self.step = state["step"]
+            self.num_tokens = state["num_tokens"]
             self.conductor.load_state_dict(state["conductor"])
             self.console.say(f"resuming after step {self.step} of {self.config.num_steps}")
         else:
@@ -213,8 +207,9 @@ class Driver:
         return code
 
     def _say_signal(self, name: str) -> None:
-        is_last = self.step >= self.config.num_steps
-        after = "this step" if not is_last else f"{activity()}; a second one ends it at once"
+        after = "this step"
+        if self.step >= self.cadence.num_steps:
+            after = f"{activity()}; a second one ends it at once"
         self.console.say(f"{name}: stopping after {after}")
 
     def _check_learners(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import closing
 from itertools import chain
 from typing import Any
 
@@ -12,10 +13,10 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import SamplingSettings
 from open_instruct.episodes.requests import samples_of
-from open_instruct.episodes.walk import Episodes, group_of
+from open_instruct.episodes.walk import AskedGroup, Episodes
 from open_instruct.errors import RunError
 from open_instruct.records import Prompt, RolloutGroup
-from open_instruct.rollout.samples import length_metrics, mean, verdict_metrics
+from open_instruct.rollout.samples import length_metrics, mean, num_right, verdict_metrics
 from open_instruct.verifiers.reward import RewardManager
 from open_instruct.wording import counted
 
@@ -39,11 +40,10 @@ def evaluate(
         RunError: a completion could not be generated or judged, or `step_timeout_s` went by.
     """
     groups = _answered(prompts, pool, rewards, config=config)
-    num_right = [sum(verdict.is_right for verdict in group.verdicts) for group in groups]
     num_samples = config.evaluation.num_samples
     metrics = verdict_metrics(groups) | length_metrics(groups)
     for k in sorted({1, *config.evaluation.eval_pass_at_k}):
-        metrics[f"pass_at_{k}"] = mean([pass_at_k(num_samples, right, k) for right in num_right])
+        metrics[f"pass_at_{k}"] = mean([pass_at_k(num_samples, num_right(group), k) for group in groups])
     return {f"eval/{name}": value for name, value in metrics.items()}, [_shown(group) for group in groups[:NUM_SHOWN]]
 
 
@@ -68,29 +68,28 @@ def _answered(
         max_tokens=config.data.response_length,
         stop_strings=tuple(config.rollout.stop_strings),
     )
-    seed, asked, episodes = config.optim.seed, list(prompts), Episodes(pool, rewards)
-    try:
-        answers = [
-            episodes.ask(prompt, samples_of(prompt, num_samples, sampling, seed=seed, place=("eval", index)))
-            for index, prompt in enumerate(asked)
-        ]
-        timeout_s = config.fleet.step_timeout_s
-        done, left = wait(chain.from_iterable(answers), timeout_s, return_when=FIRST_EXCEPTION)
+    timeout_s = config.fleet.step_timeout_s
+    with closing(Episodes(pool, rewards)) as episodes:
+        asked: list[AskedGroup] = []
+        for index, prompt in enumerate(prompts):
+            requests = samples_of(prompt, num_samples, sampling, seed=config.optim.seed, place=("eval", index))
+            asked.append(episodes.ask(index, prompt, requests))
+        answers = list(chain.from_iterable(group.answers for group in asked))
+        done, left = wait(answers, timeout_s, return_when=FIRST_EXCEPTION)
         for answer in done:
             answer.result()  # raises what failed
         if left:
             raise RunError(
                 f"the evaluation was not done after --step_timeout_s {timeout_s}: {len(done)} of "
-                f"{counted(len(asked) * num_samples, 'completion')} had come back and were judged; raise it, or give "
+                f"{counted(len(answers), 'completion')} had come back and were judged; raise it, or give "
                 "fewer held-out prompts"
             )
-        return [group_of(index, *each) for index, each in enumerate(zip(asked, answers, strict=True))]
-    finally:
-        episodes.close()
+        return [group.rollouts() for group in asked]
 
 
 def _shown(group: RolloutGroup) -> dict[str, Any]:
-    completion, verdict = group.completions[0], group.verdicts[0]
+    completion = group.completions[0]
+    verdict = group.verdicts[0]
     return {
         "row_id": group.prompt.row_id,
         "prompt": group.prompt.text,

@@ -23,7 +23,8 @@ def export_finished(run: RolloutRun) -> bool:
         InputError: the start model was changed in place.
         RunError: the disk filled up or failed; an earlier export is unharmed.
     """
-    checkpoints, config = candidates(run.directory.path), run.config
+    config = run.config
+    checkpoints = candidates(run.directory.path)
     is_safe = run.pretrained.dtype_named(config.run.export_dtype) != torch.float16
     if not checkpoints or step_of(checkpoints[0]) < config.num_steps or config.adapters is not None or not is_safe:
         return False

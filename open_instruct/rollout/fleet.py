@@ -6,8 +6,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from open_instruct.cluster.learner_group import LearnerGroup
@@ -36,16 +34,46 @@ from open_instruct.wording import counted
 LOGS_FOLDER = "logs"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """A running fleet. `publisher` brings the learners' weights to the engines, which may share one host's cores."""
+    """A running fleet: learners, engines, verifiers, and a publisher of the learners' weights to the engines.
 
-    run: RolloutRun
-    learners: LearnerGroup[LearnerProcess]
-    engines: EnginePool
-    rewards: RewardManager
-    publisher: WeightPublisher
-    engines_share_cores: bool
+    Args:
+        run: whose fleet this is.
+        placement: the reserved places of learners and engines.
+        learners: started there; they may still load the model.
+        verifiers: judge completions.
+        environment: variables for the engines' processes, over those that are set here.
+
+    Raises:
+        RunError: learners or engines were not constructed in time.
+    """
+
+    def __init__(
+        self,
+        run: RolloutRun,
+        placement: Placement,
+        learners: LearnerGroup[LearnerProcess],
+        verifiers: VerifierPool,
+        environment: Mapping[str, str],
+    ) -> None:
+        fleet = run.config.fleet
+        self.run = run
+        self.learners = learners
+        self.rewards = RewardManager(verifiers, run.config.reward)
+        self.engines_share_cores = not placement.on_gpus and len(placement.whereabouts().engines) == 1
+        self._placement = placement
+        self._environment = environment
+        self.publisher = WeightPublisher(learners, fleet, drain=not run.config.rollout.inflight_updates)
+        self.engines = EnginePool(
+            self._first_engines(),
+            make_engine=self._make_engine,
+            on_restart=self._engine_restarted,
+            on_failure=self.publisher.engines_failed,
+            timeout_s=fleet.engine_timeout_s,
+            max_restarts=fleet.max_restarts,
+            say=run.console.warn,
+        )
+        self.publisher.attach(self.engines)
 
     def new_conductor(self) -> Conductor:
         """A new conductor at the start of the run; it may load another state."""
@@ -58,14 +86,65 @@ class Fleet:
         Raises:
             RunError: a node was lost and none took its place, or they could not be constructed.
         """
-        timeout_s = self.run.config.fleet.cluster_timeout_s
+        fleet = self.run.config.fleet
         self.publisher.learners_restarted()
-        self.learners.restart(timeout_s=timeout_s)
-        self.learners.wait_ready(self.run.config.fleet.step_timeout_s)
+        self.learners.restart(timeout_s=fleet.cluster_timeout_s)
+        self.learners.wait_ready(fleet.step_timeout_s)
         self.write_pids()
 
     def write_pids(self) -> None:
         self.run.directory.write_pids(driver=os.getpid(), learners=self.learners.pids(), engines=self.engines.pids())
+
+    def _first_engines(self) -> list[RayEngine]:
+        """Start the engines, and wait until they and the learners are constructed."""
+        fleet = self.run.config.fleet
+        console = self.run.console
+        began_s = time.monotonic()
+        if self._placement.shape.shares_device:
+            # vLLM takes its share of what it finds free, and must not measure while another takes memory.
+            self.learners.wait_ready(fleet.step_timeout_s)
+        # Elsewhere they import and load side by side.
+        engines = [self._start_engine(index) for index in range(fleet.vllm_num_engines)]
+        self.learners.wait_ready(fleet.step_timeout_s)
+        console.say(f"learners have loaded the model after {time.monotonic() - began_s:.0f} s")
+        for engine in engines:
+            engine.wait_ready(fleet.engine_timeout_s)
+        console.say(f"engines are ready after {time.monotonic() - began_s:.0f} s")
+        return engines
+
+    def _make_engine(self, index: int) -> RayEngine:
+        engine = self._start_engine(index)
+        try:
+            engine.wait_ready(self.run.config.fleet.engine_timeout_s)
+        except BaseException:
+            engine.kill()  # the next one needs its place
+            raise
+        return engine
+
+    def _start_engine(self, index: int) -> RayEngine:
+        config = self.run.config
+        placement = self._placement
+        on_gpus = placement.on_gpus
+        settings = EngineSettings(
+            model_folder=str(self.run.pretrained.folder.resolve()),
+            tokenizer_folder=str(self.run.pretrained.tokenizer_folder.resolve()),
+            dtype=engine_dtype(config),
+            max_model_len=config.data.max_seq_length,
+            batching=Batching.of(config.fleet, on_cuda=on_gpus, max_model_len=config.data.max_seq_length),
+            fleet=config.fleet,
+            seed=config.optim.seed,
+            stop_token_ids=self.run.chat.turn_end_token_ids(),
+            adapter=config.sent_adapter,
+        )
+        environment = engine_environment(on_cuda=on_gpus)
+        environment |= allocator_environment(on_gpus=on_gpus, hands_over_memory=True)
+        if not on_gpus:  # Ray would leave it one thread
+            environment |= threads_of_each(placement.shape.num_cpu_slots - placement.shape.num_learners)
+        return RayEngine(index, settings, placement, environment={**environment, **self._environment})
+
+    def _engine_restarted(self, index: int) -> None:
+        self.publisher.engine_restarted(index)
+        self.write_pids()
 
 
 @contextmanager
@@ -87,15 +166,12 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         )
         stack.callback(verifiers.close)
         doing("starting learners and engines")
-        cluster = stack.enter_context(
-            start_cluster(config.fleet, shape, say=console.say, logs_folder=run.directory.path / LOGS_FOLDER)
-        )
+        logs_folder = run.directory.path / LOGS_FOLDER
+        cluster = stack.enter_context(start_cluster(config.fleet, shape, say=console.say, logs_folder=logs_folder))
         placement = stack.enter_context(cluster.placing(shape))
-        began_s = time.monotonic()
         who = f"{counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}"
         console.say(f"starting {who}: they load their libraries, then the model")
-        places = placement.whereabouts()
-        same_host = places.share_memory()
+        same_host = placement.whereabouts().share_memory()
         backend = choose_backend(
             config.fleet.weight_sync_backend,
             on_cuda=placement.on_gpus,
@@ -115,53 +191,8 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             say=console.say,
         )
         stack.callback(learners.shutdown)
-        make_engine = partial(_start_engine, run=run, placement=placement, environment=environment)
-        if shape.shares_device:
-            # vLLM takes its share of what it finds free, and must not measure while another takes memory.
-            learners.wait_ready(config.fleet.step_timeout_s)
-        # Elsewhere they import and load side by side.
-        handles = [make_engine(index) for index in range(shape.num_engines)]
-        learners.wait_ready(config.fleet.step_timeout_s)
-        console.say(f"learners have loaded the model after {time.monotonic() - began_s:.0f} s")
-        for handle in handles:
-            handle.wait_ready(config.fleet.engine_timeout_s)
-        console.say(f"engines are ready after {time.monotonic() - began_s:.0f} s")
-        publisher = WeightPublisher(learners, config.fleet, drain=not config.rollout.inflight_updates)
-        fleet: Fleet | None = None
-
-        def made_again(index: int) -> RayEngine:
-            handle = make_engine(index)
-            try:
-                handle.wait_ready(config.fleet.engine_timeout_s)
-            except BaseException:
-                handle.kill()  # the next one needs its place
-                raise
-            return handle
-
-        def restarted(index: int) -> None:
-            publisher.engine_restarted(index)
-            if fleet is not None:
-                fleet.write_pids()
-
-        engines = EnginePool(
-            handles,
-            make_engine=made_again,
-            on_restart=restarted,
-            on_failure=publisher.engines_failed,
-            timeout_s=config.fleet.engine_timeout_s,
-            max_restarts=config.fleet.max_restarts,
-            say=console.warn,
-        )
-        stack.callback(engines.close)
-        publisher.attach(engines)
-        fleet = Fleet(
-            run=run,
-            learners=learners,
-            engines=engines,
-            rewards=RewardManager(verifiers, config.reward),
-            publisher=publisher,
-            engines_share_cores=not placement.on_gpus and len(places.engines) == 1,
-        )
+        fleet = Fleet(run, placement, learners, verifiers, environment)
+        stack.callback(fleet.engines.close)
         stack.callback(run.directory.pids.unlink, missing_ok=True)
         fleet.write_pids()
         yield fleet
@@ -170,32 +201,13 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
 def _allocator_of_learners(placement: Placement, backend: str, console: Console) -> dict[str, str]:
     """Environment of the learners' allocator; warns of settings that engines, or learners beside one, cannot take."""
     hands_over_memory = backend == "ipc"
-    for name in without_growing_segments(os.environ) if placement.on_gpus else ():
+    if placement.on_gpus:
         whose = "engines and learners" if hands_over_memory else "engines"
-        console.say(f"{name}: {whose} go without expandable_segments:True, memory that no other process can map")
+        for name in without_growing_segments(os.environ):
+            console.say(f"{name}: {whose} go without expandable_segments:True, memory that no other process can map")
     return allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=hands_over_memory)
 
 
 def engine_dtype(config: GRPOConfig) -> Literal["bfloat16", "float32"]:
     """The dtype in which engines compute and weights travel."""
     return config.model.param_dtype if config.fleet.vllm_dtype == "policy" else config.fleet.vllm_dtype
-
-
-def _start_engine(index: int, *, run: RolloutRun, placement: Placement, environment: Mapping[str, str]) -> RayEngine:
-    config = run.config
-    settings = EngineSettings(
-        model_folder=str(run.pretrained.folder.resolve()),
-        tokenizer_folder=str(run.pretrained.tokenizer_folder.resolve()),
-        dtype=engine_dtype(config),
-        max_model_len=config.data.max_seq_length,
-        batching=Batching.of(config.fleet, on_cuda=placement.on_gpus, max_model_len=config.data.max_seq_length),
-        fleet=config.fleet,
-        seed=config.optim.seed,
-        stop_token_ids=run.chat.turn_end_token_ids(),
-        adapter=config.sent_adapter,
-    )
-    own = engine_environment(on_cuda=placement.on_gpus)
-    own |= allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=True)
-    if not placement.on_gpus:  # Ray would leave it one thread
-        own |= threads_of_each(placement.shape.num_cpu_slots - placement.shape.num_learners)
-    return RayEngine(index, settings, placement, environment={**own, **environment})

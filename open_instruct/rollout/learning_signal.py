@@ -10,6 +10,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.records import RolloutGroup
+from open_instruct.rollout.samples import all_completions, all_verdicts
 
 # The number of steps in a row without a signal that is worth a warning.
 MAX_SILENT_STEPS = 5
@@ -19,44 +20,43 @@ LONGER = "Raise it, or start from a model that has learned to end its answers (o
 
 
 class SignalWatch:
-    """Watches the groups of each step, and warns once in a run if several steps in a row had no signal, and why."""
+    """Watches the groups of the last steps; warns once in a run if none had a signal, and once if most were cut."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
-        self._silent: list[Sequence[RolloutGroup]] | None = []  # by step; none after the warning
+        self._groups: deque[Sequence[RolloutGroup]] = deque(maxlen=MAX_SILENT_STEPS)  # by step
+        self._has_learned: deque[bool] = deque(maxlen=MAX_SILENT_STEPS)
+        self._looks = [self._silence, self._cut]  # those that have not led to a warning yet
 
-    def after_step(self, groups: Sequence[RolloutGroup], *, num_samples: int) -> str | None:
-        """The warning, after the step that makes it due; `num_samples` are trained on."""
-        if self._silent is None:
+    def after_step(self, groups: Sequence[RolloutGroup], *, num_samples: int) -> list[str]:
+        """The warnings, after the step that makes them due; `num_samples` are trained on."""
+        self._groups.append(groups)
+        self._has_learned.append(num_samples > 0 and any(has_signal(group.rewards) for group in groups))
+        if len(self._groups) < MAX_SILENT_STEPS:
+            return []
+        warnings = []
+        for look in list(self._looks):
+            warning = look()
+            if warning is not None:
+                self._looks.remove(look)
+                warnings.append(warning)
+        return warnings
+
+    def _silence(self) -> str | None:
+        if any(self._has_learned):
             return None
-        has_learned = num_samples and any(has_signal(group.rewards) for group in groups)
-        self._silent = [] if has_learned else [*self._silent, groups]
-        if len(self._silent) < MAX_SILENT_STEPS:
-            return None
-        reason = _reason(list(chain.from_iterable(self._silent)), self._config)
-        self._silent = None
+        reason = _reason(list(chain.from_iterable(self._groups)), self._config)
         return f"no group of the last {MAX_SILENT_STEPS} steps had a signal to learn from: {reason}"
 
-
-class CutWatch:
-    """Watches how completions end, and warns once in a run if most of several steps were cut at the limit."""
-
-    def __init__(self, config: GRPOConfig) -> None:
-        self._limit = config.data.response_length
-        self._ends: deque[list[bool]] | None = deque(maxlen=MAX_SILENT_STEPS)
-
-    def after_step(self, groups: Sequence[RolloutGroup]) -> str | None:
-        """The warning, after the step that makes it due."""
-        if self._ends is None:
+    def _cut(self) -> str | None:
+        completions = all_completions(chain.from_iterable(self._groups))
+        are_cut = [completion.is_truncated for completion in completions]
+        if sum(are_cut) <= MOST_CUT * len(are_cut):
             return None
-        self._ends.append([each.is_truncated for group in groups for each in group.completions])
-        are_cut = list(chain.from_iterable(self._ends))
-        if len(self._ends) < MAX_SILENT_STEPS or sum(are_cut) <= MOST_CUT * len(are_cut):
-            return None
-        self._ends = None
+        limit = self._config.data.response_length
         return (
             f"{sum(are_cut) / len(are_cut):.0%} of the completions of the last {MAX_SILENT_STEPS} steps were cut off "
-            f"at --response_length {self._limit} tokens, and one that breaks off is seldom judged right. {LONGER}"
+            f"at --response_length {limit} tokens, and one that breaks off is seldom judged right. {LONGER}"
         )
 
 
@@ -66,7 +66,7 @@ def refuse_failed_verdicts(groups: Sequence[RolloutGroup]) -> None:
     Raises:
         RunError: not one verdict on `groups` is a real one.
     """
-    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    verdicts = all_verdicts(groups)
     if verdicts and all(verdict.problems for verdict in verdicts):
         raise RunError(
             f"all {len(verdicts)} verdicts of a step failed, so nothing can be learned. The first: "
@@ -76,10 +76,10 @@ def refuse_failed_verdicts(groups: Sequence[RolloutGroup]) -> None:
 
 
 def _reason(groups: Sequence[RolloutGroup], config: GRPOConfig) -> str:
-    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    verdicts = all_verdicts(groups)
     if all(verdict.is_right for verdict in verdicts):
         return "every answer was right. The prompts are too easy for this model: use harder ones"
-    if all(completion.is_truncated for group in groups for completion in group.completions):
+    if all(completion.is_truncated for completion in all_completions(groups)):
         return f"every completion was cut off at --response_length {config.data.response_length} tokens. {LONGER}"
     if config.reward.apply_r1_style_format_reward and not any(verdict.scores["format"] for verdict in verdicts):
         return (

@@ -23,7 +23,8 @@ def check_agreement(metrics: Mapping[str, float], *, param_dtype: str, engine_dt
     dtype = "float32" if param_dtype == engine_dtype == "float32" else "bfloat16"
     if "logprob_diff/max" not in metrics:
         return False
-    largest, mean = metrics["logprob_diff/max"], metrics["logprob_diff/mean"]
+    largest = metrics["logprob_diff/max"]
+    mean = metrics["logprob_diff/mean"]
     if largest <= MAX_DIFFERENCE[dtype] or mean <= MAX_MEAN_DIFFERENCE[dtype]:  # neither holds for NaN
         return True
     raise RunError(

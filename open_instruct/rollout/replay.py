@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from open_instruct.checkpoints.step_folder import find_checkpoints, step_of
@@ -64,7 +65,8 @@ def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | Non
         return StepWeights(model=given, checkpoint=None, are_the_steps_own=False, description=description)
     checkpoints = {step_of(path): path for path in find_checkpoints(run)}
     newest = max((saved for saved in checkpoints if saved < step), default=0)
-    checkpoint, are_the_steps_own = checkpoints.get(newest), newest == step - 1
+    checkpoint = checkpoints.get(newest)
+    are_the_steps_own = newest == step - 1
     description = f"the weights are the start model's, {start}"
     if checkpoint is not None:
         description = f"the weights are those of {'' if are_the_steps_own else f'step {newest}, '}{checkpoint}"
@@ -78,8 +80,10 @@ def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | Non
 
 def check_trace_fits(groups: Sequence[RolloutGroup], vocab_size: int) -> None:
     """Raises InputError where a trace has a token that the model does not know."""
-    ids = [ids for group in groups for ids in (group.prompt.token_ids, *(c.token_ids for c in group.completions))]
-    largest = max((max(text_ids, default=0) for text_ids in ids), default=0)
+    largest = 0
+    for group in groups:
+        for token_ids in (group.prompt.token_ids, *(completion.token_ids for completion in group.completions)):
+            largest = max(largest, *token_ids, 0)
     if largest >= vocab_size:
         raise InputError(
             f"the trace has token {largest}, and the model has vocab_size {vocab_size}: they do not belong together"
@@ -113,12 +117,18 @@ def differences(recorded: Mapping[str, float], recomputed: Mapping[str, float]) 
 def table(columns: Mapping[str, Mapping[str, float] | None]) -> str:
     """The metrics that were recomputed, one a line, in a column for each of `columns` that has numbers."""
     rows = {title: row for title, row in columns.items() if row is not None}
-    recomputed = dict.fromkeys(name for title, row in rows.items() if title != "recorded" for name in row)
+    recomputed = dict.fromkeys(chain.from_iterable(row for title, row in rows.items() if title != "recorded"))
     names = sorted(recomputed, key=lambda name: name not in SHOWN_FIRST)
     lines = [["", *rows]]
-    lines += ([name, *(f"{row[name]:.6g}" if name in row else MISSING for row in rows.values())] for name in names)
+    for name in names:
+        lines.append([name, *(_cell(row.get(name)) for row in rows.values())])
     first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
-    return "\n".join(
-        "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, others, strict=True))])
-        for name, *cells in lines
-    )
+    padded = []
+    for name, *cells in lines:
+        right = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
+        padded.append("  ".join([name.ljust(first), *right]))
+    return "\n".join(padded)
+
+
+def _cell(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.6g}"

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.losses import ADVANTAGES
@@ -13,7 +14,7 @@ from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.losses.advantages import advantages_of, has_signal
 from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
-from open_instruct.records import Completion, Document, RolloutGroup, RolloutSample, Span
+from open_instruct.records import Completion, Document, RolloutGroup, RolloutSample, Span, Verdict
 from open_instruct.rollout.conversations import conversations_of
 from open_instruct.users_code import own_function
 
@@ -83,7 +84,7 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
         "zero_std_fraction": mean([float(not has_signal(group.rewards)) for group in everything]),
         "num_rejected_groups": float(len(batch.rejected)),
         "num_trained_completions": float(len(samples)),
-        "num_generated_tokens": float(sum(len(each.token_ids) for group in everything for each in group.completions)),
+        "num_generated_tokens": float(sum(len(each.token_ids) for each in all_completions(everything))),
     }
     return StepSamples(
         samples=tuple(samples),
@@ -95,7 +96,7 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
 
 def verdict_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
     """`reward`, `verifier/NAME` (means over the completions it judged), and `num_verifier_problems`."""
-    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    verdicts = all_verdicts(groups)
     scores: defaultdict[str, list[float]] = defaultdict(list)
     for verdict in verdicts:
         for name, score in verdict.scores.items():
@@ -109,7 +110,7 @@ def verdict_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
 
 def length_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
     """`sequence_length/…` in generated tokens, and `truncated_fraction`."""
-    completions = [completion for group in groups for completion in group.completions]
+    completions = all_completions(groups)
     lengths = [len(completion.token_ids) for completion in completions]
     return {
         "sequence_length/mean": mean(lengths),
@@ -119,6 +120,19 @@ def length_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
     }
 
 
+def all_verdicts(groups: Iterable[RolloutGroup]) -> list[Verdict]:
+    return list(chain.from_iterable(group.verdicts for group in groups))
+
+
+def all_completions(groups: Iterable[RolloutGroup]) -> list[Completion]:
+    return list(chain.from_iterable(group.completions for group in groups))
+
+
+def num_right(group: RolloutGroup) -> int:
+    """The number of completions that every verifier accepted in full."""
+    return sum(verdict.is_right for verdict in group.verdicts)
+
+
 def mean(values: Sequence[float]) -> float:
     """0 where there is nothing to average."""
     return math.fsum(values) / len(values) if values else 0.0
@@ -126,7 +140,8 @@ def mean(values: Sequence[float]) -> float:
 
 def _staleness_metrics(groups: Iterable[RolloutGroup], version: int) -> dict[str, float]:
     """Staleness: how many steps older than the learners' weights are the weights that made each token."""
-    behind = [version - made for group in groups for completion in group.completions for made in completion.versions]
+    versions = chain.from_iterable(completion.versions for completion in all_completions(groups))
+    behind = [version - made for made in versions]
     return {"staleness/mean": mean(behind), "staleness/max": float(max(behind, default=0))}
 
 

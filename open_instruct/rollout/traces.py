@@ -3,50 +3,56 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import groupby, repeat
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow
+from pyarrow import parquet
 
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.errors import InputError, RunError
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.samples import RolloutStepBatch, StepSamples
 
-if TYPE_CHECKING:
-    import pyarrow
-
 FOLDER = "traces"
 MOST_BYTES = 2**30  # of the files, where `--save_traces` says nothing
 
-# pyarrow's name for the type of each column; for a column of lists, for the type of their values.
-COLUMNS: dict[str, str | list[str]] = {
-    "step": "int64",
-    "ticket": "int64",
-    "sample_index": "int64",
-    "row_id": "int64",
-    "prompt": "string",
-    "prompt_token_ids": ["int32"],
-    "checks": "string",  # JSON
-    "completion": "string",
-    "token_ids": ["int32"],
-    "logprobs": ["float64"],
-    "versions": ["int32"],
-    "finish_reason": "string",
-    "seed": "int64",
-    "reward": "float64",
-    "scores": "string",  # JSON
-    "problems": ["string"],
-    "advantage": "float64",  # none in a rejected group
-    "used_in_training": "bool_",
-    "rejected": "bool_",
-}
+SCHEMA = pyarrow.schema(
+    {
+        "step": pyarrow.int64(),
+        "ticket": pyarrow.int64(),
+        "sample_index": pyarrow.int64(),
+        "row_id": pyarrow.int64(),
+        "prompt": pyarrow.string(),
+        "prompt_token_ids": pyarrow.list_(pyarrow.int32()),
+        "checks": pyarrow.string(),  # JSON
+        "completion": pyarrow.string(),
+        "token_ids": pyarrow.list_(pyarrow.int32()),
+        "logprobs": pyarrow.list_(pyarrow.float64()),
+        "versions": pyarrow.list_(pyarrow.int32()),
+        "finish_reason": pyarrow.string(),
+        "seed": pyarrow.int64(),
+        "reward": pyarrow.float64(),
+        "scores": pyarrow.string(),  # JSON
+        "problems": pyarrow.list_(pyarrow.string()),
+        "advantage": pyarrow.float64(),  # none in a rejected group
+        "used_in_training": pyarrow.bool_(),
+        "rejected": pyarrow.bool_(),
+    }
+)
 # The field of a record that each column holds.
 OF_PROMPT = {"row_id": "row_id", "prompt": "text", "prompt_token_ids": "token_ids"}
-OF_COMPLETION = {"completion": "text"} | {
-    name: name for name in ("token_ids", "logprobs", "versions", "finish_reason", "seed")
+OF_COMPLETION = {
+    "completion": "text",
+    "token_ids": "token_ids",
+    "logprobs": "logprobs",
+    "versions": "versions",
+    "finish_reason": "finish_reason",
+    "seed": "seed",
 }
 
 
@@ -104,12 +110,9 @@ def write_traces(run_folder: Path, step: int, batch: RolloutStepBatch, learned: 
     Raises:
         RunError: the file cannot be written.
     """
-    import pyarrow
-    from pyarrow import parquet
-
     path = trace_file(run_folder, step)
     partial = path.with_suffix(".partial")
-    table = pyarrow.Table.from_pylist(list(_rows(step, batch, learned)), schema=_schema())
+    table = pyarrow.Table.from_pylist(list(_rows(step, batch, learned)), schema=SCHEMA)
     try:
         path.parent.mkdir(exist_ok=True)
         parquet.write_table(table, partial, compression="zstd")
@@ -127,13 +130,11 @@ def read_traces(run_folder: Path, step: int) -> list[RolloutGroup]:
     Raises:
         InputError: there is no such file, or it is none of ours.
     """
-    from pyarrow import parquet
-
     path = trace_file(run_folder, step)
     if not path.exists():
         raise InputError(f"{path} does not exist: {_steps_there_are(run_folder)}")
     try:
-        rows = parquet.read_table(path, schema=_schema()).to_pylist()
+        rows = parquet.read_table(path, schema=SCHEMA).to_pylist()
         rows = [row for row in rows if not row["rejected"]]
         for row in rows:
             _check_row(row)
@@ -156,28 +157,28 @@ def _check_row(row: dict[str, Any]) -> None:
 
 
 def _rows(step: int, batch: RolloutStepBatch, learned: StepSamples) -> Iterator[dict[str, Any]]:
-    judged: list[tuple[RolloutGroup, Iterable[float | None], Iterable[bool], bool]] = [
-        *zip(batch.groups, learned.advantages, learned.is_used, repeat(False)),
-        *((group, repeat(None), repeat(False), True) for group in batch.rejected),
-    ]
-    for group, advantages, is_used, rejected in judged:
-        checks = json.dumps([asdict(check) for check in group.prompt.checks])
-        samples = zip(group.completions, group.verdicts, advantages, is_used, strict=False)
-        for index, (completion, verdict, advantage, used) in enumerate(samples):
-            yield {
-                "step": step,
-                "ticket": group.ticket,
-                "sample_index": index,
-                "checks": checks,
-                **{column: getattr(group.prompt, field) for column, field in OF_PROMPT.items()},
-                **{column: getattr(completion, field) for column, field in OF_COMPLETION.items()},
-                "reward": verdict.reward,
-                "scores": json.dumps(verdict.scores),
-                "problems": verdict.problems,
-                "advantage": advantage,
-                "used_in_training": used,
-                "rejected": rejected,
-            }
+    for group, advantages, is_used in zip(batch.groups, learned.advantages, learned.is_used, strict=True):
+        for row, advantage, used in zip(_rows_of_group(step, group), advantages, is_used, strict=True):
+            yield row | {"advantage": advantage, "used_in_training": used, "rejected": False}
+    for group in batch.rejected:
+        for row in _rows_of_group(step, group):
+            yield row | {"advantage": None, "used_in_training": False, "rejected": True}
+
+
+def _rows_of_group(step: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
+    checks = json.dumps([asdict(check) for check in group.prompt.checks])
+    for index, (completion, verdict) in enumerate(zip(group.completions, group.verdicts, strict=True)):
+        yield {
+            "step": step,
+            "ticket": group.ticket,
+            "sample_index": index,
+            "checks": checks,
+            **{column: getattr(group.prompt, field) for column, field in OF_PROMPT.items()},
+            **{column: getattr(completion, field) for column, field in OF_COMPLETION.items()},
+            "reward": verdict.reward,
+            "scores": json.dumps(verdict.scores),
+            "problems": verdict.problems,
+        }
 
 
 def _group_of(rows: list[dict[str, Any]]) -> RolloutGroup:
@@ -211,12 +212,3 @@ def _sizes(run_folder: Path) -> dict[int, int]:
     """By step, the bytes of its file."""
     files = {file.stem.removeprefix("step"): file for file in (run_folder / FOLDER).glob("step*.parquet")}
     return {int(step): file.lstat().st_size for step, file in files.items() if step.isdecimal()}
-
-
-def _schema() -> pyarrow.Schema:
-    import pyarrow
-
-    def kind(name: str | list[str]) -> pyarrow.DataType:
-        return pyarrow.list_(kind(name[0])) if isinstance(name, list) else getattr(pyarrow, name)()
-
-    return pyarrow.schema([(column, kind(name)) for column, name in COLUMNS.items()])

@@ -22,7 +22,8 @@ from open_instruct.wording import escaped
 REFRESHES_PER_S = 2
 CURVE_HEIGHT = 6
 SECONDS_BETWEEN_SAMPLES = 60.0
-PROMPT_LETTERS, COMPLETION_LETTERS = 60, 160  # the prompt's last ones, the completion's first ones
+PROMPT_LETTERS = 60  # the last ones
+COMPLETION_LETTERS = 160  # the first ones
 
 
 class FleetView:
@@ -34,8 +35,7 @@ class FleetView:
         self.queues = queues
         self.rewards: list[float] = []
         self._step = 0
-        self._phase = "starting"
-        self._phase_began_s = time.monotonic()
+        self._begin_phase("starting")
         self._latest: Mapping[str, float] = {}
         self._live: Live | None = None
         self._sample: Mapping[str, str] = {}
@@ -47,13 +47,9 @@ class FleetView:
         if not self.console.is_live:
             yield self
             return
-        with Live(
-            console=self.console.rich,
-            get_renderable=self._draw,
-            refresh_per_second=REFRESHES_PER_S,
-            transient=True,
-        ) as live:
-            self._live = live
+        rich = self.console.rich
+        live = Live(console=rich, get_renderable=self._draw, refresh_per_second=REFRESHES_PER_S, transient=True)
+        with live as self._live:
             try:
                 yield self
             finally:
@@ -62,21 +58,27 @@ class FleetView:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Show `name` as the present phase while the block runs."""
-        self._phase, self._phase_began_s = name, time.monotonic()
+        self._begin_phase(name)
         doing(f"{name} (step {self._step + 1})" if self._step < self.num_steps else name)
         yield
-        self._phase, self._phase_began_s = "between steps", time.monotonic()
+        self._begin_phase("between steps")
+
+    def _begin_phase(self, name: str) -> None:
+        self._phase = name
+        self._phase_began_s = time.monotonic()
 
     def finished(self, row: Mapping[str, float], group: RolloutGroup | None = None) -> None:
         """Take in the metrics of a step, and a group from which a completion is shown now and then."""
-        self._step, self._latest = int(row["step"]), row
+        self._step = int(row["step"])
+        self._latest = row
         self.rewards.append(row["reward"])
         interval = max(1, self.num_steps // 40)
         is_said = self._live is not None or self._step % interval == 0 or self._step in (1, self.num_steps)
         say = self.console.say if is_said else self.console.log
         say(f"step {self._step}/{self.num_steps}  {step_words(row)}")
         if group is not None and time.monotonic() - self._sample_s >= SECONDS_BETWEEN_SAMPLES:
-            self._sample, self._sample_s = sample_words(group, self._step), time.monotonic()
+            self._sample = sample_words(group, self._step)
+            self._sample_s = time.monotonic()
             say = self.console.say if self._live is None else self.console.log
             say("  ".join(f"{name} {words}" for name, words in self._sample.items()))
 
@@ -100,10 +102,12 @@ class FleetView:
 def sample_words(group: RolloutGroup, number: int) -> dict[str, str]:
     """One of the group's completions and its prompt, cut to a line each; control characters are escaped."""
     index = number % len(group.completions)
-    prompt, completion = group.prompt.text, group.completions[index].text
-    tail, head = escaped(prompt[-PROMPT_LETTERS:]), escaped(completion[:COMPLETION_LETTERS])
+    prompt = group.prompt.text
+    completion = group.completions[index].text
+    cut_before = "…" if len(prompt) > PROMPT_LETTERS else ""
+    cut_after = "…" if len(completion) > COMPLETION_LETTERS else ""
     return {
-        "sample": ("…" if len(prompt) > PROMPT_LETTERS else "") + tail,
-        "answer": head + ("…" if len(completion) > COMPLETION_LETTERS else ""),
+        "sample": cut_before + escaped(prompt[-PROMPT_LETTERS:]),
+        "answer": escaped(completion[:COMPLETION_LETTERS]) + cut_after,
         "its reward": f"{group.rewards[index]:g}",
     }

@@ -128,7 +128,7 @@ def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
         raise InputError(
             f"{path} is of an objective of your own, {command}: give the run's command again to end it with an export"
         )
-    config = parse(classes[command], [str(path)], unknown=[])
+    config = parse(classes[command], [str(path)], skip_unknown=True)
     if unread := sorted(saved.keys() - known[command]):
         print(f"{path}: not read, as {command} has no such flags in this version: {', '.join(unread)}", file=sys.stderr)
     return config, objective_named(command) if command in OBJECTIVES else None

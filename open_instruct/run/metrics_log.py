@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from open_instruct.metric_table import followed
-from open_instruct.run.growth import GrowthWatch
+from open_instruct.run.alarms import GrowthWatch, SlownessWatch
 from open_instruct.run.run_directory import rows_of
-from open_instruct.run.slowness import SlownessWatch
 from open_instruct.whole_file import replace_text
 
 log = logging.getLogger(__name__)

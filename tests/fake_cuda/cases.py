@@ -310,6 +310,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     from open_instruct.objectives.registry import objective_named
     from open_instruct.packing.steps import BatchShape
     from open_instruct.records import StepBatch
+    from open_instruct.run.cadence import Cadence
     from tests.unit.small_models import VOCAB_SIZE
 
     if config.parallel.backend == "olmo_core":
@@ -355,9 +356,8 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
         run=run,
         config=config,
         start_model="",
-        num_steps=NUM_STEPS + 1,
+        cadence=Cadence(num_steps=NUM_STEPS + 1, save_every=NUM_STEPS + 1),
         max_tokens_per_step=loader.max_tokens_per_step,
-        save_interval=NUM_STEPS + 1,
     )
 
     def score() -> dict[str, int]:

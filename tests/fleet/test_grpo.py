@@ -84,23 +84,6 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in rows]
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def assert_gone(pids: dict[str, Any]) -> None:
-    deadline_s = time.monotonic() + 30
-    left = [pids["driver"], *pids["learners"], *pids["engines"]]
-    while any(map(is_alive, left)) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    assert not any(map(is_alive, left))
-    assert not list(SHARED_MEMORY.glob(f"open_instruct-{pids['driver']}-*"))
-
-
 def test_what_a_run_leaves_behind(undisturbed: GRPOCase) -> None:
     rows = undisturbed.rows()
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
@@ -216,9 +199,8 @@ def reward_model(base: GRPOCase) -> Path:
     return folder / "rewards" / "hf_model"
 
 
-@pytest.mark.parametrize("backend", ["gloo"])
 def test_one_device_for_learner_and_engine(
-    variant: Callable[..., GRPOCase], reward_model: Path, backend: str, tmp_path: Path
+    variant: Callable[..., GRPOCase], reward_model: Path, tmp_path: Path
 ) -> None:
     """A reward model judges too, a reference policy stands beside, and every step learns from conversations as well.
 
@@ -229,7 +211,7 @@ def test_one_device_for_learner_and_engine(
     chats.write_text(f"{json.dumps({'messages': turns})}\n" * 3)
     case = variant(
         single_gpu_mode="true",
-        weight_sync_backend=backend,
+        weight_sync_backend="gloo",
         async_steps=1,
         inflight_updates="false",
         beta=0.1,
@@ -364,18 +346,16 @@ def test_a_terminated_run_saves_and_a_killed_driver_takes_all_with_it_and_both_r
     case = variant(num_learners_per_node=2, checkpointing_steps=100)
     process = case.start()
     case.when_step(1, process, lambda: stop_all(process))
-    pids = case.pids()
     said = finished(process, exit_code=143)
     assert "SIGTERM: stopped after step" in said.splitlines()[-1]
-    assert_gone(pids)
+    assert_nothing_left(case, process)
 
     case.flags["checkpointing_steps"] = 1
     num_steps = len(case.rows())
     process = case.start()
     case.when_step(num_steps + 1, process, lambda: os.kill(process.pid, signal.SIGKILL))
-    pids = case.pids()
     process.communicate()
-    assert_gone(pids)
+    assert_no_process_left(process)
 
     said = case.run()
     assert "resuming after step" in said
@@ -435,6 +415,10 @@ def stop_all(process: Process) -> None:
 def assert_nothing_left(case: GRPOCase, process: Process) -> None:
     assert not (case.output_dir / "run.lock.json").exists()
     assert not (case.output_dir / "pids.json").exists()
+    assert_no_process_left(process)
+
+
+def assert_no_process_left(process: Process) -> None:
     deadline_s = time.monotonic() + 30
     while marked(process) and time.monotonic() < deadline_s:
         time.sleep(0.1)

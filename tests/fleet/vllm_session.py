@@ -121,21 +121,6 @@ def with_stop_strings(engine: Engine, whole: list[Completion]) -> list[dict[str,
     return answers
 
 
-DEVICES = (("NVIDIA H100 80GB HBM3", 80), ("NVIDIA A100-SXM4-80GB", 80), ("NVIDIA L40S", 48))
-
-
-def llm_class_tokens(device: tuple[str, int]) -> int:
-    """Tokens of a step that vLLM's `LLM` has on a GPU of that name, and so many GiB."""
-    from vllm.engine import arg_utils
-    from vllm.usage.usage_lib import UsageContext
-
-    platform = Mock(is_cpu=lambda: False, is_tpu=lambda: False)
-    platform.get_device_name.return_value, platform.get_device_total_memory.return_value = device[0], device[1] << 30
-    with patch.object(arg_utils, "current_platform", platform):
-        tokens: int = arg_utils.EngineArgs.get_batch_defaults(1)[0][UsageContext.LLM_CLASS]
-    return tokens
-
-
 def refused_share(settings: EngineSettings) -> dict[float, str | None]:
     """By share of a GPU that is asked for where 30.157 of 79.1 GiB are free: what a run says of vLLM's own error."""
     from vllm.v1.worker.utils import request_memory
@@ -178,7 +163,7 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
         seed=0,
         stop_token_ids=STOP_TOKEN_IDS,
     )
-    answers: dict[str, Any] = {"on_cuda": asked_of_vllm(settings), "llm_class": [*map(llm_class_tokens, DEVICES)]}
+    answers: dict[str, Any] = {"on_cuda": asked_of_vllm(settings)}
     answers["refused_share"] = refused_share(settings)
     with patch.object(vllm_core, "check_temperature", wraps=vllm_core.check_temperature) as probed:
         engine = Engine(settings, make_core=partial(HaltingCore, weight_receiver=RECEIVER))

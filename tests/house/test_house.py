@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from open_instruct.chat.command import ChatFlags
-from open_instruct.config.flags import flags_of
+from open_instruct.config.flags import OWN, flags_of
 from open_instruct.config.plan import PlanFlags
 from open_instruct.config.suites.upstream_flags import upstream_table
-from open_instruct.config.validation import READ_ONLY_WITH
+from open_instruct.config.validation import TRACKERS
 from open_instruct.families import FAMILIES
 from open_instruct.merge import MergeFlags
 from open_instruct.parallel.layout_command import LayoutFlags
@@ -420,13 +420,14 @@ class TestFlags:
         read |= {name for made, behind in properties_of_configs() if made in read for name in behind}
         assert flags_of(command.config_class).keys() - read == set()
 
-    def test_flags_that_are_read_only_with_others_are_flags_beside_them(self) -> None:
-        configs = [flags_of(command.config_class) for command in commands_with_flags()]
-        for condition, names in READ_ONLY_WITH.items():
-            other, *values = condition.split()
-            having = [flags for flags in configs if other in flags]
-            assert all(any(name in flags for flags in having) for name in names), condition
-            assert all(flags[other].kind is not bool or not values for flags in having), condition
+    @pytest.mark.parametrize("command", commands_with_flags(), ids=lambda command: command.script)
+    def test_what_a_flag_is_read_with_is_a_flag_beside_it(self, command: Any) -> None:
+        flags = flags_of(command.config_class)
+        for flag in flags.values():
+            if flag.read_with:
+                assert flag.other in flags, flag.name
+                values = {*flag.read_with.split()[1:]}
+                assert values <= {*flags[flag.other].choices, OWN, ">0", *TRACKERS}, flag.name
 
     def test_the_page_of_upstreams_flags_is_up_to_date(self) -> None:
         page = (REPOSITORY / "docs" / "upstream.md").read_text(encoding="utf-8")

@@ -29,7 +29,7 @@ def to_learners(learners: LearnerGroup[LearnerProcess], work: list[RankStep]) ->
     learners.start(LearnerProcess.broadcast_to_vllm)  # type: ignore[call-arg]
     learners.start_each(LearnerProcess.step, [3])  # type: ignore[arg-type]
     learners.start("broadcast_to_vllm", 3)  # type: ignore[arg-type]
-    learners.start(Engine.health)  # type: ignore[arg-type]
+    learners.start(Engine.pid)  # type: ignore[arg-type]
 
 
 def to_engines(pool: EnginePool, engine: RayEngine) -> None:

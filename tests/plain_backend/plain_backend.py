@@ -48,8 +48,7 @@ class Plain:
         import torch
         from olmo_core.train.train_module.train_module import BasicTrainModule
 
-        from open_instruct.learner.optim.optimizers import build_scheduler
-        from open_instruct.learner.optim.schedule import set_learning_rate
+        from open_instruct.learner.optim.optimizers import build_scheduler, set_learning_rate
         from open_instruct.learner.reference import Reference
         from open_instruct.models.load import stream_load
 

@@ -18,7 +18,7 @@ from open_instruct.learner.deepspeed.settings import zpg_of
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.memory.phases import BUFFERS
 from open_instruct.planning.memory.sync_buckets import sync_buckets
-from open_instruct.planning.request import PLAN_CONFIGS
+from open_instruct.planning.request import plan_configs
 from open_instruct.planning.subject.workload import shape_of_run, workload_of
 from open_instruct.planning.traffic.collectives import groups_of
 from tests.ranks.jobs.deepspeed_runs import OF_LARGE_MODELS
@@ -124,7 +124,7 @@ class Measured:
 
     def planned(self, name: str) -> ZeroMoments:
         """Of a run whose engines are sent the weights."""
-        case, config = CASES[name], parse(PLAN_CONFIGS["dpo"], self.words(name))
+        case, config = CASES[name], parse(plan_configs()["dpo"], self.words(name))
         shape = shape_of_run(config, str(self.models[case.model]))
         layout = layout_of(config.parallel, [case.num_ranks])
         workload = replace(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from open_instruct.run.slowness import LATE
+from open_instruct.run.alarms import LATER_SHARE
 from open_instruct.toys.synthetic import write_synthetic_preferences
 from tests.ranks import programs
 from tests.ranks.launch import run_ranks as start
@@ -99,7 +99,7 @@ def test_a_slow_rank_is_told_of_once(one_process: TrainCase, run_ranks: RunRanks
         (told,) = [line for line in log if "takes" in line]
         assert f"after step {2 * window} learner-1 takes " in told
     row = one_process.metrics("slow")[window - 1]
-    assert row["slowest_loader"] == 1 and row["loaders/share"] < 0.1 and row["slowest_loader/share"] > LATE
+    assert row["slowest_loader"] == 1 and row["loaders/share"] < 0.1 and row["slowest_loader/share"] > LATER_SHARE
     log = (one_process.folder / "slow" / "run.log").read_text().splitlines()
     (late,) = [line for line in log if "waits for its own rows" in line]
     assert f"after step {2 * window} learner-1 waits " in late

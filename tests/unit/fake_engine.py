@@ -52,6 +52,20 @@ def eventually(condition: Callable[[], Any]) -> None:
         time.sleep(0.001)
 
 
+def meanwhile(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """Run it on a thread of its own, which may hang without holding up the tests."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 class FakeCore:
     """Makes tokens of version numbers, as fast as it may.
 
@@ -171,16 +185,7 @@ class InProcessEngine:
     def ask(self, timeout_s: float, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name = method.__name__
         self.asked.append(name)
-        answer: Future[Any] = Future()
-
-        def call() -> None:
-            try:
-                answer.set_result(getattr(self.engine, name)(*args, **kwargs))
-            except Exception as error:
-                answer.set_exception(error)
-
-        if not self._death.done():
-            threading.Thread(target=call, daemon=True).start()
+        answer = Future[Any]() if self._death.done() else meanwhile(getattr(self.engine, name), *args, **kwargs)
         wait([answer, self._death], timeout_s, FIRST_COMPLETED)
         if self._death.done():
             raise RunError(f"{self.name} was lost during {name}")

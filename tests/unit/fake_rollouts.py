@@ -1,4 +1,4 @@
-"""Engines and verifiers that a test can steer: what they answer depends on the request alone."""
+"""Flags, groups, engines and verifiers that a test can steer: what they answer depends on the request alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,54 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Literal
 
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import parse
 from open_instruct.engines.requests import GenerationRequest
-from open_instruct.records import Check, Completion, Prompt, Verdict
+from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
+
+PROMPT = Prompt(row_id=7, token_ids=(1, 40, 2), text="2 + 2?", checks=(Check(verifier="math", ground_truth="4"),))
+
+
+def grpo_config(*words: str) -> GRPOConfig:
+    required = ["--model_name_or_path", "m", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
+    return parse(GRPOConfig, [*required, *words])
+
+
+def completion(
+    num_tokens: int = 2,
+    *,
+    text: str = "4",
+    versions: tuple[int, ...] | None = None,
+    ends: Literal["stop", "length"] = "stop",
+    seed: int = 0,
+) -> Completion:
+    return Completion(
+        token_ids=tuple(range(60, 60 + num_tokens)),
+        logprobs=tuple(-0.1 * i for i in range(num_tokens)),
+        versions=versions or (0,) * num_tokens,
+        text=text,
+        finish_reason=ends,
+        seed=seed,
+    )
+
+
+def group_of(
+    rewards: Sequence[float],
+    completions: Sequence[Completion] | None = None,
+    *,
+    ticket: int = 0,
+    prompt: Prompt = PROMPT,
+    **scores: float,
+) -> RolloutGroup:
+    """A group with these rewards, which are the scores too where `scores` are not given for all."""
+    return RolloutGroup(
+        ticket=ticket,
+        prompt=prompt,
+        completions=tuple(completions or [completion(seed=index) for index in range(len(rewards))]),
+        verdicts=tuple(Verdict(reward=reward, scores={"math": reward} | scores) for reward in rewards),
+    )
 
 
 class FakeDataset:

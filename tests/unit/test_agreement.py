@@ -10,8 +10,9 @@ from open_instruct.errors import RunError
 from open_instruct.rollout.logprob_agreement import check_agreement
 
 
-def metrics(*, mean: float, largest: float) -> dict[str, float]:
-    return {"loss": 0.0, "logprob_diff/mean": mean, "logprob_diff/max": largest}
+def agrees(mean: float, largest: float, dtypes: tuple[str, str]) -> bool:
+    metrics = {"loss": 0.0, "logprob_diff/mean": mean, "logprob_diff/max": largest}
+    return check_agreement(metrics, param_dtype=dtypes[0], engine_dtype=dtypes[1])
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ def metrics(*, mean: float, largest: float) -> dict[str, float]:
     ],
 )
 def test_rounding_is_no_disagreement(dtypes: tuple[str, str], mean: float, largest: float) -> None:
-    assert check_agreement(metrics(mean=mean, largest=largest), param_dtype=dtypes[0], engine_dtype=dtypes[1])
+    assert agrees(mean, largest, dtypes)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_rounding_is_no_disagreement(dtypes: tuple[str, str], mean: float, large
 )
 def test_more_than_rounding_is(dtypes: tuple[str, str], mean: float, largest: float) -> None:
     with pytest.raises(RunError, match=f"by {mean:.2g} on average and {largest:.2g} at most.*--tokenizer_name_or_path"):
-        check_agreement(metrics(mean=mean, largest=largest), param_dtype=dtypes[0], engine_dtype=dtypes[1])
+        agrees(mean, largest, dtypes)
 
 
 def test_a_step_without_a_signal_proves_nothing() -> None:

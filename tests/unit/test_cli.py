@@ -9,15 +9,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from open_instruct import __version__, cli, entry
 from open_instruct.config.dpo import DPOConfig, validate_dpo
-from open_instruct.config.sections import ParallelSection
-from open_instruct.entry import LAUNCHER_ERROR_FILE, check_layout, run_entry, run_to_exit_code, typed
+from open_instruct.entry import LAUNCHER_ERROR_FILE, run_entry, run_to_exit_code, typed
 from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNAL, EXIT_PREEMPTED, InputError, RunError
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED
@@ -188,43 +187,66 @@ class TestTyped:
         assert first.startswith(says) and asks in last
 
 
-def entry_code(tmp_path: Path, words: list[str], result: int | BaseException = 0) -> int:
-    """The exit code of an entry whose `main` returns or raises `result`."""
+Outcome = Callable[..., tuple[int, str]]
 
-    def main(config: DPOConfig) -> int:
-        if isinstance(result, BaseException):
-            raise result
-        return result
 
-    argv = [*REQUIRED, "--output_dir", str(tmp_path), *words]
-    return run_entry(DPOConfig, main, argv, program="dpo", validate=validate_dpo)
+@pytest.fixture
+def outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Outcome:
+    """Run an entry with more `words`, whose `main` returns or raises `result`: its exit code, and what it said."""
+
+    def run(words: str = "", result: int | BaseException = 0, output_dir: Path = tmp_path) -> tuple[int, str]:
+        def main(config: DPOConfig) -> int:
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        argv = [*REQUIRED, "--output_dir", str(output_dir), *words.split()]
+        code = run_entry(DPOConfig, main, argv, program="dpo", validate=validate_dpo)
+        said = capsys.readouterr()
+        assert said.out == ""
+        return code, said.err
+
+    return run
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+def while_handling(error: Exception, context: Exception) -> Exception:
+    error.__context__ = context
+    return error
+
+
+NOT_CALLED = AssertionError("main was called")
+FULL_DISK = OSError(errno.ENOSPC, "No space left on device")
 
 
 class TestEntry:
     @pytest.mark.parametrize("code", [0, EXIT_PREEMPTED])
-    def test_the_code_of_main_is_the_exit_code(self, tmp_path: Path, code: int) -> None:
-        assert entry_code(tmp_path, [], code) == code
+    def test_the_code_of_main_is_the_exit_code(self, outcome: Outcome, code: int) -> None:
+        assert outcome(result=code) == (code, "")
 
-    def test_what_was_not_needed_is_told_in_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        words = ["--with_tracking", "--hf_repo_url", "u", "--logging_steps", "1", "--deepspeed_stage", "3"]
-        assert entry_code(tmp_path, words) == 0
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    def test_what_was_not_needed_is_told_in_one_line(self, outcome: Outcome) -> None:
+        code, said = outcome("--with_tracking --hf_repo_url u --logging_steps 1 --deepspeed_stage 3")
+        assert code == 0
+        (line,) = [line for line in said.splitlines() if "left out" in line]
         assert line.startswith("dpo: not needed here, and left out: --with_tracking (metrics.jsonl is always written;")
         assert "; --hf_repo_url (--hub_model_id says" in line and "; --logging_steps (" in line
 
-    def test_main_gets_the_parsed_config(self, tmp_path: Path) -> None:
-        seen: list[DPOConfig] = []
+    def test_main_gets_the_config_of_the_command_line(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(sys, "argv", ["dpo.py", *REQUIRED, "--output_dir", str(tmp_path), "--beta", "5"])
+        betas: list[float] = []
 
         def main(config: DPOConfig) -> int:
-            seen.append(config)
-            return 0
+            betas.append(config.loss.beta)
+            return 7
 
-        argv = [*REQUIRED, "--output_dir", str(tmp_path), "--beta", "5"]
-        assert run_entry(DPOConfig, main, argv, program="dpo", validate=validate_dpo) == 0
-        assert [config.loss.beta for config in seen] == [5.0]
+        assert run_entry(DPOConfig, main, None, program="dpo", validate=validate_dpo) == 7
+        assert betas == [5.0]
 
     @pytest.mark.parametrize(
-        ("installed", "environ", "said"),
+        ("installed", "environ", "told"),
         [
             (False, {"WANDB_API_KEY": "key"}, "--report_to wandb needs the wandb package: pip install"),
             (True, {}, "--report_to wandb: nobody has logged in here: run `wandb login`, or set WANDB_API_KEY"),
@@ -238,10 +260,10 @@ class TestEntry:
         self,
         installed: bool,
         environ: dict[str, str],
-        said: str,
+        told: str,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
+        outcome: Outcome,
     ) -> None:
         for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
             monkeypatch.delenv(name)
@@ -254,116 +276,91 @@ class TestEntry:
         if installed:
             (tmp_path / "packages" / "wandb.py").write_text("raise AssertionError('imported')")
         monkeypatch.setattr(sys, "path", [str(tmp_path / "packages"), str(tmp_path)])
-        result = AssertionError("main was called") if said else 0
-        assert entry_code(tmp_path / "out", ["--report_to", "wandb"], result) == (EXIT_INPUT if said else 0)
-        assert said in capsys.readouterr().err
+        code, said = outcome("--report_to wandb", NOT_CALLED if told else 0)
+        assert code == (EXIT_INPUT if told else 0) and told in said
 
-    def test_the_command_line_is_the_default(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(sys, "argv", ["dpo.py", *REQUIRED, "--output_dir", str(tmp_path)])
-        assert run_entry(DPOConfig, lambda config: 7, None, program="dpo", validate=validate_dpo) == 7
-
-    def test_main_is_not_called_with_bad_flags(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert entry_code(tmp_path, ["--beta", "x"], AssertionError("main was called")) == EXIT_INPUT
-        assert capsys.readouterr().err.startswith("dpo: --beta takes a number, or none, not 'x'\n")
+    def test_main_is_not_called_with_bad_flags(self, outcome: Outcome) -> None:
+        code, said = outcome("--beta x", NOT_CALLED)
+        assert code == EXIT_INPUT and said.startswith("dpo: --beta takes a number, or none, not 'x'\n")
 
     def test_other_ranks_leave_bad_flags_to_rank_0(
-        self,
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
-        waits: list[float],
+        self, tmp_path: Path, outcome: Outcome, monkeypatch: pytest.MonkeyPatch, waits: list[float]
     ) -> None:
         monkeypatch.setenv("RANK", "3")
         monkeypatch.setenv(LAUNCHER_ERROR_FILE, str(tmp_path / "error.json"))
-        assert entry_code(tmp_path, ["--beta", "x"]) == EXIT_INPUT
-        assert capsys.readouterr() == ("", "")
+        assert outcome("--beta x") == (EXIT_INPUT, "")
         assert waits == [entry.OTHER_RANKS_WAIT_S]
         assert not (tmp_path / "error.json").exists()
 
-    def test_the_launcher_is_left_the_message(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_launcher_is_left_the_message(
+        self, tmp_path: Path, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         error_file = tmp_path / "error.json"
         monkeypatch.setenv(LAUNCHER_ERROR_FILE, str(error_file))
-        assert entry_code(tmp_path, ["--beta", "x"]) == EXIT_INPUT
+        assert outcome("--beta x")[0] == EXIT_INPUT
         failure = json.loads(error_file.read_text())["message"]
         assert failure["message"].startswith("dpo: --beta takes a number, or none, not 'x'\nNothing was started.")
         assert int(failure["extraInfo"]["timestamp"]) > 0
 
-    def test_warnings_do_not_stop(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert entry_code(tmp_path, ["--eval_mixer_list", "held_out.jsonl", "1"]) == 0
-        assert "dpo: warning: --eval_mixer_list held_out.jsonl 1 takes a single row" in capsys.readouterr().err
+    def test_warnings_do_not_stop(self, outcome: Outcome) -> None:
+        code, said = outcome("--eval_mixer_list held_out.jsonl 1")
+        assert code == 0 and "dpo: warning: --eval_mixer_list held_out.jsonl 1 takes a single row" in said
 
     @pytest.mark.parametrize(
         ("error", "code"),
         [(InputError("rows.jsonl line 3: fix it"), EXIT_INPUT), (RunError("the disk went away"), EXIT_FAILURE)],
     )
     def test_known_failures_are_a_message(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, code: int
+        self, tmp_path: Path, outcome: Outcome, waits: list[float], error: Exception, code: int
     ) -> None:
-        assert entry_code(tmp_path, [], error) == code
-        assert capsys.readouterr().err == f"dpo: {error}\n"
+        assert outcome(result=error) == (code, f"dpo: {error}\n")
+        assert waits == []
         assert not (tmp_path / "run.log").exists()
 
-    def test_unknown_failures_leave_their_traceback_in_the_log(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_unknown_failures_leave_their_traceback_in_the_log(self, tmp_path: Path, outcome: Outcome) -> None:
         (tmp_path / "run.log").write_text("earlier lines\n")
-        assert entry_code(tmp_path, [], KeyError("lost")) == EXIT_FAILURE
-        first, last = capsys.readouterr().err.splitlines()
-        assert first == "dpo failed: KeyError: 'lost'"
-        assert f"The traceback is in {tmp_path / 'run.log'}." in last
-        assert "again" in last
+        code, said = outcome(result=KeyError("lost"))
+        first, last = said.splitlines()
+        assert (code, first) == (EXIT_FAILURE, "dpo failed: KeyError: 'lost'")
+        assert f"The traceback is in {tmp_path / 'run.log'}." in last and "again" in last
         log = (tmp_path / "run.log").read_text()
-        assert log.startswith("earlier lines\nrank 0 failed:\nTraceback")
-        assert log.endswith("KeyError: 'lost'\n")
+        assert log.startswith("earlier lines\nrank 0 failed:\nTraceback") and log.endswith("KeyError: 'lost'\n")
 
-    def test_without_a_run_directory_the_traceback_is_on_stderr(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert entry_code(tmp_path / "never made", [], KeyError("lost")) == EXIT_FAILURE
-        err = capsys.readouterr().err
-        assert err.startswith("Traceback")
-        assert "The traceback is above." in err.splitlines()[-1]
+    def test_without_a_run_directory_the_traceback_is_on_stderr(self, tmp_path: Path, outcome: Outcome) -> None:
+        code, said = outcome(result=KeyError("lost"), output_dir=tmp_path / "never made")
+        assert code == EXIT_FAILURE and said.startswith("Traceback")
+        assert "The traceback is above." in said.splitlines()[-1]
 
-    def test_out_of_memory_names_the_flags_that_help(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        class OutOfMemoryError(RuntimeError):
-            """Named as torch's."""
-
-        assert entry_code(tmp_path, [], OutOfMemoryError("CUDA out of memory")) == EXIT_FAILURE
-        assert "halve --per_device_train_batch_size" in capsys.readouterr().err.splitlines()[-1]
+    def test_out_of_memory_names_the_flags_that_help(self, outcome: Outcome) -> None:
+        code, said = outcome(result=OutOfMemoryError("CUDA out of memory"))
+        assert code == EXIT_FAILURE and "halve --per_device_train_batch_size" in said.splitlines()[-1]
 
     @pytest.mark.parametrize(
         "error",
         [
-            OSError(errno.ENOSPC, "No space left on device"),
+            FULL_DISK,
             OSError(errno.EDQUOT, "Disk quota exceeded"),
             RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/0"),
             ValueError("Error while serializing: I/O error: No space left on device (os error 28)"),
+            while_handling(RuntimeError("unexpected pos 640 vs 534"), FULL_DISK),
         ],
     )
     def test_a_full_disk_is_one_sentence_whoever_meets_it(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception
+        self, tmp_path: Path, outcome: Outcome, error: Exception
     ) -> None:
         (tmp_path / "step20").mkdir()
         (tmp_path / "step100").mkdir()
-        assert entry_code(tmp_path, [], error) == EXIT_FAILURE
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "the disk is full" in line and "make room" in line
+        code, said = outcome(result=error)
+        (line,) = said.splitlines()
+        assert code == EXIT_FAILURE and "the disk is full" in line and "make room" in line
         assert f"go on from the last checkpoint, {tmp_path / 'step100'}" in line
 
-    def test_a_full_disk_found_while_another_error_was_handled(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        error = RuntimeError("unexpected pos 640 vs 534")
-        error.__context__ = OSError(errno.ENOSPC, "No space left on device")
-        assert entry_code(tmp_path, [], error) == EXIT_FAILURE
-        assert "the disk is full" in capsys.readouterr().err
-
     def test_a_disk_that_holds_stderr_too_is_met_in_silence(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with Path("/dev/full").open("w") as full:
             monkeypatch.setattr(sys, "stderr", full)
-            assert entry_code(tmp_path, [], OSError(errno.ENOSPC, "No space left on device")) == EXIT_FAILURE
+            assert outcome(result=FULL_DISK)[0] == EXIT_FAILURE
             monkeypatch.undo()
             with contextlib.suppress(OSError):
                 full.close()
@@ -382,27 +379,19 @@ class TestEntry:
         assert line.startswith("dpo: SIGTERM while reading the rows. There is no checkpoint yet")
         assert signal.getsignal(signal.SIGTERM) is before
 
-    def test_ctrl_c_is_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert entry_code(tmp_path, [], KeyboardInterrupt()) == EXIT_FAILURE
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "interrupted while" in line
+    def test_ctrl_c_is_one_line(self, outcome: Outcome) -> None:
+        code, said = outcome(result=KeyboardInterrupt())
+        (line,) = said.splitlines()
+        assert code == EXIT_FAILURE and "interrupted while" in line
         assert "the same command, given again, starts from the beginning" in line
 
     def test_a_rank_that_fails_alone_is_heard_after_rank_0_had_its_say(
-        self,
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
-        waits: list[float],
+        self, outcome: Outcome, monkeypatch: pytest.MonkeyPatch, waits: list[float]
     ) -> None:
         monkeypatch.setenv("RANK", "3")
-        assert entry_code(tmp_path, [], InputError("model-3.safetensors is truncated")) == EXIT_INPUT
+        error = InputError("model-3.safetensors is truncated")
+        assert outcome(result=error) == (EXIT_INPUT, "[rank 3] dpo: model-3.safetensors is truncated\n")
         assert waits == [entry.OTHER_RANKS_WAIT_S]
-        assert capsys.readouterr().err == "[rank 3] dpo: model-3.safetensors is truncated\n"
-
-    def test_rank_0_does_not_wait(self, tmp_path: Path, waits: list[float]) -> None:
-        assert entry_code(tmp_path, [], RunError("x")) == EXIT_FAILURE
-        assert waits == []
 
     def test_commands_without_a_run_promise_no_checkpoint(self, capsys: pytest.CaptureFixture[str]) -> None:
         def interrupted() -> int:
@@ -412,20 +401,25 @@ class TestEntry:
         assert "checkpoint" not in capsys.readouterr().err
 
 
-class TestLayoutCheck:
-    def test_the_world_of_torchrun_is_checked(self) -> None:
-        with pytest.raises(InputError, match="--fsdp_shard_degree 3"):
-            check_layout(ParallelSection(fsdp_shard_degree=3), TORCHRUN)
-        check_layout(ParallelSection(fsdp_shard_degree=2), TORCHRUN)
+UNEQUAL_NODES = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
 
-    def test_single_gpu_mode_needs_one_process(self) -> None:
-        with pytest.raises(InputError, match="--single_gpu_mode"):
-            check_layout(ParallelSection(single_gpu_mode=True), TORCHRUN)
-        check_layout(ParallelSection(single_gpu_mode=True), {})
 
-    def test_unequal_nodes_wait_for_the_ranks_to_meet(self) -> None:
-        unequal = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
-        check_layout(ParallelSection(fsdp_shard_degree=4), unequal)
+@pytest.mark.parametrize(
+    ("environ", "words", "code"),
+    [
+        (TORCHRUN, "--fsdp_shard_degree 3", EXIT_INPUT),
+        (TORCHRUN, "--fsdp_shard_degree 2", 0),
+        (TORCHRUN, "--single_gpu_mode", EXIT_INPUT),
+        ({}, "--single_gpu_mode", 0),
+        (UNEQUAL_NODES, "--fsdp_shard_degree 4", 0),  # checked once the ranks have met
+    ],
+)
+def test_the_nodes_of_the_launcher_are_checked(
+    outcome: Outcome, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], words: str, code: int
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert outcome(words)[0] == code
 
 
 @pytest.fixture

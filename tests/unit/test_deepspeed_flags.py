@@ -35,13 +35,6 @@ def config_of(words: str, stage: int | None = 2) -> DPOConfig:
     return parse(DPOConfig, [*REQUIRED, *flags, *words.split()])
 
 
-def refusal(words: str, stage: int | None = 2) -> str:
-    with pytest.raises(InputError) as caught:
-        validate_dpo(config_of(words, stage))
-    assert len(str(caught.value).splitlines()) == 1
-    return str(caught.value)
-
-
 def settings_of(words: str, stage: int = 2, *, on_cuda: bool = False) -> dict[str, Any]:
     config = config_of(words, stage)
     validate_dpo(config)
@@ -54,38 +47,8 @@ def test_every_stage_goes_with_float32_and_all_but_the_first_with_bfloat16(stage
         "stage": stage,
         "zero_hpz_partition_size": 1,
     }
-    if stage == 0:
-        assert "use --deepspeed_stage 1, 2 or 3, or --param_dtype float32" in refusal("", stage)
-    else:
+    if stage > 0:
         assert settings_of("", stage)["bf16"] == {"enabled": True}
-
-
-@pytest.mark.parametrize(
-    ("stage", "words", "told"),
-    [
-        (2, "--fsdp_shard_degree 2", "--fsdp_shard_degree 2 cannot go with --backend deepspeed; leave it out"),
-        (
-            2,
-            "--optimizer muon",
-            "--backend deepspeed (it steps AdamW; its own Muon takes the gradient's norm, and clips, ",
-        ),
-        (2, "--compile_model", "--compile_model true cannot go with"),
-        (
-            3,
-            "--deepspeed_zpg 2 --tensor_parallel_degree 2",
-            "--deepspeed_zpg 2: neighbours that split matrices have no",
-        ),
-        (2, "--offload", "--offload true has no use under --deepspeed_stage 2; use 3 or more"),
-        (0, "--param_dtype float32 --adam_offload", "--adam_offload true has no use under --deepspeed_stage 0; use 1"),
-        (0, "--param_dtype float32 --tensor_parallel_degree 2", "has no use under --deepspeed_stage 0; use 1 or more"),
-    ],
-)
-def test_refusals_say_what_would_work(stage: int | None, words: str, told: str) -> None:
-    assert told in refusal(words, stage)
-
-
-def test_stages_beyond_the_last_are_refused() -> None:
-    assert "--deepspeed_stage 4: must be at least 0 and at most 3" in refusal("", stage=4)
 
 
 OFFLOADED = {"optimizer": "adam_offload", "param": "offload"}
@@ -112,12 +75,6 @@ def test_under_fsdp2_they_are_not_needed_and_said_so_in_one_line(words: str) -> 
 GRPO_REQUIRED = ["--model_name_or_path", "model", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
 
 
-def grpo_refusal(words: str, config_class: type[GRPOConfig] = GRPOFastConfig) -> str:
-    with pytest.raises(InputError) as caught:
-        validate_grpo(parse(config_class, [*GRPO_REQUIRED, *words.split()]))
-    return str(caught.value)
-
-
 def test_both_entries_of_grpo_take_either_backend() -> None:
     """What differs is the default."""
     for config_class, default, other in (
@@ -127,20 +84,6 @@ def test_both_entries_of_grpo_take_either_backend() -> None:
         for given, backend in (([], default), (["--backend", other], other)):
             config = parse(config_class, [*GRPO_REQUIRED, "--param_dtype", "float32", *given])
             assert validate_grpo(config) == [] and config.parallel.backend == backend
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--deepspeed_stage 0", "use --deepspeed_stage 1, 2 or 3, or --param_dtype float32"),
-        ("--deepspeed_stage 2 --optimizer skip_step_adamw", "--optimizer skip_step_adamw cannot go with"),
-        ("--deepspeed_stage 2 --offload", "--offload true has no use under --deepspeed_stage 2"),
-    ],
-)
-def test_grpo_refuses_what_cannot_be(words: str, told: str) -> None:
-    assert told in grpo_refusal(words)
-    if "olmo_core" not in words:
-        assert told in grpo_refusal(f"--backend deepspeed {words}", GRPOConfig)
 
 
 def test_a_run_with_the_defaults_works_and_so_does_one_on_a_single_gpu() -> None:
@@ -262,19 +205,41 @@ def test_blocks_are_recomputed_unless_that_is_turned_off() -> None:
     assert config_of("", stage=None).memory.activation_checkpointing == "auto"
 
 
-@pytest.mark.parametrize("version", [None, "0.9.5", "0.19.7", "0.20.0", "0.100.0"])
-def test_another_version_is_refused(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compared as strings, 0.9.5 would be newer than 0.19.8 and 0.100.0 older."""
+SPLIT, DEVICE, RATES = "split matrices", "leave the device", "learning rates"
+
+
+@pytest.mark.parametrize(
+    ("version", "lacks"),
+    [
+        (None, []),
+        # Compared as strings, 0.9.5 would be newer than 0.19.8 and 0.100.0 older.
+        ("0.9.5", [SPLIT, DEVICE, RATES]),
+        ("0.16.3", [SPLIT, DEVICE, RATES]),
+        ("0.16.4", [DEVICE, RATES]),
+        ("0.17.5", [DEVICE, RATES]),
+        ("0.17.6", [RATES]),
+        ("0.18.8+cu128", [RATES]),
+        ("0.18.9", []),
+        ("0.19.7", []),
+        ("0.20.0", []),
+        ("0.100.0", []),
+    ],
+)
+def test_another_version_is_refused_with_what_it_lacks(
+    version: str | None, lacks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from open_instruct.learner.deepspeed import library
 
-    told = "is not installed" if version is None else f"deepspeed {version} is installed, and <0.20,>=0.19.8 is needed"
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError) as caught:
         refuse_unfit(version)
-    assert "pip install 'open-instruct[deepspeed]'" in str(caught.value)
+    (said,) = str(caught.value).splitlines()
+    installed = "is not installed" if version is None else f"deepspeed {version} is installed, and <0.20,>=0.19.8 is"
+    assert installed in said and "pip install 'open-instruct[deepspeed]'" in said and "make install puts it in" in said
+    assert [word for word in (SPLIT, DEVICE, RATES) if word in said] == lacks
     # And nothing of it is imported then.
     monkeypatch.setattr(library, "installed_version", lambda: version)
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError):
         library._loaded()
 
 
@@ -284,27 +249,6 @@ def test_a_driver_asks_for_the_version_alone(monkeypatch: pytest.MonkeyPatch) ->
     words = ["--model_name_or_path", "m", "--dataset_mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
     with pytest.raises(InputError, match=r"deepspeed 0\.19\.7 is installed"):
         checked_run.open_rollout_run(parse(GRPOConfig, [*words, "--backend", "deepspeed"])).__enter__()
-
-
-@pytest.mark.parametrize(
-    ("version", "lacks"),
-    [
-        ("0.9.5", ["split matrices", "leave the device", "learning rates"]),
-        ("0.16.3", ["split matrices", "leave the device", "learning rates"]),
-        ("0.16.4", ["leave the device", "learning rates"]),
-        ("0.17.5", ["leave the device", "learning rates"]),
-        ("0.17.6", ["learning rates"]),
-        ("0.18.8+cu128", ["learning rates"]),
-        ("0.18.9", []),
-        ("0.100.0", []),
-    ],
-)
-def test_a_refusal_says_what_the_version_lacks(version: str, lacks: list[str]) -> None:
-    with pytest.raises(InputError) as caught:
-        refuse_unfit(version)
-    said = str(caught.value)
-    assert [word for word in ("split matrices", "leave the device", "learning rates") if word in said] == lacks
-    assert len(said.splitlines()) == 1 and "make install puts it in" in said
 
 
 @pytest.mark.parametrize("version", ["0.19.8", "0.19.10", "0.19.8+unknown"])

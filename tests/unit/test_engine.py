@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from tests.unit.fake_engine import (
     TIMEOUT_S,
     FakeCore,
     eventually,
+    meanwhile,
     request,
     text_of,
 )
@@ -38,20 +38,6 @@ def engine(core: FakeCore) -> Iterator[Engine]:
     yield it
     core.release()
     it.shutdown()
-
-
-def meanwhile(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run it on a thread of its own, which may hang without holding up the tests."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def poll_all(engine: Engine, num_keys: int) -> dict[int, Completion]:
@@ -75,8 +61,10 @@ def generate(engine: Engine, *requests: GenerationRequest) -> list[Completion]:
 
 
 @contextmanager
-def held_after(engine: Engine, core: FakeCore, num_steps: int) -> Iterator[None]:
-    """Inside the block the engine stands in its next step, with `num_steps` done; then it runs freely."""
+def held_after(engine: Engine, core: FakeCore, num_steps: int, *requests: GenerationRequest) -> Iterator[None]:
+    """Begin requests, by their numbers; inside the block the engine stands in its next step, `num_steps` done."""
+    core.hold()
+    engine.begin({request.seed: request for request in requests})
     core.allow(num_steps)
     eventually(lambda: core.num_steps_begun == num_steps + 1)
     yield
@@ -106,9 +94,7 @@ class TestGenerate:
         assert not engine._running and not engine._waiting
 
     def test_never_more_at_once_than_the_engine_takes(self, engine: Engine, core: FakeCore) -> None:
-        core.hold()
-        engine.begin({key: request(key) for key in range(MAX_NUM_SEQS + 3)})
-        with held_after(engine, core, 1):
+        with held_after(engine, core, 1, *(request(key) for key in range(MAX_NUM_SEQS + 3))):
             assert (len(engine._running), len(engine._waiting)) == (MAX_NUM_SEQS, 3)
         poll_all(engine, MAX_NUM_SEQS + 3)
         assert max(call[1] for call in core.calls if call[0] == "step") == MAX_NUM_SEQS
@@ -123,12 +109,6 @@ class TestGenerate:
 
 
 class TestPoll:
-    def test_tells_each_completion_once(self, engine: Engine) -> None:
-        engine.begin({key: request(key, num_tokens=1 + key % 4) for key in range(30)})
-        told = poll_all(engine, 30)
-        assert {key: it.text for key, it in told.items()} == {key: f"answer {key}" for key in range(30)}
-        assert not engine.poll(0.05).outcomes
-
     def test_what_ends_while_it_tells_is_told_next(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         ended = engine._ended
 
@@ -151,18 +131,14 @@ class TestPoll:
 
 class TestCancel:
     def test_of_what_runs_aborts_it(self, engine: Engine, core: FakeCore) -> None:
-        core.hold()
-        engine.begin({key: request(key, num_tokens=10) for key in range(2)})
-        with held_after(engine, core, 1):
+        with held_after(engine, core, 1, *(request(key, num_tokens=10) for key in range(2))):
             engine.cancel([0])
         assert poll_all(engine, 1).keys() == {1}
         assert [call for call in core.calls if call[0] == "abort"] == [("abort", 0)]
         assert not engine.poll(0.02).outcomes
 
     def test_of_what_waits_never_begins_it(self, engine: Engine, core: FakeCore) -> None:
-        core.hold()
-        engine.begin({key: request(key) for key in range(MAX_NUM_SEQS + 2)})
-        with held_after(engine, core, 0):
+        with held_after(engine, core, 0, *(request(key) for key in range(MAX_NUM_SEQS + 2))):
             engine.cancel([MAX_NUM_SEQS])
         assert poll_all(engine, MAX_NUM_SEQS + 1).keys() == {*range(MAX_NUM_SEQS), MAX_NUM_SEQS + 1}
         assert len([call for call in core.calls if call[0] == "add"]) == MAX_NUM_SEQS + 1
@@ -174,9 +150,7 @@ class TestCancel:
         assert not engine.poll(0.02).outcomes
 
     def test_of_the_last_ends_a_drain(self, engine: Engine, core: FakeCore) -> None:
-        core.hold()
-        engine.begin({1: request(1, num_tokens=50)})
-        with held_after(engine, core, 1):
+        with held_after(engine, core, 1, request(1, num_tokens=50)):
             updating = meanwhile(engine.begin_update, True)
             engine.cancel([1])
         updating.result(TIMEOUT_S)
@@ -184,31 +158,24 @@ class TestCancel:
 
 
 class TestUpdate:
-    def test_tokens_switch_version_exactly_at_it(self, engine: Engine, core: FakeCore) -> None:
-        core.hold()
-        engine.begin({1: request(1, num_tokens=9)})
-        with held_after(engine, core, 3):
-            updating = meanwhile(update, engine, 4)
+    @pytest.mark.parametrize(("drain", "num_old"), [(False, 4), (True, 9)])
+    def test_tokens_switch_version_exactly_at_it(
+        self, engine: Engine, core: FakeCore, drain: bool, num_old: int
+    ) -> None:
+        """The fourth token is on its way when the update is asked for; a drain finishes what runs first."""
+        with held_after(engine, core, 3, request(1, num_tokens=9), request(2, num_tokens=10)):
+            updating = meanwhile(partial(update, engine, 4, drain=drain))
         updating.result(TIMEOUT_S)
-        # The fourth token was on its way when the update was asked for.
-        assert poll_all(engine, 1)[1].versions == (0, 0, 0, 0, 4, 4, 4, 4, 4)
         assert core.version == 4
+        assert poll_all(engine, 2)[1].versions == (0,) * num_old + (4,) * (9 - num_old)
         names = [call[0] for call in core.calls]
         first = names.index("start_update")
-        assert names[first : first + 5] == [
-            "start_update",
-            "receive_weights",
-            "finish_update",
-            "weights_changed",
-            "step",
-        ]
+        assert names[first : first + 4] == ["start_update", "receive_weights", "finish_update", "weights_changed"]
 
     def test_what_is_on_its_way_is_taken_in_before_the_weights_change(self, engine: Engine, core: FakeCore) -> None:
         """A step that vLLM has scheduled ahead is of the old weights, and is told as such."""
         core.is_ahead = True
-        core.hold()
-        engine.begin({1: request(1, num_tokens=2), 2: request(2, num_tokens=9)})
-        with held_after(engine, core, 1):
+        with held_after(engine, core, 1, request(1, num_tokens=2), request(2, num_tokens=9)):
             beginning = meanwhile(engine.begin_update, False)
         beginning.result(TIMEOUT_S)
         assert poll_all(engine, 1)[1].versions == (0, 0)
@@ -226,14 +193,6 @@ class TestUpdate:
         assert all(len(set(versions)) == 1 for versions in seen)
         assert len(seen) > 1
 
-    def test_with_drain_what_runs_is_finished_first(self, engine: Engine, core: FakeCore) -> None:
-        core.hold()
-        engine.begin({1: request(1, num_tokens=9)})
-        with held_after(engine, core, 3):
-            updating = meanwhile(partial(update, engine, 4, drain=True))
-        updating.result(TIMEOUT_S)
-        assert poll_all(engine, 1)[1].versions == (0,) * 9
-
     @pytest.mark.parametrize("drain", [False, True])
     def test_requests_that_come_meanwhile_wait(self, engine: Engine, core: FakeCore, drain: bool) -> None:
         engine.begin_update(drain)
@@ -246,10 +205,8 @@ class TestUpdate:
         assert poll_all(engine, 1)[1].versions == (2, 2, 2)
 
     def test_weights_that_did_not_come_may_come_again(self, engine: Engine, core: FakeCore) -> None:
-        core.hold()
-        engine.begin({1: request(1, num_tokens=4)})
         core.failures["receive_weights"] = RunError("learner 0 failed")
-        with held_after(engine, core, 1):
+        with held_after(engine, core, 1, request(1, num_tokens=4)):
             beginning = meanwhile(engine.begin_update, False)
         beginning.result(TIMEOUT_S)
         with pytest.raises(RunError, match=r"^learner 0 failed$"):
@@ -285,7 +242,7 @@ class TestFailure:
             lambda: engine.poll(TIMEOUT_S),
             lambda: engine.begin_update(False),
             engine.receive_weights,
-            engine.health,
+            engine.pid,
         ):
             with pytest.raises(RunError, match=sentence):
                 call()
@@ -302,7 +259,7 @@ class TestFailure:
         with pytest.raises(RunError, match="SystemExit"):
             receiving.result(TIMEOUT_S)
         with pytest.raises(RunError, match="SystemExit"):
-            engine.health()
+            engine.pid()
 
     def test_of_the_construction_is_raised_as_it_is(self) -> None:
         def broken(settings: object) -> FakeCore:
@@ -320,25 +277,19 @@ class TestShutdown:
         ending = meanwhile(engine.shutdown)
         core.release()
         ending.result(TIMEOUT_S)
-        with pytest.raises(RunError, match="shut down"):
-            generating.result(TIMEOUT_S)
-        with pytest.raises(RunError, match="shut down"):
-            generate(engine, request(1))
+        for call in (generating.result, lambda: generate(engine, request(1))):
+            with pytest.raises(RunError, match="shut down"):
+                call()
         assert core.is_closed
-
-    def test_of_an_idle_engine_and_again(self, engine: Engine, core: FakeCore) -> None:
-        generate(engine, request(1))
         engine.shutdown()
-        engine.shutdown()
-        assert core.is_closed
 
 
 class TestHealth:
     def test_tells_how_long_a_step_takes(self, engine: Engine, core: FakeCore) -> None:
-        assert engine.health().seconds_in_step == 0
+        assert engine.poll(0).seconds_in_step == 0
         core.hold()
         engine.begin({1: request(1)})
-        eventually(lambda: engine.health().seconds_in_step > 0.02)
+        eventually(lambda: engine.poll(0).seconds_in_step > 0.02)
         core.release()
         poll_all(engine, 1)
-        eventually(lambda: engine.health().seconds_in_step == 0)
+        eventually(lambda: engine.poll(0).seconds_in_step == 0)

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import combinations
+from typing import Any
 
 import pytest
 
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.engines.requests import GenerationRequest
 from open_instruct.errors import RunError
-from open_instruct.records import Completion, Prompt, Verdict
+from open_instruct.records import Completion, Prompt
 from open_instruct.rollout.evaluation import evaluate, pass_at_k
-from tests.unit.fake_rollouts import BusyPool, FakeDataset, FakePool, FakeReward, coin
+from tests.unit.fake_rollouts import BusyPool, FakeDataset, FakePool, FakeReward, coin, grpo_config
 
 PROMPTS = [FakeDataset(5)[i] for i in range(5)]
 
 
 def config_of(*words: str) -> GRPOConfig:
-    required = ["--model_name_or_path", "m", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
-    return parse(GRPOConfig, [*required, "--dataset_mixer_eval_list", "held_out.jsonl", "1.0", *words])
+    return grpo_config("--dataset_mixer_eval_list", "held_out.jsonl", "1.0", *words)
+
+
+def evaluated(
+    *words: str, reward: Any = coin, order: int = 0
+) -> tuple[dict[str, float], list[dict[str, Any]], list[GenerationRequest]]:
+    """Metrics, shown samples, and what was asked."""
+    with BusyPool(order) as pool:
+        metrics, samples = evaluate(PROMPTS, pool, FakeReward(reward), config=config_of(*words))
+    return metrics, samples, pool.requests
 
 
 @pytest.mark.parametrize("num_right", range(6))
@@ -38,11 +45,10 @@ def test_metrics() -> None:
         return float(prompt.row_id == 0 or (prompt.row_id == 1 and completion.seed == first_of_row_1))
 
     words = ("--eval_num_samples", "2", "--eval_pass_at_k", "1", "2")
-    with BusyPool() as pool:
-        evaluate(PROMPTS, pool, FakeReward(rule=lambda *_: 0.0), config=config_of(*words))
-        first_of_row_1 = pool.requests[2].seed
-        metrics, _ = evaluate(PROMPTS, pool, FakeReward(rule), config=config_of(*words))
-    lengths = [request.seed % 3 + 1 for request in pool.requests[:10]]
+    _, _, requests = evaluated(*words)
+    first_of_row_1 = requests[2].seed
+    metrics, _, _ = evaluated(*words, reward=rule)
+    lengths = [request.seed % 3 + 1 for request in requests]
     assert metrics == {
         "eval/reward": 3 / 10,
         "eval/verifier/fake": 3 / 10,
@@ -56,58 +62,43 @@ def test_metrics() -> None:
     }
 
 
-def test_the_largest_k_says_how_many_completions_there_are() -> None:
-    with BusyPool() as pool:
-        metrics, _ = evaluate(
-            PROMPTS, pool, FakeReward(rule=lambda *_: 1.0), config=config_of("--eval_pass_at_k", "32")
-        )
-    assert len(pool.requests) == 32 * len(PROMPTS)
-    assert metrics["eval/pass_at_32"] == metrics["eval/pass_at_1"] == 1
-
-
-def test_held_out_prompts_may_have_a_nucleus_of_their_own() -> None:
-    with BusyPool() as pool:
-        evaluate(PROMPTS, pool, FakeReward(rule=lambda *_: 1.0), config=config_of("--eval_top_p", "0.95"))
-    assert {request.sampling.top_p for request in pool.requests} == {0.95}
-
-
-def test_pass_at_1_is_there_without_being_asked_for() -> None:
-    with BusyPool() as pool:
-        words = ("--eval_num_samples", "4", "--eval_pass_at_k", "4")
-        metrics, _ = evaluate(PROMPTS, pool, FakeReward(coin), config=config_of(*words))
+@pytest.mark.parametrize(
+    ("words", "num_samples"), [("--eval_pass_at_k 8", 8), ("--eval_num_samples 9 --eval_pass_at_k 8", 9)]
+)
+def test_the_number_of_completions_and_pass_at_1_need_no_flags(words: str, num_samples: int) -> None:
+    metrics, _, requests = evaluated(*words.split())
+    assert len(requests) == num_samples * len(PROMPTS)
     assert metrics["eval/pass_at_1"] == pytest.approx(metrics["eval/reward"])
-    assert metrics["eval/pass_at_4"] >= metrics["eval/pass_at_1"]
+    assert metrics["eval/pass_at_8"] > metrics["eval/pass_at_1"]
 
 
 def test_every_evaluation_asks_the_same_whatever_comes_back_first() -> None:
-    results = []
-    words = ("--eval_num_samples", "3", "--eval_temperature", "0.5", "--response_length", "9", "--stop_strings", "##")
-    for order in (1, 2):
-        with BusyPool(order) as pool:
-            results.append((evaluate(PROMPTS, pool, FakeReward(coin), config=config_of(*words)), pool.requests))
-    assert results[0] == results[1]
-    requests = results[0][1]
+    words = [
+        "--eval_num_samples",
+        "3",
+        "--eval_temperature",
+        "0.5",
+        "--eval_top_p",
+        "0.95",
+        "--response_length",
+        "9",
+        "--stop_strings",
+        "##",
+    ]
+    assert evaluated(*words, order=1) == evaluated(*words, order=2)
+    _, _, requests = evaluated(*words)
     assert len({request.seed for request in requests}) == len({request.request_id for request in requests}) == 15
     sampling = requests[0].sampling
-    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 1.0, 9)
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.95, 9)
     assert sampling.stop_strings == ("##",)
-
-
-def test_another_seed_asks_otherwise() -> None:
-    seeds = []
-    for seed in ("1", "2"):
-        with BusyPool() as pool:
-            evaluate(PROMPTS, pool, FakeReward(coin), config=config_of("--seed", seed))
-            seeds.append({request.seed for request in pool.requests})
-    assert not seeds[0] & seeds[1]
+    others = evaluated(*words, "--seed", "7")[2]
+    assert not {request.seed for request in requests} & {request.seed for request in others}
 
 
 def test_the_samples_to_show_are_those_of_the_first_prompts() -> None:
-    with BusyPool() as pool:
-        _, samples = evaluate(PROMPTS, pool, FakeReward(coin), config=config_of())
+    _, samples, requests = evaluated()
     assert [sample["prompt"] for sample in samples] == ["prompt 0", "prompt 1", "prompt 2"]
-    first = pool.requests[0].seed
-    assert samples[0]["completion"] == f"answer {first}"
+    assert samples[0]["completion"] == f"answer {requests[0].seed}"
     assert samples[0]["ground_truth"] == ["0"]
     assert json.loads(json.dumps(samples)) == samples
 
@@ -127,18 +118,11 @@ def test_a_failure_of_the_engines_is_passed_on() -> None:
 
 
 def test_a_failure_of_a_verifier_is_a_failure_of_the_run() -> None:
-    class Broken:
-        def judges_groups(self, prompt: Prompt) -> bool:
-            return False
+    def broken(prompt: Prompt, completion: Completion) -> float:
+        raise ValueError("bad")
 
-        def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Verdict]:
-            raise ValueError("bad")
-
-    with (
-        BusyPool() as pool,
-        pytest.raises(RunError, match=r"completion eval/\d+/0 \(row \d+\) could not be judged: ValueError: bad"),
-    ):
-        evaluate(PROMPTS, pool, Broken(), config=config_of())
+    with pytest.raises(RunError, match=r"completion eval/\d+/0 \(row \d+\) could not be judged: ValueError: bad"):
+        evaluated(reward=broken)
 
 
 def test_what_never_comes_back_is_counted_and_given_up() -> None:

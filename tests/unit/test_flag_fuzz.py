@@ -21,7 +21,7 @@ from open_instruct.objectives.kto import KTO
 from open_instruct.objectives.sft import SFT
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.layout_command import layout_command
-from open_instruct.planning.request import PLAN_CONFIGS
+from open_instruct.planning.request import plan_configs
 from open_instruct.report import plan_command
 
 RUNS: dict[str, tuple[type, Callable[[Any], list[str]]]] = {
@@ -121,7 +121,7 @@ def test_every_refusal_is_an_input_error(
     for seed in range(block * 400, (block + 1) * 400):
         draw = random.Random(seed)
         name, walk = draw.choice([*RUNS]), draw.choice([run, run, run, run, from_yaml, plan, None])
-        line = line_of(PLAN_CONFIGS[name] if walk is plan else RUNS[name][0], draw)
+        line = line_of(plan_configs()[name] if walk is plan else RUNS[name][0], draw)
         try:
             if walk is None:
                 show_layout(draw)

@@ -12,14 +12,12 @@ import pytest
 
 from open_instruct.cluster.addresses import Host, Whereabouts
 from open_instruct.cluster.placement import FleetShape
-from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.rollout import fleet
 from open_instruct.run.run_directory import RunDirectory
+from tests.unit.fake_rollouts import grpo_config
 
 HERE = Host("10.0.0.1", "a")
 GROWS, STAYS = ({"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{grows}"} for grows in (True, False))
-FLAGS = ("--model_name_or_path", "M", "--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "OUT")
 
 
 class Started:
@@ -47,7 +45,7 @@ class Started:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def start(*flags: str, on_gpus: bool = True) -> Started:
-        config = parse(GRPOConfig, [*FLAGS, *flags])
+        config = grpo_config(*flags)
         it = Started()
         where = Whereabouts(driver=HERE, learners=frozenset({HERE}), engines=frozenset({HERE}))
         placement = SimpleNamespace(

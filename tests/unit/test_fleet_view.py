@@ -5,17 +5,20 @@ from __future__ import annotations
 import io
 import logging
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console as RichConsole
 
-from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.records import RolloutGroup
 from open_instruct.rollout.view import FleetView
 from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import step_words
+from tests.unit.fake_rollouts import PROMPT, completion, group_of
 
 QUEUES = {"in_flight": 12, "verifying": 3.0, "waiting": 0}
+HOSTILE = "[red]5[/red] [/nothing] \x1b[2J\r\nso\u202e 5"
 
 
 def row(step: int, **more: float) -> dict[str, float]:
@@ -32,6 +35,11 @@ def row(step: int, **more: float) -> dict[str, float]:
     }
 
 
+def group(prompt: str, text: str) -> RolloutGroup:
+    answers = [completion(text=text), completion(text="another")]
+    return group_of([0.25, 1.0], answers, prompt=replace(PROMPT, text=prompt))
+
+
 def view_of(*, is_terminal: bool, num_steps: int = 80, width: int = 100) -> FleetView:
     console = Console(speaks=True)
     console.rich = RichConsole(
@@ -44,126 +52,82 @@ def lines(view: FleetView) -> list[str]:
     return view.console.rich.export_text().splitlines()
 
 
-class TestDescribe:
-    def test_the_numbers_of_a_step(self) -> None:
-        assert step_words(row(2)) == (
-            "reward 0.250  loss -0.0123  41.3 tokens each  0.8 steps old  waited 3.0s  trained 2.5s  synced 0.1s"
-        )
+def drawn(view: FleetView) -> str:
+    view.console.rich.export_text()
+    view.console.rich.print(view._draw())
+    return view.console.rich.export_text()
 
-    def test_held_out_prompts_where_they_were_asked(self) -> None:
-        assert step_words(row(2) | {"eval/reward": 0.5}).startswith("reward 0.250  held-out 0.500  loss")
+
+def test_the_numbers_of_a_step_in_words() -> None:
+    words = "loss -0.0123  41.3 tokens each  0.8 steps old  waited 3.0s  trained 2.5s  synced 0.1s"
+    assert step_words(row(2)) == f"reward 0.250  {words}"
+    assert step_words(row(2) | {"eval/reward": 0.5}) == f"reward 0.250  held-out 0.500  {words}"
 
 
 class TestPlainLines:
-    def test_first_last_and_some_between_are_said_and_all_are_logged(self, caplog: pytest.LogCaptureFixture) -> None:
-        view = view_of(is_terminal=False)
+    @pytest.mark.parametrize(("num_steps", "said"), [(80, (1, *range(2, 81, 2))), (3, (1, 2, 3))])
+    def test_first_last_and_some_between_are_said_and_all_are_logged(
+        self, num_steps: int, said: tuple[int, ...], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        view = view_of(is_terminal=False, num_steps=num_steps)
         with caplog.at_level(logging.INFO), view.shown():
-            for step in range(1, 81):
-                with view.phase("training"):
-                    pass
+            for step in range(1, num_steps + 1):
                 view.finished(row(step))
-        said = [line.split("  ")[0] for line in lines(view)]
-        assert said == [f"step {step}/80" for step in (1, *range(2, 81, 2))]
-        assert [record.message.split("  ")[0] for record in caplog.records] == [f"step {n}/80" for n in range(1, 81)]
+        words = [f"step {step}/{num_steps}  {step_words(row(step))}" for step in range(1, num_steps + 1)]
+        assert lines(view) == [words[step - 1] for step in said]
+        assert [record.message for record in caplog.records] == words
 
-    def test_of_a_short_run_every_step_is_said(self) -> None:
-        view = view_of(is_terminal=False, num_steps=3)
-        with view.shown():
-            for step in range(1, 4):
-                view.finished(row(step))
-        assert lines(view) == [f"step {step}/3  {step_words(row(step))}" for step in range(1, 4)]
-
-
-def group_of(prompt: str, completion: str) -> RolloutGroup:
-    texts = [completion, "another"]
-    return RolloutGroup(
-        ticket=0,
-        prompt=Prompt(row_id=0, token_ids=(1, 2), text=prompt, checks=()),
-        completions=tuple(
-            Completion(token_ids=(5,), logprobs=(-0.1,), versions=(0,), text=text, finish_reason="stop", seed=0)
-            for text in texts
-        ),
-        verdicts=(Verdict(reward=0.25, scores={}), Verdict(reward=1.0, scores={})),
-    )
-
-
-HOSTILE = "[red]5[/red] [/nothing] \x1b[2J\r\nso\u202e 5"
-
-
-class TestSample:
-    def test_it_is_said_in_one_line_that_steers_no_terminal(self) -> None:
+    def test_a_sample_is_one_line_that_steers_no_terminal(self) -> None:
         view = view_of(is_terminal=False)
-        view.finished(row(2), group_of("x" * 100 + "What is 2 + 3?\n", HOSTILE + "y" * 500))
+        view.finished(row(2), group("x" * 100 + "What is 2 + 3?\n", HOSTILE + "y" * 500))
         (said,) = [line for line in lines(view) if "sample" in line]
         assert said.startswith("sample …x") and "What is 2 + 3?\\n  answer [red]5[/red] [/nothing] \\x1b[2J" in said
         assert "\\r\\nso\\u202e 5yyy" in said and said.endswith("y…  its reward 0.25")
         assert len(said) < 300 and said.isprintable()
 
-    def test_only_now_and_then_and_another_one_each_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_sample_comes_now_and_then_and_another_one_each_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = SimpleNamespace(now=1000.0)
         monkeypatch.setattr("open_instruct.rollout.view.time.monotonic", lambda: clock.now)
         view = view_of(is_terminal=False)
         for step in range(1, 8):
-            view.finished(row(step), group_of("p", "a"))
+            view.finished(row(step), group("p", "a"))
             clock.now += 20
         said = [line for line in lines(view) if line.startswith("sample")]
-        assert said == [
-            "sample p  answer another  its reward 1",
-            "sample p  answer a  its reward 0.25",
-            "sample p  answer another  its reward 1",
-        ]
-
-    @pytest.mark.parametrize("width", [30, 100])
-    def test_the_panel_has_it_and_keeps_to_the_width(self, width: int, caplog: pytest.LogCaptureFixture) -> None:
-        view = view_of(is_terminal=True, width=width)
-        with caplog.at_level(logging.INFO), view.shown():
-            view.finished(row(2), group_of("What is 2 + 3?", HOSTILE + "y" * 500))
-        assert "sample What is 2 + 3?  answer [red]5[/red]" in caplog.text
-        view.console.rich.export_text()
-        view.console.rich.print(view._draw())
-        text = view.console.rich.export_text()
-        assert "sample" in text and "[red]" in text and max(map(len, text.splitlines())) <= width
-
-    def test_a_terminal_of_80_columns_shows_it_whole(self) -> None:
-        view = view_of(is_terminal=True, width=80)
-        answer = "".join(f"word{n} " for n in range(20))
-        with view.shown():
-            view.finished(row(2), group_of("What is 2 + 3?", answer))
-            text = self.drawn(view)
-        assert set(answer.split()) <= set(text.split())
-        assert len(text.splitlines()) < 24
-
-    def drawn(self, view: FleetView) -> str:
-        view.console.rich.export_text()
-        view.console.rich.print(view._draw())
-        return view.console.rich.export_text()
+        another, first = "sample p  answer another  its reward 1", "sample p  answer a  its reward 0.25"
+        assert said == [another, first, another]
 
 
 class TestPanel:
-    def drawn(self, view: FleetView) -> str:
-        view.console.rich.print(view._draw())
-        return view.console.rich.export_text()
-
     def test_before_the_first_step(self) -> None:
         view = view_of(is_terminal=True)
         with view.phase("waiting for rollouts"):
-            text = self.drawn(view)
+            text = drawn(view)
         assert "0 of 80" in text
         assert re.search(r"waiting for rollouts, \d+ s", text)
         assert "in_flight 12  verifying 3  waiting 0" in text
         assert "last step" not in text and "reward" not in text
 
-    @pytest.mark.parametrize("width", [30, 60, 160])
-    def test_after_some_steps_it_has_the_curve_and_keeps_to_the_width(self, width: int) -> None:
+    @pytest.mark.parametrize("width", [30, 80, 160])
+    def test_after_some_steps_it_has_the_curve_and_a_sample_and_keeps_to_the_width(
+        self, width: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
         view = view_of(is_terminal=True, width=width)
-        for step in range(1, 9):
-            view.finished(row(step))
-        view.console.rich.export_text()
-        text = self.drawn(view)
-        assert "8 of 80" in text
-        assert "last step" in text
+        with caplog.at_level(logging.INFO), view.shown():
+            for step in range(1, 9):
+                view.finished(row(step), group("What is 2 + 3?", "a"))
+        assert "sample What is 2 + 3?  answer another" in caplog.text
+        text = drawn(view)
+        assert "8 of 80" in text and "last step" in text and "sample" in text
         assert "1 ┤" in text and "0.125 ┤" in text  # the largest reward and the smallest
         assert max(map(len, text.splitlines())) <= width
+
+    def test_a_terminal_of_80_columns_shows_a_sample_whole(self) -> None:
+        view = view_of(is_terminal=True, width=80)
+        answer = "[red]5[/red] " + "".join(f"word{n} " for n in range(18))
+        view.finished(row(2), group("What is 2 + 3?", answer))
+        text = drawn(view)
+        assert set(answer.split()) <= set(text.split())
+        assert len(text.splitlines()) < 24
 
     def test_it_is_live_and_lines_appear_above_it(self) -> None:
         view = view_of(is_terminal=True, width=160)
@@ -171,8 +135,8 @@ class TestPanel:
             view.finished(row(1))
             view.finished(row(2))
             with view.phase("training"):
-                view._live.refresh()  # type: ignore[union-attr]
-        text = view.console.rich.file.getvalue()  # type: ignore[attr-defined]
+                view._live.refresh()
+        text = view.console.rich.file.getvalue()
         assert f"step 1/80  {step_words(row(1))}" in text
         assert text.rindex("GRPO") > text.index("step 2/80")
         assert re.search(r"training, \d+ s", text)

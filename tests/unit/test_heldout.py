@@ -25,7 +25,7 @@ def scored() -> list[str]:
     return []
 
 
-def heldout_of(folder: Path, scored: list[str], *, eval_steps: int, reference_ND: np.ndarray | None = None) -> Heldout:
+def heldout_of(folder: Path, scored: list[str], *, reference_ND: np.ndarray | None = None) -> Heldout:
     def score_all(dataset: Any, *, title: str) -> np.ndarray:
         scored.append(title)
         return np.array([[float(len(scored))]])
@@ -37,7 +37,7 @@ def heldout_of(folder: Path, scored: list[str], *, eval_steps: int, reference_ND
 
     parts: Any = {
         "objective": SimpleNamespace(evaluate=evaluate, rows=SimpleNamespace(unit="pair")),
-        "config": SimpleNamespace(data=SimpleNamespace(eval_steps=eval_steps)),
+        "config": None,
         "run": SimpleNamespace(
             process=SimpleNamespace(rank=0),
             directory=RunDirectory(path=folder),
@@ -49,16 +49,8 @@ def heldout_of(folder: Path, scored: list[str], *, eval_steps: int, reference_ND
     return Heldout(rows, reference_ND, scorer, **parts)
 
 
-@pytest.mark.parametrize(
-    ("eval_steps", "due"), [(0, [0]), (1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4, 5]), (5, [0, 5]), (9, [0, 5])]
-)
-def test_when_they_are_due(tmp_path: Path, scored: list[str], eval_steps: int, due: list[int]) -> None:
-    heldout = heldout_of(tmp_path, scored, eval_steps=eval_steps)
-    assert [step for step in range(6) if heldout.is_due(step, 5)] == due
-
-
 def test_a_step_is_scored_once_and_its_numbers_are_metrics(tmp_path: Path, scored: list[str]) -> None:
-    heldout = heldout_of(tmp_path, scored, eval_steps=2)
+    heldout = heldout_of(tmp_path, scored)
     metrics = heldout.metrics(4)
     assert metrics.pop("time/evaluation") >= 0
     assert metrics == {"eval/loss": 1.0, "eval/num_rows": 1}
@@ -77,6 +69,6 @@ def test_rows_that_an_objective_says_nothing_of_are_refused() -> None:
 
 
 def test_before_the_first_step_a_reference_is_the_policy(tmp_path: Path, scored: list[str]) -> None:
-    heldout = heldout_of(tmp_path, scored, eval_steps=0, reference_ND=np.array([[7.0]]))
+    heldout = heldout_of(tmp_path, scored, reference_ND=np.array([[7.0]]))
     assert heldout.evaluate(0).row["eval/loss"] == 7.0 and not scored
     assert heldout.evaluate(1).row["eval/loss"] == 1.0

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from itertools import chain
+from itertools import chain, product
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -84,19 +84,13 @@ def test_degrees(nodes: list[int], flags: dict[str, Any], replicas_and_shards: t
     assert degrees(resolve_layout(nodes, **flags)) == replicas_and_shards
 
 
-def test_groups_of_two_nodes() -> None:
+def test_groups_of_equal_and_of_unequal_nodes() -> None:
     layout = resolve_layout([8, 8])
     assert layout.shard_groups == (tuple(range(8)), tuple(range(8, 16)))
     assert layout.replica_groups == tuple((rank, rank + 8) for rank in range(8))
-    assert layout.warnings == ()
-    assert not layout.straddles_nodes
-
-
-def test_groups_of_unequal_nodes() -> None:
     layout = resolve_layout([2, 4])
     assert layout.shard_groups == ((0, 1), (2, 3), (4, 5))
     assert layout.replica_groups == ((0, 2, 4), (1, 3, 5))
-    assert not layout.straddles_nodes
 
 
 def test_groups_with_tensor_and_context_degree() -> None:
@@ -122,13 +116,8 @@ def test_degrees_multiply_to_the_world_and_groups_partition_it(layout: ShardLayo
         assert sorted(chain.from_iterable(groups)) == everyone
         assert {len(group) for group in groups} == {size}
         assert all(list(group) == sorted(group) for group in groups)
-
-
-@given(layouts())
-def test_a_shard_group_and_a_replica_group_meet_at_most_once(layout: ShardLayout) -> None:
-    for shard_group in layout.shard_groups[:4]:
-        for replica_group in layout.replica_groups[:4]:
-            assert len(set(shard_group) & set(replica_group)) <= 1
+    for shard_group, replica_group in product(layout.shard_groups[:4], layout.replica_groups[:4]):
+        assert len(set(shard_group) & set(replica_group)) <= 1
 
 
 @given(layouts())
@@ -150,35 +139,20 @@ def test_auto_never_straddles_and_no_larger_degree_could(nodes: list[int], data:
             assert resolve_layout(nodes, fsdp_shard_degree=degree, tensor_parallel_degree=tensor).straddles_nodes
 
 
-@given(st.integers(1, 128), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
-def test_auto_on_equal_nodes_is_a_replica_for_each(num_nodes: int, num_gpus: int, tensor: int) -> None:
-    if num_gpus % tensor:
-        return
-    layout = resolve_layout([num_gpus] * num_nodes, tensor_parallel_degree=tensor)
-    assert degrees(layout) == (num_nodes, num_gpus // tensor)
-
-
 @given(layouts())
 def test_one_flag_infers_the_other(layout: ShardLayout) -> None:
     model_parallel: dict[str, Any] = {
         "tensor_parallel_degree": layout.tensor_parallel_degree,
         "context_parallel_degree": layout.context_parallel_degree,
     }
-    by_shards = resolve_layout(layout.gpus_per_node, fsdp_shard_degree=layout.shard_degree, **model_parallel)
-    by_replicas = resolve_layout(layout.gpus_per_node, fsdp_num_replicas=layout.num_replicas, **model_parallel)
-    by_both = resolve_layout(
-        layout.gpus_per_node,
-        fsdp_shard_degree=layout.shard_degree,
-        fsdp_num_replicas=layout.num_replicas,
-        **model_parallel,
-    )
-    assert degrees(by_shards) == degrees(by_replicas) == degrees(by_both) == degrees(layout)
+    shards, replicas = {"fsdp_shard_degree": layout.shard_degree}, {"fsdp_num_replicas": layout.num_replicas}
+    for given_flags in (shards, replicas, shards | replicas):
+        assert degrees(resolve_layout(layout.gpus_per_node, **given_flags, **model_parallel)) == degrees(layout)
 
 
 def test_single_device() -> None:
     layout = resolve_layout([1], single_device=True)
-    assert layout.single_device
-    assert degrees(layout) == (1, 1)
+    assert layout.single_device and degrees(layout) == (1, 1)
 
 
 # ---- what is refused ----
@@ -189,7 +163,6 @@ def test_single_device() -> None:
     [
         ([8], {"fsdp_shard_degree": 3}, "--fsdp_shard_degree 3 does not divide 8 learner GPUs; use 1, 2, 4 or 8"),
         ([8], {"fsdp_num_replicas": 5}, "--fsdp_num_replicas 5 does not divide 8 learner GPUs; use 1, 2, 4 or 8"),
-        ([1], {"fsdp_shard_degree": 2}, "--fsdp_shard_degree 2 does not divide 1 learner GPU; use 1"),
         (
             [8, 8],
             {"fsdp_shard_degree": 16, "tensor_parallel_degree": 2},
@@ -266,56 +239,35 @@ def test_following_a_straddle_warning_ends_the_straddling(nodes: list[int], data
         assert not followed.straddles_nodes and followed.shard_degree > 1
 
 
-def test_straddle_warning_shows_groups_and_flags() -> None:
-    (warning,) = resolve_layout([2, 4], fsdp_shard_degree=3).warnings
-    assert "A: ranks 0-1 (node 0) + 2 (node 1)" in warning
-    assert warning.endswith("within a node with --fsdp_shard_degree 2.")
-
-
-def test_straddle_warning_stays_short_for_many_nodes() -> None:
-    (warning,) = resolve_layout([8] * 128, fsdp_shard_degree=128).warnings
-    assert "A: ranks 0-127 (nodes 0 to 15)" in warning
-    assert "and 5 more groups" in warning
-    assert len(warning) < 500
-
-
-def test_tensor_groups_across_nodes_are_warned_of() -> None:
-    tensor_warning, unsharded_warning = resolve_layout([4, 4, 4, 4], tensor_parallel_degree=8).warnings
-    assert "ranks 0-3 (node 0) + 4-7 (node 1)" in tensor_warning
-    assert "--tensor_parallel_degree 1, 2 or 4" in tensor_warning
-    assert "not sharded" in unsharded_warning
-
-
-def test_context_groups_across_nodes_are_warned_of() -> None:
-    layout = resolve_layout([4, 4], context_parallel_degree=8)
-    assert layout.straddles_nodes
-    (warning,) = layout.warnings
-    assert warning.startswith("Context groups straddle nodes")
-    assert "--context_parallel_degree 1, 2 or 4" in warning
+STRADDLES = "groups straddle nodes"
+UNSHARDED = "The model is not sharded"
 
 
 @pytest.mark.parametrize(
     ("nodes", "flags", "parts"),
     [
+        # It stays short for many nodes.
+        ([8] * 128, {"fsdp_shard_degree": 128}, ["A: ranks 0-127 (nodes 0 to 15)", "and 5 more groups"]),
         (
-            [8] * 4,
-            {"tensor_parallel_degree": 8},
-            [
-                "4 nodes of 8 GPUs hold 4 copies of the training state, each on 8 GPUs",
-                "--tensor_parallel_degree 1, 2 or 4",
-                "degree 2 or 4 (groups",
-            ],
+            [4, 4],
+            {"context_parallel_degree": 8},
+            [f"Context {STRADDLES}", "--context_parallel_degree 1, 2 or 4"],
         ),
-        ([1] * 4, {}, ["4 nodes of 1 GPU hold 4 copies", "--fsdp_shard_degree 2 or 4 (groups across nodes)"]),
+        ([1] * 4, {}, [UNSHARDED, "4 copies", "--fsdp_shard_degree 2 or 4 (groups across nodes)"]),
         ([3, 4], {}, ["nodes of 3 and 4 GPUs hold 7 copies", "--fsdp_shard_degree 7 (groups across nodes)"]),
-        ([8], {"fsdp_num_replicas": 8}, ["--fsdp_shard_degree 2, 4 or 8 in place of --fsdp_num_replicas"]),
+        ([8], {"fsdp_num_replicas": 8}, [UNSHARDED, "--fsdp_shard_degree 2, 4 or 8 in place of --fsdp_num_replicas"]),
     ],
 )
-def test_a_model_that_nothing_shards_is_noticed(nodes: list[int], flags: dict[str, Any], parts: list[str]) -> None:
+def test_what_is_costly_is_warned_of(nodes: list[int], flags: dict[str, Any], parts: list[str]) -> None:
     (warning,) = resolve_layout(nodes, **flags).warnings
-    assert warning.startswith("The model is not sharded")
-    for part in parts:
-        assert part in warning
+    assert all(part in warning for part in parts) and len(warning) < 500
+
+
+def test_tensor_groups_across_nodes_and_a_model_that_nothing_shards() -> None:
+    tensor_warning, unsharded_warning = resolve_layout([4, 4, 4, 4], tensor_parallel_degree=8).warnings
+    assert "ranks 0-3 (node 0) + 4-7 (node 1)" in tensor_warning
+    assert "--tensor_parallel_degree 1, 2 or 4" in tensor_warning
+    assert UNSHARDED in unsharded_warning
 
 
 @pytest.mark.parametrize(
@@ -358,14 +310,15 @@ def test_nodes_from_environment(environ: dict[str, str], nodes: tuple[int, ...])
         ({"WORLD_SIZE": "eight"}, "WORLD_SIZE='eight' is not a whole number"),
         ({"WORLD_SIZE": "0", "LOCAL_WORLD_SIZE": "1"}, "WORLD_SIZE='0' is not a whole number of at least 1"),
         ({"WORLD_SIZE": "9" * 5000}, "is not a whole number"),
-        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 is set without WORLD_SIZE; start with torchrun"),
-        ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set, but LOCAL_WORLD_SIZE is not"),
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 is more than WORLD_SIZE=4"),
-        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}, "WORLD_SIZE=8 is not GROUP_WORLD"),
-        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "NUM_NODES": "2"}, "WORLD_SIZE=8 is not NUM_NODES=2 times"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8, and WORLD_SIZE is not set; start with torchrun"),
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8, and LOCAL_WORLD_SIZE, .* is not; start with torchrun"),
+        ({"WORLD_SIZE": "8", "NUM_NODES": "3"}, "NUM_NODES=3, and LOCAL_WORLD_SIZE"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "8"}, "WORLD_SIZE=4 and LOCAL_WORLD_SIZE=8 contradict"),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}, "GROUP_WORLD_SIZE=1 contradict"),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "NUM_NODES": "2"}, "NUM_NODES=2 contradict"),
         (
             {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "NUM_NODES": "2", "GROUP_WORLD_SIZE": "1"},
-            "NUM_NODES=2, but torchrun counts 1 node",
+            "GROUP_WORLD_SIZE=1, but torchrun counts .* unset NUM_NODES",
         ),
     ],
 )
@@ -399,24 +352,13 @@ def test_picture_fits_in_eighty_columns_of_ascii(layout: ShardLayout) -> None:
     assert len(picture.splitlines()) < 60
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 8, 9, 128])
+@pytest.mark.parametrize("num_nodes", [1, 8, 9])
 def test_picture_of_many_nodes_keeps_the_first_and_the_last(num_nodes: int) -> None:
     lines = draw_layout(resolve_layout([8] * num_nodes)).plain.splitlines()
     assert any(line.startswith("node 0 ") for line in lines)
-    letters = [group_name(num_nodes - 1)] * 8
-    last = ["node", f"{num_nodes - 1}", "ranks", f"{8 * num_nodes - 8}-{8 * num_nodes - 1}", *letters]
-    assert last in [line.split() for line in lines]
+    letter = group_name(num_nodes - 1)
+    assert any(line.startswith(f"node {num_nodes - 1} ") and line.endswith(f" {letter}" * 8) for line in lines)
     assert (f"... nodes 4 to {num_nodes - 2}" in lines) == (num_nodes > 8)
-
-
-def test_picture_letters_ranks_by_shard_group() -> None:
-    picture = draw_layout(resolve_layout([2, 4], fsdp_shard_degree=3)).plain
-    lines = [line.split() for line in picture.splitlines()]
-    assert ["node", "0", "ranks", "0-1", "A", "A"] in lines
-    assert ["node", "1", "ranks", "2-5", "A", "B", "B", "B"] in lines
-    assert "2 groups of 3 GPUs: A 0-2, B 3-5" in picture
-    assert "1 of 2 cross nodes" in picture
-    assert "warning: Shard groups straddle nodes" in picture
 
 
 def test_picture_leaves_out_what_does_not_fit_in_a_line() -> None:
@@ -424,18 +366,6 @@ def test_picture_leaves_out_what_does_not_fit_in_a_line() -> None:
     (node,) = (line for line in lines if line.startswith("node 0 "))
     assert node.startswith("node 0  ranks 0-199 ") and node.endswith("A A ...")
     assert "1 group of 200 GPUs: A 0-199" in lines[-1]
-
-
-def test_picture_says_which_traffic_crosses_nodes() -> None:
-    lines = draw_layout(resolve_layout([8, 8], tensor_parallel_degree=2)).plain.splitlines()
-    reach = {
-        line[:14].strip(): line.split("  ")[-1].strip() for line in lines if line[:1].isalpha() and "groups" in line
-    }
-    assert reach == {
-        "shard groups": "within a node",
-        "replica groups": "across nodes",
-        "tensor groups": "within a node",
-    }
 
 
 def test_groups_of_one_exchange_nothing() -> None:
@@ -472,20 +402,15 @@ def test_words() -> None:
 
 
 def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert layout_command(["--gpus_per_node", "2", "4", "--fsdp_shard_degree", "3", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["shard_degree"] == 3
-    assert record["num_replicas"] == 2
-    assert record["tensor_parallel_degree"] == 1
-    assert record["shard_groups"] == [[0, 1, 2], [3, 4, 5]]
-    assert record["replica_groups"] == [[0, 3], [1, 4], [2, 5]]
-    assert record["straddles_nodes"] is True
-    assert len(record["warnings"]) == 1
-
-
-def test_command_takes_nodes_times_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of nodes that are written as NODESxGPUS."""
     assert layout_command(["--gpus_per_node", "2x8", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpus_per_node"] == [8, 8, 4]
+    assert layout_command(["--gpus_per_node", "2", "4", "--fsdp_shard_degree", "3", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["shard_degree"], record["num_replicas"], record["tensor_parallel_degree"]) == (3, 2, 1)
+    assert record["shard_groups"] == [[0, 1, 2], [3, 4, 5]]
+    assert record["replica_groups"] == [[0, 3], [1, 4], [2, 5]]
+    assert record["straddles_nodes"] is True and len(record["warnings"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -493,15 +418,8 @@ def test_command_takes_nodes_times_gpus(capsys: pytest.CaptureFixture[str]) -> N
     [
         ("", "missing: --gpus_per_node"),
         ("--gpus_per_node", "--gpus_per_node is empty"),
-        (
-            "--gpus_per_node 8 --fsdp_shard_degree 3",
-            "--fsdp_shard_degree 3 does not divide 8 learner GPUs; use 1, 2, 4",
-        ),
-        (
-            "--gpus_per_node 8 --fsdp_shard_degre 4",
-            "--fsdp_shard_degre is not a flag; did you mean --fsdp_shard_degree?",
-        ),
-        ("--gpus_per_node 8 --fsdp_shard_degree two", "--fsdp_shard_degree takes a whole number, or none, not 'two'"),
+        ("--gpus_per_node 8 --fsdp_shard_degree 3", "--fsdp_shard_degree 3 does not divide 8 learner GPUs; use 1, 2"),
+        ("--gpus_per_node 8 --fsdp_shard_degre 4", "--fsdp_shard_degre is not a flag; did you mean --fsdp_shard_deg"),
         ("--gpus_per_node 8 --fsdp_shard_degree 0", "--fsdp_shard_degree 0: must be at least 1"),
         ("--gpus_per_node 8,8", "--gpus_per_node '8,8' is not a whole number"),
         ("--gpus_per_node 0x8", "--gpus_per_node '0' is not a whole number"),
@@ -538,20 +456,15 @@ def test_no_torch_is_loaded() -> None:
 # ---- the page in docs/ ----
 
 
-def documented_commands() -> list[tuple[str, str]]:
-    """(arguments, output) of every `$ open-instruct layout …` in docs/sharding.md."""
-    blocks = re.findall(r"```console\n\$ open-instruct layout (.*?)\n(.*?)```", DOCS_PAGE.read_text(), re.DOTALL)
-    return [(arguments, output) for arguments, output in blocks]
+# (arguments, output) of every `$ open-instruct layout …`.
+DOCUMENTED = re.findall(r"```console\n\$ open-instruct layout (.*?)\n(.*?)```", DOCS_PAGE.read_text(), re.DOTALL)
 
 
-def test_the_page_shows_commands() -> None:
-    assert len(documented_commands()) >= 5
-
-
-@pytest.mark.parametrize(("arguments", "output"), documented_commands())
+@pytest.mark.parametrize(("arguments", "output"), DOCUMENTED)
 def test_the_page_shows_what_the_command_prints(
     arguments: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert len(DOCUMENTED) >= 5
     monkeypatch.setenv("NO_COLOR", "1")
     main(["layout", *shlex.split(arguments)])
     streams = capsys.readouterr()

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 
-from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.errors import RunError
-from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.learning_signal import MAX_SILENT_STEPS, CutWatch, SignalWatch, refuse_failed_verdicts
+from open_instruct.records import RolloutGroup, Verdict
+from open_instruct.rollout.learning_signal import MAX_SILENT_STEPS, SignalWatch, refuse_failed_verdicts
+from tests.unit.fake_rollouts import completion, group_of, grpo_config
 
-FLAGS = "--model_name_or_path m --dataset_mixer_list prompts.jsonl 1.0 --output_dir out --apply_r1_style_format_reward"
+CONFIG = grpo_config("--apply_r1_style_format_reward")
+CUT_ANSWERS = [completion(ends="length")] * 2
 
-
-def watch() -> SignalWatch:
-    return SignalWatch(parse(GRPOConfig, FLAGS.split()))
-
-
-def group(*scores: float, form: float = 1.0, ends: Literal["stop", "length"] = "stop") -> RolloutGroup:
-    """Completions with these scores, which are their rewards too."""
-    completion = Completion(token_ids=(5,), logprobs=(0.0,), versions=(0,), text="", finish_reason=ends, seed=0)
-    return RolloutGroup(
-        ticket=0,
-        prompt=Prompt(row_id=0, token_ids=(1,), text="?", checks=()),
-        completions=(completion,) * len(scores),
-        verdicts=tuple(Verdict(reward=score, scores={"math": score, "format": form}) for score in scores),
-    )
+RIGHT, WRONG, MIXED = (group_of(rewards, format=1.0) for rewards in ([1.0, 1.0], [0.0, 0.0], [0.0, 1.0]))
+FORMLESS = group_of([0.0, 0.0], format=0.0)
+CUT = group_of([0.0, 0.0], CUT_ANSWERS, format=0.0)
+MIXED_CUT = group_of([0.0, 1.0], CUT_ANSWERS, format=1.0)
 
 
-RIGHT, WRONG, MIXED = group(1.0, 1.0), group(0.0, 0.0), group(0.0, 1.0)
-FORMLESS, CUT = group(0.0, 0.0, form=0.0), group(0.0, 0.0, form=0.0, ends="length")
-
-
-def said(it: SignalWatch, steps: list[list[RolloutGroup]]) -> list[str | None]:
-    return [it.after_step(groups, num_samples=4) for groups in steps]
+def warnings_of(steps: list[list[RolloutGroup]]) -> list[list[str]]:
+    """By step."""
+    watch = SignalWatch(CONFIG)
+    return [watch.after_step(groups, num_samples=4) for groups in steps]
 
 
 @pytest.mark.parametrize(
@@ -48,50 +35,46 @@ def said(it: SignalWatch, steps: list[list[RolloutGroup]]) -> list[str | None]:
         ([FORMLESS], "no completion had the form <think>"),
         ([FORMLESS, WRONG], "every answer was wrong"),
         ([RIGHT, WRONG], "the completions of each prompt all got the same reward"),
-        ([group(0.5, 0.5)], "the completions of each prompt all got the same reward"),
+        ([group_of([0.5, 0.5], format=1.0)], "the completions of each prompt all got the same reward"),
     ],
 )
-def test_the_reason_is_given_when_it_is_due(groups: list[RolloutGroup], reason: str) -> None:
-    *before, warning = said(watch(), [groups] * MAX_SILENT_STEPS)
-    assert before == [None] * (MAX_SILENT_STEPS - 1)
-    assert warning is not None and f"last {MAX_SILENT_STEPS} steps" in warning and reason in warning
+def test_silence_is_told_once_with_its_reason(groups: list[RolloutGroup], reason: str) -> None:
+    *before, warnings = warnings_of([groups] * MAX_SILENT_STEPS)
+    assert not any(before)
+    assert f"last {MAX_SILENT_STEPS} steps" in warnings[0] and reason in warnings[0]
+    assert sum(map(len, warnings_of([groups] * MAX_SILENT_STEPS * 3))) == len(warnings)
 
 
 def test_the_reason_holds_for_all_of_the_steps() -> None:
-    warning = said(watch(), [[CUT]] * (MAX_SILENT_STEPS - 1) + [[WRONG]])[-1]
-    assert warning is not None and "every answer was wrong" in warning
+    warnings = warnings_of([[CUT]] * (MAX_SILENT_STEPS - 1) + [[WRONG]])[-1]
+    assert "every answer was wrong" in warnings[0]
 
 
 def test_one_group_with_a_signal_starts_the_count_anew() -> None:
-    steps = [[WRONG]] * (MAX_SILENT_STEPS - 1) + [[WRONG, MIXED]] + [[WRONG]] * (MAX_SILENT_STEPS - 1)
-    assert not any(said(watch(), steps))
-
-
-def test_it_is_said_once() -> None:
-    assert sum(map(bool, said(watch(), [[WRONG]] * MAX_SILENT_STEPS * 3))) == 1
+    silent = [[WRONG]] * (MAX_SILENT_STEPS - 1)
+    assert not any(warnings_of([*silent, [WRONG, MIXED], *silent]))
 
 
 def test_a_signal_of_completions_that_are_all_left_out_is_none() -> None:
-    it = watch()
-    warnings = [it.after_step([replace(MIXED, completions=CUT.completions)], num_samples=0) for _ in range(5)]
-    assert warnings[-1] is not None and "cut off" in warnings[-1]
+    watch = SignalWatch(CONFIG)
+    *_, warnings = [watch.after_step([MIXED_CUT], num_samples=0) for _ in range(MAX_SILENT_STEPS)]
+    assert "no group" in warnings[0] and "cut off" in warnings[0]
 
 
-def test_completions_that_are_mostly_cut_are_told_of_once() -> None:
+def test_completions_that_are_mostly_cut_lead_to_one_warning() -> None:
     """Also where some are judged right, so that there is a signal."""
-    it, cut = CutWatch(parse(GRPOConfig, FLAGS.split())), replace(MIXED, completions=CUT.completions)
-    *before, warning = [it.after_step([cut, cut, cut, RIGHT]) for _ in range(MAX_SILENT_STEPS)]
-    assert not any(before) and warning is not None
+    *before, warnings = warnings_of([[MIXED_CUT, MIXED_CUT, MIXED_CUT, RIGHT]] * MAX_SILENT_STEPS)
+    assert not any(before)
+    (warning,) = warnings
     assert warning.startswith("75% of the completions of the last 5 steps were cut off at --response_length 256 tokens")
     assert "Raise it, or start from a model that has learned to end its answers" in warning
-    assert not any(it.after_step([cut]) for _ in range(20))
+    assert sum(map(len, warnings_of([[MIXED_CUT]] * 20))) == 1
 
 
 def test_some_completions_that_are_cut_are_no_matter() -> None:
     """Nor is a step of cut ones."""
-    it = CutWatch(parse(GRPOConfig, FLAGS.split()))
-    steps = [[], [CUT], *[[MIXED, MIXED, CUT]] * 8, [CUT], *[[MIXED, MIXED, CUT]] * 8]
-    assert not any(it.after_step(groups) for groups in steps)
+    some = [[MIXED, MIXED, CUT]] * 8
+    assert not any(warnings_of([[], [CUT], *some, [CUT], *some]))
 
 
 def test_a_step_whose_verdicts_all_failed_ends_the_run() -> None:

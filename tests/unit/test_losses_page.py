@@ -79,9 +79,14 @@ def test_who_reads_which_flag() -> None:
         return re.findall(r"`(\w+)`", text)
 
     rows = dict(re.findall(r"^\| `--(\w+)` \| [^|]* \| (.*) \|$", PAGE, re.MULTILINE))
-    flags = {flag for loss in PREFERENCE_LOSSES.values() for flag in loss.reads}
-    assert {"label_smoothing", "gamma_beta_ratio", "ld_alpha", "f_divergence_type"} < flags <= rows.keys()
-    for flag in flags:
-        assert names(rows[flag]) == [name for name, loss in PREFERENCE_LOSSES.items() if flag in loss.reads]
+    readers: dict[str, list[str]] = {"ld_alpha": [], "f_divergence_type": []}
+    for flag in readers:
+        readers[flag] = [name for name, loss in PREFERENCE_LOSSES.items() if flag in loss.reads]
+    for name, flag in flags_of(DPOConfig).items():
+        if flag.other == "loss_type":
+            readers[name] = flag.read_with.split()[1:]
+    assert {"label_smoothing", "gamma_beta_ratio"} < readers.keys() <= rows.keys()
+    for name, losses in readers.items():
+        assert names(rows[name]) == losses
     (constant,) = re.findall(r"`--loss_denominator N` replaces the number of tokens in (.*) by N times", PAGE)
     assert names(constant) == OVER_TOKENS

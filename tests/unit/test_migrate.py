@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from open_instruct.cli import main
 from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
+from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.suites.upstream_flags import upstream_defaults, upstream_table
 from open_instruct.errors import InputError
 from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, read_launch
@@ -26,8 +28,16 @@ SFT = "--model_name_or_path m --dataset_mixer_list rows.jsonl 1.0 --max_seq_leng
 GRPO = "--model_name_or_path m --dataset_mixer_list prompts.jsonl 1.0"
 
 
+NEEDED = {"dpo": DPO, "sft": SFT, "olmo_core sft": DPO, "grpo": GRPO, "reward_model": SFT}
+
+
 def of(command: str, words: str) -> Migration:
     return migrate(command, read_launch(command, words.split()))
+
+
+def beside_needed(launch: str, words: str) -> Migration:
+    """The launch with these words behind those that its trainer needs."""
+    return of(launch.split()[-1], f"{NEEDED[launch]} {words}")
 
 
 def grpo_config(words: str) -> GRPOConfig:
@@ -95,142 +105,38 @@ class TestDefaults:
         assert set(upstream_defaults(trainer)) <= known
 
 
-class TestFlags:
-    @pytest.mark.parametrize(
-        ("command", "words", "flag", "value"),
-        [
-            ("dpo", f"{DPO} --with_tracking", "report_to", ["wandb"]),
-            ("dpo", f"{DPO} --with_tracking --report_to tensorboard", "report_to", ["tensorboard"]),
-            ("dpo", f"{DPO} --gradient_checkpointing", "activation_checkpointing", "full"),
-            ("dpo", f"{DPO} --profiling", "profile_steps", [9, 11]),
-            (
-                "dpo",
-                f"{DPO} --push_to_hub --hf_entity us --hf_repo_id it --hf_repo_revision a",
-                "hub_model_id",
-                "us/it",
-            ),
-            ("dpo", f"{DPO} --push_to_hub --hf_entity us --exp_name mine", "hub_model_id", "us/mine"),
-            ("dpo", f"{DPO} --push_to_hub true --hf_entity us", "hub_model_id", None),
-            ("dpo", f"{DPO} --hf_entity us --hf_repo_id it", "push_to_hub", False),
-            ("dpo", f"{DPO} --context_parallel_degree 2", "packing", True),
-            ("sft", f"{SFT} --lr_scheduler_type constant", "warmup_ratio", 0.0),
-            ("sft", f"{SFT} --checkpointing_steps epoch", "checkpointing_steps", 0),
-            ("sft", f"{SFT} --num_train_epochs 4", "num_epochs", 4),
-            ("sft", f"{SFT} --use_lora --lora_rank 8", "lora_r", 8),
-            ("sft", f"{SFT} --use_lora", "lora_dropout", 0.1),
-            ("grpo", f"{GRPO} --use_rho_correction False", "rho_correction", "none"),
-            ("grpo", f"{GRPO} --rho_clamp_upper_bound 5.0", "rho_cap", 5.0),
-            ("grpo", f"{GRPO} --rho_mask_upper_bound 3 --rho_mask_sequence_level", "rho_level", "sequence"),
-            ("grpo", f"{GRPO} --rho_mask_upper_bound 3", "rho_clamp_upper", 2.0),
-            ("grpo", f"{GRPO} --apply_r1_style_format_reward", "r1_style_format_reward", 0.0),
-            ("grpo", f"{GRPO} --beta 0.1 --kl_estimator kl3", "kl_estimator", "2"),
-            ("grpo", f"{GRPO} --no_filter_zero_std_samples", "filter_zero_std_samples", False),
-            (
-                "grpo",
-                f"{GRPO} --dataset_mixer_eval_list e 8 --eval_pass_at_k 32",
-                "eval_pass_at_k",
-                [1, 2, 4, 8, 16, 32],
-            ),
-            ("grpo", f"{GRPO} --dataset_mixer_eval_list e 8 --temperature 0.7", "eval_temperature", 0.7),
-            ("grpo", f"{GRPO} --dataset_mixer_eval_list e 8 --eval_top_p 0.95", "eval_top_p", 0.95),
-            ("grpo", f"{GRPO} --dataset_mixer_eval_list e 8", "dataset_mixer_eval_list_splits", ["test"]),
-            ("grpo", f"{GRPO} --save_freq 40", "checkpointing_steps", 40),
-            (
-                "grpo",
-                f"{GRPO} --save_freq 40 --checkpoint_state_dir d --checkpoint_state_freq 10",
-                "checkpointing_steps",
-                10,
-            ),
-            ("grpo", f"{GRPO} --load_ref_policy false --beta 0.0", "beta", 0.0),
-            ("grpo", f"{GRPO} --backend_timeout 60", "dist_timeout_s", 3600),
-            ("reward_model", f"{SFT} --max_token_length 64", "max_seq_length", 64),
-            ("grpo", f"{GRPO} --masked_mean_axis 1", "loss_denominator", "token"),
-            ("grpo", f"{GRPO} --masked_mean_axis none", "loss_denominator", "token"),
-            ("sft", f"{DPO} --per_device_train_batch_size 1", "packing_strategy", "bfd"),
-            ("sft", f"{SFT} --per_device_train_batch_size 1", "packing_strategy", "step"),
-            ("sft", f"{DPO} --cache_dataset_only", "cache_dataset_only", True),
-            ("dpo", f"{DPO} --cache_dataset_only", "cache_dataset_only", True),
-            ("reward_model", SFT, "adam_epsilon", 1e-5),
-            ("reward_model", SFT, "weight_decay", 0.01),
-            ("reward_model", SFT, "weight_decay_on", "all"),
-            ("reward_model", f"{SFT} --eps 1e-6 --weight_decay 0", "adam_epsilon", 1e-6),
-            ("dpo", f"{DPO} --weight_decay 0.1", "weight_decay_on", "all"),
-            ("sft", f"{SFT} --weight_decay 0.1", "weight_decay_on", "matrices"),
-            ("grpo", f"{GRPO} --weight_decay 0.1", "weight_decay_on", "matrices"),
-            ("grpo", f"{GRPO} --weight_decay 0.1 --set_weight_decay_on_bias_and_norm false", "weight_decay_on", "all"),
-        ],
-    )
-    def test_they_mean_the_same_here(self, command: str, words: str, flag: str, value: Any) -> None:
-        migration = of(command, words)
-        assert migration.refused == {}
-        config_class = GRPOConfig if command == "grpo" else objective_named(command).config_class
-        config = parse(config_class, migration.arguments)
-        assert getattr(getattr(config, flags_of(config_class)[flag].section), flag) == value
+CASES: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "migration_cases.yaml").read_text(encoding="utf-8"))
 
-    @pytest.mark.parametrize(
-        ("command", "words", "flag"),
-        [
-            ("dpo", f"{DPO} --hf_entity us --hf_repo_id it --hf_repo_revision one", "hf_entity"),
-            ("dpo", f"{DPO} --zero_stage 3", "zero_stage"),
-            ("dpo", f"{DPO} --lora_rank 64 --use_lora false", "lora_rank"),
-            ("dpo", f"{DPO} --exp_name mine", "exp_name"),
-            ("dpo", f"{DPO} --chat_template_name nobodys", "chat_template_name"),
-            ("dpo", f"{DPO} --model_name_or_path /models/m --model_revision main", "model_revision"),
-            ("grpo", f"{GRPO} --deepspeed_stage 3", "deepspeed_stage"),
-            ("grpo", f"{GRPO} --max_token_length 512", "max_token_length"),
-            ("grpo", f"{GRPO} --kl_estimator 2 --beta 0", "kl_estimator"),
-            ("grpo", f"{GRPO} --non_stop_penalty False --non_stop_penalty_value 0.0", "non_stop_penalty_value"),
-            ("grpo", f"{GRPO} --local_eval_every 5", "local_eval_every"),
-            ("grpo", f"{GRPO} --tool_parser_type legacy", "tool_parser_type"),
-            ("reward_model", f"{SFT} --eval_freq 50", "eval_freq"),
-        ],
-    )
-    def test_those_that_change_nothing_are_dropped_with_the_reason(self, command: str, words: str, flag: str) -> None:
-        migration = of(command, words)
+
+def cases(kind: str) -> list[tuple[Any, ...]]:
+    return [(launch, *case) for launch, listed in CASES[kind].items() for case in listed.items()]
+
+
+class TestFlags:
+    @pytest.mark.parametrize(("launch", "words", "expected"), cases("same"))
+    def test_they_mean_the_same_here(self, launch: str, words: str, expected: dict[str, Any]) -> None:
+        migration = beside_needed(launch, words)
+        assert migration.refused == {}
+        command = launch.split()[-1]
+        config_class: Any = GRPOConfig if command == "grpo" else objective_named(command).config_class
+        values = as_flat_dict(parse(config_class, migration.arguments))
+        assert {name: values[name] for name in expected} == expected
+
+    @pytest.mark.parametrize(("launch", "words", "flag"), cases("dropped"))
+    def test_those_that_change_nothing_are_dropped_with_the_reason(self, launch: str, words: str, flag: str) -> None:
+        migration = beside_needed(launch, words)
         assert migration.refused == {}
         assert migration.dropped[flag]
         assert f"--{flag}" not in migration.arguments
 
-    @pytest.mark.parametrize(
-        ("command", "words", "flag", "part"),
-        [
-            ("dpo", f"{DPO} --trust_remote_code", "trust_remote_code", "no code from a checkpoint is ever run"),
-            ("dpo", f"{DPO} --chat_template_name assistant_message_only", "chat_template_name", "not among"),
-            ("dpo", "--model_name_or_path m --mixer_list r 1.0", "max_seq_length", "is left out"),
-            ("dpo", f"{DPO} --resume_from_checkpoint other", "resume_from_checkpoint", "the same command resumes"),
-            ("dpo", f"{DPO} --no_such_flag 1", "no_such_flag", "neither of upstream's nor here"),
-            ("dpo", f"{DPO} --learning_rate fast", "learning_rate", "takes a number"),
-            ("sft", f"{SFT} --lr_scheduler_type polynomial", "lr_scheduler_type", "takes one of linear"),
-            ("grpo", f"{GRPO} --tools search", "tools", "not had yet"),
-            ("grpo", f"{GRPO} --max_steps 5", "max_steps", "no tool or environment answers it"),
-            ("grpo", f"{GRPO} --tool_parser_type vllm_hermes", "tool_parser_type", "not had yet"),
-            (
-                "grpo",
-                f"{GRPO} --model_name_or_path Qwen/Qwen3.5-0.8B",
-                "model_name_or_path",
-                "the family Qwen 3.5, which",
-            ),
-            (
-                "grpo",
-                f"{GRPO} --model_name_or_path allenai/OLMoE-1B-7B-0125/",
-                "model_name_or_path",
-                "the family OLMoE",
-            ),
-            ("dpo", f"{DPO} --model_name_or_path EleutherAI/pythia-14m", "model_name_or_path", "the family Pythia"),
-            ("grpo", f"{GRPO} --llm_judge_model gpt", "llm_judge_model", "not had yet"),
-            ("grpo", f"{GRPO} --loss_denominator 4096", "loss_denominator", "use token"),
-            ("grpo", f"{GRPO} --masked_mean_axis 0", "masked_mean_axis", "any other axis"),
-            ("grpo", f"{GRPO} --cache_dataset_only", "cache_dataset_only", "at the start of a run"),
-            ("grpo", f"{GRPO} --vllm_top_p 0.9", "vllm_top_p", "biased"),
-            ("grpo", f"{GRPO} --remap_verifier general_rubric=rubric", "remap_verifier", "not had yet"),
-        ],
-    )
+    @pytest.mark.parametrize(("launch", "words", "expected"), cases("refused"))
     def test_those_that_cannot_be_had_are_refused_with_the_reason(
-        self, command: str, words: str, flag: str, part: str
+        self, launch: str, words: str, expected: dict[str, str]
     ) -> None:
-        migration = of(command, words)
+        migration = beside_needed(launch, words)
         assert not migration.is_equivalent
-        assert part in migration.refused[flag]
+        for flag, part in expected.items():
+            assert part in migration.refused[flag]
 
     @pytest.mark.parametrize(
         "name",
@@ -248,16 +154,14 @@ class TestFlags:
             ("", ""),
             ("--deepspeed_stage 2 --single_gpu_mode", "--deepspeed_stage 2"),
             ("--deepspeed_stage 3 --num_learners_per_node 8 8", "--deepspeed_stage 3"),
-            (
-                "--deepspeed_stage 3 --deepspeed_zpg 1 --deepspeed_offload_optimizer",
-                "--deepspeed_stage 3 --deepspeed_zpg 1 --adam_offload true",
-            ),
+            ("--deepspeed_stage 3 --deepspeed_zpg 1", "--deepspeed_stage 3 --deepspeed_zpg 1"),
+            ("--deepspeed_stage 3 --deepspeed_offload_optimizer", "--deepspeed_stage 3 --adam_offload true"),
             ("--deepspeed_stage 0", ""),  # which has no float32 weights beside those in bfloat16
             ("--deepspeed_stage 2 --optimizer muon", ""),  # which it does not take
         ],
     )
     def test_a_launch_on_deepspeed_may_be_one_here(self, words: str, deepspeed: str) -> None:
-        migration = of("grpo", f"{GRPO} {words}")
+        migration = beside_needed("grpo", words)
         assert migration.is_equivalent and "--backend" not in migration.arguments
         expected = f"--backend deepspeed {deepspeed}".split() if deepspeed else []
         assert migration.deepspeed == expected

@@ -17,6 +17,7 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process
 from open_instruct.planning import plan
 from open_instruct.planning.memory.phases import memory_by_phase
+from open_instruct.planning.shown.start_check import StartCheck, check_plan
 from open_instruct.rollout.checked_run import _planned
 from open_instruct.run import plan_check
 from open_instruct.run.console import Console
@@ -98,6 +99,28 @@ def test_a_plan_that_does_not_fit_is_said_in_colour_with_the_change_that_fits(
     start_on_host(folder, 4 * 20, (4,), "--activation_checkpointing", "full", monkeypatch=monkeypatch)
     said = capsys.readouterr().out
     assert said.startswith("plan: needs ") and "warning" not in said and yellow not in said
+
+
+@pytest.mark.parametrize("text", ["no json", '{"model_type": "gpt2"}', json.dumps(FIELDS | {"vocab_size": "x"})])
+def test_a_model_that_cannot_be_read_has_no_plan_and_runs_all_the_same(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    verdict = checked(folder, memory_gib=0.001)
+    assert verdict.line.startswith("plan: none (InputError: ") and not verdict.cannot_fit
+
+
+def test_so_has_one_whose_layers_differ(folder: Path) -> None:
+    """The memory of one block is taken for that of all."""
+    words = ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules"]
+    verdict = checked(folder, *words, "blocks.0.feed_forward", memory_gib=80)
+    assert verdict.line.startswith("plan: none (InputError: ") and "treats layers differently" in verdict.line
+    assert not verdict.cannot_fit
+    assert checked(folder, *words, "blocks.*.feed_forward", memory_gib=80).line.startswith("plan: needs")
+
+
+def checked(folder: Path, *words: str, memory_gib: float) -> StartCheck:
+    needed = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+    config = parse(DPOConfig, [*needed, *words])
+    return check_plan(config, (8,), model_folder=str(folder), memory_bytes=round(memory_gib * GIB), on_cuda=True)
 
 
 class TestCheckpointing:

@@ -12,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.plan_memory import Case, predicted, track
+from benchmarks.memory_runs.cases import Case, predicted
+from benchmarks.memory_runs.tracked import track
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import MemorySection, OptimSection
 from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
@@ -27,17 +28,12 @@ from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.activations import MAX_LOGITS_BYTES, Pass, profile_of
-from open_instruct.planning.memory.autograd_sizes import Gradient, Tape, Tensor
-from open_instruct.planning.memory.phases import (
-    NUM_SYNC_SLOTS,
-    READ_CHUNK_BYTES,
-    Moments,
-    memory_by_phase,
-)
+from open_instruct.planning.memory.phases import NUM_SYNC_SLOTS, READ_CHUNK_BYTES, Moments, memory_by_phase
 from open_instruct.planning.memory.state import local_size
 from open_instruct.planning.subject.model import ModelShape, shape_of_fields
 from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import Scoring, Workload, adapted
+from open_instruct.records import ShardLayout
 from open_instruct.toys.tiny import Size, tiny_config
 from open_instruct.weights.wire import NUM_SLOTS
 from tests.ranks.fork_server import Forked
@@ -53,6 +49,9 @@ WORKLOAD = Workload(
     num_microbatches=1,
     reference_pass_tokens=4096,
 )
+GRPO = replace(WORKLOAD, algorithm="grpo", reference_pass_tokens=0, num_engines=2, sync_bucket_bytes=256 << 20)
+LAYOUT = resolve_layout([8, 8])
+ALONE = resolve_layout([1], single_device=True)
 
 
 class Live(TorchDispatchMode):
@@ -89,10 +88,18 @@ def shape_of(hf_config: Any) -> ModelShape:
     return shape_of_fields(hf_config.to_dict(), name="tiny", where="config.json")
 
 
-@pytest.mark.parametrize(
-    "recomputed", [(), ("blocks.*.feed_forward",), ("blocks.*.attention", "blocks.*.*_norm"), DEFAULT_MODULES]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def phases_of(shape: ModelShape, layout: ShardLayout, workload: Workload) -> dict[str, dict[str, int]]:
+    """The parts of each phase."""
+    return {phase.name: dict(phase.parts) for phase in memory_by_phase(Moments(shape, layout, workload))}
+
+
+FEED_FORWARD = "blocks.*.feed_forward"
+NORMS, INNER_NORMS = "blocks.*.*_norm", "blocks.*.attention.*_norm"
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("recomputed", [(), (FEED_FORWARD,), ("blocks.*.attention", NORMS), DEFAULT_MODULES])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("family", ["olmo2", "qwen3", "llama"])
 def test_a_block_is_what_it_really_keeps_and_needs(
     family: Any, dtype: torch.dtype, recomputed: tuple[str, ...]
@@ -101,32 +108,32 @@ def test_a_block_is_what_it_really_keeps_and_needs(
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "recomputed", "flags"),
+    ("family", "dtype", "recomputed", "adapters"),
     [
-        ("olmo2", torch.bfloat16, (), {}),
-        ("olmo2", torch.float32, (), {"lora_dropout": 0.1}),
-        ("qwen3", torch.float32, (), {"lora_target_modules": ["v_proj", "down_proj"]}),
-        ("qwen3", torch.bfloat16, ("blocks.*.feed_forward",), {"lora_dropout": 0.1}),
-        ("llama", torch.bfloat16, ("blocks.*.attention", "blocks.*.*_norm"), {}),
+        # Norms and the feed-forward are recomputed, or norms alone.
+        ("olmo2", BFLOAT16, (NORMS, FEED_FORWARD, INNER_NORMS), None),
+        ("olmo2", BFLOAT16, (NORMS, INNER_NORMS), None),
+        ("qwen3", BFLOAT16, (NORMS, FEED_FORWARD), None),
+        ("qwen3", BFLOAT16, (NORMS,), None),
+        # The block is frozen beside adapters.
+        ("olmo2", BFLOAT16, (), {}),
+        ("olmo2", FLOAT32, (), {"lora_dropout": 0.1}),
+        ("qwen3", FLOAT32, (), {"lora_target_modules": ["v_proj", "down_proj"]}),
+        ("qwen3", BFLOAT16, (FEED_FORWARD,), {"lora_dropout": 0.1}),
+        ("llama", BFLOAT16, ("blocks.*.attention", NORMS), {}),
     ],
 )
-def test_so_is_a_frozen_block_with_adapters(
-    family: Any, dtype: torch.dtype, recomputed: tuple[str, ...], flags: dict[str, Any]
+def test_so_is_another_block(
+    family: Any, dtype: torch.dtype, recomputed: tuple[str, ...], adapters: dict[str, Any] | None
 ) -> None:
-    compare_block(family, dtype, recomputed, LoRASection(use_lora=True, lora_r=24, **flags))
-
-
-@pytest.mark.parametrize("family", ["olmo2", "qwen3"])
-def test_so_is_one_whose_norms_and_mlp_are_recomputed(family: Any) -> None:
-    inner = ("blocks.*.attention.*_norm",) if family == "olmo2" else ()
-    compare_block(family, torch.bfloat16, ("blocks.*.*_norm", "blocks.*.feed_forward", *inner))
-    compare_block(family, torch.bfloat16, ("blocks.*.*_norm", *inner))
+    lora = None if adapters is None else LoRASection(use_lora=True, lora_r=24, **adapters)
+    compare_block(family, dtype, recomputed, lora)
 
 
 @pytest.mark.parametrize("recomputed", [(), ("blocks.*",), ("blocks.*.attention",)])
 @pytest.mark.parametrize("family", ["olmo2", "qwen3"])
 def test_so_is_one_whose_attention_is_in_blocks(family: Any, recomputed: tuple[str, ...]) -> None:
-    compare_block(family, torch.float32, recomputed, lengths=(400, 390, 400, 395))
+    compare_block(family, FLOAT32, recomputed, lengths=(400, 390, 400, 395))
 
 
 def compare_block(
@@ -246,11 +253,7 @@ def test_the_passes_of_a_whole_model(
         param_dtype=dtype,
         on_cuda=False,
     )
-    layout = resolve_layout([1], single_device=True)
-    phases = {
-        phase.name: dict(phase.parts)
-        for phase in memory_by_phase(Moments(adapted(shape_of(hf_config), lora), layout, workload))
-    }
+    phases = phases_of(adapted(shape_of(hf_config), lora), ALONE, workload)
     activations.profile_of.cache_clear()
     assert phases["forward"]["buffers"] == real.pop("tables of RoPE")
     there_before = ("parameters", "optimizer states", "buffers")
@@ -301,38 +304,6 @@ def test_keys_are_gathered_as_the_row_has_them() -> None:
     assert activations.pass_of(LAYOUT, workload).num_gathered_keys == len(row.key_index_K) == 400
 
 
-def test_a_tape_frees_what_nobody_needs() -> None:
-    """y = square(x) + x: the square keeps x, the sum keeps nothing and hands its gradient on to both."""
-    x = Tensor(100, kind="source")
-    tape = Tape(x)
-    square = tape.run(100, x, saved=[x], gradients=[Gradient(of=x, num_bytes=100, scratch_bytes=50)])
-    y = tape.run(100, square, x, gradients=[Gradient(of=square, num_bytes=None), Gradient(of=x, num_bytes=None)])
-    profile = tape.profile(y)
-    assert profile.keeps_source and profile.kept_bytes == 0
-    assert profile.forward_peak.total == profile.scoring_peak.total == 200  # square and y; x is the caller's
-    assert profile.backward_peak.total == 250  # the gradient of y, that of x, and scratch
-
-
-def test_a_recomputed_region_keeps_what_it_is_given() -> None:
-    def profile_of(is_recomputed: bool) -> Any:
-        x = Tensor(100, kind="source")
-        tape = Tape(x)
-        first = tape.run(100, x, saved=[x])
-        with tape.recomputed(is_recomputed):
-            wide = tape.run(400, first, saved=[first])
-            wider = tape.run(400, wide, saved=[wide])
-            last = tape.run(100, wider, saved=[wider])
-        return tape.profile(last)
-
-    plain, again = profile_of(False), profile_of(True)
-    assert (plain.kept_bytes, again.kept_bytes) == (900, 100)
-    assert again.backward_peak.total >= plain.backward_peak.total - 100
-    assert again.scoring_peak == plain.scoring_peak
-
-
-LAYOUT = resolve_layout([8, 8])
-
-
 def test_a_step_of_muon_needs_what_it_really_does() -> None:
     """Where a rank orthogonalises the largest matrix; the first step makes the momenta."""
     hf_config = tiny_config("olmo2", SIZE, vocab_size=512, tie=False)
@@ -347,52 +318,34 @@ def test_a_step_of_muon_needs_what_it_really_does() -> None:
     assert live.peak == moments.step_temporaries()
 
 
-def total(shape: ModelShape, layout: Any = LAYOUT, **changes: Any) -> int:
-    return max(phase.total_bytes for phase in memory_by_phase(Moments(shape, layout, replace(WORKLOAD, **changes))))
-
-
-def test_what_saves_memory_saves_memory() -> None:
-    shape = model_shape("allenai/OLMo-2-1124-7B")
-    plain = total(shape)
-    assert total(shape, checkpointing="full") < plain
-    assert total(shape, checkpointing="selected_modules", checkpointing_modules=("blocks.*.feed_forward",)) < plain
-    assert total(shape, activation_memory_budget=0.5) < plain
-    assert total(shape, tokens_per_microbatch=2048, label_tokens_per_microbatch=2048) < plain
-    assert total(shape, resolve_layout([8, 8], fsdp_num_replicas=1)) < plain
-    assert total(shape, resolve_layout([8, 8], tensor_parallel_degree=2, fsdp_shard_degree=8)) < plain
-    assert total(shape, resolve_layout([8, 8], context_parallel_degree=2)) < plain
-
-
 def test_blocks_that_are_gathered_ahead_are_there_while_one_is_at_work() -> None:
     """In forward passes alone: each is a buffer of a whole block in bfloat16."""
     shape, layout = model_shape("allenai/OLMo-2-1124-7B"), resolve_layout([8])
     workload = replace(WORKLOAD, checkpointing="full", tokens_per_microbatch=16384, reference_pass_tokens=16384)
-    by_number = {
-        number: {
-            phase.name: phase.total_bytes
-            for phase in memory_by_phase(Moments(shape, layout, replace(workload, gathered_ahead=number)))
-        }
-        for number in (0, 1, 3, 30, 31, 99)
-    }
-    of_block = 2 * sum(each.num_params for each in shape.parameters if each.layer == 0)
+
+    def needed(num_ahead: int) -> dict[str, int]:
+        phases = phases_of(shape, layout, replace(workload, gathered_ahead=num_ahead))
+        return {name: sum(parts.values()) for name, parts in phases.items()}
+
+    none, one, three, most = map(needed, (0, 1, 3, 31))
+    block_bytes = 2 * sum(each.num_params for each in shape.parameters if each.layer == 0)
+    assert three["reference pass"] - one["reference pass"] == 2 * block_bytes
+    assert most["reference pass"] - one["reference pass"] == 30 * block_bytes
     # With none ahead there is most in the head, or while a unit is gathered.
-    reference_pass = [by_number[number]["reference pass"] for number in (1, 3, 30, 31)]
-    assert [needed - reference_pass[0] for needed in reference_pass] == [number * of_block for number in (0, 2, 29, 30)]
-    assert by_number[0]["reference pass"] < reference_pass[0] <= by_number[0]["reference pass"] + of_block
+    assert none["reference pass"] < one["reference pass"] <= none["reference pass"] + block_bytes
     # Where the most of 31 are ahead only the first block has kept anything.
-    assert by_number[31]["forward"] > by_number[0]["forward"] + 15 * of_block
-    assert by_number[99] == by_number[31]
-    assert len({phases["backward"] for phases in by_number.values()}) == 1
+    assert most["forward"] > none["forward"] + 15 * block_bytes
+    assert needed(99) == most
+    assert none["backward"] == one["backward"] == most["backward"]
 
 
 def test_phases_are_those_of_the_run() -> None:
     shape = model_shape("Qwen/Qwen3-8B")
-    assert [phase.name for phase in memory_by_phase(Moments(shape, LAYOUT, WORKLOAD))] == [
+    assert [*phases_of(shape, LAYOUT, WORKLOAD)] == [
         *("load", "reference pass", "forward", "backward", "optimizer step", "export")
     ]
     reference = Scoring(shape=shape, stands_as="reference policy")
-    grpo = replace(WORKLOAD, reference_pass_tokens=0, scorings=(reference,), num_engines=2, sync_bucket_bytes=256 << 20)
-    phases = {phase.name: dict(phase.parts) for phase in memory_by_phase(Moments(shape, LAYOUT, grpo))}
+    phases = phases_of(shape, LAYOUT, replace(GRPO, scorings=(reference,)))
     assert [*phases][1:3] == ["scoring pass", "forward"] and "reference policy" not in phases["load"]
     assert phases["backward"]["reference policy"] == phases["backward"]["parameters"]
     # Of two buckets a rank brings an eighth. The embeddings, of 1.2 GB, come in pieces.
@@ -401,13 +354,8 @@ def test_phases_are_those_of_the_run() -> None:
 
 
 def test_an_adapter_that_travels_alone_is_scaled_and_fits_into_one_bucket() -> None:
-    lora = LoRASection(use_lora=True, lora_r=16)
-    shape = adapted(model_shape("Qwen/Qwen3-8B"), lora)
-    grpo = replace(WORKLOAD, reference_pass_tokens=0, num_engines=2, sync_bucket_bytes=256 << 20)
-    merged, alone = (
-        {phase.name: dict(phase.parts) for phase in memory_by_phase(Moments(shape, LAYOUT, workload))}
-        for workload in (grpo, replace(grpo, sends_adapter=True))
-    )
+    shape = adapted(model_shape("Qwen/Qwen3-8B"), LoRASection(use_lora=True, lora_r=16))
+    merged, alone = (phases_of(shape, LAYOUT, replace(GRPO, sends_adapter=is_alone)) for is_alone in (False, True))
     # Rank 0's eighth of each: of float32 ones scaled ones, and bfloat16 ones in each of two buckets.
     own = shape.num_trained / 8
     assert alone["weight sync"]["temporaries"] == pytest.approx(4 * own, rel=1e-3)
@@ -417,69 +365,67 @@ def test_an_adapter_that_travels_alone_is_scaled_and_fits_into_one_bucket() -> N
 
 
 def test_an_engine_on_the_same_device_is_counted() -> None:
-    shape, layout = model_shape("Qwen/Qwen3-0.6B"), resolve_layout([1], single_device=True)
-    shared = replace(WORKLOAD, algorithm="grpo", num_engines=1, sync_backend="ipc", shares_device=True)
-    phases = memory_by_phase(Moments(shape, layout, replace(shared, sync_bucket_bytes=1 << 28, kv_cache_bytes=1 << 30)))
-    for phase in phases:
-        assert dict(phase.parts)["vLLM engine"] == 2 * shape.num_params + (1 << 30), phase.name
-        assert "gathered weights" not in dict(phase.parts), phase.name
+    shape = model_shape("Qwen/Qwen3-0.6B")
+    shared = replace(GRPO, num_engines=1, sync_backend="ipc", shares_device=True, kv_cache_bytes=1 << 30)
+    for name, parts in phases_of(shape, ALONE, shared).items():
+        assert parts["vLLM engine"] == 2 * shape.num_params + (1 << 30), name
+        assert "gathered weights" not in parts, name
 
 
-def test_the_copy_that_checkpoints_are_written_from_is_where_they_are_written() -> None:
+@pytest.mark.parametrize(
+    ("layout", "moves", "bytes_a_parameter"),
+    [
+        (ALONE, False, 12),
+        (ALONE, True, 16),
+        (resolve_layout([4], fsdp_shard_degree=1), False, 12 / 4),
+        (resolve_layout([4]), False, 12 / 4),
+    ],
+)
+def test_the_copy_that_checkpoints_are_written_from_is_where_they_are_written(
+    layout: ShardLayout, moves: bool, bytes_a_parameter: float
+) -> None:
     """On a GPU it is the host's; elsewhere it is in the plan once there has been a checkpoint."""
     shape = model_shape("Qwen/Qwen3-0.6B")
-    moving = replace(WORKLOAD, scorings=(Scoring(shape=shape, stands_as="reference policy", moves=True),))
-    for layout, workload, bytes_a_parameter in (
-        (resolve_layout([1], single_device=True), WORKLOAD, 12),
-        (resolve_layout([1], single_device=True), moving, 16),
-        (resolve_layout([4], fsdp_shard_degree=1), WORKLOAD, 12 / 4),
-        (resolve_layout([4]), WORKLOAD, 12 / 4),
-    ):
-        copied = round(bytes_a_parameter * shape.num_params)
-        on_gpu = replace(workload, copies_checkpoints=True)
-        assert any(Moments(shape, layout, on_gpu).on_host().values())
-        num_bytes = Moments(shape, layout, replace(on_gpu, on_cuda=False)).checkpoint_copy()
-        assert num_bytes == pytest.approx(copied, rel=1e-3)
-        assert memory_by_phase(Moments(shape, layout, on_gpu)) == memory_by_phase(Moments(shape, layout, workload))
-        with_copy, without = (
-            {
-                phase.name: phase.total_bytes
-                for phase in memory_by_phase(Moments(shape, layout, replace(each, on_cuda=False)))
-            }
-            for each in (on_gpu, workload)
-        )
-        assert not any(Moments(shape, layout, replace(on_gpu, on_cuda=False)).on_host().values())
-        more = {name: with_copy[name] - num_bytes for name, num_bytes in without.items()}
-        assert more.pop("load") == more.pop("reference pass") == 0
-        assert set(more.values()) == {num_bytes}
+    reference = Scoring(shape=shape, stands_as="reference policy", moves=True)
+    workload = replace(WORKLOAD, scorings=(reference,)) if moves else WORKLOAD
+    on_gpu = replace(workload, copies_checkpoints=True)
+    assert any(Moments(shape, layout, on_gpu).on_host().values())
+    assert phases_of(shape, layout, on_gpu) == phases_of(shape, layout, workload)
+    on_cpu = Moments(shape, layout, replace(on_gpu, on_cuda=False))
+    assert not any(on_cpu.on_host().values())
+    num_bytes = on_cpu.checkpoint_copy()
+    assert num_bytes == pytest.approx(bytes_a_parameter * shape.num_params, rel=1e-3)
+    without = phases_of(shape, layout, replace(workload, on_cuda=False))
+    for name, parts in phases_of(shape, layout, on_cpu.workload).items():
+        more = 0 if name in ("load", "reference pass") else num_bytes
+        assert sum(parts.values()) - sum(without[name].values()) == more, name
 
 
 def test_each_tensor_of_that_copy_takes_a_power_of_two_of_pinned_memory() -> None:
     """As PyTorch's allocator rounds: of 7B on 8 GPUs 13.5 GiB a rank for 10.2 GiB of tensors."""
     shape, layout = model_shape("allenai/OLMo-2-1124-7B"), resolve_layout([8])
-    workload = replace(WORKLOAD, copies_checkpoints=True)
-    (num_bytes,) = filter(None, Moments(shape, layout, workload).on_host().values())
+
+    def copied(**changes: Any) -> int:
+        workload = replace(WORKLOAD, copies_checkpoints=True, **changes)
+        (num_bytes,) = filter(None, Moments(shape, layout, workload).on_host().values())
+        return num_bytes
+
     sizes = [local_size(parameter, layout).own * 4 for parameter in shape.parameters]
     powers = [next(2**power for power in range(40) if 2**power >= size) for size in sizes]
-    assert num_bytes == 3 * sum(powers)
-    assert num_bytes / 2**30 == pytest.approx(13.5, abs=0.05)
-    muon = replace(workload, optimizer="muon")
-    (num_bytes,) = filter(None, Moments(shape, layout, muon).on_host().values())
-    of_matrices = [each.layer is not None and len(each.shape) == 2 for each in shape.parameters]
-    assert num_bytes == sum((2 if one else 3) * power for one, power in zip(of_matrices, powers, strict=True))
+    assert copied() == 3 * sum(powers)
+    assert copied() / 2**30 == pytest.approx(13.5, abs=0.05)
+    is_muons = [each.layer is not None and len(each.shape) == 2 for each in shape.parameters]
+    assert copied(optimizer="muon") == sum(
+        (2 if one else 3) * power for one, power in zip(is_muons, powers, strict=True)
+    )
 
 
 def test_whole_gradients_are_there_while_microbatches_add_up() -> None:
     shape = model_shape("allenai/OLMo-2-1124-7B")
-    phases = [
-        {
-            phase.name: dict(phase.parts)
-            for phase in memory_by_phase(Moments(shape, LAYOUT, replace(WORKLOAD, **changes)))
-        }
-        for changes in ({"num_microbatches": 2}, {"num_microbatches": 2, "reduces_last": True}, {"reduces_last": True})
-    ]
-    every, last, alone = phases
+    every, last, alone = (
+        phases_of(shape, LAYOUT, replace(WORKLOAD, num_microbatches=num_microbatches, reduces_last=reduces_last))
+        for num_microbatches, reduces_last in ((2, False), (2, True), (1, True))
+    )
     assert last["forward"]["gradients"] == 4 * shape.num_params > 7 * every["forward"]["gradients"]
     assert last["optimizer step"] == every["optimizer step"]
-    plain = memory_by_phase(Moments(shape, LAYOUT, WORKLOAD))
-    assert alone == {phase.name: dict(phase.parts) for phase in plain}
+    assert alone == phases_of(shape, LAYOUT, WORKLOAD)

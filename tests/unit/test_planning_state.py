@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from olmo_core.distributed.parallel import build_world_mesh
 from olmo_core.train.train_module.transformer.common import parallelize_model
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
@@ -29,14 +28,13 @@ from open_instruct.models.load import parameter_shapes
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.memory.state import state_bytes
 from open_instruct.planning.subject.model import Adapters, ModelShape, shape_of_fields
-from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.records import ShardLayout
 from open_instruct.toys.tiny import SIZES, Size, tiny_config
 from tests.unit.conftest import JoinAs
+from tests.unit.test_planning_memory import phases_of
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 16
@@ -90,10 +88,8 @@ def shape_of(hf_config: Any, adapters: Adapters | None = None) -> ModelShape:
     return replace(shape_of_fields(hf_config.to_dict(), name="tiny", where="config.json"), adapters=adapters)
 
 
-def sharded_model(
-    hf_config: Any, layout: ShardLayout, *, device: torch.device = CPU, lora: LoRASection | None = None
-) -> Any:
-    """As a run builds it; on the meta device without the tables of RoPE."""
+def sharded_model(hf_config: Any, layout: ShardLayout, *, lora: LoRASection | None = None) -> Any:
+    """As a run builds it."""
     dp, tp = build_data_parallel_config(layout, param_dtype="bfloat16"), build_tensor_parallel_config(layout)
     model = build_model(hf_config)
     if lora is not None:
@@ -101,8 +97,8 @@ def sharded_model(
     return parallelize_model(
         model,
         world_mesh=build_world_mesh(dp=dp, tp=tp, device_type="cpu"),
-        device=device,
-        max_sequence_length=NUM_TOKENS if device == CPU else None,
+        device=CPU,
+        max_sequence_length=NUM_TOKENS,
         rank_microbatch_size=NUM_TOKENS,
         dp_config=dp,
         tp_config=tp,
@@ -189,7 +185,7 @@ def test_a_frozen_model_beside_is_what_it_holds(join_as: JoinAs) -> None:
         for name, (hf_config, num_values) in beside.items()
     ]
     workload = replace(WORKLOAD, scorings=tuple(scorings))
-    phases = {phase.name: dict(phase.parts) for phase in memory_by_phase(Moments(scorings[0].shape, layout, workload))}
+    phases = phases_of(scorings[0].shape, layout, workload)
     for name, (hf_config, num_values) in beside.items():
         join_as(0, layout.world_size)
         model = sharded_model(hf_config, layout)
@@ -224,54 +220,6 @@ def test_state_of_one_gpu_without_sharding(param_dtype: str) -> None:
     parameters += storage_bytes(copy.parameters()) if copy else 0
     workload = replace(WORKLOAD, param_dtype=param_dtype)
     assert state_bytes(shape_of(hf_config), layout, workload) == (parameters, gradients, optimizer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("allenai/OLMo-2-1124-7B", layout_of(64)),
-        ("allenai/Olmo-3-1125-32B", layout_of(1024, fsdp_shard_degree=128)),
-        ("allenai/Olmo-3-1125-32B", layout_of(1024, fsdp_num_replicas=1)),
-        ("Qwen/Qwen3-4B", layout_of(24, fsdp_num_replicas=1)),
-        ("meta-llama/Llama-3.1-70B", layout_of(1024, fsdp_shard_degree=64, tensor_parallel_degree=8)),
-    ],
-    ids=lambda value: value if isinstance(value, str) else f"{value.num_replicas}x{value.shard_degree}",
-)
-def test_parameters_of_large_models(join_as: JoinAs, name: str, layout: ShardLayout) -> None:
-    """On the meta device, where nothing is allocated and no step is taken: the sizes that FSDP2 will pad shards to.
-
-    Of a few of its layers, which are all alike but for their windows.
-    """
-    shape = model_shape(name)
-    size = Size(
-        roughly="",
-        hidden=shape.d_model,
-        mlp=shape.d_ff,
-        layers=4,
-        heads=shape.num_heads,
-        kv_heads=shape.num_kv_heads,
-        vocab_size=shape.vocab_size,
-        window=4096,
-    )
-    hf_config = config_of(shape.family, shape.is_tied, size)
-    hf_config.head_dim = shape.head_dim
-    shape = shape_of(hf_config)
-    for rank in (0, layout.world_size - 1):
-        join_as(rank, layout.world_size)
-        model = sharded_model(hf_config, layout, device=torch.device("meta"))
-        padded = [parameter.padded_sharded_param_size.numel() for parameter in fsdp_parameters(model)]
-        own = [parameter.to_local().numel() for parameter in model.parameters()]
-        parameters, gradients, optimizer = state_bytes(shape, layout, WORKLOAD, rank=rank)
-        assert (parameters, gradients) == (4 * sum(padded), 4 * sum(padded)), f"rank {rank}"
-        assert optimizer == 8 * sum(own) + 4 * len(own), f"rank {rank}"
-
-
-def fsdp_parameters(model: torch.nn.Module) -> Iterable[Any]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                yield from group.fsdp_params
 
 
 @pytest.mark.parametrize(("family", "is_tied"), TIED_OR_NOT)

@@ -3,56 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
-from open_instruct.config.rollout_sections import RolloutSection
-from open_instruct.records import Completion, Document, Prompt, RolloutGroup, RolloutSample, Span, Verdict
-from open_instruct.rollout.samples import RolloutStepBatch, training_samples
+from open_instruct.records import Document, RolloutGroup, RolloutSample, Span, Verdict
+from open_instruct.rollout.samples import RolloutStepBatch, StepSamples, training_samples
+from tests.unit.fake_rollouts import completion, group_of, grpo_config
 
-PROMPT = Prompt(row_id=7, token_ids=(1, 40, 2), text="?", checks=())
-
-
-def config_of(*words: str) -> RolloutSection:
-    required = ["--model_name_or_path", "m", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
-    return parse(GRPOConfig, [*required, *words]).rollout
+CUT = completion(4, ends="length")
+MIXED = group_of([1.0, 0.0], [completion(2), CUT])
+SOLVED = group_of([1.0, 1.0], [completion(1), completion(3)], ticket=1)
 
 
-def completion(
-    num_tokens: int, *, versions: tuple[int, ...] | None = None, ends: Literal["stop", "length"] = "stop"
-) -> Completion:
-    return Completion(
-        token_ids=tuple(range(60, 60 + num_tokens)),
-        logprobs=tuple(-0.1 * i for i in range(num_tokens)),
-        versions=versions or (0,) * num_tokens,
-        text="",
-        finish_reason=ends,
-        seed=0,
-    )
-
-
-def group(ticket: int, *answers: tuple[float, Completion], **scores: float) -> RolloutGroup:
-    return RolloutGroup(
-        ticket=ticket,
-        prompt=PROMPT,
-        completions=tuple(each for _, each in answers),
-        verdicts=tuple(Verdict(reward=reward, scores=scores or {"math": reward}) for reward, _ in answers),
-    )
-
-
-def batch_of(*groups: RolloutGroup, rejected: tuple[RolloutGroup, ...] = ()) -> RolloutStepBatch:
-    return RolloutStepBatch(groups=groups, rejected=rejected)
-
-
-MIXED = group(0, (1.0, completion(2)), (0.0, completion(4, ends="length")))
-SOLVED = group(1, (1.0, completion(1)), (1.0, completion(3)))
+def learned_of(*groups: RolloutGroup, rejected: tuple[RolloutGroup, ...] = (), flags: str = "") -> StepSamples:
+    batch = RolloutStepBatch(groups=groups, rejected=rejected)
+    return training_samples(batch, config=grpo_config(*flags.split()).rollout, version=4)
 
 
 def test_a_sample_is_prompt_and_completion_with_the_engines_logprobs() -> None:
-    learned = training_samples(batch_of(MIXED), config=config_of(), version=0)
+    learned = learned_of(MIXED)
     assert learned.samples[0] == RolloutSample(
         document=Document(token_ids=(1, 40, 2, 60, 61), responses=(Span(start=3, stop=5),)),
         engine_logprobs=(-0.0, -0.1),
@@ -63,30 +34,28 @@ def test_a_sample_is_prompt_and_completion_with_the_engines_logprobs() -> None:
 
 
 def test_advantages_are_centered_where_asked() -> None:
-    config = config_of("--advantage_normalization_type", "centered")
-    assert training_samples(batch_of(MIXED), config=config, version=0).advantages == ((0.5, -0.5),)
+    assert learned_of(MIXED, flags="--advantage_normalization_type centered").advantages == ((0.5, -0.5),)
 
 
 @pytest.mark.parametrize(
-    ("words", "is_used"),
+    ("flags", "is_used"),
     [
-        ([], ((True, True), (False, False))),
-        (["--no_filter_zero_std_samples"], ((True, True), (True, True))),
-        (["--mask_truncated_completions"], ((True, False), (False, False))),
-        (["--mask_truncated_completions", "--no_filter_zero_std_samples"], ((True, False), (True, True))),
+        ("", ((True, True), (False, False))),
+        ("--no_filter_zero_std_samples", ((True, True), (True, True))),
+        ("--mask_truncated_completions", ((True, False), (False, False))),
+        ("--mask_truncated_completions --no_filter_zero_std_samples", ((True, False), (True, True))),
     ],
-    ids=["filter", "keep", "mask", "mask_and_keep"],
 )
-def test_what_is_left_out(words: list[str], is_used: tuple[tuple[bool, ...], ...]) -> None:
-    learned = training_samples(batch_of(MIXED, SOLVED), config=config_of(*words), version=0)
+def test_what_is_left_out(flags: str, is_used: tuple[tuple[bool, ...], ...]) -> None:
+    learned = learned_of(MIXED, SOLVED, flags=flags)
     assert learned.is_used == is_used
     # A truncated completion that is left out still counts in the mean of its group.
     assert learned.advantages[0] == pytest.approx((1.0, -1.0))
     assert learned.advantages[1] == (0.0, 0.0)
     used = [
         (each.token_ids, advantage)
-        for of_group, flags, advantages in zip((MIXED, SOLVED), learned.is_used, learned.advantages, strict=True)
-        for each, flag, advantage in zip(of_group.completions, flags, advantages, strict=True)
+        for group, flags_of_group, advantages in zip((MIXED, SOLVED), is_used, learned.advantages, strict=True)
+        for each, flag, advantage in zip(group.completions, flags_of_group, advantages, strict=True)
         if flag
     ]
     assert [(sample.document.token_ids[3:], sample.advantage) for sample in learned.samples] == used
@@ -94,14 +63,12 @@ def test_what_is_left_out(words: list[str], is_used: tuple[tuple[bool, ...], ...
 
 
 def test_a_completion_without_tokens_is_not_trained_on() -> None:
-    nothing = group(0, (0.0, completion(0)), (1.0, completion(2)))
-    learned = training_samples(batch_of(nothing), config=config_of(), version=0)
-    assert learned.is_used == ((False, True),)
+    assert learned_of(group_of([0.0, 1.0], [completion(0), completion(2)])).is_used == ((False, True),)
 
 
 def test_metrics_of_a_step() -> None:
-    rejected = group(2, (0.0, completion(5, ends="length")), (0.0, completion(5, ends="length")))
-    learned = training_samples(batch_of(MIXED, SOLVED, rejected=(rejected,)), config=config_of(), version=0)
+    rejected = group_of([0.0, 0.0], [completion(5, ends="length", versions=(4,) * 5)] * 2)
+    learned = learned_of(MIXED, SOLVED, rejected=(rejected,))
     assert learned.metrics == {
         # Of all that the policy was asked, or the reward would rise by what active sampling throws away.
         "reward": 3 / 6,
@@ -112,8 +79,8 @@ def test_metrics_of_a_step() -> None:
         "sequence_length/max": 5,
         "truncated_fraction": 3 / 6,
         "zero_std_fraction": 2 / 3,
-        "staleness/mean": 0,
-        "staleness/max": 0,
+        "staleness/mean": 4,
+        "staleness/max": 4,
         "num_rejected_groups": 1,
         "num_trained_completions": 2,
         "num_generated_tokens": 20,
@@ -122,26 +89,24 @@ def test_metrics_of_a_step() -> None:
 
 
 def test_each_verifier_is_averaged_over_what_it_judged() -> None:
-    words = group(0, (0.5, completion(1)), (0.5, completion(1)), format=1.0, ifeval=0.25)
-    learned = training_samples(batch_of(MIXED, words), config=config_of(), version=0)
-    shown = {name: value for name, value in learned.metrics.items() if name.startswith("verifier/")}
+    metrics = learned_of(group_of([1.0, 0.0]), group_of([0.5, 0.5], format=1.0, ifeval=0.25)).metrics
+    shown = {name: value for name, value in metrics.items() if name.startswith("verifier/")}
     assert shown == {"verifier/format": 1.0, "verifier/ifeval": 0.25, "verifier/math": 0.5}
 
 
 def test_problems_of_verifiers_are_counted() -> None:
     late = Verdict(reward=0.0, scores={"math": 0.0}, problems=("math",))
-    troubled = RolloutGroup(ticket=0, prompt=PROMPT, completions=(completion(1),) * 2, verdicts=(late, late))
-    assert training_samples(batch_of(troubled), config=config_of(), version=0).metrics["num_verifier_problems"] == 2
+    assert learned_of(replace(MIXED, verdicts=(late, late))).metrics["num_verifier_problems"] == 2
 
 
 def test_staleness_is_of_tokens() -> None:
-    mixed = group(0, (1.0, completion(3, versions=(2, 2, 4))), (0.0, completion(1, versions=(4,))))
-    metrics = training_samples(batch_of(mixed), config=config_of(), version=4).metrics
+    versions = [completion(3, versions=(2, 2, 4)), completion(1, versions=(4,))]
+    metrics = learned_of(group_of([1.0, 0.0], versions)).metrics
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (4 / 4, 2)
 
 
 def test_a_batch_in_which_nothing_is_learned() -> None:
-    learned = training_samples(batch_of(SOLVED), config=config_of(), version=0)
+    learned = learned_of(SOLVED)
     assert learned.samples == ()
     assert learned.metrics["zero_std_fraction"] == 1
     assert all(map(math.isfinite, learned.metrics.values()))

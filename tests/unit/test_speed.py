@@ -2,27 +2,68 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import torch
 
-from open_instruct.learner.measure.speed import StepClock, flops_of_step, peak_flops_per_second
+from open_instruct.learner.measure import speed
+from open_instruct.learner.measure.speed import LEAST_TOKENS, OwnPace, StepClock, flops_of_step, peak_flops_per_second
 from open_instruct.models.build import build_model
 from open_instruct.toys.tiny import SIZES, tiny_config
 
 GPU = torch.device("cuda", 0)
 
 
-def test_parts_add_up_and_are_read_once() -> None:
+class HostClock:
+    """Stands for `time`."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def host_clock(monkeypatch: pytest.MonkeyPatch) -> HostClock:
+    clock = HostClock()
+    monkeypatch.setattr(speed, "time", clock)
+    return clock
+
+
+def test_parts_add_up_and_are_read_once(host_clock: HostClock) -> None:
     clock = StepClock(torch.device("cpu"))
     for part in ("forward", "backward", "forward"):
         with clock.timing(part):
-            time.sleep(0.02)
-    times = clock.read()
-    assert times["time/forward"] >= 0.04 and times["time/backward"] >= 0.02
+            host_clock.wait(0.25)
+    assert clock.read() == {"time/forward": 0.5, "time/backward": 0.25}
     assert clock.read() == {}
+
+
+def test_the_pace_of_a_rank_is_that_of_its_head(host_clock: HostClock) -> None:
+    """Also where hooks before and behind it wait for others."""
+
+    class Head(torch.nn.Module):
+        def forward(self, hidden_BTD: torch.Tensor, logits_to_keep: torch.Tensor | None = None) -> torch.Tensor:
+            host_clock.wait(0.02)
+            return hidden_BTD
+
+    head = Head()
+    head.register_forward_pre_hook(lambda *_: host_clock.wait(0.1), prepend=True)
+    pace = OwnPace(head, torch.device("cpu"))
+    head.register_forward_hook(lambda *_: host_clock.wait(0.1))
+    assert pace.read() is None
+    head(torch.zeros(1, 400, 2))
+    assert pace.read() == pytest.approx(0.00005)
+    head(torch.zeros(1, 800, 2), logits_to_keep=torch.zeros(1, 400))
+    head(torch.zeros(1, LEAST_TOKENS - 1, 2))  # takes as long
+    assert pace.read() == pytest.approx(0.00005)
+    assert pace.read() is None
+    head(torch.zeros(1, LEAST_TOKENS - 1, 2))
+    assert pace.read() is None
 
 
 class Event:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from open_instruct.checkpoints import resume as resume_module
 from open_instruct.checkpoints.background import at_once
@@ -17,8 +15,9 @@ from open_instruct.checkpoints.step_folder import MANIFEST, find_checkpoints, st
 from open_instruct.learner import loop as loop_module
 from open_instruct.learner.grpo import GRPOLearner
 from open_instruct.learner.loop import Loop
+from open_instruct.run.cadence import Cadence
 
-NUM_TOKENS, NUM_STEPS = 1000, 4
+NUM_TOKENS = 1000
 HOST_S, OPTIMIZER_S, SAVE_S = 2.0, 3.0, 100.0
 
 
@@ -33,98 +32,79 @@ class Device:
         self.to_do_s = 0.0
 
 
-@pytest.mark.parametrize("save_interval", [1, 2, 4])
-def test_the_optimizer_counts_and_a_checkpoint_does_not(monkeypatch: pytest.MonkeyPatch, save_interval: int) -> None:
-    """The optimizer's kernels run on when the step returns; the next one waits for them, or a checkpoint does."""
+class FakeLoop(Loop):
+    """A loop whose steps and checkpoints pass time on a fake device; a checkpoint is an empty folder."""
+
+    step = 0
+
+    def __init__(self, device: Device, folder: Path, cadence: Cadence, *, keep_last_n: int = 0) -> None:
+        self.device = device
+        self.folder = folder
+        self.cadence = cadence
+        self.keep_last_n = keep_last_n
+        self.saved: list[int] = []
+        self._peak_flops = None
+        self._removal = at_once(lambda: None)
+
+    def take_step(self, updates: Any, *, num_tokens: int) -> dict[str, float]:
+        self.step += 1
+        self.device.wait()
+        self.device.now_s += HOST_S
+        self.device.to_do_s += OPTIMIZER_S
+        return {}
+
+    def wait_for_device(self) -> None:
+        self.device.wait()
+
+    def save(self, *, waits: bool = True) -> None:
+        self.device.wait()
+        self.device.now_s += SAVE_S
+        (self.folder / f"step{self.step}").mkdir()
+        (self.folder / f"step{self.step}" / MANIFEST).write_text("{}")
+        self.saved.append(self.step)
+        self._remove_old(run=at_once)
+
+    def close(self) -> None:
+        pass
+
+    def _updates(self, loader: Any) -> Iterator[Any]:
+        while True:
+            yield SimpleNamespace(counts={"tokens": NUM_TOKENS}, microbatches=())
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     monkeypatch.setattr(loop_module, "time", SimpleNamespace(perf_counter=lambda: device.now_s))
+    monkeypatch.setattr(loop_module, "gathered", lambda value: [value])
     monkeypatch.setattr(loop_module.dist, "all_reduce", lambda *_, **__: None)  # of the signals, over gloo
-
-    class FakeLoop(Loop):
-        step = 0
-
-        def __init__(self) -> None:
-            self.learner = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
-            self.num_steps = NUM_STEPS
-            self._peak_flops = None
-            self.save_intervals = [save_interval]
-
-        def take_step(self, updates: Any, *, num_tokens: int) -> dict[str, float]:
-            self.step += 1
-            device.wait()
-            device.now_s += HOST_S
-            device.to_do_s += OPTIMIZER_S
-            return {}
-
-        def wait_for_device(self) -> None:
-            device.wait()
-
-        def save(self, *, waits: bool = True) -> None:
-            device.wait()
-            device.now_s += SAVE_S
-
-        def close(self) -> None:
-            pass
-
-        def _updates(self, loader: Any) -> Iterator[Any]:
-            while True:
-                yield SimpleNamespace(counts={"tokens": NUM_TOKENS}, microbatches=())
-
-    speeds: list[float] = []
-    FakeLoop().fit(None, on_step=lambda step, row: speeds.append(row["tokens_per_second"]))  # type: ignore[arg-type]
-    assert len(speeds) == NUM_STEPS
-    assert sum(NUM_TOKENS / speed for speed in speeds) == pytest.approx(NUM_STEPS * (HOST_S + OPTIMIZER_S))
-
-
-def test_checkpoints_that_last_and_those_that_do_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each of every 3 steps stays, that of every 2 until there is a newer one, and the last."""
     monkeypatch.setattr(resume_module, "barrier", lambda: None)
     monkeypatch.setattr(resume_module, "get_rank", lambda: 0)
-    written: list[int] = []
+    return device
 
-    class FakeLoop(Loop):
-        step = 0
 
-        def __init__(self, *, keep_last_n: int, lasting_interval: int) -> None:
-            self.learner = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
-            self.num_steps, self._peak_flops, self.folder = 10, None, tmp_path
-            self.keep_last_n, self.lasting_interval = keep_last_n, lasting_interval
-            self.save_intervals = [3, 2]
-            self._removal = at_once(lambda: None)
+@pytest.mark.parametrize("save_every", [1, 2, 4])
+def test_the_optimizer_counts_and_a_checkpoint_does_not(device: Device, tmp_path: Path, save_every: int) -> None:
+    """The optimizer's kernels run on when the step returns; the next one waits for them, or a checkpoint does."""
+    speeds: list[float] = []
+    loop = FakeLoop(device, tmp_path, Cadence(num_steps=4, save_every=save_every))
+    loop.fit(None, on_step=lambda step, row: speeds.append(row["tokens_per_second"]))
+    assert sum(NUM_TOKENS / speed for speed in speeds) == pytest.approx(4 * (HOST_S + OPTIMIZER_S))
 
-        def take_step(self, updates: Any, *, num_tokens: int) -> dict[str, float]:
-            self.step += 1
-            return {}
 
-        def save(self, *, waits: bool = True) -> None:
-            folder = tmp_path / f"step{self.step}"
-            folder.mkdir()
-            (folder / MANIFEST).write_text("{}")
-            written.append(self.step)
-            self._remove_old(run=at_once)
-
-        def _first_signal(self, noted: int | None) -> int | None:
-            return None
-
-        def close(self) -> None:
-            pass
-
-        def _updates(self, loader: Any) -> Iterator[Any]:
-            while True:
-                yield SimpleNamespace(counts={"tokens": NUM_TOKENS}, microbatches=())
-
-    def left(**settings: int) -> list[int]:
-        loop = FakeLoop(**settings)
-        loop.fit(None, on_step=lambda step, row: None)  # type: ignore[arg-type]
-        steps = [step_of(path) for path in find_checkpoints(tmp_path)]
-        shutil.rmtree(tmp_path)
-        tmp_path.mkdir()
-        return steps
-
-    assert left(keep_last_n=0, lasting_interval=3) == [3, 6, 9, 10]
-    assert left(keep_last_n=2, lasting_interval=3) == [6, 9, 10]
-    assert left(keep_last_n=2, lasting_interval=1) == [9, 10]
-    assert written == [2, 3, 4, 6, 8, 9, 10] * 3
+@pytest.mark.parametrize(
+    ("keep_last_n", "ephemeral", "left"),
+    [(0, 2, [3, 6, 9, 10]), (2, 2, [6, 9, 10]), (2, None, [9, 10]), (0, None, [3, 6, 9, 10])],
+)
+def test_checkpoints_that_last_and_those_that_do_not(
+    device: Device, tmp_path: Path, keep_last_n: int, ephemeral: int | None, left: list[int]
+) -> None:
+    """Each of every 3 steps stays, that of every 2 until there is a newer one, and the last."""
+    cadence = Cadence(num_steps=10, save_every=3, save_ephemeral_every=ephemeral)
+    loop = FakeLoop(device, tmp_path, cadence, keep_last_n=keep_last_n)
+    loop.fit(None, on_step=lambda step, row: None)
+    assert [step_of(path) for path in find_checkpoints(tmp_path)] == left
+    assert loop.saved == [step for step in range(1, 11) if cadence.saves_after(step)]
 
 
 def test_a_step_of_grpo_ends_with_its_optimizer() -> None:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.memory.state import local_size
-from open_instruct.planning.memory.sync_buckets import rows_of_ranks, sync_buckets
 from open_instruct.planning.subject.devices import DEVICES, Device, device_named
 from open_instruct.planning.subject.model import Adapters, ModelShape
-from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.planning.traffic.collectives import exchange_in, ring_bytes, span_of
-from open_instruct.planning.traffic.per_step import (
-    traffic_of_weight_sync,
-    traffic_per_step,
-)
+from open_instruct.planning.traffic.per_step import traffic_of_weight_sync, traffic_per_step
 from open_instruct.planning.traffic.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second
 from open_instruct.planning.traffic.step_time import step_time as step_time_of
 from open_instruct.records import ShardLayout
@@ -153,14 +145,6 @@ def test_arithmetic_of_log_probs_that_are_fixed() -> None:
     assert flops_per_step(SHAPE, ALONE, replace(WORK, reference_pass_tokens=6)) == 3 * FORWARD
 
 
-def test_six_operations_for_each_parameter_and_token() -> None:
-    shape = model_shape("allenai/OLMo-2-1124-7B")
-    work = replace(WORK, tokens_per_microbatch=2048, longest_sequence=2048, label_tokens_per_microbatch=2048)
-    num_matrix_params = shape.num_params - shape.vocab_size * shape.d_model
-    attention = 12 * shape.num_layers * shape.q_width * 2048 * 2048 / 2
-    assert flops_per_step(shape, ALONE, work) == pytest.approx(6 * num_matrix_params * 2048 + attention, rel=1e-3)
-
-
 def test_time_of_a_step_by_hand() -> None:
     """Blocks have 160 matrix numbers and two norms of 4; shards are float32 when reduced, bfloat16 when gathered."""
     layout = resolve_layout([2, 2])
@@ -204,59 +188,8 @@ def test_one_device_exchanges_nothing() -> None:
     assert traffic_per_step(SHAPE, ALONE, WORK) == ()
 
 
-def test_weights_to_the_engines() -> None:
-    """420 numbers in bfloat16: a bucket holds at most 200 bytes, a larger tensor is one by itself."""
-    layout = resolve_layout([2, 2])
-    sent = replace(
-        WORK, algorithm="grpo", num_engines=2, engine_tensor_degree=2, sync_backend="nccl", sync_bucket_bytes=200
-    )
-    buckets_of = list(sync_buckets(SHAPE, layout, sent))
-    exchanges = traffic_of_weight_sync(buckets_of, sent)
-    assert {exchange.group_size for exchange in exchanges} == {5}
-    assert sum(exchange.wire_bytes for exchange in exchanges) == 2 * SHAPE.num_params
-    assert sum(exchange.num_bytes for exchange in exchanges) == SHAPE.num_params  # two shards
-    # Embeddings and three of attention; the fourth and two of the feed-forward; its third, two norms and the next
-    # layer's three of attention; again the fourth and two; the third, three norms and the head.
-    buckets = sorted((exchange.wire_bytes // exchange.num_calls, exchange.num_calls) for exchange in exchanges)
-    assert buckets == [(160, 2), (168, 1), (176, 2)]
-    assert traffic_of_weight_sync(buckets_of, replace(sent, sync_backend="shm")) == ()
-
-
-@pytest.mark.parametrize(("shard_degree", "tensor_degree"), [(5, 2), (16, 2), (3, 1)])
-def test_rows_of_ranks_are_those_that_each_rank_has(shard_degree: int, tensor_degree: int) -> None:
-    """Ranks with as much are told together: of 10, 8 and 4 rows some ranks have fewer, others none."""
-    layout = resolve_layout(
-        [shard_degree * tensor_degree], fsdp_shard_degree=shard_degree, tensor_parallel_degree=tensor_degree
-    )
-    for parameter in SHAPE.parameters:
-        shares = 1 if parameter.tensor_axis is None else tensor_degree
-        ranks = [shard * tensor_degree + share for shard in range(shard_degree) for share in range(shares)]
-        told = list(rows_of_ranks(layout, parameter))
-        expected = Counter(local_size(parameter, layout, rank=rank).own for rank in ranks)
-        found = Counter[int]()
-        for num_ranks, num_rows, width in told:
-            found[num_rows * width] += num_ranks
-        del expected[0], found[0]
-        assert found == expected, parameter.name
-        assert told[0][1] * told[0][2] == local_size(parameter, layout).own
-
-
-def test_every_layout_of_a_thousand_gpus_in_seconds() -> None:
-    """All shard and tensor degrees for 32B; they differ, and none is free."""
-    shape, begin_s = model_shape("allenai/OLMo-2-0325-32B"), time.process_time()
-    bounds = {
-        step_time(
-            shape,
-            resolve_layout([8] * 128, fsdp_shard_degree=2**shard, tensor_parallel_degree=2**tensor),
-            replace(WORK, tokens_per_microbatch=16384, longest_sequence=4096, num_microbatches=4),
-            DEVICES["h100"],
-            mfu=0.4,
-        )
-        for tensor in range(11)
-        for shard in range(11 - tensor)
-    }
-    assert len(bounds) == 66 and all(bound.step_s > 0 for bound in bounds)
-    assert time.process_time() - begin_s < 20
+def test_weights_in_memory_that_engines_share_are_not_sent() -> None:
+    assert traffic_of_weight_sync([(80, 160)], replace(WORK, num_engines=2, sync_backend="shm")) == ()
 
 
 def test_devices() -> None:
@@ -272,10 +205,8 @@ def test_devices() -> None:
         ("h10", "of any other, give its memory: memory_gib=40; did you mean h100?"),
         ("tpu", "--gpu tpu: known are a100, h100, h200, b200; of any other"),
         ("memory_gib=many", "'many' is no number of GiB above 0"),
-        ("memory_gib=-4", "'-4' is no number of GiB above 0"),
         ("memory_gib=inf", "'inf' is no number of GiB above 0"),
         ("memory_gib=1e308", "'1e308' is no number of GiB above 0, or above 1,000,000"),
-        ("memory_gib=", "'' is no number of GiB above 0"),
     ],
 )
 def test_devices_that_cannot_be(name: str, says: str) -> None:

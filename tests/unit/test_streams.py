@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.losses import POLICY_LOSSES
-from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.errors import InputError
 from open_instruct.learner.reference_policy import open_teacher
@@ -26,6 +24,7 @@ from open_instruct.records import Batch, Document, RolloutSample, ShardLayout, S
 from open_instruct.rollout.conversations import conversations_of
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.users_code import own_function
+from tests.unit.fake_rollouts import grpo_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")
 # The examples of that page, `squared` and `signs`.
@@ -154,20 +153,9 @@ def test_a_teacher_alone_pulls_each_token_by_its_distance() -> None:
     assert float(outputs.metrics["teacher_kl"].value) == pytest.approx(float(distance_N.mean()), rel=1e-5)
 
 
-def test_the_importance_weighted_estimate() -> None:
-    """r (e^-d - 1 + d), whose gradient by log pi is r (e^-d - 1 + d) + r (1 - e^-d) = r d."""
-    samples = completions(6)
-    loss = PolicyLossSection(rl_coef=0.0, beta=0.5, kl_importance_weighted=True, rho_correction="none")
-    _, gradient_N = loss_and_gradient(samples, loss, old=0.1, reference=-0.4)
-    batch = rollout_batch(samples, pad_token_id=0)
-    engine_N, new_N = batch.values["engine_logprobs_N"], scores_of(samples, batch).logprobs_N.detach()
-    ratio_N, d_N = (new_N - engine_N - 0.1).exp(), new_N - engine_N + 0.4
-    torch.testing.assert_close(gradient_N, 0.5 * ratio_N * d_N / len(d_N), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["gspo", "gmpo", "luspo", "dapo", "vespo"])
 def test_the_estimate_is_weighted_by_the_ratio_that_is_optimised(kind: str) -> None:
-    """Of gspo and its like by the geometric mean s over the completion, through which each token is pulled."""
+    """r (e^-d - 1 + d); of gspo and its like r is the geometric mean over the completion, which pulls each token."""
     samples = completions(6)
     loss = PolicyLossSection(loss_fn=kind, rl_coef=0.0, beta=0.5, kl_importance_weighted=True, rho_correction="none")
     _, gradient_N = loss_and_gradient(samples, loss, old=0.1, reference=-0.4)
@@ -344,8 +332,7 @@ def test_one_that_cannot_be_used(name: str, told: str, tmp_path: Path) -> None:
 def test_conversations_of_a_step_depend_on_its_number_alone() -> None:
     """Every row once an epoch, in another order the next time; so nothing of them need be saved."""
     rows: Any = [(sample.document,) for sample in completions(14, count=7)]
-    words = ["--model_name_or_path", "m", "--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "o"]
-    config = parse(GRPOConfig, [*words, "--sft_mixer_list", "r.jsonl", "1.0", "--sft_rows_per_step", "3"])
+    config = grpo_config("--sft_mixer_list", "r.jsonl", "1.0", "--sft_rows_per_step", "3")
     steps = [conversations_of(rows, step=step, config=config) for step in range(1, 15)]
     assert (
         conversations_of(rows, step=9, config=config) == steps[8]
@@ -362,8 +349,6 @@ def test_conversations_of_a_step_depend_on_its_number_alone() -> None:
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
     """And one with fewer positions than a prompt and its completion need."""
-    words = ["--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "o", "--model_name_or_path", "m"]
-    words += ["--response_length", "8", "--max_prompt_token_length"]
     write_tiny_model(tmp_path / "t", family="olmo2")
     layout = ShardLayout(gpus_per_node=(1,), shard_degree=1, num_replicas=1)
     student: Any = SimpleNamespace(
@@ -373,6 +358,6 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
         ("8", r"its tokenizer has .* the student's 1 \(its head 1\)"),
         ("9999", "--response_length together: 10007 is more"),
     ):
-        config = parse(GRPOConfig, [*words, longest])
+        config = grpo_config("--response_length", "8", "--max_prompt_token_length", longest)
         with pytest.raises(InputError, match=told):
             open_teacher(str(tmp_path / "t"), student, config=config, layout=layout)

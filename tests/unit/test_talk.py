@@ -56,18 +56,23 @@ def likeliest(folder: Path, prompt: str) -> str:
     return text
 
 
-def asked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str, stdin: str = QUESTION
-) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-    code = main(["chat", *words, "--temperature", "0", "--max_tokens", str(NUM_TOKENS)])
-    return code, *capsys.readouterr()
+Ask = Callable[..., tuple[int, str, str]]
 
 
-def test_a_pipe_is_one_question_in_the_exports_own_words(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = asked(monkeypatch, capsys, str(model.parent), "--system_prompt", "Be brief.")
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """The command with these words, and a question through a pipe: exit code, stdout and stderr."""
+
+    def run(*words: str, stdin: str = QUESTION) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = main(["chat", *words, "--temperature", "0", "--max_tokens", str(NUM_TOKENS)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_pipe_is_one_question_in_the_exports_own_words(model: Path, ask: Ask) -> None:
+    code, out, _ = ask(str(model.parent), "--system_prompt", "Be brief.")
     eos = AutoTokenizer.from_pretrained(model).eos_token
     said = likeliest(model, f"system said Be brief.{eos}user said {QUESTION}{eos}answer:")
     assert (code, out) == (0, said + "\n")
@@ -92,20 +97,20 @@ def write_adapter(folder: Path, model: Path, *, base: str | Path, **header: str)
 
 
 def test_an_adapter_talks_as_the_model_that_it_is_merged_into(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = tmp_path / "adapter"
     matrices = write_adapter(adapter, model, base=model)
     words = ["--model_name_or_path", str(model), "--adapter_name_or_path", str(adapter)]
     assert main(["merge", *words, "--output_dir", str(tmp_path / "merged")]) == 0
     assert capsys.readouterr().err == ""
-    by_itself = asked(monkeypatch, capsys, str(tmp_path))[1]  # of a run that wrote nothing else
-    assert by_itself == asked(monkeypatch, capsys, str(tmp_path / "merged"))[1]
-    assert by_itself != asked(monkeypatch, capsys, str(model))[1]
+    by_itself = ask(str(tmp_path))[1]  # of a run that wrote nothing else
+    assert by_itself == ask(str(tmp_path / "merged"))[1]
+    assert by_itself != ask(str(model))[1]
     save_file(
         {name: matrix[:, :-1].clone() for name, matrix in matrices.items()}, adapter / "adapter_model.safetensors"
     )
-    code, _, told = asked(monkeypatch, capsys, str(adapter))
+    code, _, told = ask(str(adapter))
     assert code == 2 and f"{adapter} cannot be added to its model" in told
 
 
@@ -132,9 +137,7 @@ def test_an_adapter_of_another_model_is_not_merged(
         shutil.rmtree(merged, ignore_errors=True)
 
 
-def test_what_is_no_model_that_talks_is_told_in_a_sentence(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_model_that_talks_is_told_in_a_sentence(model: Path, tmp_path: Path, ask: Ask) -> None:
     empty, run, reward = (tmp_path / name for name in ("empty", "run", "reward"))
     for folder in (empty, run / "step3", reward):
         folder.mkdir(parents=True)
@@ -153,20 +156,18 @@ def test_what_is_no_model_that_talks_is_told_in_a_sentence(
         (str(tmp_path),): f"{tmp_path} is an adapter of /gone/away, which is not there",
         (str(model), "--top_p", "0"): "--top_p 0",
     }.items():
-        code, _, told = asked(monkeypatch, capsys, *words)
+        code, _, told = ask(*words)
         assert (code, sentence in told) == (2, True), told
-    code, _, told = asked(monkeypatch, capsys, str(model), stdin=" \n")
+    code, _, told = ask(str(model), stdin=" \n")
     assert code == 2 and "there is no question on stdin" in told
 
 
-def test_a_model_that_lacks_a_tensor_does_not_talk(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_lacks_a_tensor_does_not_talk(model: Path, tmp_path: Path, ask: Ask) -> None:
     """transformers would draw it, and the model talk nonsense."""
     for file in model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
-    code, out, told = asked(monkeypatch, capsys, str(tmp_path))
+    code, out, told = ask(str(tmp_path))
     assert (code, out) == (2, "") and "model.layers.0" in told
 
 
@@ -181,7 +182,8 @@ class Parrot:
         self.heard: list[str] = []
 
     def say(self, token_ids: Sequence[int], write: Callable[[str], None]) -> None:
-        self.heard.append(self.chat.tokenizer.decode(token_ids))
+        heard = self.chat.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        self.heard.append(heard.replace(self.chat.tokenizer.eos_token, "<|eot|>"))
         for piece in self.pieces:
             write(piece)
             if self.heard[-1].endswith("stop<|eot|>answer:"):
@@ -194,6 +196,11 @@ class Terminal(io.StringIO):
         return True
 
 
+def talk(parrot: Parrot, monkeypatch: pytest.MonkeyPatch, *questions: str) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal("\n".join(questions)))
+    converse(parrot, parrot.chat, system_prompt=None)
+
+
 @pytest.fixture
 def parrot(model: Path) -> Parrot:
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
@@ -203,11 +210,7 @@ def parrot(model: Path) -> Parrot:
 def test_a_conversation_goes_on_until_its_end(
     parrot: Parrot, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    eos = parrot.chat.tokenizer.eos_token
-    questions = ["first", "", "please stop", "third", "word " * 300, "anew"]
-    monkeypatch.setattr(sys, "stdin", Terminal("\n".join(questions)))
-    monkeypatch.setattr(parrot.chat.tokenizer, "decode", lambda ids, **_: spoken(parrot, ids).replace(eos, "<|eot|>"))
-    converse(parrot, parrot.chat, system_prompt=None)
+    talk(parrot, monkeypatch, "first", "", "please stop", "third", "word " * 300, "anew")
     assert parrot.heard == [
         "user said first<|eot|>answer:",
         "user said first<|eot|>assistant said one two<|eot|>user said please stop<|eot|>answer:",
@@ -226,21 +229,14 @@ def test_what_a_model_says_does_not_steer_the_terminal(
     parrot: Parrot, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parrot.pieces = ("\x1b[2J", "\x9b31m\u202e", "\tyes 👩‍🚀\n")
-    monkeypatch.setattr(sys, "stdin", Terminal("first"))
-    converse(parrot, parrot.chat, system_prompt=None)
+    talk(parrot, monkeypatch, "first")
     answer_one("first", parrot, parrot.chat, system_prompt=None)
     said = "".join(parrot.pieces)
     assert capsys.readouterr().out.count(said) == 2, "a file has what the model said"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdin", Terminal("first"))
-    converse(parrot, parrot.chat, system_prompt=None)
+    talk(parrot, monkeypatch, "first")
     answer_one("first", parrot, parrot.chat, system_prompt=None)
     assert capsys.readouterr().out.count("\\x1b[2J\\x9b31m\\u202e\tyes 👩‍🚀\n") == 2
-
-
-def spoken(parrot: Parrot, token_ids: Sequence[int]) -> str:
-    text: str = parrot.chat.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False)
-    return text
 
 
 def test_ctrl_c_at_a_question_ends_it(

@@ -12,15 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.errors import InputError, RunError
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.samples import RolloutStepBatch, StepSamples, training_samples
 from open_instruct.rollout.traces import Traces, read_traces, trace_file, write_traces
+from tests.unit.fake_rollouts import completion, group_of, grpo_config
 
-REQUIRED = ["--model_name_or_path", "m", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
-CONFIG = parse(GRPOConfig, REQUIRED).rollout
+CONFIG = grpo_config().rollout
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 text = st.text(max_size=8)
@@ -34,10 +32,10 @@ json_values = st.recursive(
 
 @st.composite
 def completions(draw: st.DrawFn) -> Completion:
-    of_tokens = draw(token_ids)
-    size = len(of_tokens)
+    ids = draw(token_ids)
+    size = len(ids)
     return Completion(
-        token_ids=of_tokens,
+        token_ids=ids,
         logprobs=tuple(draw(st.lists(finite, min_size=size, max_size=size))),
         versions=tuple(draw(st.lists(st.integers(0, 10**6), min_size=size, max_size=size))),
         text=draw(text),
@@ -46,25 +44,31 @@ def completions(draw: st.DrawFn) -> Completion:
     )
 
 
+checks = st.builds(Check, verifier=text, ground_truth=json_values, weight=finite)
+prompts = st.builds(
+    Prompt,
+    row_id=st.integers(0, 10**9),
+    token_ids=token_ids,
+    text=text,
+    checks=st.lists(checks, max_size=2).map(tuple),
+)
+verdicts = st.builds(
+    Verdict,
+    reward=finite,
+    scores=st.dictionaries(text, finite, max_size=2),
+    problems=st.lists(text, max_size=2).map(tuple),
+)
+
+
 @st.composite
 def groups(draw: st.DrawFn, ticket: int) -> RolloutGroup:
-    prompt = Prompt(
-        row_id=draw(st.integers(0, 10**9)),
-        token_ids=draw(token_ids),
-        text=draw(text),
-        checks=tuple(
-            draw(st.lists(st.builds(Check, verifier=text, ground_truth=json_values, weight=finite), max_size=2))
-        ),
+    answers = draw(st.lists(st.tuples(completions(), verdicts), min_size=1, max_size=3))
+    return RolloutGroup(
+        ticket=ticket,
+        prompt=draw(prompts),
+        completions=tuple(completion for completion, _ in answers),
+        verdicts=tuple(verdict for _, verdict in answers),
     )
-    answers = tuple(draw(st.lists(completions(), min_size=1, max_size=3)))
-    verdict = st.builds(
-        Verdict,
-        reward=finite,
-        scores=st.dictionaries(text, finite, max_size=2),
-        problems=st.lists(text, max_size=2).map(tuple),
-    )
-    verdicts = tuple(draw(st.lists(verdict, min_size=len(answers), max_size=len(answers))))
-    return RolloutGroup(ticket=ticket, prompt=prompt, completions=answers, verdicts=verdicts)
 
 
 @st.composite
@@ -93,30 +97,17 @@ def test_what_was_written_comes_back_exactly(batch: RolloutStepBatch) -> None:
         assert read_traces(Path(folder), 3) == list(batch.groups)
 
 
-def group_of(ticket: int, *rewards: float) -> RolloutGroup:
-    return RolloutGroup(
-        ticket=ticket,
-        prompt=Prompt(row_id=4, token_ids=(1, 2), text="2 + 2?", checks=(Check(verifier="math", ground_truth="4"),)),
-        completions=tuple(
-            Completion(
-                token_ids=(5, 6), logprobs=(-0.1, -0.2), versions=(0, 1), text="4", finish_reason="stop", seed=index
-            )
-            for index in range(len(rewards))
-        ),
-        verdicts=tuple(Verdict(reward=reward, scores={"math": reward}) for reward in rewards),
-    )
+MIXED = group_of([1.0, 0.0])
+BATCH = RolloutStepBatch(groups=(MIXED,))
 
 
-def batch_of(*groups: RolloutGroup, rejected: tuple[RolloutGroup, ...] = ()) -> RolloutStepBatch:
-    return RolloutStepBatch(groups=groups, rejected=rejected)
-
-
-def write(folder: Path, step: int, batch: RolloutStepBatch) -> Path:
+def write(folder: Path, step: int, batch: RolloutStepBatch = BATCH) -> Path:
     return write_traces(folder, step, batch, training_samples(batch, config=CONFIG, version=step - 1))
 
 
 def test_the_columns_that_people_read(tmp_path: Path) -> None:
-    batch = batch_of(group_of(0, 1.0, 0.0), group_of(2, 1.0, 1.0), rejected=(group_of(1, 0.0, 0.0),))
+    mixed = group_of([1.0, 0.0], [completion(2, versions=(0, 1)), completion(2)])
+    batch = RolloutStepBatch(groups=(mixed, group_of([1.0, 1.0], ticket=2)), rejected=(group_of([0.0, 0.0], ticket=1),))
     rows = parquet.read_table(write(tmp_path, 2, batch)).to_pylist()
     assert [(row["step"], row["ticket"], row["sample_index"]) for row in rows] == [
         *((2, 0, 0), (2, 0, 1)),
@@ -127,15 +118,15 @@ def test_the_columns_that_people_read(tmp_path: Path) -> None:
     assert [row["rejected"] for row in rows] == [False] * 4 + [True] * 2
     assert [row["advantage"] for row in rows] == [pytest.approx(1), pytest.approx(-1), 0, 0, None, None]
     first = rows[0]
-    assert (first["row_id"], first["prompt"], first["prompt_token_ids"]) == (4, "2 + 2?", [1, 2])
-    assert (first["completion"], first["token_ids"], first["logprobs"]) == ("4", [5, 6], [-0.1, -0.2])
+    assert (first["row_id"], first["prompt"], first["prompt_token_ids"]) == (7, "2 + 2?", [1, 40, 2])
+    assert (first["completion"], first["token_ids"], first["logprobs"]) == ("4", [60, 61], [0.0, -0.1])
     assert (first["versions"], first["finish_reason"], first["seed"]) == ([0, 1], "stop", 0)
     assert (first["reward"], first["scores"]) == (1.0, '{"math": 1.0}')
 
 
 def test_a_step_that_is_taken_again_replaces_its_file(tmp_path: Path) -> None:
-    write(tmp_path, 1, batch_of(group_of(0, 1.0, 0.0)))
-    again = batch_of(group_of(0, 0.0, 1.0))
+    write(tmp_path, 1)
+    again = RolloutStepBatch(groups=(group_of([0.0, 1.0]),))
     path = write(tmp_path, 1, again)
     assert read_traces(tmp_path, 1) == list(again.groups)
     assert [file.name for file in path.parent.iterdir()] == ["step1.parquet"]
@@ -145,13 +136,13 @@ def test_a_step_without_a_trace_names_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no traces; it had --no_save_traces, or has taken no step"):
         read_traces(tmp_path, 1)
     for step in (2, 10):
-        write(tmp_path, step, batch_of(group_of(0, 1.0)))
+        write(tmp_path, step)
     with pytest.raises(InputError, match=r"step3\.parquet does not exist: there are traces of steps 2, 10"):
         read_traces(tmp_path, 3)
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, 1, batch_of(group_of(0, 1.0)))
+    path = write(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(InputError, match="cannot be read as a trace of ours"):
         read_traces(tmp_path, 1)
@@ -160,7 +151,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_a_failure_of_the_run(tmp_path: Path) -> None:
     trace_file(tmp_path, 1).parent.write_text("in the way")
     with pytest.raises(RunError, match="cannot be written"):
-        write(tmp_path, 1, batch_of(group_of(0, 1.0)))
+        write(tmp_path, 1)
 
 
 # --- how many are kept ----------------------------------------------------------------------------------
@@ -170,9 +161,8 @@ def take_steps(folder: Path, *steps: int, asked: bool | None = None) -> list[str
     """A run, or one that goes on, with those steps; what it warned of."""
     told: list[str] = []
     traces = Traces(folder, asked=asked, warn=told.append)
-    batch = batch_of(group_of(0, 1.0, 0.0))
     for step in steps:
-        traces.add(step, batch, training_samples(batch, config=CONFIG, version=step - 1))
+        traces.add(step, BATCH, training_samples(BATCH, config=CONFIG, version=step - 1))
     return told
 
 
@@ -182,46 +172,37 @@ def steps_in(folder: Path) -> list[int]:
 
 @pytest.fixture
 def room_for_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = batch_of(group_of(0, 1.0, 0.0))
     (tmp_path / "one").mkdir()
-    size = write(tmp_path / "one", 1, batch).stat().st_size
+    size = write(tmp_path / "one", 1).stat().st_size
     monkeypatch.setattr("open_instruct.rollout.traces.MOST_BYTES", 3 * size + size // 2)
 
 
-def test_unasked_the_newest_that_fit_are_kept(room_for_three: None, tmp_path: Path) -> None:
-    assert take_steps(tmp_path, *range(1, 12)) == []
-    assert steps_in(tmp_path) == [9, 10, 11]
-    assert len(read_traces(tmp_path, 9)) == 1
+@pytest.mark.parametrize(
+    ("starts", "left"),
+    [
+        ([(None, range(1, 12))], [9, 10, 11]),
+        # Steps that are taken again replace their files, also where later ones are still there.
+        ([(None, range(1, 6)), (None, [4])], [3, 4, 5]),
+        ([(None, range(1, 6)), (None, [4]), (None, [2])], [2, 4, 5]),
+        ([(None, range(1, 6)), (None, [4]), (None, [2]), (None, range(3, 7))], [4, 5, 6]),
+        ([(True, range(1, 8)), (False, [8])], [1, 2, 3, 4, 5, 6, 7]),
+        # What was asked for stays where the run goes on unasked.
+        ([(True, range(1, 6)), (None, range(6, 12))], [1, 2, 3, 4, 5, 9, 10, 11]),
+    ],
+)
+def test_the_steps_that_are_kept(
+    room_for_three: None, tmp_path: Path, starts: list[tuple[bool | None, list[int]]], left: list[int]
+) -> None:
+    for asked, steps in starts:
+        assert take_steps(tmp_path, *steps, asked=asked) == []
+    assert steps_in(tmp_path) == left
+    assert read_traces(tmp_path, left[0]) == [MIXED]
 
 
 def test_the_newest_is_kept_however_large_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("open_instruct.rollout.traces.MOST_BYTES", 1)
     take_steps(tmp_path, 1, 2)
     assert steps_in(tmp_path) == [2]
-
-
-def test_a_run_that_goes_on_from_an_earlier_step(room_for_three: None, tmp_path: Path) -> None:
-    """Steps that are taken again replace their files, also where later ones are still there."""
-    take_steps(tmp_path, *range(1, 6))
-    take_steps(tmp_path, 4)
-    assert steps_in(tmp_path) == [3, 4, 5]
-    take_steps(tmp_path, 2)
-    assert steps_in(tmp_path) == [2, 4, 5]
-    take_steps(tmp_path, *range(3, 7))
-    assert steps_in(tmp_path) == [4, 5, 6]
-
-
-def test_asked_for_all_are_kept_and_asked_for_none_none_is_written(room_for_three: None, tmp_path: Path) -> None:
-    take_steps(tmp_path, *range(1, 8), asked=True)
-    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
-    take_steps(tmp_path, 8, asked=False)
-    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_what_was_asked_for_stays_where_the_run_goes_on_unasked(room_for_three: None, tmp_path: Path) -> None:
-    take_steps(tmp_path, *range(1, 6), asked=True)
-    take_steps(tmp_path, *range(6, 12))
-    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 9, 10, 11]
 
 
 def test_a_full_disk_ends_only_a_run_that_was_asked_for_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

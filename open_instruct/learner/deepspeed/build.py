@@ -19,8 +19,8 @@ from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.optimizers import adam_for, choose_adam
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.deepspeed.zero import ZeroBackend
-from open_instruct.learner.model.chosen_kernels import choose_kernels
 from open_instruct.learner.model.inputs_on_host import offload_inputs
+from open_instruct.learner.model.kernels import choose_kernels
 from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.load import stream_load

@@ -45,11 +45,13 @@ class DeepSpeed(Backend):
 
     def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
         """Later stages (kind 0), the optimizer in host memory (4), the weights too (5), then a tensor degree (6)."""
-        now, stages, on_host = self.parallel, range(4), {"adam_offload": True}
-        later, none = stages[now.deepspeed_stage + 1 :] if setting.layout.world_size > 1 else (), dict[str, Any]()
-        remedies = [(0, stage, none) for stage in later]
+        now = self.parallel
+        on_host = {"adam_offload": True}
+        remedies: list[tuple[int, int, dict[str, Any]]] = []
+        if setting.layout.world_size > 1:
+            remedies += [(0, stage, {}) for stage in range(now.deepspeed_stage + 1, 4)]
         if setting.on_cuda and not now.adam_offload:
-            remedies += [(4, stage, on_host) for stage in stages[max(1, now.deepspeed_stage) :]]
+            remedies += [(4, stage, on_host) for stage in range(max(1, now.deepspeed_stage), 4)]
         if setting.on_cuda and not now.offload:
             remedies += [(5, 3, on_host | {"offload": True})]
         degrees = tensor_degrees(setting.shape, setting.layout.context_parallel_degree)

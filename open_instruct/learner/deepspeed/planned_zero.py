@@ -144,7 +144,8 @@ class ZeroPasses(Passes):
 
     def __init__(self, run: ZeroMoments, workload: Workload) -> None:
         super().__init__(run.shape, run.layout, workload)
-        self.run, self.is_sharded = run, False
+        self.run = run
+        self.is_sharded = False
         # Below stage 2 the gradients of the first microbatch are allocated one by one.
         self.accumulates |= run.stage > 1 or run.is_flat
 
@@ -170,7 +171,8 @@ def values_of(parameter: ParameterShape, degree: int) -> int:
 def exchanges_of(run: ZeroMoments) -> Iterator[Exchange]:
     """The exchanges of one rank in one step, but for the norm, which is a few bytes."""
     work, stage = run.workload, run.stage
-    num_backward, num_forward = work.num_updates * work.num_microbatches, 0
+    num_backward = work.num_updates * work.num_microbatches
+    num_forward = 0
     yield from _of_activations(run, num_backward, work.num_values, trains=True)
     for each in work.scorings:
         if each.stands_as:  # models beside the policy are FSDP2's

@@ -23,7 +23,7 @@ from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.optimizers import HeldStep
 from open_instruct.learner.deepspeed.reference import HeldReference
 from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
-from open_instruct.learner.optim.schedule import set_learning_rate
+from open_instruct.learner.optim.optimizers import set_learning_rate
 from open_instruct.learner.reference import IN_CHECKPOINT, Reference
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained

@@ -12,13 +12,18 @@ from importlib.util import find_spec
 from typing import cast
 
 import torch
+from olmo_core.nn.transformer import Transformer
+from olmo_core.train.train_module.transformer import TransformerActivationCheckpointingConfig
 from torch.nn import attention as torch_attention
 
 from open_instruct.config.sections import MemorySection
+from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
+from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
 from open_instruct.models.attention.attention import attend_varlen
 from open_instruct.models.attention.segments import QKV
 from open_instruct.records import ShardLayout
+from open_instruct.run.opened import Run
 
 FA3, FA3_PACKAGE = "FA3", "flash_attn_interface"
 HOPPER = 9
@@ -27,6 +32,19 @@ PROBED_LENGTHS = (200, 56)
 PROBED_TOLERANCE = 2e-2
 
 Problem = Callable[[torch.device], str | None]
+
+
+def choose_kernels(
+    model: Transformer, *, run: Run, config: LearnerConfig
+) -> TransformerActivationCheckpointingConfig | None:
+    """Choose the attention kernels, and return the activation checkpointing; the console warns of replaced settings."""
+    device, param_dtype = run.process.device, config.model.param_dtype
+    checkpointing, warnings = build_activation_checkpointing(config.memory, model=model, device=device)
+    for warning in [*warnings, *kernel_warnings(config.memory, param_dtype=param_dtype, device=device)]:
+        run.console.warn(warning)
+    if message := choose_attention(device, param_dtype=param_dtype):
+        run.console.say(message)
+    return checkpointing
 
 
 @lru_cache

@@ -1,6 +1,8 @@
-"""A second model like the policy, sharded as the policy is, without weights and without an optimizer."""
+"""Models are sharded alike: the policy, and a second model beside it without weights and without an optimizer."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from olmo_core.nn.transformer import Transformer
@@ -29,14 +31,21 @@ def build_replica(
     return parallelize_model(
         model,
         world_mesh=mesh_of(run.layout, run.process.device),
-        device=run.process.device,
-        max_sequence_length=config.data.max_seq_length,
-        rank_microbatch_size=config.data.max_seq_length,
         compile_model=compiles(config.memory, layout=run.layout, device=run.process.device),
-        dp_config=data_parallel.build_data_parallel_config(
+        ac_config=checkpointing,
+        **sharding(run, config),
+    )
+
+
+def sharding(run: Run, config: LearnerConfig) -> dict[str, Any]:
+    """The arguments that OLMo-core shards a model by: the same for the policy and for each model beside it."""
+    return {
+        "device": run.process.device,
+        "max_sequence_length": config.data.max_seq_length,
+        "rank_microbatch_size": config.data.max_seq_length,
+        "dp_config": data_parallel.build_data_parallel_config(
             run.layout, param_dtype=config.model.param_dtype, prefetch_factor=config.parallel.fsdp_prefetch_factor
         ),
-        tp_config=data_parallel.build_tensor_parallel_config(run.layout),
-        cp_config=data_parallel.build_context_parallel_config(run.layout),
-        ac_config=checkpointing,
-    )
+        "tp_config": data_parallel.build_tensor_parallel_config(run.layout),
+        "cp_config": data_parallel.build_context_parallel_config(run.layout),
+    }

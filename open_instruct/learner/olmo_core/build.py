@@ -8,15 +8,13 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.model.chosen_kernels import choose_kernels
 from open_instruct.learner.model.inputs_on_host import offload_inputs
-from open_instruct.learner.model.kernels import compiles
-from open_instruct.learner.model.replica import build_replica
+from open_instruct.learner.model.kernels import choose_kernels, compiles
+from open_instruct.learner.model.replica import build_replica, sharding
 from open_instruct.learner.olmo_core.fsdp2 import FSDP2Backend
 from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapt, fill_adapter
-from open_instruct.parallel import data_parallel
 from open_instruct.parallel.peers import doing
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
@@ -35,7 +33,6 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     """FSDP-first: build without weights, parallelize, then stream the checkpoint into the shards."""
     doing("loading the start model")
     model, optim, memory = config.model, config.optim, config.memory
-    max_seq_length = config.data.max_seq_length
     device = run.process.device
     transformer = pretrained.build(init_device=model.init_device)
     lora = config.adapters
@@ -49,18 +46,11 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
         model=transformer,
         optim=build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases),
         scheduler=build_scheduler(optim, num_steps=num_steps),
-        rank_microbatch_size=max_seq_length,
-        max_sequence_length=max_seq_length,
         compile_model=not has_copy and compiles(memory, layout=run.layout, device=device),
-        dp_config=data_parallel.build_data_parallel_config(
-            run.layout, param_dtype=model.param_dtype, prefetch_factor=config.parallel.fsdp_prefetch_factor
-        ),
-        tp_config=data_parallel.build_tensor_parallel_config(run.layout),
-        cp_config=data_parallel.build_context_parallel_config(run.layout),
         ac_config=None if has_copy else checkpointing,
         # Infinity clips nothing and still measures the norm.
         max_grad_norm=optim.max_grad_norm or math.inf,
-        device=device,
+        **sharding(run, config),
         **({} if lora is None else STATE_OF_ADAPTERS),
     )
     if has_copy:

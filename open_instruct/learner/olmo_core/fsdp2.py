@@ -18,7 +18,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.backend import Metrics, refuse_other_backend
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.olmo_core.saved_state import state_of
-from open_instruct.learner.optim.schedule import set_learning_rate
+from open_instruct.learner.optim.optimizers import set_learning_rate
 from open_instruct.learner.reference import Reference
 from open_instruct.learner.reference_policy import build_reference
 from open_instruct.models.attention.attention import context_of

@@ -17,6 +17,7 @@ from olmo_core.optim import (
     SkipStepAdamWConfig,
 )
 from olmo_core.optim.scheduler import Scheduler
+from olmo_core.train import Trainer
 
 from open_instruct.config.sections import BIASES, OptimizerSection
 from open_instruct.learner.optim.muon import MuonWithAdamW
@@ -102,3 +103,12 @@ def build_scheduler(optim: OptimizerSection, *, num_steps: int) -> Scheduler:
         return ConstantWithWarmup(warmup=num_warmup_steps)
     shape = LinearWithWarmup if optim.lr_scheduler_type == "linear" else CosWithWarmup
     return shape(warmup=num_warmup_steps, alpha_f=0.0, t_max=num_steps + 1)
+
+
+def set_learning_rate(
+    optim: torch.optim.Optimizer | None, scheduler: Scheduler | None, trainer: Trainer
+) -> float | torch.Tensor:
+    """Set the learning rate of every group of the optimizer. Returns that of the first, which has most weights."""
+    assert optim is not None
+    rates = [group["lr"] if scheduler is None else scheduler.set_lr(group, trainer) for group in optim.param_groups]
+    return rates[0]

@@ -110,8 +110,9 @@ def _gathered_keys(layout: ShardLayout, workload: Workload) -> int | None:
     """
     if not workload.shared_prefix_tokens:
         return None
-    per_group = workload.tokens_per_group + (workload.documents_per_group - 1) * workload.shared_prefix_tokens
-    num_keys = workload.tokens_per_microbatch * per_group // workload.tokens_per_group
+    num_documents = workload.documents_per_group
+    keys_of_group = num_documents * workload.longest_sequence
+    num_keys = workload.tokens_per_microbatch * keys_of_group // workload.rows.tokens_of(num_documents)
     return -(-num_keys // layout.context_parallel_degree)
 
 
@@ -183,7 +184,7 @@ class _Piece(ABC):
         inverse = run(row_bytes, run(row_bytes, square), saves_output=True)
         scaled = run(float_bytes, x_float, inverse, saved=[x_float, inverse])
         # OLMo multiplies by the weight in float32 and rounds then, the others round first.
-        if not self.shape.in_float32:
+        if not self.shape.traits.in_float32:
             scaled = self.cast(scaled, elements, self.c)
         weighted = run(scaled.num_bytes, weight, scaled, saved=[scaled], gradients=[_whole(scaled), _whole(weight)])
         normed = self.cast(weighted, elements, self.c)
@@ -207,7 +208,7 @@ class _Block(_Piece):
 
     def _sublayer(self, norm: str, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """A sublayer with its norm: OLMo normalises the output, other families the input."""
-        return self._normed(norm, run(x)) if self.shape.norm_after else run(self._normed(norm, x))
+        return self._normed(norm, run(x)) if self.shape.traits.norm_after else run(self._normed(norm, x))
 
     def _normed(self, module: str, x: Tensor) -> Tensor:
         with self.recomputed(module):
@@ -253,7 +254,7 @@ class _Block(_Piece):
     def _rotated(self, query: Tensor, key: Tensor, q_width: int, kv_width: int) -> tuple[Tensor, Tensor]:
         """RoPE; cosine and sine of every token are kept, once for both."""
         num_tokens = self.sizes.num_tokens
-        b = FLOAT32 if self.shape.in_float32 else self.c
+        b = FLOAT32 if self.shape.traits.in_float32 else self.c
         q, k = self.cast(query, num_tokens * q_width, b), self.cast(key, num_tokens * kv_width, b)
         angles = [self.tape.run(num_tokens * self.shape.head_dim * b, gradients=()) for _ in ("sine", "cosine")]
         rotated = []

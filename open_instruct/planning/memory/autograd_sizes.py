@@ -29,18 +29,17 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """The gradient of one input. `num_bytes` None: the gradient of the output is passed on unchanged.
-
-    `scratch_bytes` are alive while it is computed.
-    """
+    """The gradient of one input of an operation."""
 
     of: Tensor
     num_bytes: int | None
+    """None: the gradient of the output is passed on unchanged."""
     scratch_bytes: int = 0
+    """Alive while it is computed."""
 
 
 class Operation(NamedTuple):
-    """`region`: which of the recomputed regions it belongs to, if any."""
+    """One operation on the tape, with what it keeps for its backward."""
 
     inputs: tuple[Tensor, ...]
     output: Tensor
@@ -48,14 +47,17 @@ class Operation(NamedTuple):
     gradients: tuple[Gradient, ...]
     scratch_bytes: int
     region: int | None
+    """The recomputed region that it belongs to, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Bytes at one moment: what a forward saved or passed on, temporaries (most are gradients), weights' gradients."""
+    """Bytes at one moment."""
 
     activations: int = 0
+    """What a forward pass saved or passed on."""
     temporaries: int = 0
+    """Most are gradients of activations."""
     weight_gradients: int = 0
 
     @property
@@ -65,28 +67,32 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The memory that a piece needs beside its source.
-
-    `forward_peak` is that of a forward pass which keeps `kept_bytes` for its backward, `scoring_peak` that of one
-    without a backward; the output counts in both. `keeps_source` says whether the source must live until the backward
-    pass. `backward_peak` counts what was kept, and the gradient of the output from the start.
-    """
+    """The memory that a piece needs beside its source."""
 
     forward_peak: Usage
+    """Of a forward pass that keeps `kept_bytes` for its backward; the output counts too."""
     scoring_peak: Usage
+    """Of a forward pass without a backward; the output counts too."""
     kept_bytes: int
     keeps_source: bool
+    """Whether the source must live until the backward pass."""
     backward_peak: Usage
+    """With what was kept, and the gradient of the output from the start."""
     weight_gradient_bytes: int
+
+
+# What each operation keeps for its backward.
+Keeps = Sequence[Iterable[Tensor]]
 
 
 @dataclass(slots=True)
 class Tape:
-    """Records a piece of a model that begins with `source`."""
+    """Records a piece of a model that begins with `source`, and runs it forward and backward."""
 
     source: Tensor
     operations: list[Operation] = field(default_factory=list)
-    held_until: dict[Tensor, int] = field(default_factory=dict)
+    needed_until: dict[Tensor, int] = field(default_factory=dict)
+    """The index of the last operation that reads a tensor, or that runs while a variable holds it."""
     _region: int | None = None
 
     def run(
@@ -108,18 +114,20 @@ class Tape:
             scratch_bytes: alive beside inputs and output in the forward pass.
         """
         output = Tensor(num_bytes)
-        if gradients is not None and any(tensor.kind == "frozen" for tensor in inputs):
-            saved, gradients = (), [gradient for gradient in gradients if gradient.of.kind != "frozen"]
+        self.hold(*inputs)
+        if gradients is None:
+            gradients = [Gradient(of=tensor, num_bytes=tensor.num_bytes) for tensor in inputs]
+        elif any(tensor.kind == "frozen" for tensor in inputs):
+            saved = ()
+            gradients = [gradient for gradient in gradients if gradient.of.kind != "frozen"]
         kept = (*saved, output) if saves_output else tuple(saved)
-        whole = (Gradient(of=tensor, num_bytes=tensor.num_bytes) for tensor in inputs)
-        made = tuple(whole if gradients is None else gradients)
-        self.operations.append(Operation(inputs, output, kept, made, scratch_bytes, self._region))
+        self.operations.append(Operation(inputs, output, kept, tuple(gradients), scratch_bytes, self._region))
         return output
 
     def hold(self, *tensors: Tensor) -> None:
         """Keep variables of a function alive until this point, where the function ends."""
         for tensor in tensors:
-            self.held_until[tensor] = len(self.operations)
+            self.needed_until[tensor] = len(self.operations)
 
     @contextmanager
     def recomputed(self, is_recomputed: bool = True) -> Iterator[None]:
@@ -133,36 +141,11 @@ class Tape:
 
     def profile(self, output: Tensor) -> Profile:
         """Run forward and backward; `output` is what the piece passes on."""
-        return _Run(self, output).profile()
-
-
-# What each operation keeps for its backward.
-Keeps = Sequence[Sequence[Tensor]]
-
-
-class _Run:
-    def __init__(self, tape: Tape, output: Tensor) -> None:
-        self.source, self.output, self.operations = tape.source, output, tape.operations
-        last_use = {tensor: index for index, op in enumerate(self.operations) for tensor in op.inputs}
-        last_use[output] = len(self.operations)
-        held = tape.held_until
-        self.alive_until = {each: max(held.get(each, -1), last_use.get(each, -1)) for each in held | last_use}
-        self.regions: dict[int, list[int]] = {}
-        for index, op in enumerate(self.operations):
-            if op.region is not None:
-                self.regions.setdefault(op.region, []).append(index)
-        # At first a region keeps what its operations are given from outside; run again, what every operation does.
-        made = {region: {self.operations[i].output for i in indices} for region, indices in self.regions.items()}
-        self.kept_at_first: Keeps = [
-            op.saved if op.region is None else [each for each in op.inputs if each not in made[op.region]]
-            for op in self.operations
-        ]
-
-    def profile(self) -> Profile:
+        self.hold(output)
         everything = range(len(self.operations))
         scoring_peak, _ = self._forward(everything, keeps=[()] * len(everything), alive=set())
-        forward_peak, kept = self._forward(everything, keeps=self.kept_at_first, alive=set())
-        backward_peak, weight_gradient_bytes = self._backward(kept)
+        forward_peak, kept = self._forward(everything, keeps=self._kept_at_first(), alive=set())
+        backward_peak, weight_gradient_bytes = self._backward(output, kept)
         return Profile(
             forward_peak=forward_peak,
             scoring_peak=scoring_peak,
@@ -172,58 +155,70 @@ class _Run:
             weight_gradient_bytes=weight_gradient_bytes,
         )
 
+    def _kept_at_first(self) -> Keeps:
+        """A region keeps what it is given from outside; run again, it keeps what every operation does."""
+        region_of = {op.output: op.region for op in self.operations}
+        return [
+            op.saved if op.region is None else [each for each in op.inputs if region_of.get(each) != op.region]
+            for op in self.operations
+        ]
+
     def _forward(self, indices: Iterable[int], *, keeps: Keeps, alive: set[Tensor]) -> tuple[Usage, set[Tensor]]:
         """The peak of running `indices` beside the `alive` tensors, and these with the tensors that they keep."""
-        peak, kept, alive = Usage(), set(alive), set(alive)
+        peak = Usage()
+        kept = set(alive)
         for index in indices:
             op = self.operations[index]
-            alive |= {*op.inputs, op.output}
+            alive = alive | {*op.inputs, op.output}
             usage = Usage(activations=_made(alive), temporaries=op.scratch_bytes)
-            peak = max(peak, usage, key=lambda moment: moment.total)
-            kept |= set(keeps[index])
-            alive = kept | {tensor for tensor in alive if self.alive_until.get(tensor, -1) > index}
+            peak = max(peak, usage, key=_total)
+            kept.update(keeps[index])
+            alive = kept | {tensor for tensor in alive if self.needed_until.get(tensor, -1) > index}
         return peak, kept
 
-    def _backward(self, kept: set[Tensor]) -> tuple[Usage, int]:
+    def _backward(self, output: Tensor, kept: set[Tensor]) -> tuple[Usage, int]:
         """The peak, and the bytes of the weights' gradients at the end."""
+        kept_at_first = self._kept_at_first()
+        saved = [op.saved for op in self.operations]
         # Buffers are tensors too: one that is handed on is the gradient of several.
-        gradient_of: dict[Tensor, Tensor] = {self.output: Tensor(self.output.num_bytes)}
+        gradient_of = {output: Tensor(output.num_bytes)}
         ran_again: set[int] = set()
-        peak = Usage()
+        usages: list[Usage] = []
 
-        def look(scratch_bytes: int = 0, activations: int | None = None) -> None:
-            nonlocal peak
-            weight_gradients = {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
-            usage = Usage(
-                activations=_made(kept) if activations is None else activations,
-                temporaries=_made(set(gradient_of.values()) - weight_gradients) + scratch_bytes,
-                weight_gradients=_made(weight_gradients),
-            )
-            peak = max(peak, usage, key=lambda moment: moment.total)
+        def weight_gradients() -> set[Tensor]:
+            return {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
 
-        look()
-        for index in reversed(range(len(self.operations))):
-            op = self.operations[index]
+        def look(activations: int, scratch_bytes: int = 0) -> None:
+            of_weights = weight_gradients()
+            temporaries = _made(set(gradient_of.values()) - of_weights) + scratch_bytes
+            usages.append(Usage(activations=activations, temporaries=temporaries, weight_gradients=_made(of_weights)))
+
+        look(_made(kept))
+        for index, op in reversed([*enumerate(self.operations)]):
             if op.region is not None and op.region not in ran_again:
                 ran_again.add(op.region)
-                saved = [each.saved for each in self.operations]
-                again, kept = self._forward(self.regions[op.region], keeps=saved, alive=kept)
-                look(again.temporaries, again.activations)
-            gradient_of_output = gradient_of.get(op.output)
-            if gradient_of_output is None:
+                region = [at for at, each in enumerate(self.operations) if each.region == op.region]
+                again, kept = self._forward(region, keeps=saved, alive=kept)
+                look(again.activations, again.temporaries)
+            if (gradient_of_output := gradient_of.get(op.output)) is None:
                 continue
             made: list[tuple[Tensor, Tensor]] = []
             for gradient in op.gradients:
                 buffer = gradient_of_output if gradient.num_bytes is None else Tensor(gradient.num_bytes)
                 made.append((gradient.of, buffer))
-                look(_made({buffer for _, buffer in made} - {gradient_of_output}) + gradient.scratch_bytes)
+                new = _made({each for _, each in made} - {gradient_of_output})
+                look(_made(kept), new + gradient.scratch_bytes)
             del gradient_of[op.output]
             for tensor, buffer in made:
                 gradient_of.setdefault(tensor, buffer)
-            before = zip(self.operations[:index], self.kept_at_first, strict=False)
-            ran = (op.saved if op.region in ran_again else at_first for op, at_first in before)
-            kept = kept & set(chain.from_iterable(ran))
-        return peak, _made({gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"})
+            before = zip(self.operations[:index], kept_at_first, strict=False)
+            needed = (op.saved if op.region in ran_again else first for op, first in before)
+            kept = kept.intersection(chain.from_iterable(needed))
+        return max(usages, key=_total), _made(weight_gradients())
+
+
+def _total(usage: Usage) -> int:
+    return usage.total
 
 
 def _made(tensors: set[Tensor]) -> int:

@@ -45,7 +45,9 @@ class Passes:
     splits_rows = True  # between matrices that tensor ranks split
 
     def __init__(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> None:
-        self.shape, self.layout, self.workload = shape, layout, workload
+        self.shape = shape
+        self.layout = layout
+        self.workload = workload
         self.sizes: Pass = pass_of(layout, workload, splits_rows=self.splits_rows)
         self.block: Profile = _with_budget(shape, self.sizes, workload)
         self.head: Profile = profile_of("head", shape, self.sizes)
@@ -73,8 +75,10 @@ class Passes:
 
     def forward(self, held: Moment, *, keeps: bool = True, runs_head: bool = True) -> Iterator[Moment]:
         """The moments of a forward pass; without `keeps` no backward pass follows."""
-        root, block, num_layers = self._gathered(self.root), self.one_block, self.shape.num_layers
-        block_peak, head_peak = (each.forward_peak if keeps else each.scoring_peak for each in (self.block, self.head))
+        root = self._gathered(self.root)
+        block, num_layers = self.one_block, self.shape.num_layers
+        block_peak = self.block.forward_peak if keeps else self.block.scoring_peak
+        head_peak = self.head.forward_peak if keeps else self.head.scoring_peak
         held = {**held, REDUCED: self._left_over() if keeps else 0}
         looked_up = self._cast(self.embeddings) + self._buffer(self.embeddings)
         yield {**held, GATHERED: root + self._buffer(self.root) + looked_up}
@@ -93,7 +97,9 @@ class Passes:
         yield {**held, HEAD: head_peak.total if runs_head else 0}
 
     def backward(self, held: Moment) -> Iterator[Moment]:
-        root, block, num_layers = self._gathered(self.root), self.one_block, self.shape.num_layers
+        """The moments of a backward pass: the head, blocks from the last to the first, embeddings and root."""
+        root = self._gathered(self.root)
+        block, num_layers = self.one_block, self.shape.num_layers
         # Whole gradients of a unit are freed when the input of its reduce-scatter is made of them; the output is more.
         reduced = self._shard(block) if self.adds_up else self._reduced(block)
         prefetched = self._buffer(block) + self._cast(block)
@@ -101,11 +107,12 @@ class Passes:
 
         # The head.
         kept = self._kept(num_layers)
-        head_stream, head_gradient = self.stream_bytes if self.head.keeps_source else 0, self.head.weight_gradient_bytes
-        gathered, handed_over = self._buffer(self.root) + self._cast(self.root), self._handed_over(head_gradient)
+        head_stream = self.stream_bytes if self.head.keeps_source else 0
+        head_gradient = self.head.weight_gradient_bytes
         before = {**held, GATHERED: root, REDUCED: left_over, ACTIVATIONS: kept}
-        yield {**before, GATHERED: root + gathered, HEAD: self.head.kept_bytes + head_stream}
-        at_worst = self.head.backward_peak.total + head_stream + handed_over
+        gathered = root + self._buffer(self.root) + self._cast(self.root)
+        yield {**before, GATHERED: gathered, HEAD: self.head.kept_bytes + head_stream}
+        at_worst = self.head.backward_peak.total + head_stream + self._handed_over(head_gradient)
         yield {**before, GATHERED: root + prefetched, HEAD: at_worst}
 
         # Blocks, the last first. The gradient of the head's matrix waits for the root to be reduced in the end.
@@ -130,7 +137,8 @@ class Passes:
         yield {**after_blocks, GATHERED: root, REDUCED: reduced_bytes, TEMPORARIES: temporaries}
         if not self.is_sharded:
             return
-        gradients, unreduced = after_blocks[GRADIENTS], self._whole(self.root) + self._whole(self.embeddings)
+        gradients = after_blocks[GRADIENTS]
+        unreduced = self._whole(self.root) + self._whole(self.embeddings)
         if self.adds_up:
             gradients += num_layers * (self._shard(block) - self._whole(block) * FLOAT32 // self.c)
         for unit in (self.root, self.embeddings):

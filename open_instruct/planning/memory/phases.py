@@ -219,5 +219,6 @@ class Moments:
         run on CPUs has a tensor that is written besides.
         """
         largest = max(parameter.num_params for parameter in self.shape.parameters)
-        held, times = self.held(self.gradients) | self._merging(), 2 if self.workload.on_cuda else 3
+        held = self.held(self.gradients) | self._merging()
+        times = 2 if self.workload.on_cuda else 3
         return held | {BUFFERS: held[BUFFERS] + times * largest * self.workload.export_bytes_per_param}

@@ -42,23 +42,21 @@ class LocalSize(NamedTuple):
 
 def state_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload, *, rank: int = 0) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer states on `rank`, after a first step. Rank 0 never has least."""
-    trained_bytes = MASTER_BYTES + cast_copy_bytes(shape, layout, workload)
-    parameters = gradients = optimizer = 0
-    for parameter, count in ((each, unit.count) for unit in shape.units for each in unit.parameters):
-        local = local_size(parameter, layout, rank=rank)
-        parameters += count * local.padded * (trained_bytes if parameter.is_trained else workload.compute_bytes)
-        if not parameter.is_trained:
-            continue
-        gradients += count * local.padded * GRADIENT_BYTES
-        step_bytes = 0 if uses_muon(parameter, workload) else STEP_BYTES
-        optimizer += count * (num_moments(parameter, workload) * local.own * MOMENT_BYTES + step_bytes)
-    return parameters, gradients, optimizer
-
-
-def cast_copy_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload) -> int:
-    """Bytes a parameter of the copy that computes for the masters on a single device; 0 where there is none."""
+    # A single device that computes in another dtype has a copy in that.
     has_copy = layout.single_device and workload.compute_bytes < MASTER_BYTES and shape.adapters is None
-    return workload.compute_bytes if has_copy else 0
+    trained_bytes = MASTER_BYTES + (workload.compute_bytes if has_copy else 0)
+    parameters = gradients = optimizer = 0
+    for unit in shape.units:
+        for parameter in unit.parameters:
+            local = local_size(parameter, layout, rank=rank)
+            if not parameter.is_trained:
+                parameters += unit.count * local.padded * workload.compute_bytes
+                continue
+            parameters += unit.count * local.padded * trained_bytes
+            gradients += unit.count * local.padded * GRADIENT_BYTES
+            step_bytes = 0 if uses_muon(parameter, workload) else STEP_BYTES
+            optimizer += unit.count * (num_moments(parameter, workload) * local.own * MOMENT_BYTES + step_bytes)
+    return parameters, gradients, optimizer
 
 
 def num_moments(parameter: ParameterShape, workload: Workload) -> int:
@@ -83,9 +81,9 @@ def local_size(parameter: ParameterShape, layout: ShardLayout, *, rank: int = 0)
     """The sizes of `parameter` on `rank`, by its places in its tensor group and in its shard group."""
     degree, num_shards = layout.tensor_parallel_degree, layout.shard_group_size
     rows, *others = tensor_local_shape(parameter, degree, rank % degree)
-    width = prod(others)
-    own, padded = chunk_rows(rows, num_shards, rank // degree % num_shards) * width, ceil(rows / num_shards) * width
-    return LocalSize(own=own, padded=padded, gathered=padded * num_shards)
+    own_rows = chunk_rows(rows, num_shards, rank // degree % num_shards)
+    padded = ceil(rows / num_shards) * prod(others)
+    return LocalSize(own=own_rows * prod(others), padded=padded, gathered=padded * num_shards)
 
 
 def chunk_rows(num_rows: int, num_chunks: int, index: int) -> int:

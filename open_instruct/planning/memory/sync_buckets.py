@@ -15,12 +15,13 @@ from open_instruct.records import ShardLayout
 
 def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:
     """The bytes of the first rank and of all ranks in each bucket."""
-    own, whole, each_bytes = 0, 0, workload.sync_bytes_per_param
+    own = whole = 0
+    each_bytes = workload.sync_bytes_per_param
     for parameter in _sent(shape, workload):
         more = parameter.num_params * each_bytes
         if whole and whole + more > workload.sync_bucket_bytes:
             yield own, whole
-            own, whole = 0, 0
+            own = whole = 0
         if more > workload.sync_bucket_bytes:
             rows = list(rows_of_ranks(layout, parameter))
             num_pieces = min(-(-more // workload.sync_bucket_bytes), max(size for _, size, _ in rows))

@@ -48,9 +48,13 @@ def check_plan(
             --plan_check; the message ends with what would fit.
     """
     try:
-        shape, device = shape_of_run(config, model_folder), device_named(f"memory_gib={memory_bytes / GIB}")
-        nodes = tuple(gpus_per_node)
-        setting = Setting(config=config, shape=shape, gpus_per_node=nodes, device=device, on_cuda=on_cuda)
+        setting = Setting(
+            config=config,
+            shape=shape_of_run(config, model_folder),
+            gpus_per_node=tuple(gpus_per_node),
+            device=device_named(f"memory_gib={memory_bytes / GIB}"),
+            on_cuda=on_cuda,
+        )
         checked = _checked(plan_of(setting))
     except Exception as error:  # a plan is a help; the run itself judges what it can read
         log.info("the run has no plan", exc_info=True)
@@ -61,12 +65,14 @@ def check_plan(
 
 
 def _checked(plan: Plan) -> StartCheck:
-    mode, memory = plan.setting.config.memory.activation_checkpointing, gib(plan.setting.device.memory_bytes)
+    mode = plan.setting.config.memory.activation_checkpointing
+    memory = gib(plan.setting.device.memory_bytes)
     each = "on each GPU" if plan.setting.on_cuda else "for each process of a node"
     line = f"plan: needs {gib(plan.peak.total_bytes)} of {memory} GiB {each} (most in: {plan.peak.name})"
     if plan.is_chosen and mode != "none":
         line += f", with --activation_checkpointing {' '.join([mode, *plan.workload.checkpointing_modules])}"
-    state, warning = sum(plan.moments.state_bytes()), ""
+    state = sum(plan.moments.state_bytes())
+    warning = ""
     cannot_fit = state > plan.setting.device.memory_bytes
     if not plan.fits:
         warning = "the plan does not fit: memory will most likely run out"

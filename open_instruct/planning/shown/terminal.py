@@ -15,19 +15,13 @@ from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.shown import summary
 from open_instruct.planning.subject.units import amount, gib, seconds
+from open_instruct.planning.subject.words import said
 from open_instruct.wording import counted
 
 BAR_WIDTH = 48
 MAX_LAYOUTS_SHOWN = 8
 WHAT_WIDTH = 36
 
-# Of the parts of the memory, in the order of LETTERS.
-_STYLES = (
-    *("black on bright_cyan", "black on bright_magenta", "black on bright_blue", "black on bright_green"),
-    *("black on bright_yellow", "white on blue", "white on magenta", "black on cyan", "white on red"),
-    *("black on magenta", "black on white", "white on bright_black", "black on bright_red"),
-)
-PART_STYLES = dict(zip(summary.LETTERS, _STYLES, strict=True))
 _ASCII = str.maketrans({"▕": "|", "·": ".", "×": "x", "◀": "<", "▶": ">"})
 
 
@@ -45,16 +39,16 @@ def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
     show(_head(plan))
     if not plan.setting.backend.sharing:
         show([draw_layout(plan.layout)])
-    times = _titled("Time of a step, at least", summary.time_lines(plan))
+    times = _titled("Time of a step, at least", said("time", plan))
     show(chain(_memory(plan), _traffic(plan), times, _ranking(plan, advice)))
     show(_titled("Advice", advice.lines()))
 
 
 def _head(plan: Plan) -> Iterator[Text]:
-    yield from _wrapped(summary.headline(plan), style="bold")
-    yield from _wrapped(summary.fit_line(plan), style="bold green" if plan.fits else "bold red")
-    for line in summary.work_lines(plan):
-        yield from _wrapped(line, style="dim")
+    styles = {"headline": "bold", "verdict": "bold green" if plan.fits else "bold red", "work": "dim"}
+    for what, style in styles.items():
+        for paragraph in said(what, plan):
+            yield from _wrapped(paragraph, style=style)
     yield Text()
 
 
@@ -80,8 +74,9 @@ def _memory(plan: Plan) -> Iterator[Text]:
         yield Text(" " * (name_width + 2) + sums, style="dim")
     yield Text()
     for label in summary.parts_in_any(plan):
-        first, *rest = textwrap.wrap(f"{label}: {summary.MEANINGS[label]}", WIDTH - 6)
-        letter = Text.assemble("  ", (f" {summary.LETTERS[label]} ", PART_STYLES[label]), " ")
+        part = summary.PARTS[label]
+        first, *rest = textwrap.wrap(f"{label}: {part['meaning']}", WIDTH - 6)
+        letter = Text.assemble("  ", (f" {part['letter']} ", part["style"]), " ")
         yield Text.assemble(letter, (label, "bold"), first.removeprefix(label))
         yield from (Text(f"{'':6}{text}") for text in rest)
 
@@ -94,7 +89,7 @@ def _bar(phase: Phase, plan: Plan) -> Text:
         done += num_bytes
         # By the running sum, so that rounding never makes the row longer or shorter than the whole.
         upto = round(done / scale * BAR_WIDTH)
-        bar.append(summary.LETTERS[label] * (upto - len(bar)), style=PART_STYLES[label])
+        bar.append(summary.LETTERS[label] * (upto - len(bar)), style=summary.PARTS[label]["style"])
     end = round(plan.setting.device.memory_bytes / scale * BAR_WIDTH)
     if len(bar) <= end:
         bar.append("·" * (end - len(bar)) + "▕", style="dim")

@@ -13,7 +13,7 @@ from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, Family, QKNorm, family_of
 from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, SIZES, check_size
-from open_instruct.models.hf.names import ADAPTER, LM_HEAD, is_of_adapter
+from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, LM_HEAD, is_of_adapter
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -102,18 +102,18 @@ class ModelShape:
         embeddings and head by vocabulary. Norms are whole on every tensor rank. Of an adapter the half that meets the
         split side of its matrix is split (`models/lora/adapters.py`).
         """
-        block, vocabulary = [*self._block()], (self.vocab_size, self.d_model)
 
         def parameter(name: str, size: tuple[int, ...], axis: int | None, layer: int | None = None) -> ParameterShape:
             is_trained = self.adapters is None or is_of_adapter(name) or (self.scores and name == LM_HEAD)
             return ParameterShape(name=name, shape=size, layer=layer, tensor_axis=axis, is_trained=is_trained)
 
-        parameters = [parameter("embeddings.weight", vocabulary, 0)]
+        block = list(self._block())
+        parameters = [parameter(EMBEDDINGS, (self.vocab_size, self.d_model), 0)]
         for layer in range(self.num_layers):
             parameters += [parameter(f"blocks.{layer}.{name}", size, axis, layer) for name, size, axis in block]
         parameters.append(parameter("lm_head.norm.weight", (self.d_model,), None))
         if not self.is_tied:
-            parameters.append(parameter(LM_HEAD, (1, self.d_model) if self.scores else vocabulary, 0))
+            parameters.append(parameter(LM_HEAD, (1 if self.scores else self.vocab_size, self.d_model), 0))
         return tuple(parameters)
 
     def _block(self) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
@@ -132,14 +132,13 @@ class ModelShape:
             "feed_forward.w3": ((d_ff, d_model), 0),
             "feed_forward_norm": ((d_model,), None),
         }
-        has_biases, adapters = FAMILIES[self.family].qkv_bias, self.adapters
         for module, (size, axis) in modules.items():
             yield f"{module}.weight", size, axis
-            if has_biases and axis == 0 and module.startswith("attention."):
+            if self.traits.qkv_bias and axis == 0 and module.startswith("attention."):
                 yield f"{module}.bias", size[:1], axis
-            if adapters is not None and module in adapters.modules:
-                yield f"{module}.{ADAPTER[0]}", (adapters.rank, size[1]), axis or None
-                yield f"{module}.{ADAPTER[1]}", (size[0], adapters.rank), None if axis else axis
+            if self.adapters is not None and module in self.adapters.modules:
+                yield f"{module}.{ADAPTER[0]}", (self.adapters.rank, size[1]), axis or None
+                yield f"{module}.{ADAPTER[1]}", (size[0], self.adapters.rank), None if axis else axis
 
     @cached_property
     def units(self) -> tuple[Unit, Unit, Unit]:
@@ -172,14 +171,9 @@ class ModelShape:
         return sum(each.num_params for each in self.parameters if each.is_trained)
 
     @property
-    def norm_after(self) -> bool:
-        """Whether a block normalises what a sublayer puts out, not what it is given."""
-        return FAMILIES[self.family].norm_after
-
-    @property
-    def in_float32(self) -> bool:
-        """Whether norms multiply by their weight, and RoPE rotates, before rounding to the model's dtype."""
-        return FAMILIES[self.family].in_float32
+    def traits(self) -> Family:
+        """What tells models of its family from others."""
+        return FAMILIES[self.family]
 
     @property
     def q_width(self) -> int:
@@ -210,7 +204,9 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
         value = default if fields.get(field) is None else fields[field]
         return check_size(field, value, SIZES.get(field, MAX_SIZE), where)
 
-    num_layers, num_heads, d_model = count("num_hidden_layers"), count("num_attention_heads"), count("hidden_size")
+    num_layers = count("num_hidden_layers")
+    num_heads = count("num_attention_heads")
+    d_model = count("hidden_size")
     num_kv_heads = count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise InputError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from open_instruct.models.hf.names import names_module
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.policy_gradient import chooses_tokens, measures_entropy
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.packing.prefixes import FullRows, saved_tokens
 from open_instruct.planning.subject.model import BYTES_OF_DTYPE, Adapters, ModelShape
 from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.records import ShardLayout
@@ -107,25 +108,17 @@ class Workload:
     kv_cache_bytes: int = 0
 
     @property
-    def tokens_per_group(self) -> int:
-        """What the documents of a group take in a row, each of the greatest length."""
-        own = self.longest_sequence - self.shared_prefix_tokens
-        return self.shared_prefix_tokens + self.documents_per_group * own
+    def rows(self) -> FullRows:
+        """The documents that rows are taken to be filled with."""
+        return FullRows(
+            length=self.longest_sequence, prefix=self.shared_prefix_tokens, per_group=self.documents_per_group
+        )
 
     @property
     def row_tokens_per_microbatch(self) -> int:
         """Tokens of the documents of a microbatch, each counted with its prompt."""
-        num_sharing = sum(num_documents - 1 for num_documents in self.groups_of_microbatch[0])
-        return self.tokens_per_microbatch + num_sharing * self.shared_prefix_tokens
-
-    @property
-    def groups_of_microbatch(self) -> tuple[list[int], int]:
-        """The documents of full length that each group in a row has, the last one cut; and tokens that are left."""
-        num_groups, rest = divmod(self.tokens_per_microbatch, self.tokens_per_group)
-        own, groups = self.longest_sequence - self.shared_prefix_tokens, [self.documents_per_group] * num_groups
-        if num_more := max(0, rest - self.shared_prefix_tokens) // own:
-            return [*groups, num_more], rest - self.shared_prefix_tokens - num_more * own
-        return groups, rest
+        groups, _ = self.rows.groups_in(self.tokens_per_microbatch)
+        return self.tokens_per_microbatch + sum(saved_tokens(self.shared_prefix_tokens, size) for size in groups)
 
     def with_full_rows(self) -> Workload:
         """The same with rows that are full to the last token."""
@@ -214,96 +207,123 @@ def adapted(shape: ModelShape, lora: LoRASection | None) -> ModelShape:
 
 
 def _row_workload(config: TrainingConfig, objective: Objective, shape: ModelShape, prefix_tokens: int) -> Workload:
-    documents_per_row, longest = objective.rows_of(config).documents_per_row, config.data.max_seq_length
-    num_learned, num_rows = objective.documents_learned or documents_per_row, config.optim.per_device_train_batch_size
-    num_tokens, num_scored = (
-        num_rows * (num * longest - (num - 1) * prefix_tokens) for num in (num_learned, documents_per_row)
-    )
-    moves, teacher = bool(objective.reference_moves(config).get("update_freq")), objective.teacher(config)
-    loss, scorings = objective.bind(config), list[Scoring]()
-    # Other documents are looked at where the row has some that are not learned.
-    if loss.prepare is not None and (loss.looks_at is None or num_learned < documents_per_row):
-        scorings.append(Scoring(shape=shape, num_values=1 + loss.with_entropy))
-    if moves:
-        scorings.append(Scoring(shape=shape, stands_as=REFERENCE, moves=True))
-    # One of whose distributions a part is kept is gone before the first step.
-    if teacher is not None and teacher.keep is None:
-        stands_as = "" if _is_own_teacher(config, teacher.model_name_or_path) else TEACHER
-        scorings.append(Scoring(shape=model_shape(teacher.model_name_or_path), stands_as=stands_as, num_values=0))
+    documents_per_row = objective.rows_of(config).documents_per_row
+    num_learned = objective.documents_learned or documents_per_row
+    num_rows = config.optim.per_device_train_batch_size
+    length = config.data.max_seq_length
+    loss = objective.bind(config)
+    num_tokens = num_rows * (num_learned * length - saved_tokens(prefix_tokens, num_learned))
+    has_pass_before = objective.needs_reference(config) and not _reference_moves(config, objective)
+    scored_tokens = num_rows * (documents_per_row * length - saved_tokens(prefix_tokens, documents_per_row))
+    has_teacher = objective.teacher(config) is not None
     return Workload(
         algorithm=objective.name,
         tokens_per_microbatch=num_tokens,
-        longest_sequence=longest,
+        longest_sequence=length,
         label_tokens_per_microbatch=num_rows * documents_per_row if objective.rows.reads_ends else num_tokens,
         num_microbatches=config.optim.gradient_accumulation_steps,
         documents_per_group=num_learned,
-        reference_pass_tokens=num_scored if objective.needs_reference(config) and not moves else 0,
-        scorings=tuple(scorings),
-        num_values=1 + loss.with_entropy + loss.with_collisions + (teacher is not None),
+        reference_pass_tokens=scored_tokens if has_pass_before else 0,
+        scorings=tuple(_row_scorings(config, objective, shape)),
+        num_values=1 + loss.with_entropy + loss.with_collisions + has_teacher,
     )
 
 
+def _reference_moves(config: TrainingConfig, objective: Objective) -> bool:
+    return bool(objective.reference_moves(config).get("update_freq"))
+
+
+def _row_scorings(config: TrainingConfig, objective: Objective, shape: ModelShape) -> Iterator[Scoring]:
+    loss, teacher = objective.bind(config), objective.teacher(config)
+    has_documents_not_learned = 0 < (objective.documents_learned or 0) < objective.rows_of(config).documents_per_row
+    # A loss that prepares a step looks at its documents, or else at those of the row that are not learned.
+    if loss.prepare is not None and (loss.looks_at is None or has_documents_not_learned):
+        yield Scoring(shape=shape, num_values=1 + loss.with_entropy)
+    if _reference_moves(config, objective):
+        yield Scoring(shape=shape, stands_as=REFERENCE, moves=True)
+    # A teacher of whose distributions only the largest values are kept is gone before the first step.
+    if teacher is not None and teacher.keep is None:
+        stands_as = "" if _is_own_teacher(config, teacher.model_name_or_path) else TEACHER
+        yield Scoring(shape=model_shape(teacher.model_name_or_path), stands_as=stands_as, num_values=0)
+
+
 def _is_own_teacher(config: RunConfig, teacher: str) -> bool:
-    """Whether it is the policy with its adapters off, as far as names tell."""
+    """Whether the teacher is the policy with its adapters off, as far as names tell."""
     return config.adapters is not None and teacher == config.model.model_name_or_path
 
 
 def _rollout_workload(
     config: GRPOConfig, shape: ModelShape, layout: ShardLayout, device_memory_bytes: int, prefix_tokens: int
 ) -> Workload:
-    longest, group = config.data.max_seq_length, config.rollout.num_samples_per_prompt_rollout
-    own_tokens = longest - prefix_tokens
-    # Completions of full length in a microbatch, whole groups and one that is cut; short ones leave fewer microbatches.
-    num_groups, rest = divmod(config.max_tokens_per_microbatch, prefix_tokens + group * own_tokens)
-    num_that_fit = max(1, num_groups * group + max(0, rest - prefix_tokens) // own_tokens)
-    fleet, loss, num_given = config.fleet, config.loss, config.data.sft_rows_per_step
-    num_completions_of_rank, num_given_to_rank = (
-        ceil(ceil(num / loss.num_mini_batches) / layout.data_parallel_world_size)
-        for num in (config.num_completions_per_step, num_given)
+    loss, pack_tokens = config.loss, config.max_tokens_per_microbatch
+
+    def on_rank(num_samples: int) -> int:
+        """Samples of a mini-batch that the rank with most of them has."""
+        return ceil(ceil(num_samples / loss.num_mini_batches) / layout.data_parallel_world_size)
+
+    rows = FullRows(
+        length=config.data.max_seq_length,
+        prefix=prefix_tokens,
+        per_group=config.rollout.num_samples_per_prompt_rollout,
     )
-    num_microbatches = -(-num_completions_of_rank // num_that_fit)
-    num_in_row = -(-num_completions_of_rank // num_microbatches)
-    num_tokens = -(-num_in_row // group) * prefix_tokens + num_in_row * own_tokens
-    num_updates, teacher = loss.num_mini_batches * loss.num_epochs, loss.teacher_model_name_or_path
-    frozen = Scoring(shape=shape, num_rounds=loss.num_mini_batches)
-    scorings = [frozen] if num_updates > 1 else []
-    if loss.beta > 0:
-        # Of a policy with adapters it is that policy with them off.
-        beside = replace(frozen, stands_as=REFERENCE, moves=loss.ref_policy_update_freq is not None)
-        scorings.append(frozen if config.adapters else beside)
-    if teacher is not None:
-        beside = replace(frozen, stands_as=TEACHER, shape=model_shape(teacher))
-        scorings.append(frozen if _is_own_teacher(config, teacher) else beside)
-    if chooses_tokens(loss):
-        scorings.append(Scoring(shape=shape, num_rounds=num_updates, num_values=1 + measures_entropy(loss)))
-    shares_device = config.parallel.single_gpu_mode
-    on_auto = "ipc" if shares_device else "nccl"
-    sync_dtype = config.model.param_dtype if fleet.vllm_dtype == "policy" else fleet.vllm_dtype
-    sync_bytes_per_param = BYTES_OF_DTYPE[sync_dtype]
-    cache_bytes = _cache_bytes(fleet, shape, sync_bytes_per_param, device_memory_bytes) if shares_device else 0
+    # Completions of full length are planned for; shorter ones need fewer microbatches.
+    num_completions = on_rank(config.num_completions_per_step)
+    num_microbatches = ceil(num_completions / max(1, sum(rows.groups_in(pack_tokens)[0])))
+    num_tokens = rows.tokens_of(ceil(num_completions / num_microbatches))
+    # Conversations lie in microbatches of their own.
+    num_of_conversations = ceil(on_rank(config.data.sft_rows_per_step) / (pack_tokens // rows.length))
     return Workload(
         algorithm=GRPO,
         tokens_per_microbatch=num_tokens,
-        longest_sequence=longest,
+        longest_sequence=rows.length,
         label_tokens_per_microbatch=num_tokens,
-        documents_per_group=group,
-        # Conversations lie in microbatches of their own.
-        num_microbatches=num_microbatches + ceil(num_given_to_rank / (config.max_tokens_per_microbatch // longest)),
-        pack_tokens=config.max_tokens_per_microbatch,
-        num_updates=num_updates,
-        scorings=tuple(scorings),
+        documents_per_group=rows.per_group,
+        num_microbatches=num_microbatches + num_of_conversations,
+        pack_tokens=pack_tokens,
+        num_updates=loss.num_mini_batches * loss.num_epochs,
+        scorings=tuple(_rollout_scorings(config, shape)),
         temperature=config.rollout.temperature,
         records_entropy=measures_entropy(loss),
         num_values=1 + measures_entropy(loss),
-        num_engines=fleet.vllm_num_engines,
-        shares_device=shares_device,
-        engine_tensor_degree=fleet.vllm_tensor_parallel_size,
-        sync_backend=on_auto if fleet.weight_sync_backend == "auto" else fleet.weight_sync_backend,
-        sync_bucket_bytes=fleet.weight_sync_bucket_mib * MIB,
-        sync_bytes_per_param=sync_bytes_per_param,
-        sends_adapter=config.sent_adapter is not None,
-        kv_cache_bytes=cache_bytes,
+        **_engines(config, shape, device_memory_bytes),
     )
+
+
+def _rollout_scorings(config: GRPOConfig, shape: ModelShape) -> Iterator[Scoring]:
+    loss, teacher = config.loss, config.loss.teacher_model_name_or_path
+    num_updates = loss.num_mini_batches * loss.num_epochs
+    by_policy = Scoring(shape=shape, num_rounds=loss.num_mini_batches)
+    if num_updates > 1:
+        yield by_policy
+    if loss.beta > 0 and config.adapters:
+        yield by_policy  # the reference is the policy with its adapters off
+    elif loss.beta > 0:
+        yield replace(by_policy, stands_as=REFERENCE, moves=loss.ref_policy_update_freq is not None)
+    if teacher is not None and _is_own_teacher(config, teacher):
+        yield by_policy
+    elif teacher is not None:
+        yield replace(by_policy, stands_as=TEACHER, shape=model_shape(teacher))
+    if chooses_tokens(loss):
+        yield Scoring(shape=shape, num_rounds=num_updates, num_values=1 + measures_entropy(loss))
+
+
+def _engines(config: GRPOConfig, shape: ModelShape, device_memory_bytes: int) -> dict[str, Any]:
+    """The fields of a `Workload` about engines."""
+    fleet, shares_device = config.fleet, config.parallel.single_gpu_mode
+    backend = fleet.weight_sync_backend
+    if backend == "auto":
+        backend = "ipc" if shares_device else "nccl"
+    bytes_per_param = BYTES_OF_DTYPE[config.model.param_dtype if fleet.vllm_dtype == "policy" else fleet.vllm_dtype]
+    return {
+        "num_engines": fleet.vllm_num_engines,
+        "shares_device": shares_device,
+        "engine_tensor_degree": fleet.vllm_tensor_parallel_size,
+        "sync_backend": backend,
+        "sync_bucket_bytes": fleet.weight_sync_bucket_mib * MIB,
+        "sync_bytes_per_param": bytes_per_param,
+        "sends_adapter": config.sent_adapter is not None,
+        "kv_cache_bytes": _cache_bytes(fleet, shape, bytes_per_param, device_memory_bytes) if shares_device else 0,
+    }
 
 
 def is_wrapped(patterns: Iterable[str], layer: int, module: str) -> bool:

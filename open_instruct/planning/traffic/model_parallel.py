@@ -72,7 +72,7 @@ def _tensor(
     # Each sublayer gathers its input, and scatters the sum of what its ranks put out; backwards the other way round.
     # Recomputation stops at the last tensor that is needed: that is before a sublayer's scatter, unless a norm of
     # the block comes after it.
-    scatters_again = blocks_again * (2 if shape.norm_after else 1)
+    scatters_again = blocks_again * (2 if shape.traits.norm_after else 1)
     gathers_again, sums_backward = attention_again + feed_forward_again, (2 * layers - 1) * backward + to_embeddings
     # Embeddings put out a sum as well.
     yield WHOLE, "all_gather", hidden, 2 * layers * (1 + backward) + gathers_again + to_embeddings

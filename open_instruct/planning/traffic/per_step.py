@@ -84,15 +84,17 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
 
 def _gathers(layout: ShardLayout, workload: Workload, unit: Unit, num_times: int) -> Iterator[Exchange]:
     if layout.shard_group_size > 1 and unit.parameters:
-        num_bytes, num_calls = gathered_params(unit.parameters, layout) * workload.compute_bytes, num_times * unit.count
-        yield exchange_in(layout, "shard", "weights of a block, before it runs", "all_gather", num_bytes, num_calls)
+        what = "weights of a block, before it runs"
+        num_bytes = gathered_params(unit.parameters, layout) * workload.compute_bytes
+        yield exchange_in(layout, "shard", what, "all_gather", num_bytes, num_times * unit.count)
 
 
 def traffic_of_merging(shape: ModelShape, layout: ShardLayout) -> Iterator[Exchange]:
     """What one rank exchanges to add adapters to its shards: the first half of each comes together on every rank."""
     calls: Counter[tuple[Axis, int]] = Counter()
     for half in shape.first_halves:
-        local, num_parts = local_size(half, layout), layout.tensor_parallel_degree if half.tensor_axis else 1
+        local = local_size(half, layout)
+        num_parts = layout.tensor_parallel_degree if half.tensor_axis else 1
         calls["tensor", FLOAT32 * num_parts * local.own] += num_parts > 1
         calls["shard", FLOAT32 * num_parts * local.gathered] += layout.shard_group_size > 1
     for (axis, num_bytes), num_calls in (+calls).items():

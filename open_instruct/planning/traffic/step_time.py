@@ -138,7 +138,7 @@ def _matrices(shape: ModelShape) -> list[ParameterShape]:
 
 def _pairs(workload: Workload, window: int | None) -> int:
     """Pairs of queries and keys in a row: of whole groups, of one that is cut, and of a document that is cut."""
-    groups, rest = workload.groups_of_microbatch
+    groups, rest = workload.rows.groups_in(workload.tokens_per_microbatch)
     # A shared prefix attends to itself once for its group.
     prefix_pairs = attended_pairs(workload.shared_prefix_tokens, window)
     own_pairs = attended_pairs(workload.longest_sequence, window) - prefix_pairs

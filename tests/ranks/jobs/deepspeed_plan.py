@@ -22,6 +22,7 @@ from open_instruct.models.lora.adapters import weights_of
 from open_instruct.objectives.dpo import DPO
 from open_instruct.parallel.process import stop_process
 from open_instruct.records import StepBatch
+from open_instruct.run.cadence import Cadence
 from open_instruct.run.opened import join_run
 from open_instruct.run.pretrained import open_pretrained
 from tests.ranks.jobs.traffic import _counted, _row, messages
@@ -63,7 +64,11 @@ def _measured(
     gc.freeze()  # none of these objects is looked at again
     policy = Policy(built.build_backend(pretrained, run=run, config=config, num_steps=9), DPO.bind(config))
     policy._check = lambda loss, counts: None  # type: ignore[method-assign]  # reference log-probs are made up
-    settings_of_loop: Any = {"start_model": "", "num_steps": 9, "max_tokens_per_step": 10**6, "save_interval": 1}
+    settings_of_loop: Any = {
+        "start_model": "",
+        "cadence": Cadence(num_steps=9, save_every=1),
+        "max_tokens_per_step": 10**6,
+    }
     loop = Loop(policy, DriversState(), run=run, config=config, **settings_of_loop)
     policy.scores(microbatch)
     # The second pass learns the order of the modules, and the third one goes by it: a short step before a whole one.

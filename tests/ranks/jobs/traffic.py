@@ -36,6 +36,7 @@ from open_instruct.packing.steps import collate
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, stop_process
 from open_instruct.records import Batch, Document, RolloutSample, Span, StepBatch
+from open_instruct.run.cadence import Cadence
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import open_pretrained
@@ -93,7 +94,7 @@ def _steps(
         (policy.comparison, *_) = compare_with(
             teacher, rows, None, student=pretrained, scorer=scorer, run=run, config=config
         )
-    settings = {"start_model": "", "num_steps": 2, "max_tokens_per_step": 10**6, "save_interval": 1}
+    settings: Any = {"start_model": "", "cadence": Cadence(num_steps=2, save_every=1), "max_tokens_per_step": 10**6}
     loop = Loop(policy, DriversState(), run=run, config=config, **settings)
     microbatch = _row(num_tokens, objective.rows_of(config).documents_per_row)
     num_rows = num_microbatches * run.layout.data_parallel_world_size

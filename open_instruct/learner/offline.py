@@ -1,0 +1,190 @@
+"""The walk of an offline run whose flags are known to be good: build, score what is frozen, fit, export.
+
+Legend: N held-out rows, D documents of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from olmo_core.train.callbacks import Callback
+
+from open_instruct.config.backends import backend_named
+from open_instruct.config.training import TrainingConfig
+from open_instruct.data.token_dataset import TokenDataset, cache_root
+from open_instruct.errors import InputError
+from open_instruct.learner.export import export_policy
+from open_instruct.learner.heldout import Heldout
+from open_instruct.learner.loop import Loop
+from open_instruct.learner.policy import Policy
+from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
+from open_instruct.learner.rows.sample_loader import SampleLoader
+from open_instruct.learner.scoring import Scorer
+from open_instruct.learner.teacher import OpenedTeacher
+from open_instruct.learner.teacher_rows import compare_with
+from open_instruct.models.lora.adapters import adapters_off
+from open_instruct.objectives.objective import REFERENCE, Objective
+from open_instruct.packing.balance import best_fit
+from open_instruct.packing.steps import BatchShape
+from open_instruct.run.cadence import Cadence
+from open_instruct.run.datasets import load_datasets
+from open_instruct.run.opened import Run, open_run
+from open_instruct.run.plan_check import planned_run
+from open_instruct.run.pretrained import Pretrained, open_pretrained
+from open_instruct.run.signals import stopped_by
+from open_instruct.run.start_model import start_model_of
+from open_instruct.run.trackers import logging_steps
+from open_instruct.wording import counted
+
+
+def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[str, Callback] | None = None) -> int:
+    """The whole run, as every rank walks it; `callbacks` are OLMo-core's, by name. Returns the exit code."""
+    if config.data.eval_mixer_list and objective.evaluate is None:
+        raise InputError(f"--eval_mixer_list: {objective.name} has no `evaluate`; write one, or leave the flag out")
+    with open_run(config, objective.name) as run:
+        pretrained = open_pretrained(config, run.directory.hf_model, layout=run.layout, head=objective.head)
+        more_config = dict(objective.exported(config, pretrained.tokenizer, pretrained.hf_config))
+        if config.data.cache_dataset_only:
+            _read_rows(config, objective, pretrained, run)
+            return 0
+        config = planned_run(config, run, pretrained.folder)
+        learning = _Learning(config, objective, pretrained, run)
+        scores, heldout_reference_ND = learning.score_frozen()
+        if objective.only_scores(config):
+            return 0
+        loader = learning.loader(scores)
+        loop = learning.loop(loader, callbacks)
+        heldout = learning.heldout(heldout_reference_ND)
+        if heldout is not None and (loop.step == 0 or learning.cadence.evaluates_after(loop.step)):
+            heldout.evaluate(loop.step)
+        with logging_steps(run, config, first_step=loop.step, num_steps=learning.num_steps) as on_step:
+            signal = loop.fit(loader, on_step=on_step, heldout=heldout)
+        if signal is not None:
+            message, code = stopped_by(signal, step=loop.step, folder=run.directory.path)
+            run.console.say(message)
+            return code
+        if heldout is not None:
+            more_config |= heldout.evaluate(loop.step).exported
+        policy = learning.policy
+        export_policy(policy, pretrained, run=run, config=config, trained_by=objective.name, more_config=more_config)
+        return 0
+
+
+def _read_rows(
+    config: TrainingConfig, objective: Objective, pretrained: Pretrained, run: Run
+) -> tuple[TokenDataset, TokenDataset | None]:
+    """The rows to learn from, and those that are held out."""
+    own = objective.row_arguments(config)
+    return load_datasets(objective.rows_of(config), config, pretrained=pretrained, console=run.console, own=own)
+
+
+class _Learning:
+    """The policy with the start model's weights, and the rows as its steps will take them. Methods are collective."""
+
+    def __init__(self, config: TrainingConfig, objective: Objective, pretrained: Pretrained, run: Run) -> None:
+        self.config = config
+        self.objective = objective
+        self.pretrained = pretrained
+        self.run = run
+        loss = objective.bound(config, pretrained.tokenizer)
+        if pretrained.adapter is not None:
+            loss = replace(loss, first_loss=None)  # the reference is the model without the adapter
+        self.start_model = start_model_of(pretrained, run)
+        if (teacher := objective.teacher(config)) is not None:
+            opened = OpenedTeacher.of(teacher, pretrained, config=config, layout=run.layout)
+        self.rows, self.heldout_rows = _read_rows(config, objective, pretrained, run)
+        self.shape = BatchShape.of(
+            config.optim,
+            config.data,
+            run.layout,
+            documents_per_sample=objective.rows_of(config).documents_per_row,
+            pad_token_id=pretrained.pad_token_id,
+            prefix_sharing=objective.prefix_sharing(config),
+        )
+        self.samples: Sequence[Sequence[int]] = [(row,) for row in range(len(self.rows))]  # each the rows of one
+        if objective.fills_packs(config):
+            self.samples = best_fit(range(len(self.rows)), self.rows.num_tokens.tolist(), self.shape.max_seq_length)
+        self.num_steps = self.shape.num_steps(len(self.samples), optim=config.optim, layout=run.layout)
+        steps_per_epoch = self.shape.num_steps_per_epoch(len(self.samples), layout=run.layout)
+        self.cadence = Cadence(
+            num_steps=self.num_steps,
+            save_every=config.run.checkpointing_steps or steps_per_epoch,
+            save_ephemeral_every=config.run.ephemeral_save_interval,
+            evaluate_every=config.data.eval_steps or None,
+        )
+        num_rows_per_step = self.shape.max_samples_per_rank * run.layout.data_parallel_world_size
+        for warning in (*pretrained.warnings, *objective.check_rows(self.rows, num_rows_per_step, config)):
+            run.console.warn(warning)
+        backend = backend_named(config.parallel.backend)
+        self.policy = Policy(backend.build(pretrained, run=run, config=config, num_steps=self.num_steps), loss)
+        self.scorer = Scorer(self.policy, shape=self.shape, console=run.console)
+        if teacher is not None:
+            self.policy.comparison, self.rows, self.heldout_rows = compare_with(
+                opened, self.rows, self.heldout_rows, student=pretrained, scorer=self.scorer, run=run, config=config
+            )
+        moves = objective.reference_moves(config)
+        self.reference_moves = moves if moves.get("update_freq") else {}
+
+    def score_frozen(self) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+        """The reference's log-probs of the rows, by their name, and of the held-out rows, (N, D).
+
+        They come from the cache, or of the policy before it moves. There are none for an objective without a reference.
+        """
+        scores: dict[str, np.ndarray] = {}
+        heldout_ND = None
+        if not self.objective.needs_reference(self.config):
+            return scores, heldout_ND
+        folder = cache_root(self.config.data.cache_dir) / "reference_logprobs"
+        if self.policy.loss.ld_alpha is not None:
+            folder /= f"ld-{self.policy.loss.ld_alpha}"
+        cache = open_reference_cache(folder, self.pretrained, model=self.config.model, shape=self.shape)
+        with adapters_off(self.policy.model):
+            if not self.reference_moves:
+                title = "reference log-probs"
+                scores[REFERENCE] = reference_logprobs(self.scorer, self.rows, cache=cache, title=title)
+            if self.heldout_rows is not None:
+                title = "held-out reference log-probs"
+                heldout_ND = reference_logprobs(self.scorer, self.heldout_rows, cache=cache, title=title)
+        if self.objective.only_scores(self.config):
+            self.run.console.say(f"reference log-probs of {counted(len(cache), 'row')}: {cache.path}")
+        return scores, heldout_ND
+
+    def loader(self, scores: Mapping[str, np.ndarray]) -> SampleLoader:
+        return SampleLoader(
+            self.rows,
+            self.samples,
+            scores=scores,
+            shape=self.shape,
+            seed=self.config.optim.seed,
+            dp_group=self.policy.dp_process_group,
+        )
+
+    def loop(self, loader: SampleLoader, callbacks: Mapping[str, Callback] | None) -> Loop:
+        """The loop, which stands where the newest checkpoint stands."""
+        run = self.run
+        if self.reference_moves:
+            self.policy.reference = self.policy.backend.moving_reference(
+                self.pretrained, run=run, config=self.config, **self.reference_moves
+            )
+        loop = Loop(
+            self.policy,
+            loader,
+            run=run,
+            config=self.config,
+            start_model=self.start_model,
+            cadence=self.cadence,
+            max_tokens_per_step=loader.max_tokens_per_step,
+            callbacks=callbacks,
+        )
+        if loop.resume(warn=run.console.warn):
+            run.console.say(f"resuming after step {loop.step} of {self.num_steps}")
+        return loop
+
+    def heldout(self, reference_ND: np.ndarray | None) -> Heldout | None:
+        if self.heldout_rows is None:
+            return None
+        return Heldout(
+            self.heldout_rows, reference_ND, self.scorer, objective=self.objective, config=self.config, run=self.run
+        )

@@ -1,0 +1,151 @@
+"""Warnings that follow from the metrics of a run, each given once.
+
+A process that is slower than the others at the same work is one, a loss or a gradient that grows without bound another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from statistics import median
+from typing import Any
+
+# Steps between comparisons of processes: enough that a single slow step does not decide.
+WINDOW = 10
+# Equal work on equal devices differs by a few hundredths.
+SLOWER_TIMES = 1.5
+# The share of its time that a learner may wait for its rows beyond the other learners.
+LATER_SHARE = 0.2
+WAITING = {"learner": "all others wait for it in every step", "engine": "long completions wait for it"}
+
+# Steps in each of the two medians of a growth, at the start and at the end.
+GROWTH_WINDOW = 16
+TIMES_GRAD_NORM = 20.0
+# A loss may begin near 0, as GRPO's does, so it must also have grown by an absolute amount.
+TIMES_LOSS = 3.0
+MORE_LOSS = 1.0
+GROWING = {"loss": "the loss", "grad_norm": "the norm of the gradient"}
+
+
+def slowest(what: str, token_s: Sequence[float | None], hosts: Sequence[str | None] | None = None) -> dict[str, float]:
+    """Metrics of the slowest of several processes, by index, from each one's seconds per token (None if not known).
+
+    They are empty if fewer than two are known. `hosts` names the host whose cores a process computes on (None: it has a
+    device of its own); the fastest process stands for its host, as chance decides which one waits for a core.
+    """
+    known = {index: seconds for index, seconds in enumerate(token_s) if seconds}
+    fastest: dict[str | int, int] = {}  # by host, or by index where a process has a device of its own
+    for index in sorted(known, key=lambda index: known[index]):
+        host = hosts[index] if hosts is not None else None
+        fastest.setdefault(host or index, index)
+    if len(fastest) < 2:
+        return {}
+    slow, others = _greatest({index: known[index] for index in fastest.values()})
+    return {f"slowest_{what}": float(slow), f"slowest_{what}/times": known[slow] / others, f"{what}s/token_s": others}
+
+
+def slowest_loader(shares: Sequence[float]) -> dict[str, float]:
+    """Metrics of the learner that waits for its rows for the greatest share of its time; empty for a single learner."""
+    if len(shares) < 2:
+        return {}
+    slow, others = _greatest(dict(enumerate(shares)))
+    return {"slowest_loader": float(slow), "slowest_loader/share": shares[slow], "loaders/share": others}
+
+
+def _greatest(values: Mapping[int, float]) -> tuple[int, float]:
+    """The index of the greatest of several values, and the median of the others."""
+    greatest = max(values, key=lambda index: values[index])
+    return greatest, median(value for index, value in values.items() if index != greatest)
+
+
+class SlownessWatch:
+    """Reads the metrics of `slowest` and `slowest_loader` in rows.
+
+    A process that is slow in a single comparison gets no warning: with more processes than cores any one may be.
+    """
+
+    def __init__(self) -> None:
+        self._has_warned: set[str] = set()
+        self._slow_before: set[str] = set()
+
+    def after_step(self, row: Mapping[str, Any]) -> list[str]:
+        """The warnings due after this step, at most once each for learners, loaders and engines."""
+        warnings = []
+        for what in ("loader", *WAITING):
+            if f"slowest_{what}" not in row:
+                continue
+            words = _loader_words(row) if what == "loader" else _slow_words(what, row)
+            if not words:
+                self._slow_before.discard(what)
+            elif what in self._slow_before and what not in self._has_warned:
+                self._has_warned.add(what)
+                warnings.append(words)
+            else:
+                self._slow_before.add(what)
+        return warnings
+
+
+def _loader_words(row: Mapping[str, Any]) -> str:
+    """A phrase about the slowest loader; empty if it is hardly slower than the others."""
+    share, others = row["slowest_loader/share"], row["loaders/share"]
+    if share <= others + LATER_SHARE:
+        return ""
+    return (
+        f"learner-{row['slowest_loader']:.0f} waits for its own rows for {share:.0%} of its time (the others' "
+        f"median is {others:.0%}), and all others wait for it. See on its node whether its CPU cores are taken by "
+        "other programs, and whether the disk that the token cache is on is slow"
+    )
+
+
+def _slow_words(what: str, row: Mapping[str, Any]) -> str:
+    """A phrase about the slowest learner or engine; empty if it is hardly slower than the others."""
+    times, others = row[f"slowest_{what}/times"], row[f"{what}s/token_s"]
+    if times < SLOWER_TIMES:
+        return ""
+    return (
+        f"{what}-{row[f'slowest_{what}']:.0f} takes {times:.1f} times as long as the other {what}s for a token "
+        f"({1000 * times * others:.3g} ms, their median {1000 * others:.3g}): {WAITING[what]}. "
+        "See on its node whether other programs take its GPUs or CPU cores; where it computes on a GPU, nvidia-smi "
+        "-q -d PERFORMANCE says whether that is throttled. Where it stays so, leave that node out"
+    )
+
+
+class GrowthWatch:
+    """Compares the loss and the gradient norm of the last steps with those of the first ones."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, list[float]] = {name: [] for name in GROWING}
+        self._last: dict[str, deque[float]] = {name: deque(maxlen=GROWTH_WINDOW) for name in GROWING}
+        self._has_warned = False
+
+    def after_step(self, row: Mapping[str, float | None]) -> str | None:
+        """The warning that is due after this step, at most once in a run."""
+        for name, first in self._first.items():
+            value = row.get(name)
+            if value is None or not isfinite(value):
+                continue  # a skipped step has a warning of its own
+            window = first if len(first) < GROWTH_WINDOW else self._last[name]
+            window.append(value)
+        grown = list(filter(None, map(self._growth_of, GROWING)))
+        if not grown or self._has_warned:
+            return None
+        self._has_warned = True
+        return (
+            f"{' and '.join(grown)} (medians of {GROWTH_WINDOW} steps): the training is coming apart, and seldom comes "
+            "back. Stop it (Ctrl-C leaves a checkpoint) and start again in another --output_dir with half the "
+            "--learning_rate or less, with more --warmup_ratio, or, if single steps stand out, with --optimizer "
+            "skip_step_adamw"
+        )
+
+    def _growth_of(self, name: str) -> str:
+        """A phrase about the growth of `name`; empty if it has hardly grown."""
+        if len(self._last[name]) < GROWTH_WINDOW:
+            return ""
+        before = median(self._first[name])
+        now = median(self._last[name])
+        if name == "loss":
+            is_grown = now > max(TIMES_LOSS * before, before + MORE_LOSS)
+        else:
+            is_grown = now > TIMES_GRAD_NORM * before > 0
+        return f"{GROWING[name]} has grown from {before:.3g} to {now:.3g}" if is_grown else ""

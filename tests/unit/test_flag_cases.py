@@ -1,0 +1,62 @@
+"""The checks of flags, case by case: flag_cases.yaml has the words, and what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from open_instruct.config.dpo import DPOConfig, validate_dpo
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.config.parser import parse
+from open_instruct.config.resolved import as_flat_dict
+from open_instruct.errors import InputError
+
+CASES: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "flag_cases.yaml").read_text(encoding="utf-8"))
+ROWS = {"dpo": "--mixer_list rows.jsonl 1.0", "grpo": "--dataset_mixer_list prompts.jsonl 1.0"}
+
+
+def cases(kind: str) -> Iterator[tuple[Any, ...]]:
+    for command, listed in CASES[kind].items():
+        for case in listed.items() if isinstance(listed, dict) else listed:
+            yield (command, case) if isinstance(case, str) else (command, *case)
+
+
+def config_of(command: str, words: str) -> DPOConfig | GRPOConfig:
+    line = f"--model_name_or_path model --output_dir out {ROWS[command]} {words}".split()
+    return parse(DPOConfig, line) if command == "dpo" else parse(GRPOConfig, line)
+
+
+def warnings_of(command: str, words: str) -> list[str]:
+    config = config_of(command, words)
+    return validate_grpo(config) if isinstance(config, GRPOConfig) else validate_dpo(config)
+
+
+@pytest.mark.parametrize(("command", "words", "parts"), cases("refused"))
+def test_what_cannot_work_is_refused_with_a_remedy(command: str, words: str, parts: str | list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        warnings_of(command, words)
+    (line,) = str(caught.value).splitlines()
+    for part in [parts] if isinstance(parts, str) else parts:
+        assert part in line
+
+
+@pytest.mark.parametrize(("command", "words", "part"), cases("warned"))
+def test_what_is_seldom_meant_is_warned_of(command: str, words: str, part: str) -> None:
+    (warning,) = warnings_of(command, words)
+    assert part in warning
+
+
+@pytest.mark.parametrize(("command", "words"), cases("accepted"))
+def test_what_goes_together_is_accepted(command: str, words: str) -> None:
+    assert warnings_of(command, words) == []
+
+
+@pytest.mark.parametrize(("command", "words", "expected"), cases("means"))
+def test_words_mean_values(command: str, words: str, expected: dict[str, Any]) -> None:
+    values = as_flat_dict(config_of(command, words))
+    for name, value in expected.items():
+        assert (values[name], type(values[name])) == (value, type(value))
