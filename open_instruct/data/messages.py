@@ -153,9 +153,14 @@ def check_is_learned(reply: Message, where: str) -> None:
 def unread_of_messages(row: Mapping[str, Any], reads_reasoning: bool) -> set[str]:
     """Keys of a row's messages that nothing reads, such as `reasoning_content` where the chat template ignores it."""
     read = {*READ_KEYS, REASONING} if reads_reasoning else READ_KEYS
-    lists = [value for value in row.values() if isinstance(value, list)]
-    messages = [item for each in lists for item in each if isinstance(item, Mapping) and role_of(item) in ROLES]
-    return {f"{key} of messages" for each in messages for key, value in each.items() if value and key not in read}
+    unread: set[str] = set()
+    for value in row.values():
+        if not isinstance(value, list):
+            continue
+        for message in value:
+            if isinstance(message, Mapping) and role_of(message) in ROLES:
+                unread.update(f"{key} of messages" for key, item in message.items() if item and key not in read)
+    return unread
 
 
 def guessed_columns(row: Mapping[str, Any], wanted: Sequence[str]) -> str:
@@ -342,11 +347,13 @@ def _alpaca(row: Mapping[str, Any]) -> list[Any]:
     more = row.get("input")
     if not isinstance(earlier, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in earlier):
         raise MalformedRow("not_messages", "'history' must be a list of pairs, what was asked and what was said")
-    turns = [turn for pair in earlier for turn in zip(("user", "assistant"), pair, strict=True)]
+    turns = []
+    for asked, said in earlier:
+        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     instruction = row["instruction"]
     if isinstance(instruction, str) and isinstance(more, str) and more.strip():
         instruction = f"{instruction}\n{more}"
-    return [{"role": role, "content": text} for role, text in [*turns, ("user", instruction)]]
+    return [*turns, {"role": "user", "content": instruction}]
 
 
 def _key(row: Mapping[str, Any], keys: Sequence[str]) -> str | None:

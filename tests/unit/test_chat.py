@@ -53,7 +53,7 @@ def said(*replies: str) -> list[Message]:
     return [{"role": "assistant", "content": reply} for reply in replies]
 
 
-def own(tokenizer: PreTrainedTokenizerFast, text: str) -> ChatFormat:
+def own(tokenizer: Any, text: str) -> ChatFormat:
     return ChatFormat(tokenizer, ChatTemplate(name="own", text=text))
 
 
@@ -106,7 +106,7 @@ def test_every_built_in_template_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", THINKERS)
-def test_thinkers_ask_with_the_first_word_of_the_reply(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+def test_thinkers_ask_with_the_first_word_of_the_reply(tokenizer: Any, name: str) -> None:
     form = chat_format(tokenizer, name)
     messages = turns("be kind", "hi", roles="su")
     assert form.render(messages, said("<think>hm</think>hello")) == (THINKERS[name], (f"hm</think>hello{EOS}",))
@@ -118,7 +118,7 @@ def test_thinkers_ask_with_the_first_word_of_the_reply(tokenizer: PreTrainedToke
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_templates_for_prompts_alone(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+def test_templates_for_prompts_alone(tokenizer: Any, name: str) -> None:
     form = chat_format(tokenizer, name)
     messages = turns("be kind", "hi", roles="su")
     prompt, _ = form.render(messages, ())
@@ -126,14 +126,14 @@ def test_templates_for_prompts_alone(tokenizer: PreTrainedTokenizerFast, name: s
     assert form.turn_end_token_ids() == (tokenizer.eos_token_id,)
 
 
-def test_olmo_says_who_it_is_where_there_is_no_system_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_olmo_says_who_it_is_where_there_is_no_system_turn(tokenizer: Any) -> None:
     prompt, _ = chat_format(tokenizer, "olmo").render(turns("hi"), ())
     assert prompt.startswith("<|im_start|>system\nYou are OLMo, a helpful function-calling AI assistant built by Ai2.")
     assert prompt.endswith("<functions></functions><|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_built_in_templates_word_for_word(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+def test_built_in_templates_word_for_word(tokenizer: Any, name: str) -> None:
     messages = turns("be kind", "hi", "hello", roles="sua")
     form = chat_format(tokenizer, name)
     assert marked(tokenizer, form.encode(messages)) == "{}[{}]".format(*EXPECTED[name])
@@ -141,7 +141,7 @@ def test_built_in_templates_word_for_word(tokenizer: PreTrainedTokenizerFast, na
     assert "four" in learned and not any(word in learned for word in ("one", "two", "three"))
 
 
-def test_merges_over_the_boundary_do_not_change_the_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_merges_over_the_boundary_do_not_change_the_prompt(tokenizer: Any) -> None:
     text_ids = tokenizer("<|assistant|>\n\n\nyes", add_special_tokens=False)["input_ids"]
     prompt_ids = tokenizer("<|assistant|>\n", add_special_tokens=False)["input_ids"]
     assert text_ids[: len(prompt_ids)] != prompt_ids, "this tokenizer should merge line breaks"
@@ -161,9 +161,7 @@ REPLIES = TEXTS.filter(lambda text: text.strip())
     contents=st.lists(TEXTS, max_size=4).filter(lambda texts: len(texts) % 2 == 1),
     replies=st.tuples(REPLIES, REPLIES),
 )
-def test_spans_of_any_text(
-    tokenizer: PreTrainedTokenizerFast, name: str, contents: list[str], replies: tuple[str, str]
-) -> None:
+def test_spans_of_any_text(tokenizer: Any, name: str, contents: list[str], replies: tuple[str, str]) -> None:
     form = chat_format(tokenizer, name)
     prompt = turns(*contents)
     prompt_text, reply_texts = form.render(prompt, said(*replies))
@@ -202,9 +200,7 @@ ASK = "{{ '<assistant>' if add_generation_prompt }}"
         ("{% if not add_generation_prompt %}" + TURNS + "{% endif %}", "writes nothing before the reply"),
     ],
 )
-def test_templates_that_hide_the_reply_are_a_reason(
-    tokenizer: PreTrainedTokenizerFast, template: str, reason: str
-) -> None:
+def test_templates_that_hide_the_reply_are_a_reason(tokenizer: Any, template: str, reason: str) -> None:
     with pytest.raises(MalformedRow, match=reason) as caught:
         own(tokenizer, template).encode(turns("q", "a longer reply"))
     assert caught.value.kind == "template"
@@ -221,7 +217,7 @@ def test_a_tokenizer_that_loses_text_is_a_reason() -> None:
 
 
 def test_the_day_does_not_matter_nor_does_white_space_after_the_end_of_a_turn(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Any,
 ) -> None:
     dated = "{% if date_string is not defined %}{{ strftime_now('%d %b %Y') }}{% else %}{{ date_string }}{% endif %}"
     prompt, _ = own(tokenizer, dated + TURNS + ASK).render(turns("q"), said("yes"))
@@ -235,7 +231,7 @@ def test_the_day_does_not_matter_nor_does_white_space_after_the_end_of_a_turn(
 # --- choosing -------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_ones_own(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_file_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text(TURNS + ASK + "{{ eos_token if not add_generation_prompt }}\n")
     form = chat_format(tokenizer, str(file))
@@ -268,7 +264,7 @@ def test_a_bos_token_may_be_written_before_any_template() -> None:
         choose_chat_template(tokenizer, "tulu", add_bos=True)
 
 
-def test_choices_that_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_choices_that_are_refused(tokenizer: Any) -> None:
     with pytest.raises(
         InputError, match=r"'tulip' is not a template; did you mean tulu\? Use one of llama3, .*simple_chat, .* chatml"
     ):
@@ -282,7 +278,7 @@ def test_choices_that_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
         choose_chat_template(bare, "simple_chat")
 
 
-def test_fingerprint_covers_vocabulary_and_template(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_fingerprint_covers_vocabulary_and_template(tokenizer: Any) -> None:
     first = chat_format(tokenizer, "tulu").fingerprint
     tokenizer(["a", "b c d"], truncation=True, max_length=2)  # leaves state behind in the tokenizer
     assert chat_format(tokenizer, "tulu").fingerprint == first
@@ -293,7 +289,7 @@ def test_fingerprint_covers_vocabulary_and_template(tokenizer: PreTrainedTokeniz
 # --- loading --------------------------------------------------------------------------------------------
 
 
-def test_tokenizers_are_loaded_or_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_tokenizers_are_loaded_or_refused(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--model_name_or_path: .*/nope: no such folder"):
         load_tokenizer(str(tmp_path / "nope"), flag="--model_name_or_path")
     with pytest.raises(InputError, match=r"has no tokenizer\.json"):
@@ -317,7 +313,7 @@ def test_tokenizers_are_loaded_or_refused(tokenizer: PreTrainedTokenizerFast, tm
         load_tokenizer(str(tmp_path))
 
 
-def test_code_beside_a_tokenizer_is_not_run(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_code_beside_a_tokenizer_is_not_run(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config.update(tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]})

@@ -42,7 +42,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
+def load(tokenizer: Any, tmp_path: Path) -> Load:
     given: dict[str, Any] = {"tokenizer": tokenizer, "template": "tulu", "cache_dir": tmp_path / "cache"}
     return partial(load_rows, partial(load_token_dataset, PreferenceBuilder), max_seq_length=512, **given)
 
@@ -54,7 +54,7 @@ def numbered(path: Path, count: int) -> Path:
 # --- tokenised pairs ------------------------------------------------------------------------------------
 
 
-def test_a_pair_by_hand(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_pair_by_hand(load: Load, tokenizer: Any, tmp_path: Path) -> None:
     dataset, report = load(write_rows(tmp_path / "rows.jsonl", pair("hi", "hello", "no")), "1.0")
     chosen, rejected = dataset[0]
     prompt = "<|user|>\nhi\n<|assistant|>\n"
@@ -108,9 +108,7 @@ def test_a_change_of_the_mixture_keeps_the_keys_of_rows(load: Load, tmp_path: Pa
 # --- truncation and filtering ---------------------------------------------------------------------------
 
 
-def test_replies_are_cut_on_the_right_and_prompts_never(
-    load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_replies_are_cut_on_the_right_and_prompts_never(load: Load, tokenizer: Any, tmp_path: Path) -> None:
     path = write_rows(
         tmp_path / "rows.jsonl",
         pair("hi", "abcdefgh", "no"),  # cut
@@ -217,7 +215,7 @@ def test_bad_rows_can_be_skipped_and_counted(load: Load, bad_file: Path) -> None
 
 
 def test_rows_that_the_template_refuses_are_bad_rows(
-    load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strict = "{{ raise_exception('no system turn') if messages[0]['role'] == 'system' }}{% for m in messages %}"
     fine = "<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
@@ -271,9 +269,7 @@ def test_second_load_reads_the_file(load: Load, tmp_path: Path, monkeypatch: pyt
     assert list((tmp_path / "cache" / "pairs").iterdir()) == [Path(report.cache_file)]
 
 
-def test_everything_that_matters_is_in_the_cache_key(
-    load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_everything_that_matters_is_in_the_cache_key(load: Load, tokenizer: Any, tmp_path: Path) -> None:
     path = numbered(tmp_path / "rows.jsonl", 9)
     bigger = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()), eos_token=EOS

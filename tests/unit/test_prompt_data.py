@@ -39,7 +39,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
+def load(tokenizer: Any, tmp_path: Path) -> Load:
     given: dict[str, Any] = {"tokenizer": tokenizer, "template": None, "cache_dir": tmp_path / "cache"}
     form = {"max_prompt_token_length": 64, "known_verifiers": VERIFIERS}
     return partial(load_rows, load_prompt_dataset, **given, **form)
@@ -215,7 +215,7 @@ def test_what_flags_change_of_rows(tmp_path: Path) -> None:
         validate_grpo(parse(GRPOConfig, [*required, "--remap_verifier", "a"]))
 
 
-def test_a_prompt_by_hand(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_prompt_by_hand(load: Load, tokenizer: Any, tmp_path: Path) -> None:
     dataset, report = load(write_rows(tmp_path / "rows.jsonl", row("hi", "5")), "1.0")
     text = "<|bos|><|user|>\nhi\n<|assistant|>\n"
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -229,9 +229,7 @@ def test_a_prompt_by_hand(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_pa
         dataset[1]
 
 
-def test_a_prompt_has_the_tokens_of_a_supervised_row(
-    load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_prompt_has_the_tokens_of_a_supervised_row(load: Load, tokenizer: Any, tmp_path: Path) -> None:
     asked = turns("Be brief.", "What is 2 + 3?", "5", "And 4 + 4? ✓", roles="suau")
     path = write_rows(tmp_path / "rows.jsonl", row("?", messages=asked))
     dataset, _ = load(path, "1.0", max_prompt_token_length=200)

@@ -34,7 +34,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
+def load(tokenizer: Any, tmp_path: Path) -> Load:
     given: dict[str, Any] = {"tokenizer": tokenizer, "template": "simple_chat", "cache_dir": tmp_path / "cache"}
     return partial(load_rows, partial(load_token_dataset, SFTBuilder), max_seq_length=128, **given)
 
@@ -43,9 +43,7 @@ def write(path: Path, *conversations: list[Message]) -> Path:
     return write_rows(path, *({"messages": messages} for messages in conversations))
 
 
-def test_every_reply_of_a_conversation_is_learned(
-    load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_every_reply_of_a_conversation_is_learned(load: Load, tokenizer: Any, tmp_path: Path) -> None:
     dataset, report = load(write(tmp_path / "rows.jsonl", turns("a", "bc", "d", "e")), "1.0")
     ((document,),) = dataset
     eos = tokenizer.eos_token
@@ -82,7 +80,7 @@ def test_turns_end_to_end_are_the_conversation(name: str) -> None:
     assert chat.ends_turn(pieces[1]) and chat.ends_turn(pieces[3])
 
 
-def test_a_template_that_rewrites_an_earlier_reply_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_that_rewrites_an_earlier_reply_is_refused(tokenizer: Any) -> None:
     text = (
         "{% for m in messages %}<{{ m['role'] }}>"
         "{{ '<think></think>' if m['role'] == 'assistant' and loop.last }}{{ m['content'] }}{% endfor %}"
