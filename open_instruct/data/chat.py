@@ -157,7 +157,7 @@ class ChatFormat:
 
     def ends_turn(self, reply_text: str) -> bool:
         """Whether a rendered reply ends in one of the tokenizer's special tokens."""
-        return reply_text.endswith(self._end_tokens) if self._end_tokens else False
+        return reply_text.endswith(self._end_tokens)
 
     def turn_end_token_ids(self) -> tuple[int, ...]:
         """Ids of the tokens that end a generated reply, ascending: the end of text, and the template's end of a turn.
