@@ -125,6 +125,7 @@ def test_a_prompt_that_fills_the_length_is_left_out(load: Load, tmp_path: Path) 
     [
         (turns("a", " ", "c", "d"), "empty_reply", "turn 2: the reply is empty"),
         (turns("a"), "roles_out_of_order", "'messages'"),
+        ([*turns("a"), *({**reply, "weight": 0} for reply in turns("b", roles="a"))], "nothing_learned", "weight 0"),
         ([], "not_messages", "empty list"),
     ],
 )
