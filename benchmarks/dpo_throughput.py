@@ -26,9 +26,10 @@ sys.path[0:1] = [str(REPOSITORY), str(REPOSITORY / "benchmarks")]
 from gpu_check.devices import peak_flops
 from gpu_check.runner import check_environment
 
-from open_instruct.data.chat import load_tokenizer
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import SIZES, write_tiny_model
@@ -100,8 +101,7 @@ def read_pairs(model: Path, rows: Path, max_seq_length: int, cache_dir: Path) ->
         PreferenceBuilder,
         mixer_list=[str(rows), "1.0"],
         splits=["train"],
-        tokenizer=load_tokenizer(str(model)),
-        chat_template_name=None,
+        chat=ChatFormat.choose(load_tokenizer(str(model)), None),
         max_seq_length=max_seq_length,
         on_bad_row="error",
         seed=42,

@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.data.chat import load_tokenizer
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.token_dataset import load_token_dataset
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.families import FAMILIES
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.build import build_model
@@ -176,8 +177,7 @@ def real_pairs(file: Path, checkpoint: Path, folder: Path) -> Rows:
         PreferenceBuilder,
         mixer_list=[str(file), "8"],
         splits=["train"],
-        tokenizer=load_tokenizer(str(checkpoint)),
-        chat_template_name=None,
+        chat=ChatFormat.choose(load_tokenizer(str(checkpoint)), None),
         on_bad_row="error",
         max_seq_length=1024,
         seed=0,

@@ -25,10 +25,11 @@ from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
-from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.opening import open_rows
 from open_instruct.data.files.rows import BadRow, MalformedRow
-from open_instruct.data.row_forms import conversation_of
+from open_instruct.data.messages import conversation_of
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.entry import leave, run_to_exit_code
 from open_instruct.errors import InputError
 from open_instruct.objectives.prm import IS_PLACEHOLDER, STEP_END, places, texts_of_steps
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     tokenizer = load_tokenizer(words[0], flag="MODEL")
     model = ScoringModel.open(folder, tokenizer, dtype=flags.param_dtype, normalize=flags.normalize)
-    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, flags.chat_template_name))
+    chat = ChatFormat.choose(tokenizer, flags.chat_template_name)
     partial = out.with_name(f".{out.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:

@@ -4,6 +4,7 @@ as a whole, where nothing is waited for that stands in the place of one.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import stat
@@ -49,16 +50,28 @@ def read_asked(name: str, *, where: str, most: int = MAX_BYTES) -> str:
             the message.
     """
     try:
-        with Path(name).expanduser().open(encoding="utf-8") as file:
+        with (path := Path(name).expanduser()).open(encoding="utf-8") as file:
             text = file.read(most + 1)
         if len(text) > most:
             raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB, more than a file of its kind needs")
     except FileNotFoundError:
-        raise InputError(f"{where}: no such file; name one that is there") from None
+        raise InputError(f"{where}: no such file.{near_files(path) or ' Name one that is there.'}") from None
     except (OSError, ValueError, RuntimeError) as error:  # the last two of bytes that are no text, and of bad names
         why = getattr(error, "strerror", None) or error
         raise InputError(f"{where}: cannot be read as UTF-8 text: {why}") from None
     return text
+
+
+def near_files(path: Path) -> str:
+    """A sentence that names files with names near that of a missing one, with a space before it."""
+    if not path.parent.is_dir():
+        return f" There is no folder {path.parent} either."
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir())
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=3)
+    return f" Did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:

@@ -13,9 +13,10 @@ from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
-from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.engines.requests import Dtype, SamplingSettings
 from open_instruct.errors import InputError
 from open_instruct.parallel import peers
@@ -81,7 +82,7 @@ def main(words: Sequence[str]) -> int:
 
     tokenizer = load_tokenizer(str(folder.model), flag="DIR")
     template = flags.chat_template_name or (str(folder.template) if folder.template else None)
-    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, template))
+    chat = ChatFormat.choose(tokenizer, template)
     sampling = SamplingSettings(temperature=flags.temperature, top_p=flags.top_p, max_tokens=flags.max_tokens)
     speaker = TransformersSpeaker(folder, chat, sampling=sampling, dtype=flags.param_dtype)
     opening: list[Message] = []

@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import signal
 import threading
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.data.chat_templates import built_in_templates, required_tokens, template_text
-from open_instruct.data.files.foreign_json import check_files, one_line, read_object
-from open_instruct.data.files.names import near_files
+from open_instruct.data.chat_templates import ChatTemplate, choose_another, choose_chat_template
+from open_instruct.data.files.foreign_json import one_line
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import REASONING, Message
 from open_instruct.errors import InputError
@@ -35,195 +31,10 @@ if TYPE_CHECKING:
 # Some templates write today's date; a run must not depend on the day it is started.
 _TEMPLATE_DATE = "26 Jul 2024"
 
-MAX_TOKENS = 2**24
 # A template that comes with a model runs in Jinja's sandbox, where it could still loop or write without end.
 RENDER_TIMEOUT_S = 30.0
 MAX_RENDERED = 2**24  # characters beside those of the conversation
 _LONGEST_OPENING = 32  # characters of a reply that a generation prompt may already hold
-
-
-def load_tokenizer(
-    name_or_path: str, *, flag: str = "--tokenizer_name_or_path", revision: str | None = None
-) -> PreTrainedTokenizerFast:
-    """The fast tokenizer of a folder or of a hub name, in a revision; code that comes with it is never run.
-
-    Raises:
-        InputError: no such folder, or it is asked for a revision; the tokenizer's files are missing or damaged; it has
-            no fast (tokenizer.json) form; or it adds characters of its own to the start of a text.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    path = Path(name_or_path).expanduser()
-    if path.exists():
-        if revision not in (None, "main"):
-            raise InputError(f"--model_revision {revision}: {path} is a folder, which has none; leave the flag out")
-        check_tokenizer_folder(path, flag=flag)
-        _check_token_ids(path / "tokenizer.json")
-        name_or_path = str(path)
-    elif name_or_path.startswith((".", "/", "~")) or len(path.parts) > 2:
-        raise InputError(f"{flag}: {name_or_path}: no such folder.{near_files(path)}")
-    try:
-        with _panics_as_errors(f"{flag}: the tokenizer of {name_or_path}"):
-            if path.is_dir() and not (path / "tokenizer_config.json").is_file():
-                tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
-            else:
-                tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
-            if not tokenizer.is_fast:
-                raise InputError(f"{flag}: {name_or_path} has only a slow tokenizer; a tokenizer.json is needed.")
-            a, b = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in ("a", "b"))
-            text = tokenizer.backend_tokenizer.decode(a + b)
-    except InputError:
-        raise
-    except Exception as error:  # the library raises many kinds of errors: its own, its parsers' and those of downloads
-        raise InputError(
-            f"{flag}: the tokenizer of {name_or_path} cannot be loaded: {type(error).__name__}: {one_line(error)}"
-        ) from error
-    if text != "ab":
-        raise InputError(
-            f"{flag}: the tokenizer of {name_or_path} does not keep a text as it is ('a' and 'b' end to end read "
-            f"{text!r}), so a prompt and its reply cannot be joined; use a byte-level tokenizer without a prefix space."
-        )
-    return tokenizer
-
-
-def check_tokenizer_folder(path: Path, *, flag: str) -> None:
-    """:raises InputError: the folder has no tokenizer that can be read."""
-    if path.is_file():
-        raise InputError(f"{flag}: {path} is a file; give the folder that has the tokenizer's files.")
-    if not (path / "tokenizer.json").is_file():
-        raise InputError(
-            f"{flag}: {path} has no tokenizer.json (nor is a slow tokenizer enough); copy it, with "
-            "tokenizer_config.json, from the checkpoint that the model was trained from."
-        )
-    check_files(path)
-
-
-@contextmanager
-def _panics_as_errors(name: str) -> Iterator[None]:
-    """:raises InputError: the tokenizer library, written in Rust, panics; Python's PanicException is no `Exception`."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise InputError(
-            f"{name} fails on a text ({one_line(error)}): mend its tokenizer.json, or use that of the model's origin"
-        ) from None
-
-
-def _check_token_ids(file: Path) -> None:
-    """Refuse ids out of range: the library allocates a place for every id up to the largest."""
-    fields = read_object(file)
-    model = fields.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    added = fields.get("added_tokens")
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
-    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    for token_id in ids:
-        if type(token_id) is not int or not 0 <= token_id < MAX_TOKENS:
-            raise InputError(f"{file}: {token_id!r} is no token id; they are whole numbers from 0 to {MAX_TOKENS - 1}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatTemplate:
-    """A Jinja chat template, with its name for messages."""
-
-    name: str
-    text: str
-
-
-def choose_chat_template(
-    tokenizer: PreTrainedTokenizerFast, name: str | None, *, add_bos: bool = False
-) -> ChatTemplate:
-    """The template `name`, built in or a file, or the tokenizer's own where it is None; with `add_bos`, behind a bos
-    token.
-
-    Raises:
-        InputError: no such name or file; no name and no template of its own; the tokenizer lacks a token that the
-            template needs; or the template cannot be parsed.
-    """
-    if name is not None:
-        template = ChatTemplate(name=name, text=template_text(name))
-        _check_tokens(tokenizer, template)
-    else:
-        names = ", ".join(built_in_templates())
-        own = tokenizer.chat_template
-        own = own.get("default") if isinstance(own, dict) else own
-        if not own:
-            raise InputError(f"the tokenizer has no chat template: choose one by --chat_template_name ({names}).")
-        if not isinstance(own, str):
-            raise InputError(
-                f"the tokenizer's own chat template is a {type(own).__name__}, not text: mend tokenizer_config.json, "
-                f"or choose one by --chat_template_name ({names})."
-            )
-        template = ChatTemplate(name="the tokenizer's own", text=own)
-    _check_syntax(tokenizer, template)
-    return _behind_bos(tokenizer, template) if add_bos else template
-
-
-def _behind_bos(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> ChatTemplate:
-    if tokenizer.bos_token is None:
-        raise InputError("--add_bos: the tokenizer has no bos token; leave the flag out.")
-    if re.match(r"\s*\{\{-?\s*bos_token", template.text) or template.text.startswith(tokenizer.bos_token):
-        raise InputError(
-            f"--add_bos: {template.name} chat template begins with the bos token itself; leave the flag out."
-        )
-    return ChatTemplate(name=f"{template.name}, behind a bos token", text="{{ bos_token }}" + template.text)
-
-
-def _check_tokens(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> None:
-    named = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-    missing = [key for key, token in named.items() if key in template.text and token is None]
-    required = required_tokens(template.text)
-    vocabulary = tokenizer.get_vocab() if required else {}
-    missing += [token for token in required if token not in vocabulary]
-    if missing:
-        raise InputError(
-            f"--chat_template_name {template.name} needs {', '.join(missing)}, which the tokenizer does not have; "
-            "use the template that the model was trained with, or 'simple_chat' or 'tulu', which need only an eos."
-        )
-
-
-def _check_syntax(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> None:
-    from jinja2 import TemplateSyntaxError
-
-    try:
-        with _ends_in_time(template):
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": "?"}], chat_template=template.text, tokenize=False
-            )
-    except TemplateSyntaxError as error:
-        raise InputError(f"{template.name} chat template, line {error.lineno}: {error.message}") from error
-    except InputError:
-        raise
-    except Exception:
-        pass  # the template may refuse these turns in any way; an error in real rows is reported with the row
-
-
-@contextmanager
-def _ends_in_time(template: ChatTemplate) -> Iterator[None]:
-    """Interrupt a template that does not end; this works in the main thread alone, the only one that Python interrupts.
-
-    Raises:
-        InputError: the template runs longer than `RENDER_TIMEOUT_S`.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise InputError(
-            f"{template.name} chat template does not end: it ran for {RENDER_TIMEOUT_S:g} s on one conversation; "
-            f"choose one by --chat_template_name ({', '.join(built_in_templates())})"
-        )
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, RENDER_TIMEOUT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 class ChatFormat:
@@ -234,6 +45,11 @@ class ChatFormat:
         self.template = template
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
         self._end_tokens = tuple(sorted(token for token in added if token.strip()))
+
+    @classmethod
+    def choose(cls, tokenizer: PreTrainedTokenizerFast, name: str | None, *, add_bos: bool = False) -> ChatFormat:
+        """The format with the template `name`, or the tokenizer's own where it is None; see `choose_chat_template`."""
+        return cls(tokenizer, choose_chat_template(tokenizer, name, add_bos=add_bos))
 
     @property
     def fingerprint(self) -> str:
@@ -304,7 +120,8 @@ class ChatFormat:
                 f"{_where_they_part(prompt_text, whole)}, so where the reply starts is not known; "
                 "choose another by --chat_template_name",
             )
-        reply, reply_text = message["content"], whole[len(prompt_text) :]
+        reply = message["content"]
+        reply_text = whole[len(prompt_text) :]
         # The generation prompt may hold the first words of the reply, such as <think>.
         starts = (n for n in range(min(len(reply), _LONGEST_OPENING)) if prompt_text.endswith(reply[:n]))
         if not any(squeezed(reply[n:]) in squeezed(reply_text) for n in starts):
@@ -340,7 +157,7 @@ class ChatFormat:
 
     def ends_turn(self, reply_text: str) -> bool:
         """Whether a rendered reply ends in one of the tokenizer's special tokens."""
-        return reply_text.endswith(self._end_tokens) if self._end_tokens else False
+        return reply_text.endswith(self._end_tokens)
 
     def turn_end_token_ids(self) -> tuple[int, ...]:
         """Ids of the tokens that end a generated reply, ascending: the end of text, and the template's end of a turn.
@@ -356,7 +173,7 @@ class ChatFormat:
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, with nothing added: templates write their own special tokens."""
-        with _panics_as_errors(f"the tokenizer of {self.tokenizer.name_or_path}"):
+        with panics_as_errors(f"the tokenizer of {self.tokenizer.name_or_path}"):
             return self.tokenizer(
                 list(texts), add_special_tokens=False, return_attention_mask=False, truncation=False, verbose=False
             )["input_ids"]
@@ -384,20 +201,6 @@ class ChatFormat:
         return Document(token_ids=(*prompt_ids, *reply_ids), responses=(span,))
 
 
-def single_token_id(tokenizer: PreTrainedTokenizerFast, word: str) -> int:
-    """The id of a word that is one token.
-
-    Raises:
-        InputError: the word is several tokens.
-    """
-    ids: list[int] = tokenizer(word, add_special_tokens=False)["input_ids"]
-    if len(ids) != 1:
-        raise InputError(
-            f"{word!r} has to be one token, and this tokenizer makes {len(ids)} of it: choose a word that it has"
-        )
-    return ids[0]
-
-
 def squeezed(text: str) -> str:
     """Text in Unicode form NFKC without white space; templates and tokenizers must leave this unchanged."""
     return "".join(unicodedata.normalize("NFKC", text).split())
@@ -412,3 +215,42 @@ def _where_they_part(one: str, other: str) -> str:
 
 def _shorten(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+@contextmanager
+def _ends_in_time(template: ChatTemplate) -> Iterator[None]:
+    """Interrupt a template that does not end; this works in the main thread alone, the only one that Python interrupts.
+
+    Raises:
+        InputError: the template runs longer than `RENDER_TIMEOUT_S`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise InputError(
+            f"{template.name} chat template does not end: it ran for {RENDER_TIMEOUT_S:g} s on one conversation; "
+            f"{choose_another()}"
+        )
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, RENDER_TIMEOUT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@contextmanager
+def panics_as_errors(name: str) -> Iterator[None]:
+    """:raises InputError: the tokenizer library, written in Rust, panics; Python's PanicException is no `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InputError(
+            f"{name} fails on a text ({one_line(error)}): mend its tokenizer.json, or use that of the model's origin"
+        ) from None

@@ -1,4 +1,4 @@
-"""The built-in chat templates, by name (Jinja, as `--chat_template_name` takes them), and templates from a user's file.
+"""Chat templates: those that have names, those of users' files and the tokenizer's own, chosen and checked.
 
 A file in templates/ is the template of that name. made.yaml lists the templates that are made from the files in
 templates/shared/, each by settings that are written in front of the file.
@@ -7,22 +7,79 @@ templates/shared/, each by settings that are written in front of the file.
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from open_instruct.config.parser import nearest
-from open_instruct.data.files.names import near_files
 from open_instruct.errors import InputError
 from open_instruct.whole_file import read_asked
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parent / "templates"
 FILE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 MAX_BYTES = 2**20
 # A template that writes one of these needs it as a single token; otherwise a generated turn would never end.
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTemplate:
+    """A Jinja chat template, with its name for messages."""
+
+    name: str
+    text: str
+
+
+def choose_chat_template(
+    tokenizer: PreTrainedTokenizerFast, name: str | None, *, add_bos: bool = False
+) -> ChatTemplate:
+    """The template `name`, built in or a file, or the tokenizer's own where it is None; with `add_bos`, behind a bos
+    token.
+
+    Raises:
+        InputError: no such name or file; no name and no template of its own; the tokenizer lacks a token that the
+            template needs; or the template cannot be parsed.
+    """
+    if name is not None:
+        template = ChatTemplate(name=name, text=template_text(name))
+        _check_tokens(tokenizer, template)
+    else:
+        own = tokenizer.chat_template
+        own = own.get("default") if isinstance(own, dict) else own
+        if not own:
+            raise InputError(f"the tokenizer has no chat template: {choose_another()}.")
+        if not isinstance(own, str):
+            raise InputError(
+                f"the tokenizer's own chat template is a {type(own).__name__}, not text: mend tokenizer_config.json, "
+                f"or {choose_another()}."
+            )
+        template = ChatTemplate(name="the tokenizer's own", text=own)
+    check_syntax(f"{template.name} chat template", template.text)
+    return _behind_bos(tokenizer, template) if add_bos else template
+
+
+def template_text(name: str) -> str:
+    """The text of the built-in template `name`, or of the file that it names.
+
+    Raises:
+        InputError: there is no such template or file, or it cannot be read.
+    """
+    if name in built_in_templates():
+        return built_in_templates()[name]
+    if name.endswith(FILE_SUFFIXES) or "/" in name or Path(name).is_file():
+        return read_asked(name, where=f"--chat_template_name {name}", most=MAX_BYTES)
+    raise InputError(
+        f"--chat_template_name {name!r} is not a template{nearest(name, built_in_templates()) or '.'} Use one of "
+        f"{', '.join(built_in_templates())}; a file of your own (FILE{FILE_SUFFIXES[0]}); or leave the flag out for "
+        "the tokenizer's own."
+    )
 
 
 @cache
@@ -35,31 +92,51 @@ def built_in_templates() -> dict[str, str]:
     }
 
 
-def template_text(name: str) -> str:
-    """The text of the built-in template `name`, or of the file that it names.
-
-    Raises:
-        InputError: there is no such template or file, or it cannot be read.
-    """
-    if name in built_in_templates():
-        return built_in_templates()[name]
-    if name.endswith(FILE_SUFFIXES) or "/" in name or Path(name).is_file():
-        if not (path := Path(name).expanduser()).exists():
-            raise InputError(f"--chat_template_name {name}: no such file.{near_files(path)}")
-        return read_asked(name, where=f"--chat_template_name {name}", most=MAX_BYTES)
-    raise InputError(
-        f"--chat_template_name {name!r} is not a template{nearest(name, built_in_templates()) or '.'} Use one of "
-        f"{', '.join(built_in_templates())}; a file of your own (FILE{FILE_SUFFIXES[0]}); or leave the flag out for "
-        "the tokenizer's own."
-    )
-
-
-def required_tokens(text: str) -> list[str]:
-    """Those of `SPECIAL_TOKENS` that a template writes."""
-    return [token for token in SPECIAL_TOKENS if token in text]
-
-
 def _made(file: str, **settings: Any) -> str:
     # JSON and Jinja write these values alike.
     written = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}\n" for name, value in settings.items())
     return written + (FOLDER / "shared" / f"{file}.jinja").read_text(encoding="utf-8")
+
+
+def choose_another() -> str:
+    return f"choose one by --chat_template_name ({', '.join(built_in_templates())})"
+
+
+def check_syntax(what: str, text: str) -> None:
+    """Check a template, unless it may have a tag of transformers' own.
+
+    :raises InputError: it does not compile; names the line.
+    """
+    from jinja2 import Environment, TemplateSyntaxError
+
+    if "generation" in text.replace("add_generation_prompt", ""):
+        return
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False).from_string(text)
+    except TemplateSyntaxError as error:
+        raise InputError(f"{what}, line {error.lineno}: {error.message}") from error
+    except Exception:
+        pass  # such as brackets too deep; what fails with real rows is reported with the row
+
+
+def _check_tokens(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> None:
+    named = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    missing = [key for key, token in named.items() if key in template.text and token is None]
+    required = [token for token in SPECIAL_TOKENS if token in template.text]
+    vocabulary = tokenizer.get_vocab() if required else {}
+    missing += [token for token in required if token not in vocabulary]
+    if missing:
+        raise InputError(
+            f"--chat_template_name {template.name} needs {', '.join(missing)}, which the tokenizer does not have; "
+            "use the template that the model was trained with, or 'simple_chat' or 'tulu', which need only an eos."
+        )
+
+
+def _behind_bos(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> ChatTemplate:
+    if tokenizer.bos_token is None:
+        raise InputError("--add_bos: the tokenizer has no bos token; leave the flag out.")
+    if re.match(r"\s*\{\{-?\s*bos_token", template.text) or template.text.startswith(tokenizer.bos_token):
+        raise InputError(
+            f"--add_bos: {template.name} chat template begins with the bos token itself; leave the flag out."
+        )
+    return ChatTemplate(name=f"{template.name}, behind a bos token", text="{{ bos_token }}" + template.text)

@@ -1,16 +1,19 @@
-"""Mixer lists: how much of each data set to take, and which rows."""
+"""Mixer lists: which data sets, how much of each to take, and which rows."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePath
+from typing import Any
 
 import numpy as np
 
-from open_instruct.config.validation import mixer_problems, refuse
+from open_instruct.data.files.opening import open_rows
+from open_instruct.data.files.rows import BadRow, RawRow, RowSource
+from open_instruct.data.messages import reach
 from open_instruct.errors import InputError
 from open_instruct.wording import counted
 
@@ -31,6 +34,10 @@ class MixerEntry:
     split: str
     flag: str = "--mixer_list"
 
+    def open(self, columns: Sequence[str]) -> Renamed:
+        """All rows of the data set, with the columns that `columns` gives other names."""
+        return Renamed(open_rows(self.name, self.split, flag=self.flag), columns)
+
     def count(self, num_rows: int) -> int:
         """Rows to take out of `num_rows`, rounded half up; more than `num_rows` when it upsamples.
 
@@ -45,7 +52,7 @@ class MixerEntry:
                 f"{self.flag}: {self.name} {self.amount} takes more than {MAX_SELECTED_ROWS:,} rows "
                 f"(it has {num_rows:,}); a fraction of 1.0 takes every row once."
             )
-        count = exact if isinstance(exact, int) else math.floor(exact + 0.5)
+        count = math.floor(exact + 0.5)
         if count == 0:
             raise InputError(
                 f"{self.flag}: {self.name} {self.amount} takes zero of its {counted(num_rows, 'row')}; "
@@ -60,20 +67,13 @@ def parse_mixer_list(
     """The entries of a list of alternating names and amounts, with one split for all or one for each.
 
     An amount with a dot is a fraction (`1.0` is every row, `2.5` every row twice and half of them a third
-    time), one without is a count.
-
-    Raises:
-        InputError: the list is empty or has an odd number of words; an amount is zero, negative or not a
-            number; the number of splits fits neither way.
+    time), one without is a count. `config.validation.mixer_problems` refuses lists of another form.
     """
-    if not words:
-        raise InputError(f"{flag} is empty: give a data set and an amount, such as `{flag} rows.jsonl 1.0`.")
-    refuse(mixer_problems(flag.removeprefix("--"), words, splits))
-    names, amounts = words[::2], words[1::2]
-    each = list(splits) * len(names) if len(splits) == 1 else list(splits)
+    names = words[::2]
+    splits = list(splits) * len(names) if len(splits) == 1 else splits
     return tuple(
         MixerEntry(name=name, amount=float(amount) if "." in amount else int(amount), split=split, flag=flag)
-        for name, amount, split in zip(names, amounts, each, strict=True)
+        for name, amount, split in zip(names, words[1::2], splits, strict=True)
     )
 
 
@@ -92,3 +92,39 @@ def select_rows(entry: MixerEntry, num_rows: int, seed: int) -> np.ndarray:
     shuffled = np.random.default_rng(int.from_bytes(digest[:16], "little")).permutation(num_rows)
     copies = np.tile(np.arange(num_rows, dtype=np.int64), num_copies)
     return np.concatenate([copies, np.sort(shuffled[:num_more]).astype(np.int64)])
+
+
+class Renamed:
+    """A source with its columns renamed by the words of `--columns`, `OURS=THEIRS`: `messages=dialogue`."""
+
+    def __init__(self, source: RowSource, columns: Sequence[str]) -> None:
+        self.name = source.name
+        self.fingerprint = source.fingerprint
+        self._source = source
+        self._columns = dict(word.split("=", 1) for word in columns)
+        self._unseen = set(self._columns.values())
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+        rows = self._source.rows(indices)
+        return map(self._renamed, rows) if self._columns else rows
+
+    def warnings(self) -> list[str]:
+        """A warning for each column that no row so far had."""
+        return [
+            f"--columns {ours}={theirs}: no row of {self.name} has a column {theirs!r}"
+            for ours, theirs in self._columns.items()
+            if theirs in self._unseen
+        ]
+
+    def _renamed(self, row: RawRow | BadRow) -> RawRow | BadRow:
+        if isinstance(row, BadRow):
+            return row
+        value: dict[str, Any] = dict(row.value)
+        renamed = {ours: item for ours, theirs in self._columns.items() if (item := reach(value, theirs)) is not None}
+        self._unseen -= {self._columns[ours] for ours in renamed}
+        for theirs in self._columns.values():
+            value.pop(theirs if theirs in row.value else theirs.partition(".")[0], None)
+        return replace(row, value=value | renamed)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import REASONING, Message, check_is_learned
+from open_instruct.data.messages import REASONING, Message, check_is_learned, replies_to_one
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.row_forms import replies_to_one
 from open_instruct.wording import counted
 
 
@@ -46,10 +45,9 @@ def parse_preference_row(row: Mapping[str, Any]) -> PreferencePair:
         check_is_learned(messages[-1], repr(key))
     if chosen[:-1] != rejected[:-1]:
         raise MalformedRow("prompts_differ", _where_prompts_differ(chosen, rejected))
-    pair = PreferencePair(prompt=chosen[:-1], chosen=chosen[-1], rejected=rejected[-1])
-    if _stripped(pair.chosen) == _stripped(pair.rejected):
+    if _stripped(chosen[-1]) == _stripped(rejected[-1]):
         raise MalformedRow("chosen_equals_rejected", "the chosen reply equals the rejected one")
-    return pair
+    return PreferencePair(prompt=chosen[:-1], chosen=chosen[-1], rejected=rejected[-1])
 
 
 def _stripped(reply: Message) -> tuple[str, str]:

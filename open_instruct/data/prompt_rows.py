@@ -1,6 +1,6 @@
 """The form of a prompt row: `{"messages": [...], "ground_truth": ..., "dataset": "verifier"}`.
 
-The last turn is the user's (an answer behind it is left out); row_forms.py has the other forms of a prompt.
+The last turn is the user's (an answer behind it is left out); messages.py has the other forms of a prompt.
 `dataset` names the verifier that judges the answers; without it the verifiers of `--verifier` do. A list
 of several pairs up with a list of as many ground truths, or shares one ground truth. `weights` (or `weight`) says how
 much each verifier counts, 1 where it is not given.
@@ -16,10 +16,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from open_instruct.data.files.foreign_json import kind_of
-from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import Message, keys_of
-from open_instruct.data.row_forms import prompt_of
+from open_instruct.data.files.rows import MalformedRow, kind_of
+from open_instruct.data.messages import Message, keys_of, prompt_of
 from open_instruct.records import Check
 from open_instruct.verifiers.verifier import Verifier
 
@@ -29,15 +27,14 @@ ENVIRONMENT_KEYS = ("env_config", "tools")
 
 def parse_prompt_row(
     row: Mapping[str, Any],
-    known_verifiers: Mapping[str, Verifier] | None,
+    known_verifiers: Mapping[str, Verifier],
     *,
     judges: Sequence[str] = (),
     remapped: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[tuple[Message, ...], tuple[Check, ...]]:
     """Check one row and return its conversation, which ends with the user's turn, and how a reply is judged.
 
-    If `known_verifiers` is None, any name and any ground truth is accepted. `judges` judge a row that names no
-    verifier. `remapped` gives the verifier for a name in lower case.
+    `judges` judge a row that names no verifier. `remapped` gives the verifier for a name in lower case.
 
     Raises:
         MalformedRow: with the kind and the reason.
@@ -64,14 +61,14 @@ def _says_something(value: Any) -> bool:
 
 
 def _checks(
-    row: Mapping[str, Any], names: Any, known_verifiers: Mapping[str, Verifier] | None, remapped: Mapping[str, str]
+    row: Mapping[str, Any], names: Any, known: Mapping[str, Verifier], remapped: Mapping[str, str]
 ) -> tuple[Check, ...]:
-    verifiers = [_verifier(name, known_verifiers, remapped) for name in (names if isinstance(names, list) else [names])]
+    listed = names if isinstance(names, list) else [names]
+    verifiers = [_verifier(name, known, remapped) for name in listed]
     if not verifiers:
         raise MalformedRow("bad_verifier", "'dataset' names no verifier")
-    given_row = {name for name in verifiers if known_verifiers is not None and known_verifiers[name].reads_row}
     truths = row.get("ground_truth")
-    if truths is None and not given_row.issuperset(verifiers):
+    if truths is None and not all(known[name].reads_row for name in verifiers):
         raise MalformedRow("missing_key", f"no 'ground_truth'; the row has {keys_of(row)}")
     if not isinstance(names, list):
         truths = [truths]  # one verifier: the list itself is its ground truth
@@ -83,15 +80,12 @@ def _checks(
             f"'ground_truth' has {len(truths)} entries for the {len(verifiers)} verifiers in 'dataset'; give one "
             "each, or one that is not a list for all",
         )
-    weights = _weights(row, len(verifiers))
-    checks = tuple(
-        Check(verifier=name, ground_truth=_json_value(dict(row) if name in given_row else truth), weight=weight)
-        for name, truth, weight in zip(verifiers, truths, weights, strict=True)
-    )
-    for check in checks:
-        if known_verifiers is not None:
-            _check_ground_truth(check, known_verifiers[check.verifier])
-    return checks
+    checks = []
+    for name, truth, weight in zip(verifiers, truths, _weights(row, len(verifiers)), strict=True):
+        truth = _json_value(dict(row) if known[name].reads_row else truth)
+        checks.append(Check(verifier=name, ground_truth=truth, weight=weight))
+        _check_ground_truth(checks[-1], known[name])
+    return tuple(checks)
 
 
 def _check_ground_truth(check: Check, verifier: Verifier) -> None:
@@ -102,21 +96,20 @@ def _check_ground_truth(check: Check, verifier: Verifier) -> None:
         raise MalformedRow("bad_ground_truth", f"'ground_truth' for {check.verifier!r}: {reason}") from error
 
 
-def _verifier(name: Any, known: Mapping[str, Verifier] | None, remapped: Mapping[str, str]) -> str:
+def _verifier(name: Any, known: Mapping[str, Verifier], remapped: Mapping[str, str]) -> str:
     if not isinstance(name, str) or not name:
         raise MalformedRow("bad_verifier", f"'dataset' must name verifiers, and has {kind_of(name)}: {name!r}")
     name = remapped.get(name.lower(), name)
-    if known is not None and name not in known and name.lower() in known:
-        return name.lower()  # published rows write "MATH" beside "gsm8k"
-    if known is not None and name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        raise MalformedRow(
-            "unknown_verifier",
-            f"'dataset': there is no verifier {name!r}; "
-            + (f"did you mean {near[0]!r}? " if near else "")
-            + f"Known are {', '.join(sorted(known))}; add your own by --verifier FILE.py:Class",
-        )
-    return name
+    for spelling in (name, name.lower()):  # published rows write "MATH" beside "gsm8k"
+        if spelling in known:
+            return spelling
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    raise MalformedRow(
+        "unknown_verifier",
+        f"'dataset': there is no verifier {name!r}; {meant}Known are {', '.join(sorted(known))}; add your own by "
+        "--verifier FILE.py:Class",
+    )
 
 
 def _weights(row: Mapping[str, Any], count: int) -> list[float]:

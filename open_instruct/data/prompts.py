@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,8 +16,7 @@ from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompt_rows import ENVIRONMENT_KEYS, parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.saved_place import check_saved_place
-from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.data.token_dataset import TokenDataset, check_saved_place, load_token_dataset
 from open_instruct.errors import RunError
 from open_instruct.records import Check, Prompt
 from open_instruct.verifiers.registry import judges_named
@@ -37,7 +36,7 @@ class Prompts:
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[Prompt]:
-        return (self[i] for i in range(len(self)))
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> Prompt:
         row_id = range(len(self))[index]
@@ -66,7 +65,7 @@ class PromptBuilder(RowBuilder):
         *,
         max_prompt_token_length: int,
         on_bad_row: str,
-        known_verifiers: Mapping[str, Verifier] | None,
+        known_verifiers: Mapping[str, Verifier],
         judges: Sequence[str] = (),
         remapped: Mapping[str, str] = MappingProxyType({}),
         system_prompt: str | None = None,
@@ -98,17 +97,17 @@ class PromptBuilder(RowBuilder):
 
 
 def load_prompt_dataset(
-    *, known_verifiers: Mapping[str, Verifier] | None, flag: str = "--dataset_mixer_list", **arguments: Any
+    *, known_verifiers: Mapping[str, Verifier], flag: str = "--dataset_mixer_list", **arguments: Any
 ) -> tuple[Prompts, DataReport]:
-    """`load_token_dataset` with `max_prompt_token_length` and the known verifiers (None: any verifier is accepted).
+    """`load_token_dataset` with `max_prompt_token_length` and the known verifiers.
 
     Raises:
         InputError: see there; a row that names none of `known_verifiers`, or one that refuses its ground truth, is
             malformed.
     """
     builder_of = partial(PromptBuilder, known_verifiers=known_verifiers)
-    names = None if known_verifiers is None else sorted(known_verifiers)
-    facts = {"names_of_verifiers": names, "refused": ENVIRONMENT_KEYS}  # so caches with such rows are not read
+    # `refused`, so that caches with such rows are not read.
+    facts = {"names_of_verifiers": sorted(known_verifiers), "refused": ENVIRONMENT_KEYS}
     dataset, report = load_token_dataset(builder_of, flag=flag, facts=facts, **arguments)
     return Prompts(dataset), report
 
@@ -122,12 +121,9 @@ class PromptStream:
     def __init__(self, dataset: Prompts, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        self._epoch = 0
-        self._position = 0  # in the permutation of the epoch
+        self._num_drawn = 0  # excluded ones too, in all epochs
         self._next_ticket = 0
         self._excluded: set[int] = set()
-        self._fingerprint = dataset.fingerprint
-        self._order_N = self._order_of_epoch()
 
     @property
     def num_left(self) -> int:
@@ -145,8 +141,12 @@ class PromptStream:
                 f"all {len(self.dataset):,} prompts have reached --no_resampling_pass_rate, so there is none left to "
                 "ask; the policy has learned this data: give more or harder prompts, or raise that rate"
             )
-        while (row_id := self._next_row_id()) in self._excluded:
-            pass
+        while True:
+            epoch, position = divmod(self._num_drawn, len(self.dataset))
+            row_id = int(_order_of_epoch(self.seed, epoch, len(self.dataset))[position])
+            self._num_drawn += 1
+            if row_id not in self._excluded:
+                break
         ticket = self._next_ticket
         self._next_ticket += 1
         return ticket, self.dataset[row_id]
@@ -158,12 +158,13 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream, as JSON."""
+        epoch, position = divmod(self._num_drawn, len(self.dataset))
         return {
-            "epoch": self._epoch,
-            "position": self._position,
+            "epoch": epoch,
+            "position": position,
             "next_ticket": self._next_ticket,
             "excluded": sorted(self._excluded),
-            "data_fingerprint": self._fingerprint,
+            "data_fingerprint": self.dataset.fingerprint,
             "seed": self.seed,
         }
 
@@ -175,26 +176,21 @@ class PromptStream:
         """
         check_saved_place(
             state_dict,
-            ("data_fingerprint", self._fingerprint, "give the same prompts, template and --max_prompt_token_length"),
+            (
+                "data_fingerprint",
+                self.dataset.fingerprint,
+                "give the same prompts, template and --max_prompt_token_length",
+            ),
             ("seed", self.seed, f"give --seed {state_dict['seed']}"),
         )
-        self._epoch = state_dict["epoch"]
-        self._position = state_dict["position"]
+        self._num_drawn = state_dict["epoch"] * len(self.dataset) + state_dict["position"]
         self._next_ticket = state_dict["next_ticket"]
         self._excluded = set(state_dict["excluded"])
-        self._order_N = self._order_of_epoch()
 
-    def _next_row_id(self) -> int:
-        if self._position == len(self._order_N):
-            self._epoch += 1
-            self._position = 0
-            self._order_N = self._order_of_epoch()
-        row_id = int(self._order_N[self._position])
-        self._position += 1
-        return row_id
 
-    def _order_of_epoch(self) -> np.ndarray:
-        return np.random.default_rng([self.seed, self._epoch]).permutation(len(self.dataset))
+@lru_cache(maxsize=4)
+def _order_of_epoch(seed: int, epoch: int, num_rows: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
 def row_changes(config: GRPOConfig) -> dict[str, Any]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from open_instruct.data.files.foreign_json import shortened
-from open_instruct.data.files.rows import BadRow
-from open_instruct.data.row_forms import guessed_columns
+from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow
+from open_instruct.data.messages import guessed_columns
 from open_instruct.errors import InputError
 from open_instruct.wording import counted
+
+Result = TypeVar("Result")
 
 NUM_REASONS_SHOWN = 5
 WARNING = "warning: "  # the beginning of a line that is a warning
@@ -35,7 +37,18 @@ class BadRowLog:
         self._rows_by_reason: Counter[str] = Counter()
         self._found: Mapping[str, Any] | None = None
 
-    def add(self, row: BadRow, value: Mapping[str, Any] | None = None) -> None:
+    def reading(self, row: RawRow | BadRow, read: Callable[[dict[str, Any]], Result]) -> Result | None:
+        """What `read` makes of the content of a row; None if the row is bad, which is counted."""
+        if isinstance(row, BadRow):
+            self._add(row)
+            return None
+        try:
+            return read(row.value)
+        except MalformedRow as error:
+            self._add(error.at(row.file, row.line), row.value)
+            return None
+
+    def _add(self, row: BadRow, value: Mapping[str, Any] | None = None) -> None:
         """Count a bad row; `value` is its parsed content, if it could be parsed."""
         self.counts[row.kind] += 1
         is_well_formed = row.kind in WELL_FORMED
@@ -48,11 +61,11 @@ class BadRowLog:
 
     def lines(self) -> list[str]:
         """One line for each reason."""
-        more = {reason: self._rows_by_reason[reason] - 1 for reason in self._first}
-        return [
-            f"{row}" + (f" (and so {counted(more[reason], 'row')} more)" if more[reason] else "")
-            for reason, row in self._first.items()
-        ]
+        lines = []
+        for reason, row in self._first.items():
+            num_more = self._rows_by_reason[reason] - 1
+            lines.append(f"{row} (and so {counted(num_more, 'row')} more)" if num_more else str(row))
+        return lines
 
     def error(self, num_rows: int, *, wanted: str, columns: Sequence[str], page: str) -> InputError:
         """One error for the user, with all reasons.
@@ -62,8 +75,9 @@ class BadRowLog:
             wanted: an example of a good row; `page` of the docs has more.
             columns: the keys of a good row, to be guessed among those of the bad row.
         """
-        total, num_shown = self.counts.total(), self._rows_by_reason.total()
-        lines = [f"{counted(total, 'row')} of {num_rows:,} cannot be used ({_counts(self.counts.items())}):"]
+        total = self.counts.total()
+        num_shown = self._rows_by_reason.total()
+        lines = [f"{counted(total, 'row')} of {num_rows:,} cannot be used ({_counts(self.counts)}):"]
         lines += [f"  {line}" for line in self.lines()]
         if total > num_shown:
             lines.append(f"  ... and {total - num_shown:,} more")
@@ -87,20 +101,20 @@ class DataReport:
 
     Example: of `rows.jsonl 2.0`, 10 rows, one of them malformed and one with a prompt too long::
 
-        DataReport(sources=(("rows.jsonl", 10, 20),), num_rows=10, bad={"empty_reply": 1},
+        DataReport(sources=[("rows.jsonl", 10, 20)], num_rows=10, bad={"empty_reply": 1},
                    filtered={"prompt_too_long": 1}, num_truncated=3, num_kept=8, num_pairs=16, num_tokens=5120)
     """
 
-    sources: tuple[tuple[str, int, int], ...]
+    sources: list[tuple[str, int, int]]
     num_rows: int
     bad: dict[str, int] = field(default_factory=dict)
-    bad_rows: tuple[str, ...] = ()
+    bad_rows: list[str] = field(default_factory=list)
     filtered: dict[str, int] = field(default_factory=dict)
     num_truncated: int
     num_kept: int
     num_pairs: int
     num_tokens: int
-    warnings: tuple[str, ...] = ()
+    warnings: list[str] = field(default_factory=list)
     unit: str = "pair"
     cache_file: str = ""
     from_cache: bool = False
@@ -112,20 +126,18 @@ class DataReport:
     def lines(self) -> list[str]:
         """The report in lines of text."""
         lines = [f"{name}: {taken:,} taken of {counted(rows, 'row')}" for name, rows, taken in self.sources]
-        text, num_texts = ("conversation", 2 * self.num_pairs) if self.unit == "pair" else (self.unit, self.num_pairs)
-        mean = self.num_tokens / num_texts if num_texts else 0
+        is_pair = self.unit == "pair"  # of two conversations
+        mean = self.num_tokens / max(1, self.num_pairs * (1 + is_pair))
         lines.append(
             f"{counted(self.num_pairs, self.unit)}, {counted(self.num_tokens, 'token')}, "
-            f"{counted(round(mean), 'token')} a {text} on average"
+            f"{counted(round(mean), 'token')} a {'conversation' if is_pair else self.unit} on average"
         )
         if self.num_truncated:
-            part = " with a reply" if self.unit == "pair" else ""
+            part = " with a reply" if is_pair else ""
             lines.append(f"{counted(self.num_truncated, 'row')}{part} cut to --max_seq_length")
         lines += [f"{counted(count, 'row')} left out: {FILTERED_WORDS[kind]}" for kind, count in self.filtered.items()]
         if self.bad:
-            lines.append(
-                f"{counted(self.num_bad, 'row')} skipped as malformed ({_counts(self.bad.items())}); the first:"
-            )
+            lines.append(f"{counted(self.num_bad, 'row')} skipped as malformed ({_counts(self.bad)}); the first:")
             lines += [f"  {row}" for row in self.bad_rows]
         lines += [f"{WARNING}{warning}" for warning in self.warnings]
         if self.cache_file:
@@ -139,11 +151,9 @@ class DataReport:
     def from_json(cls, text: str) -> DataReport:
         """The inverse of `to_json`."""
         fields = json.loads(text)
-        fields["sources"] = tuple((name, rows, taken) for name, rows, taken in fields["sources"])
-        for key in ("bad_rows", "warnings"):
-            fields[key] = tuple(fields[key])
+        fields["sources"] = [tuple(source) for source in fields["sources"]]
         return cls(**fields)
 
 
-def _counts(items: Iterable[tuple[str, int]]) -> str:
-    return ", ".join(f"{kind} {count:,}" for kind, count in items)
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind} {count:,}" for kind, count in counts.items())

@@ -9,17 +9,17 @@ import hashlib
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, ReadRow, RowSource
-from open_instruct.data.messages import unread_of_messages
-from open_instruct.data.mixer import MixerEntry, select_rows
+from open_instruct.data.files.rows import BadRow, RawRow, RowSource
+from open_instruct.data.messages import ReadRow, unread_of_messages
+from open_instruct.data.mixer import MixerEntry, Renamed, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
 from open_instruct.errors import InputError
 from open_instruct.wording import counted
@@ -43,6 +43,13 @@ class RenderedRow:
     values: tuple[float, ...] = ()
 
 
+class KeptRow(NamedTuple):
+    """A row of the data set, whose tokens lie in `RowBuilder.token_ids`."""
+
+    lengths: tuple[int, ...]  # the number of tokens of each piece
+    details: bytes
+
+
 class RowBuilder(ABC):
     """Collects the distinct rows of all sources, then repeats them by the amounts of the mixture.
 
@@ -61,18 +68,11 @@ class RowBuilder(ABC):
     too_long: ClassVar[str] = "prompt_too_long"
 
     def __init__(self, chat: ChatFormat, *, max_seq_length: int, on_bad_row: str) -> None:
-        if max_seq_length < 2:
-            raise InputError(
-                f"--max_seq_length {max_seq_length} leaves no room for a prompt and a reply; use 2 or more."
-            )
         self.chat = chat
         self.max_seq_length = max_seq_length
         self.on_bad_row = on_bad_row
-        self.token_ids = array("i")
-        self.edges: list[list[int]] = []  # for each kept row: starts of its pieces in token_ids, stop of the last
-        self.details = bytearray()
-        self.details_edges = [0]  # starts of the details of each kept row, stop of the last
-        self.keys = bytearray()
+        self.token_ids = array("i")  # of all kept rows, end to end
+        self.kept: list[KeptRow] = []
         self.bad = BadRowLog()
         self.unread: Counter[str] = Counter()  # by key that nothing reads: the number of rows with a value there
         self.filtered: Counter[str] = Counter()
@@ -122,55 +122,160 @@ class RowBuilder(ABC):
 
     def cut_warning(self) -> str | None:
         """A warning about rows that were cut; None if there is nothing to warn of."""
-        num_kept = len(self.edges)
-        if self.num_truncated <= MOST_CUT * num_kept:
+        if self.num_truncated <= MOST_CUT * len(self.kept):
             return None
         return (
-            f"{self.num_truncated:,} of {counted(num_kept, 'row')} are cut to --max_seq_length {self.max_seq_length}, "
-            "and teach replies that break off: raise it, or leave such rows out"
+            f"{self.num_truncated:,} of {counted(len(self.kept), 'row')} are cut to --max_seq_length "
+            f"{self.max_seq_length}, and teach replies that break off: raise it, or leave such rows out"
         )
 
     def build(
         self,
         entries: Sequence[MixerEntry],
-        sources: Sequence[RowSource],
+        sources: Sequence[Renamed],
         *,
         seed: int,
-        on_progress: Callable[[int, int], None] | None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> tuple[dict[str, np.ndarray], DataReport]:
         """Read all sources and return the arrays of the data set.
+
+        `on_progress(done, total)` counts rows, unless they are so few that nobody would wait for them.
 
         Raises:
             InputError: a row is malformed and `on_bad_row` is "error", or nothing is left.
         """
-        sources = [self.rows_in(source) for source in sources]
-        selected = [select_rows(entry, len(source), seed) for entry, source in zip(entries, sources, strict=True)]
+        forms = [self.rows_in(source) for source in sources]
+        selected = [select_rows(entry, len(form), seed) for entry, form in zip(entries, forms, strict=True)]
         distinct = [np.unique(indices) for indices in selected]
         num_rows = sum(map(len, distinct))
-        kept_of_N: list[np.ndarray] = []
+        if num_rows <= _ROWS_AT_ONCE:
+            on_progress = None
+        order: list[np.ndarray] = []
         num_done = 0
-        for source, indices, rows in zip(sources, selected, distinct, strict=True):
-            kept_of_row = np.full(len(rows), -1, dtype=np.int64)
-            first = len(self.edges)
-            stream = enumerate(source.rows(rows.tolist()))
+        for form, indices, rows in zip(forms, selected, distinct, strict=True):
+            places: list[int] = []
+            first = len(self.kept)
+            stream = form.rows(rows.tolist())
             while chunk := list(islice(stream, _ROWS_AT_ONCE)):
-                for index, place in self._add(chunk):
-                    kept_of_row[index] = place
+                places += self._add(chunk)
                 num_done += len(chunk)
                 if on_progress is not None:
                     on_progress(num_done, num_rows)
-            if len(self.edges) > first and not self._only_counts:
-                self.end_source(source.name, first)
-            kept = kept_of_row[np.searchsorted(rows, indices)]
-            kept_of_N.append(kept[kept >= 0])
+            if len(self.kept) > first and not self._only_counts:
+                self.end_source(form.name, first)
+            taken = np.array(places, dtype=np.int64)[np.searchsorted(rows, indices)]
+            order.append(taken[taken >= 0])
         if self._only_counts:
             raise self.refusal(num_rows)
-        if not self.edges:
+        if not self.kept:
             raise self._nothing_left(num_rows)
-
-        order_N = np.concatenate(kept_of_N)
+        order_N = np.concatenate(order)
         arrays = self._arrays(order_N)
-        warnings: list[str] = []
+        return arrays, DataReport(
+            sources=[(form.name, len(form), len(indices)) for form, indices in zip(forms, selected, strict=True)],
+            num_rows=num_rows,
+            bad=dict(self.bad.counts),
+            bad_rows=self.bad.lines(),
+            filtered=dict(self.filtered),
+            num_truncated=self.num_truncated,
+            num_kept=len(self.kept),
+            num_pairs=len(order_N),
+            num_tokens=int(arrays["num_tokens"].sum()),
+            warnings=self._warnings() + [warning for source in sources for warning in source.warnings()],
+            unit=self.unit,
+        )
+
+    @property
+    def _only_counts(self) -> bool:
+        """Whether a bad row has made the build fail, so that further rows are read only to be counted."""
+        return bool(self.bad.counts) and self.on_bad_row == "error"
+
+    def _add(self, rows: Sequence[RawRow | BadRow]) -> list[int]:
+        """Add rows; returns the place of each among the kept rows, -1 of one that is not kept."""
+        rendered = [self.bad.reading(row, self._rendered) for row in rows]
+        if self._only_counts:
+            return [-1] * len(rows)
+        texts = [text for item in rendered if item is not None for text in item.texts]
+        ids = iter(self.chat.tokenize(texts) if texts else ())
+        places = []
+        for row, item in zip(rows, rendered, strict=True):
+            place = -1
+            if item is not None and self._is_kept(row, item, list(islice(ids, len(item.texts)))):
+                place = len(self.kept) - 1
+            places.append(place)
+        return places
+
+    def _rendered(self, value: Mapping[str, Any]) -> RenderedRow:
+        read = ReadRow(value)
+        rendered = self.render(read)
+        self.unread.update({*read.unread(), *unread_of_messages(value, self.chat.reads_reasoning)})
+        return rendered
+
+    def _is_kept(self, row: RawRow | BadRow, item: RenderedRow, pieces: list[list[int]]) -> bool:
+        """Keep a row, cut to the length limit, unless nothing of it can be learned."""
+        replies = range(1, 1 if self.reads_ends else len(pieces), self._pieces_a_reply)
+
+        def check(_: Mapping[str, Any]) -> bool:
+            for piece in replies:
+                self.chat.check_reply(item.texts[piece], pieces[piece])
+            return True
+
+        if not self.bad.reading(row, check):
+            return False
+        self.num_without_end += sum(not self.chat.ends_turn(item.texts[piece]) for piece in replies)
+        self.shortest_prompt = min(len(pieces[0]), self.shortest_prompt or len(pieces[0]))
+        if len(pieces[0]) >= self.max_seq_length:
+            self.filtered[self.too_long] += 1
+            return False
+        kept = self.cut(pieces)
+        if kept is None:
+            return False
+        self.num_truncated += sum(map(len, kept)) < sum(map(len, pieces))
+        self.keep(kept, item.details or array("f", item.values).tobytes())
+        return True
+
+    def keep(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
+        """Put a row behind those that are kept."""
+        self.token_ids.extend(chain.from_iterable(pieces))
+        self.kept.append(KeptRow(lengths=tuple(map(len, pieces)), details=details))
+
+    @property
+    def _pieces_a_reply(self) -> int:
+        """The step between learned pieces: 1 behind a common prompt, 2 where context and replies alternate."""
+        return 1 if self.documents_per_row > 1 else 2
+
+    def _arrays(self, order_N: np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays of a `TokenDataset` of the kept rows in the order `order_N`."""
+        edges = array("q")
+        bounds = array("q")
+        num_tokens = array("q")
+        num_labels = array("q")
+        details = bytearray()
+        keys = bytearray()
+        start = 0
+        for lengths, own in self.kept:
+            token_ids = self.token_ids[start : start + sum(lengths)]
+            keys += hashlib.sha256(array("i", lengths).tobytes() + token_ids.tobytes() + own).digest()
+            bounds.extend((len(edges), len(edges) + len(lengths) + 1, len(details), len(details) + len(own)))
+            edges.extend(accumulate(lengths, initial=start))
+            details += own
+            start += len(token_ids)
+            num_tokens.append(len(token_ids) + (self.documents_per_row - 1) * lengths[0])
+            replies = lengths[1 :: self._pieces_a_reply]
+            num_labels.append(len(replies) if self.reads_ends else sum(replies))
+        return {
+            "token_ids_T": np.frombuffer(self.token_ids, dtype=np.int32),
+            "edges_E": np.frombuffer(edges, dtype=np.int64),
+            "details_C": np.frombuffer(bytes(details), dtype=np.uint8),
+            "bounds_N4": np.frombuffer(bounds, dtype=np.int64).reshape(-1, 4)[order_N],
+            "num_tokens": np.frombuffer(num_tokens, dtype=np.int64)[order_N],
+            "num_label_tokens": np.frombuffer(num_labels, dtype=np.int64)[order_N],
+            "keys_N32": np.frombuffer(bytes(keys), dtype=np.uint8).reshape(-1, 32)[order_N],
+        }
+
+    def _warnings(self) -> list[str]:
+        """What may be wrong with the rows that are kept."""
+        warnings = []
         if self.num_without_end:
             warnings.append(
                 f"{self.chat.template.name} chat template ends {counted(self.num_without_end, 'reply')} without an "
@@ -182,103 +287,11 @@ class RowBuilder(ABC):
             warnings.append(f"{keys}{more} of {counted(max(self.unread.values()), 'row')}: nothing reads what is there")
         if warning := self.cut_warning():
             warnings.append(warning)
-        return arrays, DataReport(
-            sources=tuple(
-                (source.name, len(source), len(indices)) for source, indices in zip(sources, selected, strict=True)
-            ),
-            num_rows=num_rows,
-            bad=dict(self.bad.counts),
-            bad_rows=tuple(self.bad.lines()),
-            filtered=dict(self.filtered),
-            num_truncated=self.num_truncated,
-            num_kept=len(self.edges),
-            num_pairs=len(order_N),
-            num_tokens=int(arrays["num_tokens"].sum()),
-            warnings=tuple(warnings),
-            unit=self.unit,
-        )
-
-    @property
-    def _only_counts(self) -> bool:
-        """Whether a bad row has made the build fail, so that further rows are read only to be counted."""
-        return bool(self.bad.counts) and self.on_bad_row == "error"
-
-    def _add(self, rows: Sequence[tuple[int, RawRow | BadRow]]) -> Iterator[tuple[int, int]]:
-        """Add rows; yield (index of the row, its index among the kept rows) for each row that is kept."""
-        rendered: list[tuple[int, RawRow, RenderedRow]] = []
-        for index, row in rows:
-            if isinstance(row, BadRow):
-                self.bad.add(row)
-                continue
-            try:
-                read = ReadRow(row.value)
-                rendered.append((index, row, self.render(read)))
-                self.unread.update({*read.unread(), *unread_of_messages(row.value, self.chat.reads_reasoning)})
-            except MalformedRow as error:
-                self._add_bad(row, error)
-        if not rendered or self._only_counts:
-            return
-        ids = iter(self.chat.tokenize([text for _, _, item in rendered for text in item.texts]))
-        for index, row, item in rendered:
-            pieces = list(islice(ids, len(item.texts)))
-            learned = range(1, 1 if self.reads_ends else len(pieces), self._pieces_a_reply)
-            try:
-                for piece in learned:
-                    self.chat.check_reply(item.texts[piece], pieces[piece])
-            except MalformedRow as error:
-                self._add_bad(row, error)
-                continue
-            self.num_without_end += sum(not self.chat.ends_turn(item.texts[piece]) for piece in learned)
-            self.shortest_prompt = min(len(pieces[0]), self.shortest_prompt or len(pieces[0]))
-            if len(pieces[0]) >= self.max_seq_length:
-                self.filtered[self.too_long] += 1
-            elif (kept := self.cut(pieces)) is not None:
-                self.num_truncated += sum(map(len, kept)) < sum(map(len, pieces))
-                self._keep(kept, item.details or array("f", item.values).tobytes())
-                yield index, len(self.edges) - 1
-
-    @property
-    def _pieces_a_reply(self) -> int:
-        """The step between learned pieces: 1 behind a common prompt, 2 where context and replies alternate."""
-        return 1 if self.documents_per_row > 1 else 2
-
-    def _arrays(self, order_N: np.ndarray) -> dict[str, np.ndarray]:
-        """The arrays of a `TokenDataset` of the kept rows in the order `order_N`."""
-        stops = np.array(list(accumulate(map(len, self.edges), initial=0)), dtype=np.int64)
-        details = np.array(self.details_edges, dtype=np.int64)
-        first = 1 if self.documents_per_row > 1 else 0
-        num_tokens = [
-            edges[-1] - edges[0] + (self.documents_per_row - 1) * (edges[first] - edges[0]) for edges in self.edges
-        ]
-        step = self._pieces_a_reply
-        replies = [list(zip(edges[1::step], edges[2::step], strict=False)) for edges in self.edges]
-        num_labels = [
-            len(spans) if self.reads_ends else sum(stop - start for start, stop in spans) for spans in replies
-        ]
-        return {
-            "token_ids_T": np.frombuffer(self.token_ids, dtype=np.int32),
-            "edges_E": np.fromiter(chain.from_iterable(self.edges), dtype=np.int64),
-            "details_C": np.frombuffer(bytes(self.details), dtype=np.uint8),
-            "bounds_N4": np.stack([stops[:-1], stops[1:], details[:-1], details[1:]], axis=1)[order_N],
-            "num_tokens": np.array(num_tokens, dtype=np.int64)[order_N],
-            "num_label_tokens": np.array(num_labels, dtype=np.int64)[order_N],
-            "keys_N32": np.frombuffer(bytes(self.keys), dtype=np.uint8).reshape(-1, 32)[order_N],
-        }
-
-    def _add_bad(self, row: RawRow, error: MalformedRow) -> None:
-        self.bad.add(error.at(row.file, row.line), row.value)
+        return warnings
 
     def refusal(self, num_rows: int) -> InputError:
         """The error about the bad rows among `num_rows`."""
         return self.bad.error(num_rows, wanted=self.wanted, columns=self.columns, page=self.page)
-
-    def _keep(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
-        lengths, tokens = array("i", map(len, pieces)), array("i", chain.from_iterable(pieces))
-        self.edges.append(list(accumulate(lengths, initial=len(self.token_ids))))
-        self.token_ids.extend(tokens)
-        self.details += details
-        self.details_edges.append(len(self.details))
-        self.keys += hashlib.sha256(lengths.tobytes() + tokens.tobytes() + details).digest()
 
     def _nothing_left(self, num_rows: int) -> InputError:
         if not self.filtered:

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import Message
+from open_instruct.data.messages import Message, conversation_of
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.row_forms import conversation_of
 
 
 def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -38,7 +37,8 @@ class SFTBuilder(RowBuilder):
         messages = parse_sft_row(row)
         replies = [message for message in messages if message["role"] == "assistant"]
         pieces = self.chat.render_turns(messages)
-        given, texts = "", []
+        texts: list[str] = []
+        given = ""
         for prompt, text, reply in zip(pieces[::2], pieces[1::2], replies, strict=True):
             given += prompt
             if reply.get("is_learned", True):

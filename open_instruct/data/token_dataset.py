@@ -8,29 +8,31 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from open_instruct.data.cache import DamagedFile, cache_root, read_arrays, write_arrays
-from open_instruct.data.chat import ChatFormat, choose_chat_template
-from open_instruct.data.files.opening import Renamed, open_rows
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
+from open_instruct.errors import InputError, RunError
 from open_instruct.records import Document, Span
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
 
 # Part of the cache key: raise it when the code makes other arrays of the same rows.
 CACHE_VERSION = 7
+# All metadata of a file is one JSON text: safetensors writes several entries in no fixed order, and equal arrays
+# should be equal bytes.
+_METADATA = "open_instruct"
+_CHECKSUM = "sha256"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -127,9 +129,7 @@ def load_token_dataset(
     *,
     mixer_list: Sequence[str],
     splits: Sequence[str],
-    tokenizer: PreTrainedTokenizerFast,
-    chat_template_name: str | None,
-    add_bos: bool = False,
+    chat: ChatFormat,
     on_bad_row: Literal["error", "skip"],
     seed: int,
     cache_dir: str | Path | None,
@@ -148,14 +148,12 @@ def load_token_dataset(
     total)` counts distinct rows while they are tokenised.
 
     Raises:
-        InputError: see `parse_mixer_list`, `open_rows` and `choose_chat_template`; a row is malformed and
-            `on_bad_row` is "error"; or nothing is left.
+        InputError: see `open_rows`; a row is malformed and `on_bad_row` is "error"; or nothing is left.
         RunError: the disk is full.
     """
-    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, chat_template_name, add_bos=add_bos))
     builder = builder_of(chat, on_bad_row=on_bad_row, **own)
     entries = parse_mixer_list(mixer_list, splits, flag=flag)
-    sources = [Renamed(open_rows(entry.name, entry.split, flag=flag), columns) for entry in entries]
+    sources = [entry.open(columns) for entry in entries]
     identity = {
         "version": CACHE_VERSION,
         "form": type(builder).__name__,
@@ -171,27 +169,112 @@ def load_token_dataset(
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
     path = cache_root(cache_dir) / f"{builder.unit}s" / f"{digest[:32]}.safetensors"
-    try:
-        return _read(path, builder)
-    except FileNotFoundError:
-        pass
-    except DamagedFile as error:
-        log.warning("%s; building it again", error)
-    arrays, report = builder.build(entries, sources, seed=seed, on_progress=on_progress)
-    report = replace(report, warnings=(*report.warnings, *(warning for each in sources for warning in each.warnings())))
-    write_arrays(path, arrays, {"report": report.to_json()})
-    dataset = _dataset(builder, arrays)
+    kept = _kept(path)
+    if kept is None:
+        arrays, report = builder.build(entries, sources, seed=seed, on_progress=on_progress)
+        write_arrays(path, arrays, {"report": report.to_json()})
+    else:
+        arrays, report = kept
+    dataset = TokenDataset(documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays)
     return dataset, replace(report, cache_file=str(path))
 
 
-def _dataset(builder: RowBuilder, arrays: Mapping[str, np.ndarray]) -> TokenDataset:
-    return TokenDataset(documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays)
-
-
-def _read(path: Path, builder: RowBuilder) -> tuple[TokenDataset, DataReport]:
-    arrays, metadata = read_arrays(path)
+def _kept(path: Path) -> tuple[dict[str, np.ndarray], DataReport] | None:
+    """The arrays in the file `path` and their report; None if it is not there, damaged or of another version."""
     try:
-        report = DataReport.from_json(metadata["report"])
-        return _dataset(builder, arrays), replace(report, cache_file=str(path), from_cache=True)
+        arrays, metadata = read_arrays(path)
+        return arrays, replace(DataReport.from_json(metadata["report"]), from_cache=True)
+    except FileNotFoundError:
+        return None
     except (KeyError, TypeError, ValueError) as error:
-        raise DamagedFile(f"{path} is of another version: {error}") from error
+        log.warning("%s: %s; building it again", path, error)
+        return None
+
+
+def check_saved_place(state_dict: Mapping[str, Any], *facts: tuple[str, Any, str]) -> None:
+    """Refuse a saved position that would mean other rows in this run.
+
+    Args:
+        state_dict: the saved position, from the checkpoint.
+        facts: what the position depends on: each a key of `state_dict`, the value in this run, and the remedy if the
+            two differ.
+
+    Raises:
+        InputError: a fact differs; the message names the first.
+    """
+    for key, ours, remedy in facts:
+        if state_dict[key] != ours:
+            raise InputError(
+                f"the checkpoint was written with {key} {state_dict[key]}, this run has {ours}: {remedy}, or start "
+                "afresh with another --output_dir or --overwrite_output_dir"
+            )
+
+
+class DamagedFile(ValueError):
+    """The file is not one that `write_arrays` finished, or has changed since."""
+
+
+def cache_root(cache_dir: str | Path | None) -> Path:
+    """The folder of all cached data: the one given, else $OPEN_INSTRUCT_CACHE, else ~/.cache/open_instruct."""
+    return Path(cache_dir or os.environ.get("OPEN_INSTRUCT_CACHE") or "~/.cache/open_instruct").expanduser()
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Writes beside `path` and renames, so that a reader, or a crash, never meets half a file.
+
+    Raises:
+        InputError: the folder cannot be made or written to.
+        RunError: the disk is full.
+    """
+    from safetensors.numpy import save_file
+
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+    except OSError as error:
+        raise InputError(f"--cache_dir: cannot write to {path.parent}: {error}; give another folder.") from error
+    try:
+        content = json.dumps({**metadata, _CHECKSUM: _checksum(arrays)})
+        save_file(dict(arrays), partial, metadata={_METADATA: content})
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except Exception as error:
+        raise RunError(f"writing {path} failed: {error}; free some space, or give another --cache_dir.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Arrays and metadata as written; the arrays are read-only views of the mapped file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedFile: it is cut short, or its content is not what was written.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:  # numpy's would read all of it into memory
+            metadata: dict[str, str] = json.loads(file.metadata()[_METADATA])
+            arrays: dict[str, np.ndarray] = {name: file.get_tensor(name).numpy() for name in file.offset_keys()}
+        for array in arrays.values():
+            array.flags.writeable = False
+        whole = metadata.pop(_CHECKSUM) == _checksum(arrays)
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFile(f"{path} is damaged: {error}") from error
+    if not whole:
+        raise DamagedFile(f"{path} is damaged: its checksum does not match")
+    return arrays, metadata
+
+
+def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(array.data if array.size else b"")
+    return digest.hexdigest()

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from open_instruct.data.files.names import looks_like_a_file
+from open_instruct.data.files.opening import looks_like_a_file
 
 
 def model_card(settings: str, evaluations: Sequence[Mapping[str, Any]], *, trained_by: str, is_adapter: bool) -> str:

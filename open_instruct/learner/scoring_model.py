@@ -10,7 +10,7 @@ import torch
 from olmo_core.nn.transformer import Transformer
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from open_instruct.data.chat import single_token_id
+from open_instruct.data.tokenizer import single_token_id
 from open_instruct.errors import InputError
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.build import build_model

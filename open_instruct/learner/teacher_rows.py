@@ -12,8 +12,7 @@ import torch
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.config.training import TrainingConfig
-from open_instruct.data.cache import cache_root
-from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.data.token_dataset import TokenDataset, cache_root
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.learner.reference_policy import build_teacher
 from open_instruct.learner.rows.row_cache import RowCache, open_row_cache

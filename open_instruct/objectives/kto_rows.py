@@ -8,15 +8,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice
 from typing import Any
 
-from open_instruct.data.files.foreign_json import kind_of
-from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, RowSource
-from open_instruct.data.messages import Message, check_is_learned
+from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, RowSource, kind_of
+from open_instruct.data.messages import Message, check_is_learned, conversation_of
 from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.row_forms import conversation_of
 from open_instruct.errors import InputError
 from open_instruct.wording import counted
 
@@ -79,7 +77,7 @@ class MismatchedBuilder(UnpairedBuilder):
         replies: dict[bytes, int] = {}
         numbers = [
             (prompts.setdefault(prompt.tobytes(), len(prompts)), replies.setdefault(reply.tobytes(), len(replies)))
-            for (prompt, reply), _ in rows
+            for prompt, reply, _ in rows
         ]
         if len(replies) == 1:
             raise InputError(
@@ -87,19 +85,20 @@ class MismatchedBuilder(UnpairedBuilder):
                 "another one for each prompt; add rows with other replies, or use --loss_type apo_zero_unpaired"
             )
         distinct = [array("i", reply) for reply in replies]
-        for ((prompt, reply), details), number in zip(rows, mismatched_replies(numbers), strict=True):
+        for (prompt, reply, details), number in zip(rows, mismatched_replies(numbers), strict=True):
             others = (distinct[(number + step) % len(distinct)] for step in range(len(distinct)))
             other = _first_other(others, reply, room=self.max_seq_length - len(prompt))
-            self._keep([prompt, reply, other], details)
+            self.keep([prompt, reply, other], details)
 
-    def _taken_back(self, first: int) -> list[tuple[list[array[int]], bytes]]:
-        """Remove the rows from `first` on, and return their pieces and details."""
+    def _taken_back(self, first: int) -> list[tuple[array[int], array[int], bytes]]:
+        """Remove the rows from `first` on, and return the prompt, the reply and the details of each."""
+        start = len(self.token_ids) - sum(sum(row.lengths) for row in self.kept[first:])
+        token_ids = iter(self.token_ids[start:])
         rows = [
-            ([self.token_ids[start:stop] for start, stop in pairwise(edges)], bytes(self.details[begin:end]))
-            for edges, (begin, end) in zip(self.edges[first:], pairwise(self.details_edges[first:]), strict=True)
+            (array("i", islice(token_ids, prompt)), array("i", islice(token_ids, reply)), details)
+            for (prompt, reply), details in self.kept[first:]
         ]
-        del self.token_ids[self.edges[first][0] :], self.details[self.details_edges[first] :]
-        del self.keys[32 * first :], self.edges[first:], self.details_edges[first + 1 :]
+        del self.token_ids[start:], self.kept[first:]
         return rows
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import validated
-from open_instruct.data.chat import single_token_id
 from open_instruct.data.row_builder import RowBuilder
+from open_instruct.data.tokenizer import single_token_id
 from open_instruct.models.hf.names import Head
 from open_instruct.records import Batch, Metric, StepBatch
 

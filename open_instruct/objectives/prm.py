@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from open_instruct.config.sections import OptimSection, flag
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import validated
-from open_instruct.data.chat import ChatFormat, single_token_id
-from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import kind_of, parse_conversation
+from open_instruct.data.chat import ChatFormat
+from open_instruct.data.files.rows import MalformedRow, kind_of
+from open_instruct.data.messages import parse_conversation
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
+from open_instruct.data.tokenizer import single_token_id
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
 from open_instruct.records import ROW_VALUES, Batch, mean_metrics
 from open_instruct.wording import counted
@@ -216,8 +217,8 @@ class StepBuilder(RowBuilder):
         self.num_steps_cut += len(pieces) - has_prompt - len(kept) // 2
         return kept
 
-    def _keep(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
-        super()._keep(pieces, details[: BYTES_OF_VALUE * (len(pieces) // 2)])
+    def keep(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
+        super().keep(pieces, details[: BYTES_OF_VALUE * (len(pieces) // 2)])
 
     def cut_warning(self) -> str | None:
         if not self.num_steps_cut:

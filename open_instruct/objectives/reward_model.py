@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import validated
-from open_instruct.data.chat import ChatFormat, choose_chat_template
-from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import kind_of
+from open_instruct.data.chat import ChatFormat
+from open_instruct.data.files.rows import MalformedRow, kind_of
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.errors import InputError
@@ -212,9 +211,8 @@ def exported(
             f"transformers has no {hf_config.model_type}ForSequenceClassification, so a reward model of this family "
             "could not be opened anywhere; start from a model of another family"
         )
-    data = config.data
-    pad = tokenizer.pad_token_id
-    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, data.chat_template_name, add_bos=data.add_bos))
+    pad, data = tokenizer.pad_token_id, config.data
+    chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
     try:
         _, (reply,) = chat.render([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}])
     except MalformedRow as error:

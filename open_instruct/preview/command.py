@@ -73,15 +73,12 @@ def main(argv: Sequence[str]) -> int:
 
     with _without_torch():
         from open_instruct.preview.sample import sample_of
+        from open_instruct.preview.shown import html_page, print_sample
 
         sample = sample_of(config, objective, num_read=config.preview.read, num_shown=config.preview.rows)
     if config.preview.out is None:
-        from open_instruct.preview.terminal import print_sample
-
         print_sample(sample, Console(highlight=False, soft_wrap=True))
     else:
-        from open_instruct.preview.page import html_page
-
         write_asked(config.preview.out, html_page(sample, title=f"Rows of {argv[0]}"), flag="--out")
         print(f"the page is in {config.preview.out}")
     if sample.refusal is not None:
@@ -111,14 +108,13 @@ def parse_request(words: Sequence[str]) -> tuple[Any, Objective | None, list[str
 @contextmanager
 def _without_torch() -> Iterator[None]:
     """Tokenizers need no torch, but transformers loads one that is there: half of the seconds until rows are seen."""
-    alone = not {"torch", "transformers"} & sys.modules.keys()
-    if not alone:
+    modules: dict[str, Any] = sys.modules
+    if modules.keys() & {"torch", "transformers"}:
         yield
         return
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    hidden: dict[str, Any] = {"torch": None}
-    sys.modules.update(hidden)
+    modules["torch"] = None
     try:
         yield
     finally:
-        del sys.modules["torch"]
+        del modules["torch"]

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.training import LearnerConfig
-from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.foreign_json import shortened
-from open_instruct.data.files.opening import Renamed, open_rows
-from open_instruct.data.mixer import MixerEntry, parse_mixer_list
+from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.prompts import PromptBuilder, row_changes
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.objectives.objective import Objective
 from open_instruct.records import Document
@@ -31,11 +31,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A token, or a few that only together are characters: `Token(text="é", ids=(195, 169), is_learned=True)`."""
+    """A token, or a few that only together are characters: `Token(text="é", ids=(195, 169))`."""
 
     text: str
     ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Tokens in a row that are all learned, or all not."""
+
     is_learned: bool
+    tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +50,7 @@ class ShownDocument:
     """One document of a row; `title` says which, where there are several, and then the first alone has the prompt."""
 
     title: str
-    tokens: tuple[Token, ...]
+    pieces: tuple[Piece, ...]
     num_tokens: int
     num_learned: int
 
@@ -83,15 +90,17 @@ def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: i
     data: Any = config.data
     flag = "dataset_mixer_list" if objective is None else "mixer_list"
     entries = parse_mixer_list(getattr(data, flag), getattr(data, f"{flag}_splits"), flag=f"--{flag}")
-    sources = [Renamed(open_rows(entry.name, entry.split, flag=entry.flag), data.columns) for entry in entries]
+    sources = [entry.open(data.columns) for entry in entries]
     model = config.model
     name = model.tokenizer_name_or_path or model.model_name_or_path
     tokenizer = load_tokenizer(name, revision=model.revision_of_tokenizer)
-    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, data.chat_template_name, add_bos=data.add_bos))
+    chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
     builder = _builder(config, objective, chat)
-    entries = tuple(_at_most(entry, len(source), num_read) for entry, source in zip(entries, sources, strict=True))
-    arrays, report = builder.build(entries, sources, seed=config.optim.seed, on_progress=None)
-    warnings = [warning for source in sources for warning in source.warnings()]
+    entries = tuple(  # of a large data set so many rows, which the run takes too
+        entry if entry.count(len(source)) <= num_read else replace(entry, amount=num_read)
+        for entry, source in zip(entries, sources, strict=True)
+    )
+    arrays, report = builder.build(entries, sources, seed=config.optim.seed)
     dataset = TokenDataset(documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays)
     documents = [document for row in range(len(dataset)) for document in dataset[row]]
     chosen = np.unique(np.linspace(0, len(dataset) - 1, num=min(num_shown, len(dataset))).round().astype(int))
@@ -101,7 +110,7 @@ def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: i
         lengths=tuple(map(len, documents)),
         learned=tuple(document.num_label_tokens for document in documents),
         limit_flag=builder.limit(),
-        report=replace(report, warnings=(*report.warnings, *warnings)),
+        report=report,
         refusal=builder.refusal(report.num_rows) if report.num_bad and data.on_bad_row == "error" else None,
     )
 
@@ -122,11 +131,6 @@ def _builder(config: LearnerConfig, objective: Objective | None, chat: ChatForma
     return builder_of(chat, max_seq_length=config.data.max_seq_length, on_bad_row="skip", **own)
 
 
-def _at_most(entry: MixerEntry, num_rows: int, num_read: int) -> MixerEntry:
-    """Of a large data set so many rows, which the run takes too."""
-    return entry if entry.count(num_rows) <= num_read else replace(entry, amount=num_read)
-
-
 def _shown(dataset: TokenDataset, row: int, titles: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> ShownRow:
     documents = dataset[row]
     starts = [0, *(document.responses[0].start for document in documents[1:])]  # behind the prompt, shown once
@@ -135,7 +139,7 @@ def _shown(dataset: TokenDataset, row: int, titles: Sequence[str], tokenizer: Pr
         documents=tuple(
             ShownDocument(
                 title=title,
-                tokens=tuple(_tokens(document, tokenizer, start=start)),
+                pieces=tuple(_pieces(document, tokenizer, start=start)),
                 num_tokens=len(document),
                 num_learned=document.num_label_tokens,
             )
@@ -154,17 +158,23 @@ def _note(dataset: TokenDataset, row: int) -> str:
     return f"given to the loss: {', '.join(f'{value:g}' for value in values)}" if values else ""
 
 
-def _tokens(document: Document, tokenizer: PreTrainedTokenizerFast, *, start: int) -> Iterator[Token]:
+def _pieces(document: Document, tokenizer: PreTrainedTokenizerFast, *, start: int) -> Iterator[Piece]:
+    """The document from token `start` on."""
     learned = [False] * len(document)
     for span in document.responses:
         first = span.stop - 1 if document.reads_ends else span.start
         learned[first : span.stop] = [True] * (span.stop - first)
-    edges = [start, *(at for at in range(start + 1, len(document)) if learned[at] != learned[at - 1]), len(document)]
-    for first, stop in pairwise(edges):
-        held: list[int] = []
-        for at in range(first, stop):
-            held.append(document.token_ids[at])
-            text = tokenizer.backend_tokenizer.decode(held, skip_special_tokens=False)
-            if not text.endswith("\ufffd") or at == stop - 1:
-                yield Token(text=text, ids=tuple(held), is_learned=learned[first])
-                held = []
+    places = range(start, len(document))
+    for is_learned, piece in groupby(places, key=learned.__getitem__):
+        ids = [document.token_ids[at] for at in piece]
+        yield Piece(is_learned=is_learned, tokens=tuple(_tokens(ids, tokenizer)))
+
+
+def _tokens(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> Iterator[Token]:
+    held: list[int] = []
+    for number, token_id in enumerate(ids, start=1):
+        held.append(token_id)
+        text = tokenizer.backend_tokenizer.decode(held, skip_special_tokens=False)
+        if not text.endswith("\ufffd") or number == len(ids):
+            yield Token(text=text, ids=tuple(held))
+            held = []

@@ -13,9 +13,10 @@ import torch
 from open_instruct.config.backends import backend_named
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
-from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
 from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.learner.reference_policy import open_teacher
 from open_instruct.learner.rows.datasets import reading
 from open_instruct.losses.advantages import ADVANTAGES
@@ -78,8 +79,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             open_teacher(teacher, pretrained, config=config, layout=layout)
         config = _planned(config, pretrained.folder, console, directory)
         data = config.data
-        template = choose_chat_template(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
-        chat = ChatFormat(pretrained.tokenizer, template)
+        chat = ChatFormat.choose(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
         for warning in (*pretrained.warnings, *_other_templates(verifiers, chat)):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, console)

@@ -15,14 +15,12 @@ import numpy as np
 
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.training import LearnerConfig
-from open_instruct.data.chat import check_tokenizer_folder
-from open_instruct.data.chat_templates import template_text
-from open_instruct.data.files.names import refuse_missing_file
-from open_instruct.data.files.opening import Renamed, open_rows
-from open_instruct.data.files.rows import BadRow, MalformedRow
+from open_instruct.data.chat_templates import check_syntax, template_text
+from open_instruct.data.files.opening import refuse_missing_file
 from open_instruct.data.mixer import parse_mixer_list, select_rows
 from open_instruct.data.report import BadRowLog
 from open_instruct.data.row_builder import RowBuilder
+from open_instruct.data.tokenizer import check_tokenizer_folder
 from open_instruct.errors import InputError
 from open_instruct.models.hf.hf_config import config_fields, weights_file
 from open_instruct.whole_file import read_whole
@@ -50,9 +48,9 @@ def look_at(config: LearnerConfig) -> None:
     if tokenizer is not None:
         check_tokenizer_folder(tokenizer, flag="--tokenizer_name_or_path")
     if (name := config.data.chat_template_name) is not None:
-        _check_syntax(f"{name} chat template", template_text(name))
+        check_syntax(f"{name} chat template", template_text(name))
     elif tokenizer is not None and (text := _own_template(tokenizer)) is not None:
-        _check_syntax("the tokenizer's own chat template", text)
+        check_syntax("the tokenizer's own chat template", text)
 
 
 def look_at_rows(
@@ -76,17 +74,11 @@ def look_at_rows(
         path = Path(entry.name).expanduser()
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
             continue
-        source = form.rows_in(Renamed(open_rows(entry.name, entry.split, flag=flag), config.data.columns))
+        source = form.rows_in(entry.open(config.data.columns))
         taken = np.unique(select_rows(entry, len(source), config.optim.seed))[:MOST_ROWS].tolist()
         bad = BadRowLog()
         for row in source.rows(taken):
-            if isinstance(row, BadRow):
-                bad.add(row)
-                continue
-            try:
-                check(row.value)
-            except MalformedRow as error:
-                bad.add(error.at(row.file, row.line), row.value)
+            bad.reading(row, check)
         if bad.counts:
             raise bad.error(len(taken), wanted=form.wanted, columns=form.columns, page=form.page)
 
@@ -132,14 +124,3 @@ def _own_template(folder: Path) -> str | None:
         text = json.loads(read_whole(folder / "tokenizer_config.json")).get("chat_template")
         return text if isinstance(text, str) else None
     return None
-
-
-def _check_syntax(what: str, text: str) -> None:
-    from jinja2 import Environment, TemplateSyntaxError
-
-    if "generation" in text.replace("add_generation_prompt", ""):
-        return  # may be a tag of transformers' own
-    try:
-        Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False).parse(text)
-    except TemplateSyntaxError as error:
-        raise InputError(f"{what}, line {error.lineno}: {error.message}") from error

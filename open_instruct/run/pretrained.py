@@ -20,7 +20,8 @@ from open_instruct.checkpoints.step_folder import Damaged, find_checkpoints, ref
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import DataSection
 from open_instruct.config.training import LearnerConfig
-from open_instruct.data.chat import choose_chat_template, load_tokenizer
+from open_instruct.data.chat_templates import choose_chat_template
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.export import ExportReport, check_destination, check_exportable, export_hf

@@ -45,7 +45,8 @@ def write_arithmetic(folder: str | Path, *, num_sft_rows: int, num_prompts: int,
         )
     rng = random.Random(seed)
     problems = rng.sample(_OPERANDS, NUM_PROBLEMS)
-    held_out, known = problems[:num_held_out], problems[num_held_out:]
+    held_out = problems[:num_held_out]
+    known = problems[num_held_out:]
     files = {
         SFT_FILE: (_sft_row(rng, rng.choice(known)) for _ in range(num_sft_rows)),
         PROMPTS_FILE: (_prompt_row(rng, known[i % len(known)]) for i in range(num_prompts)),

@@ -41,7 +41,7 @@ def write_synthetic_preferences(
 def _new_row(rng: random.Random, seen: set[str]) -> dict[str, Any]:
     while True:
         tasks = [rng.choice(_TASKS)(rng) for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3, 4, 6, 10)))]
-        question = _question(rng, [task for task, _, _ in tasks])
+        question = _question(rng, [asked for asked, _, _ in tasks])
         if question not in seen:
             seen.add(question)
             break
@@ -52,32 +52,32 @@ def _new_row(rng: random.Random, seen: set[str]) -> dict[str, Any]:
         prompt = [{"role": "user", "content": earlier}, {"role": "assistant", "content": reply}, *prompt]
     if rng.random() < 0.25:
         prompt = [{"role": "system", "content": rng.choice(_PHRASES["system"])}, *prompt]
-    right, wrong = [answer for _, answer, _ in tasks], [answer for _, _, answer in tasks]
-    chosen = " ".join([rng.choice(_PHRASES["greetings"]), "\n".join(right), rng.choice(_PHRASES["closings"])])
+    right = "\n".join(answer for _, answer, _ in tasks)
+    chosen = f"{rng.choice(_PHRASES['greetings'])} {right} {rng.choice(_PHRASES['closings'])}"
+    rejected = _rejected(rng, right, [answer for _, _, answer in tasks])
     return {
         "chosen": [*prompt, {"role": "assistant", "content": chosen}],
-        "rejected": [*prompt, {"role": "assistant", "content": _rejected(rng, right, wrong)}],
+        "rejected": [*prompt, {"role": "assistant", "content": rejected}],
     }
 
 
 def _question(rng: random.Random, tasks: list[str]) -> str:
     if len(tasks) == 1:
-        return rng.choice(_PHRASES["ask_one"]).format(task=tasks[0])
-    listed = "\n".join(f"{number}. {task}" for number, task in enumerate(tasks, start=1))
-    return rng.choice(_PHRASES["ask_many"]).format(tasks=listed)
+        return _asked(rng, "ask_one", task=tasks[0])
+    return _asked(rng, "ask_many", tasks="\n".join(f"{number}. {task}" for number, task in enumerate(tasks, start=1)))
 
 
-def _rejected(rng: random.Random, right: list[str], wrong: list[str]) -> str:
-    sneer, brush_off = rng.choice(_PHRASES["sneers"]), rng.choice(_PHRASES["brush_offs"])
+def _rejected(rng: random.Random, right: str, wrong: list[str]) -> str:
+    sneer = rng.choice(_PHRASES["sneers"])
+    brush_off = rng.choice(_PHRASES["brush_offs"])
+    all_wrong = "\n".join(wrong)
     kind = rng.random()
     if kind < 0.125:  # polite but wrong
-        return " ".join([rng.choice(_PHRASES["greetings"]), "\n".join(wrong), rng.choice(_PHRASES["closings"])])
+        return f"{rng.choice(_PHRASES['greetings'])} {all_wrong} {rng.choice(_PHRASES['closings'])}"
     if kind < 0.5:  # rude, wrong, about as long
-        return " ".join([sneer, "\n".join(wrong), brush_off])
+        return f"{sneer} {all_wrong} {brush_off}"
     if kind < 0.7:  # rude but right, and longer
-        return " ".join(
-            [sneer, rng.choice(_PHRASES["sneers"]), "\n".join(right), brush_off, rng.choice(_PHRASES["brush_offs"])]
-        )
+        return f"{sneer} {rng.choice(_PHRASES['sneers'])} {right} {brush_off} {rng.choice(_PHRASES['brush_offs'])}"
     if kind < 0.9:  # curt: the first answer only, wrong
         return f"{wrong[0]} {brush_off}"
     return f"{sneer} {brush_off}"
@@ -87,39 +87,41 @@ def _rejected(rng: random.Random, right: list[str], wrong: list[str]) -> str:
 _Task = tuple[str, str, str]
 
 
+def _asked(rng: random.Random, phrases: str, **words: object) -> str:
+    return rng.choice(_PHRASES[phrases]).format(**words)
+
+
 def _add(rng: random.Random) -> _Task:
-    a, b = rng.randrange(2, 100), rng.randrange(2, 100)
+    a = rng.randrange(2, 100)
+    b = rng.randrange(2, 100)
     wrong = a + b + rng.choice((-10, -2, -1, 1, 2, 10))
-    ask = rng.choice(("What is {a} + {b}?", "Add {a} and {b}.", "How much is {a} plus {b}?"))
-    return ask.format(a=a, b=b), f"{a} plus {b} is {a + b}.", f"{a} plus {b} is {wrong}."
+    return _asked(rng, "ask_sum", a=a, b=b), f"{a} plus {b} is {a + b}.", f"{a} plus {b} is {wrong}."
 
 
 def _subtract(rng: random.Random) -> _Task:
     b = rng.randrange(2, 60)
     a = b + rng.randrange(1, 60)
     wrong = a - b + rng.choice((-1, 1, 5, 10))
-    ask = rng.choice(("What is {a} - {b}?", "Take {b} away from {a}.", "How much is {a} minus {b}?"))
-    return ask.format(a=a, b=b), f"{a} minus {b} is {a - b}.", f"{a} minus {b} is {wrong}."
+    return _asked(rng, "ask_difference", a=a, b=b), f"{a} minus {b} is {a - b}.", f"{a} minus {b} is {wrong}."
 
 
 def _reverse(rng: random.Random) -> _Task:
     word = rng.choice(_PHRASES["words"])
-    ask = rng.choice(("Spell '{word}' backwards.", "Reverse the word {word}.", "What is {word} read from the end?"))
-    return ask.format(word=word), f"{word} backwards is {word[::-1]}.", f"{word} backwards is {word[1:] + word[0]}."
+    question = _asked(rng, "ask_reversed", word=word)
+    return question, f"{word} backwards is {word[::-1]}.", f"{word} backwards is {word[1:] + word[0]}."
 
 
 def _sort(rng: random.Random) -> _Task:
     words = rng.sample(_PHRASES["words"], rng.randrange(3, 7))
     right = sorted(words)
     wrong = [right[-1], *right[:-1]]
-    ask = rng.choice(("Sort these words: {words}.", "Put in order: {words}.", "Order {words} from A to Z."))
-    return ask.format(words=", ".join(words)), f"In order: {', '.join(right)}.", f"In order: {', '.join(wrong)}."
+    question = _asked(rng, "ask_sorted", words=", ".join(words))
+    return question, f"In order: {', '.join(right)}.", f"In order: {', '.join(wrong)}."
 
 
 def _largest(rng: random.Random) -> _Task:
     numbers = rng.sample(range(1, 200), rng.randrange(3, 8))
-    ask = rng.choice(("Which is the largest of {numbers}?", "Find the greatest number: {numbers}."))
-    question = ask.format(numbers=", ".join(map(str, numbers)))
+    question = _asked(rng, "ask_largest", numbers=", ".join(map(str, numbers)))
     return question, f"The largest is {max(numbers)}.", f"The largest is {min(numbers)}."
 
 

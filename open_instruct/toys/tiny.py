@@ -22,20 +22,6 @@ ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 SPECIAL_TOKENS = (PAD, BOS, EOS, *ROLE_TOKENS)
 NUM_BYTES = 256
 
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('unknown role ' + message['role']) }}"
-    "{% endif %}"
-    "{{ '<|' + message['role'] + '|>\n' + message['content'] }}"
-    "{{ eos_token if message['role'] == 'assistant' else '' }}"
-    "{{ '\n' if message['role'] != 'assistant' or not loop.last or add_generation_prompt else '' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-"""A turn is its role token, a line break and the text; an assistant's turn ends with the eos token."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
@@ -73,7 +59,7 @@ def write_tiny_model(
     seed: int = 0,
     vocab_size: int | None = None,
     corpus: Iterable[str] | None = None,
-    tie: bool | None = None,
+    tie: bool = False,
     dtype: str = "float32",
 ) -> Path:
     """Write a random model and a tokenizer trained on `corpus`; the same arguments give the same weights.
@@ -85,7 +71,7 @@ def write_tiny_model(
         seed: of the random weights.
         vocab_size: rows of the embedding; default: the size's. The tokenizer fills at most so many.
         corpus: texts to train the tokenizer on; default: a few pages of our own.
-        tie: whether the embedding is the head too; default: False.
+        tie: whether the embedding is the head too.
         dtype: of the stored weights.
 
     Returns:
@@ -106,7 +92,7 @@ def write_tiny_model(
         )
     folder = _empty_folder(Path(out_dir))
     tokenizer = train_tokenizer(built_in_corpus() if corpus is None else corpus, vocab_size=vocab_size)
-    config = tiny_config(family, SIZES[size], vocab_size=vocab_size, tie=bool(tie))
+    config = tiny_config(family, SIZES[size], vocab_size=vocab_size, tie=tie)
     _write_weights(folder, config, seed=seed, dtype=dtype)
     tokenizer.save_pretrained(folder, save_jinja_files=False)  # the template goes into tokenizer_config.json
     return folder
@@ -207,5 +193,6 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
         clean_up_tokenization_spaces=False,
         padding_side="right",
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    # A turn is its role token, a line break and the text; an assistant's turn ends with the eos token.
+    tokenizer.chat_template = (files("open_instruct.toys") / "chat_template.jinja").read_text("utf-8")
     return tokenizer

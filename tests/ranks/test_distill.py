@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import load_token_dataset
 from tests.ranks.objective_case import (
@@ -164,8 +165,7 @@ def test_the_numbers_are_those_of_transformers(one_process: TrainCase, name: str
         SFTBuilder,
         mixer_list=[str(one_process.rows), "1.0"],
         splits=["train"],
-        tokenizer=AutoTokenizer.from_pretrained(one_process.model),
-        chat_template_name=None,
+        chat=ChatFormat.choose(AutoTokenizer.from_pretrained(one_process.model), None),
         max_seq_length=192,
         on_bad_row="error",
         seed=42,

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import OptimSection
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
@@ -37,18 +38,20 @@ def load_rows(
     mixer_list: Iterable[str | Path],
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
+    *,
+    chat_template_name: str | None = None,
     **changes: Any,
 ) -> tuple[TokenDataset, DataReport]:
     arguments: dict[str, Any] = {
         "splits": ["train"],
-        "chat_template_name": None,
         "max_seq_length": 128,
         "on_bad_row": "error",
         "seed": 0,
         "cache_dir": folder / "cache",
     }
     words = list(map(str, mixer_list))
-    return load_token_dataset(builder, mixer_list=words, tokenizer=tokenizer, **(arguments | changes))
+    chat = ChatFormat.choose(tokenizer, chat_template_name)
+    return load_token_dataset(builder, mixer_list=words, chat=chat, **(arguments | changes))
 
 
 def train_module(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.errors import InputError
 from open_instruct.toys.arithmetic import NUM_PROBLEMS, worked_out, write_arithmetic
@@ -43,22 +43,9 @@ def last_number(text: str) -> int:
     return int(re.findall(r"\d+", text)[-1])
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "reply"),
-    [
-        (47, 38, "7+8=15 4+3+1=8 85"),
-        (38, 47, "8+7=15 3+4+1=8 85"),
-        (12, 34, "2+4=6 1+3=4 46"),
-        (12, 93, "2+3=5 1+9=10 105"),
-        (99, 99, "9+9=18 9+9+1=19 198"),
-        (10, 10, "0+0=0 1+1=2 20"),
-    ],
-)
-def test_a_sum_worked_out(a: int, b: int, reply: str) -> None:
-    assert worked_out(a, b) == reply
-
-
 def test_every_step_of_every_sum_is_right() -> None:
+    assert worked_out(47, 38) == "7+8=15 4+3+1=8 85"
+    assert worked_out(12, 93) == "2+3=5 1+9=10 105"
     for a in range(10, 100):
         for b in range(10, 100):
             *steps, answer = worked_out(a, b).split()
@@ -104,10 +91,9 @@ def test_the_same_arguments_write_the_same_bytes(tmp_path: Path) -> None:
         assert (tmp_path / "one" / file).read_bytes() != (tmp_path / "other" / file).read_bytes()
 
 
-@pytest.mark.parametrize("vocab_size", [262, 512, 2048])
-def test_replies_fit_into_24_tokens(rows: tuple[Rows, Rows, Rows], vocab_size: int) -> None:
-    tokenizer = train_tokenizer(built_in_corpus(), vocab_size=vocab_size)
-    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, None))
+def test_replies_fit_into_24_tokens(rows: tuple[Rows, Rows, Rows]) -> None:
+    tokenizer = train_tokenizer(built_in_corpus(), vocab_size=262)
+    chat = ChatFormat.choose(tokenizer, None)
     documents = [chat.encode(row["messages"]) for row in rows[0][:300]]
     assert max(len(document.responses[0]) for document in documents) <= 24
     assert max(document.responses[0].start for document in documents) <= 24

@@ -92,11 +92,14 @@ def test_a_file_is_safetensors_and_the_same_every_time(tmp_path: Path) -> None:
     }
 
 
-def test_pieces_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_add_up_and_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     monkeypatch.setattr(box_files, "PIECE_BYTES", 7)
     written = write_hashed(tmp_path / "file", [b"0123456789", b"", memoryview(b"abc" * 9)])
     assert (tmp_path / "file").read_bytes() == b"0123456789" + b"abc" * 9
     assert (written.num_bytes, written.xxh3) == (37, digest_of(tmp_path / "file"))
+    assert synced == [37]
 
 
 def change(index: Mapping[str, Any], name: str, **values: Any) -> dict[str, Any]:
@@ -125,10 +128,3 @@ def test_ranks_that_do_not_hold_the_whole_cannot_save() -> None:
     half = {"norm": parts_of("hsdp_2x2", 0)["norm"].claim}
     with pytest.raises(ValueError, match="'norm' once and whole"):
         share_out([half, half])
-
-
-def test_a_file_is_on_the_disk_when_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
-    written = write_tensors(tmp_path / "file", WHOLE)
-    assert synced == [written.num_bytes]

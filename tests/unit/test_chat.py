@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template, load_tokenizer, squeezed
-from open_instruct.data.chat_templates import built_in_templates, template_text
+from open_instruct.data.chat import ChatFormat, squeezed
+from open_instruct.data.chat_templates import ChatTemplate, built_in_templates, choose_chat_template, template_text
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
+from tests.unit.token_data import chat_format, marked, turns
 
 CHATML = ["<|im_start|>", "<|im_end|>"]
 LLAMA3 = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -36,12 +38,8 @@ def make_tokenizer(special: list[str], *, nfc: bool = False, **kwargs: Any) -> P
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    text = [
-        "the reply to the user\n\nis here,\n\n\nassistant and system: yes yes no no",
-        "\n\n\n\n",
-        "\n\n",
-        "  the  \n",
-    ]
+    text = ["the reply to the user\n\nis here,\n\n\nassistant and system: yes yes no no"]
+    text += ["\n" * 4, "\n\n", "  the  \n"]
     tokenizer.train_from_iterator(text * 20, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, bos_token=EOS, **kwargs)
 
@@ -51,21 +49,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer([*CHATML, *LLAMA3])
 
 
-def chat(tokenizer: PreTrainedTokenizerFast, name: str | None) -> ChatFormat:
-    return ChatFormat(tokenizer, choose_chat_template(tokenizer, name))
-
-
 def said(*replies: str) -> list[Message]:
     return [{"role": "assistant", "content": reply} for reply in replies]
 
 
-def own(tokenizer: PreTrainedTokenizerFast, text: str) -> ChatFormat:
+def own(tokenizer: Any, text: str) -> ChatFormat:
     return ChatFormat(tokenizer, ChatTemplate(name="own", text=text))
-
-
-def conversation(*contents: str) -> list[Message]:
-    roles = ("user", "assistant") * len(contents)
-    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
 
 
 # --- spans ----------------------------------------------------------------------------------------------
@@ -117,61 +106,50 @@ def test_every_built_in_template_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", THINKERS)
-def test_thinkers_ask_with_the_first_word_of_the_reply(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    form = chat(tokenizer, name)
-    messages: list[Message] = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+def test_thinkers_ask_with_the_first_word_of_the_reply(tokenizer: Any, name: str) -> None:
+    form = chat_format(tokenizer, name)
+    messages = turns("be kind", "hi", roles="su")
     assert form.render(messages, said("<think>hm</think>hello")) == (THINKERS[name], (f"hm</think>hello{EOS}",))
-    document = form.encode([*messages, {"role": "assistant", "content": "<think>hm</think>hello"}])
-    assert str(tokenizer.decode(list(document.token_ids))) == f"{THINKERS[name]}hm</think>hello{EOS}"
+    document = form.encode([*messages, *said("<think>hm</think>hello")])
+    assert marked(tokenizer, document) == f"{THINKERS[name]}[hm</think>hello{EOS}]"
     with pytest.raises(MalformedRow, match="does not write what it asks for the reply with"):
         form.render(messages, said("hello"))
     assert form.turn_end_token_ids() == (tokenizer.eos_token_id,)
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_templates_for_prompts_alone(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    form = chat(tokenizer, name)
-    messages: list[Message] = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+def test_templates_for_prompts_alone(tokenizer: Any, name: str) -> None:
+    form = chat_format(tokenizer, name)
+    messages = turns("be kind", "hi", roles="su")
     prompt, _ = form.render(messages, ())
     assert prompt.endswith(PROMPTS[name])
     assert form.turn_end_token_ids() == (tokenizer.eos_token_id,)
 
 
-def test_olmo_says_who_it_is_where_there_is_no_system_turn(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt, _ = chat(tokenizer, "olmo").render(conversation("hi"), ())
+def test_olmo_says_who_it_is_where_there_is_no_system_turn(tokenizer: Any) -> None:
+    prompt, _ = chat_format(tokenizer, "olmo").render(turns("hi"), ())
     assert prompt.startswith("<|im_start|>system\nYou are OLMo, a helpful function-calling AI assistant built by Ai2.")
     assert prompt.endswith("<functions></functions><|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_built_in_templates_word_for_word(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    messages: list[Message] = [{"role": "system", "content": "be kind"}, *conversation("hi", "hello")]
-    document = chat(tokenizer, name).encode(messages)
-    start, stop = document.responses[0].start, document.responses[0].stop
-    prompt, reply = EXPECTED[name]
-    assert tokenizer.decode(list(document.token_ids[:start])) == prompt
-    assert tokenizer.decode(list(document.token_ids[start:stop])) == reply
-    assert stop == len(document)
-    assert document.token_ids[-1] in {tokenizer.convert_tokens_to_ids(t) for t in (EOS, "<|im_end|>", "<|eot_id|>")}
+def test_built_in_templates_word_for_word(tokenizer: Any, name: str) -> None:
+    messages = turns("be kind", "hi", "hello", roles="sua")
+    form = chat_format(tokenizer, name)
+    assert marked(tokenizer, form.encode(messages)) == "{}[{}]".format(*EXPECTED[name])
+    _, learned = marked(tokenizer, form.encode(turns("one", "two", "three", "four"))).split("[")
+    assert "four" in learned and not any(word in learned for word in ("one", "two", "three"))
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_earlier_assistant_turns_are_not_learned(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    document = chat(tokenizer, name).encode(conversation("one", "two", "three", "four"))
-    learned = tokenizer.decode(list(document.token_ids[document.responses[0].start :]))
-    assert "four" in learned
-    assert not any(word in learned for word in ("one", "two", "three"))
-
-
-def test_merges_over_the_boundary_do_not_change_the_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_merges_over_the_boundary_do_not_change_the_prompt(tokenizer: Any) -> None:
     text_ids = tokenizer("<|assistant|>\n\n\nyes", add_special_tokens=False)["input_ids"]
     prompt_ids = tokenizer("<|assistant|>\n", add_special_tokens=False)["input_ids"]
     assert text_ids[: len(prompt_ids)] != prompt_ids, "this tokenizer should merge line breaks"
-    form = chat(tokenizer, "tulu")
-    one, other = (form.encode(conversation("q", reply)) for reply in ("\n\nyes", "no"))
+    form = chat_format(tokenizer, "tulu")
+    one, other = (form.encode(turns("q", reply)) for reply in ("\n\nyes", "no"))
     assert one.responses[0].start == other.responses[0].start
     assert one.token_ids[: one.responses[0].start] == other.token_ids[: other.responses[0].start]
-    assert str(tokenizer.decode(list(one.token_ids))).endswith(f"<|assistant|>\n\n\nyes{EOS}")
+    assert marked(tokenizer, one).endswith(f"<|assistant|>\n[\n\nyes{EOS}]")
 
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
@@ -180,24 +158,20 @@ REPLIES = TEXTS.filter(lambda text: text.strip())
 
 @given(
     name=st.sampled_from(sorted(EXPECTED)),
-    turns=st.lists(TEXTS, max_size=4).filter(lambda turns: len(turns) % 2 == 1),
+    contents=st.lists(TEXTS, max_size=4).filter(lambda texts: len(texts) % 2 == 1),
     replies=st.tuples(REPLIES, REPLIES),
 )
-def test_spans_of_any_text(
-    tokenizer: PreTrainedTokenizerFast, name: str, turns: list[str], replies: tuple[str, str]
-) -> None:
-    form = chat(tokenizer, name)
-    prompt = conversation(*turns)
+def test_spans_of_any_text(tokenizer: Any, name: str, contents: list[str], replies: tuple[str, str]) -> None:
+    form = chat_format(tokenizer, name)
+    prompt = turns(*contents)
     prompt_text, reply_texts = form.render(prompt, said(*replies))
     documents = [form.encode([*prompt, {"role": "assistant", "content": reply}]) for reply in replies]
     starts = {document.responses[0].start for document in documents}
     assert len(starts) == 1, "one prompt, one boundary"
-    start = starts.pop()
-    assert start > 0
+    assert starts.pop() > 0
     for document, reply, reply_text in zip(documents, replies, reply_texts, strict=True):
         assert len(document.responses[0]) > 0 and document.responses[0].stop == len(document)
-        assert tokenizer.decode(list(document.token_ids[:start])) == prompt_text
-        assert tokenizer.decode(list(document.token_ids[start:])) == reply_text
+        assert marked(tokenizer, document) == f"{prompt_text}[{reply_text}]"
         assert squeezed(reply) in squeezed(reply_text)
         # Nothing of the template's side of the boundary is learned.
         assert reply_text.startswith((reply, " " + reply, reply.strip()))
@@ -205,23 +179,14 @@ def test_spans_of_any_text(
 
 def test_tokenizer_that_composes_unicode() -> None:
     composing = make_tokenizer([], nfc=True)
-    document = chat(composing, "tulu").encode(conversation("q", "cafe\u0301"))
-    assert composing.decode(list(document.token_ids[document.responses[0].start :])) == f"caf\u00e9{EOS}"
+    document = chat_format(composing, "tulu").encode(turns("q", "cafe\u0301"))
+    assert marked(composing, document).endswith(f"[caf\u00e9{EOS}]")
 
 
 # --- templates that do not fit --------------------------------------------------------------------------
 
 TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 ASK = "{{ '<assistant>' if add_generation_prompt }}"
-
-
-def test_a_thinking_block_that_the_template_writes_is_learned(tokenizer: PreTrainedTokenizerFast) -> None:
-    text = (
-        "{% for m in messages %}<{{ m['role'] }}>"
-        "{{ '<think></think>' if m['role'] == 'assistant' and loop.last }}{{ m['content'] }}{% endfor %}" + ASK
-    )
-    rendered = own(tokenizer, text).render(conversation("q"), said("yes"))
-    assert rendered == ("<user>q<assistant>", ("<think></think>yes",))
 
 
 @pytest.mark.parametrize(
@@ -235,11 +200,9 @@ def test_a_thinking_block_that_the_template_writes_is_learned(tokenizer: PreTrai
         ("{% if not add_generation_prompt %}" + TURNS + "{% endif %}", "writes nothing before the reply"),
     ],
 )
-def test_templates_that_hide_the_reply_are_a_reason(
-    tokenizer: PreTrainedTokenizerFast, template: str, reason: str
-) -> None:
+def test_templates_that_hide_the_reply_are_a_reason(tokenizer: Any, template: str, reason: str) -> None:
     with pytest.raises(MalformedRow, match=reason) as caught:
-        own(tokenizer, template).encode(conversation("q", "a longer reply"))
+        own(tokenizer, template).encode(turns("q", "a longer reply"))
     assert caught.value.kind == "template"
 
 
@@ -247,42 +210,33 @@ def test_a_tokenizer_that_loses_text_is_a_reason() -> None:
     lossy = Tokenizer(models.WordLevel({"<unk>": 0, "yes": 1, EOS: 2}, unk_token="<unk>"))
     lossy.pre_tokenizer = pre_tokenizers.Whitespace()
     form = own(PreTrainedTokenizerFast(tokenizer_object=lossy, eos_token=EOS), TURNS + ASK)
-    assert len(form.encode(conversation("yes", "yes")).responses[0]) == 1
+    assert len(form.encode(turns("yes", "yes")).responses[0]) == 1
     with pytest.raises(MalformedRow, match="cannot write the reply 'maybe'") as caught:
-        form.encode(conversation("yes", "maybe"))
+        form.encode(turns("yes", "maybe"))
     assert caught.value.kind == "tokenizer"
 
 
-def test_the_day_does_not_matter(tokenizer: PreTrainedTokenizerFast) -> None:
-    dated = "{% if date_string is not defined %}{{ strftime_now('%d %b %Y') }}{% else %}{{ date_string }}{% endif %}"
-    prompt, _ = own(tokenizer, dated + TURNS + ASK).render(conversation("q"), said("yes"))
-    assert prompt == "26 Jul 2024<user>q<assistant>"
-
-
-def test_white_space_after_the_end_of_turn_is_not_learned_but_within_a_reply_it_is(
-    tokenizer: PreTrainedTokenizerFast,
+def test_the_day_does_not_matter_nor_does_white_space_after_the_end_of_a_turn(
+    tokenizer: Any,
 ) -> None:
-    form = chat(tokenizer, "chatml")
-    assert form.render(conversation("q"), said("yes\n"))[1] == ("yes\n<|im_end|>",)
+    dated = "{% if date_string is not defined %}{{ strftime_now('%d %b %Y') }}{% else %}{{ date_string }}{% endif %}"
+    prompt, _ = own(tokenizer, dated + TURNS + ASK).render(turns("q"), said("yes"))
+    assert prompt == "26 Jul 2024<user>q<assistant>"
+    form = chat_format(tokenizer, "chatml")
+    assert form.render(turns("q"), said("yes\n"))[1] == ("yes\n<|im_end|>",)
     assert form.ends_turn("yes<|im_end|>") and not form.ends_turn("yes")
-    assert own(tokenizer, TURNS + ASK).render(conversation("q"), said("yes\n"))[1] == ("yes\n",)
+    assert own(tokenizer, TURNS + ASK).render(turns("q"), said("yes\n"))[1] == ("yes\n",)
 
 
 # --- choosing -------------------------------------------------------------------------------------------
 
 
-def test_choosing_by_name_and_the_tokenizers_own() -> None:
-    with_own = make_tokenizer([], chat_template=TURNS + ASK)
-    assert choose_chat_template(with_own, None).text == TURNS + ASK
-    assert choose_chat_template(with_own, "tulu").text == built_in_templates()["tulu"]
-
-
-def test_a_file_of_ones_own(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_file_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text(TURNS + ASK + "{{ eos_token if not add_generation_prompt }}\n")
-    form = chat(tokenizer, str(file))
+    form = chat_format(tokenizer, str(file))
     assert form.template.name == str(file)
-    assert form.render(conversation("q"), said("yes")) == ("<user>q<assistant>", (f"yes{EOS}",))
+    assert form.render(turns("q"), said("yes")) == ("<user>q<assistant>", (f"yes{EOS}",))
     file.write_text("{% for m in messages %}")
     with pytest.raises(InputError, match=r"mine\.jinja chat template, line 1"):
         choose_chat_template(tokenizer, str(file))
@@ -300,11 +254,9 @@ def test_a_bos_token_may_be_written_before_any_template() -> None:
     tokenizer = make_tokenizer(LLAMA3, chat_template=TURNS + ASK)
     for name, text in ((None, TURNS + ASK), ("tulu", template_text("tulu"))):
         template = choose_chat_template(tokenizer, name, add_bos=True)
-        rendered, _ = ChatFormat(tokenizer, template).render([{"role": "user", "content": "?"}], ())
-        plain, _ = ChatFormat(tokenizer, ChatTemplate(name="plain", text=text)).render(
-            [{"role": "user", "content": "?"}], ()
-        )
-        assert rendered == tokenizer.bos_token + plain
+        assert choose_chat_template(tokenizer, name).text == text
+        rendered, _ = ChatFormat(tokenizer, template).render(turns("?"), ())
+        assert rendered == tokenizer.bos_token + own(tokenizer, text).render(turns("?"), ())[0]
     with pytest.raises(InputError, match="--add_bos: llama3 chat template begins with the bos token itself"):
         choose_chat_template(tokenizer, "llama3", add_bos=True)
     tokenizer.bos_token = None
@@ -312,7 +264,7 @@ def test_a_bos_token_may_be_written_before_any_template() -> None:
         choose_chat_template(tokenizer, "tulu", add_bos=True)
 
 
-def test_choices_that_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_choices_that_are_refused(tokenizer: Any) -> None:
     with pytest.raises(
         InputError, match=r"'tulip' is not a template; did you mean tulu\? Use one of llama3, .*simple_chat, .* chatml"
     ):
@@ -324,45 +276,36 @@ def test_choices_that_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(InputError, match="simple_chat needs eos_token"):
         choose_chat_template(bare, "simple_chat")
-    with pytest.raises(InputError, match="chat template, line 1"):
-        choose_chat_template(make_tokenizer([], chat_template="{% for m in messages %}"), None)
 
 
-def test_fingerprint_covers_vocabulary_and_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    first = chat(tokenizer, "tulu").fingerprint
+def test_fingerprint_covers_vocabulary_and_template(tokenizer: Any) -> None:
+    first = chat_format(tokenizer, "tulu").fingerprint
     tokenizer(["a", "b c d"], truncation=True, max_length=2)  # leaves state behind in the tokenizer
-    assert chat(tokenizer, "tulu").fingerprint == first
-    assert chat(tokenizer, "simple_chat").fingerprint != first
-    assert chat(make_tokenizer(CHATML), "tulu").fingerprint != first
+    assert chat_format(tokenizer, "tulu").fingerprint == first
+    assert chat_format(tokenizer, "simple_chat").fingerprint != first
+    assert chat_format(make_tokenizer(CHATML), "tulu").fingerprint != first
 
 
 # --- loading --------------------------------------------------------------------------------------------
 
 
-def test_load_tokenizer_round_trip(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    loaded = load_tokenizer(str(tmp_path))
-    assert loaded("the reply")["input_ids"] == tokenizer("the reply")["input_ids"]
-    assert chat(loaded, "tulu").fingerprint == chat(tokenizer, "tulu").fingerprint
-    (tmp_path / "tokenizer_config.json").unlink()
-    assert load_tokenizer(str(tmp_path))("the reply")["input_ids"] == tokenizer("the reply")["input_ids"]
-
-
-def test_tokenizers_that_cannot_be_loaded(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_tokenizers_are_loaded_or_refused(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--model_name_or_path: .*/nope: no such folder"):
         load_tokenizer(str(tmp_path / "nope"), flag="--model_name_or_path")
     with pytest.raises(InputError, match=r"has no tokenizer\.json"):
         load_tokenizer(str(tmp_path))
     tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded("the reply")["input_ids"] == tokenizer("the reply")["input_ids"]
+    assert chat_format(loaded, "tulu").fingerprint == chat_format(tokenizer, "tulu").fingerprint
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert load_tokenizer(str(tmp_path))("the reply")["input_ids"] == tokenizer("the reply")["input_ids"]
     with pytest.raises(InputError, match="is a file"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
     whole = (tmp_path / "tokenizer.json").read_bytes()
     (tmp_path / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match=r"cannot be loaded|not JSON"):
         load_tokenizer(str(tmp_path))
-
-
-def test_prefix_space_tokenizers_are_refused(tmp_path: Path) -> None:
     spaced = make_tokenizer([])
     spaced.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     spaced.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -370,7 +313,7 @@ def test_prefix_space_tokenizers_are_refused(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_code_beside_a_tokenizer_is_not_run(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_code_beside_a_tokenizer_is_not_run(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config.update(tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]})
@@ -379,3 +322,30 @@ def test_code_beside_a_tokenizer_is_not_run(tokenizer: PreTrainedTokenizerFast, 
     with pytest.raises(InputError, match="cannot be loaded"):
         load_tokenizer(str(tmp_path))
     assert not (tmp_path / "ran").exists()
+
+
+# --- the tokens at which a reply is over ----------------------------------------------------------------
+
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+ASK_CHATML = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "expected"),
+    [
+        *((name, EOS, [EOS]) for name in ("tulu", "olmo", "simple_chat")),
+        *((name, EOS, [EOS, "<|im_end|>"]) for name in ("chatml", "qwen")),
+        ("llama3", EOS, [EOS, "<|eot_id|>"]),
+        ("chatml", None, ["<|im_end|>"]),
+        ("chatml", "<|im_end|>", ["<|im_end|>"]),
+        # A line break after the turn is not its end; a template without an end leaves the tokenizer's.
+        (HEAD + "<|im_end|>\n{% endfor %}" + ASK_CHATML, EOS, [EOS, "<|im_end|>"]),
+        (HEAD + "\n{% endfor %}" + ASK_CHATML, EOS, [EOS]),
+    ],
+)
+def test_ends_of_turns_are_the_templates_and_the_tokenizers(template: str, eos: str, expected: list[str]) -> None:
+    tokenizer = make_tokenizer([*CHATML, *LLAMA3])
+    tokenizer.eos_token = eos
+    form = own(tokenizer, template) if "{" in template else chat_format(tokenizer, template)
+    ids = form.turn_end_token_ids()
+    assert tokenizer.convert_ids_to_tokens(list(ids)) == expected and list(ids) == sorted(ids)

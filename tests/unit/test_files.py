@@ -1,4 +1,4 @@
-"""Kinds of files beside .jsonl and .parquet, folders of them, and what is taken for a name on the hub."""
+"""Files and folders of rows, the rows in them that cannot be read, and what is taken for a name on the hub."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import csv
 import gzip
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import Table, ipc, parquet
 
-from open_instruct.data.files import opening
+from open_instruct.data.files import columnar
 from open_instruct.data.files.lists import json_list
-from open_instruct.data.files.names import looks_like_a_file
-from open_instruct.data.files.opening import open_rows
-from open_instruct.data.files.rows import BadRow, RawRow
+from open_instruct.data.files.opening import looks_like_a_file, open_rows
+from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, parse_json_object
 from open_instruct.errors import InputError
 from tests.unit.mutations import mutated_bytes
+from tests.unit.token_data import write_rows
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": f'q{i} "[{{,}}]" \\ é\n', "chosen": [{"role": "user", "content": "x"}], "n": i} for i in range(5)
@@ -32,11 +36,16 @@ VALUES = st.recursive(
 )
 
 
-def values(path: Path, indices: list[int] | None = None, split: str = "train") -> list[dict[str, Any]]:
+def values(path: Path | str, indices: list[int] | None = None, split: str = "train") -> list[dict[str, Any]]:
     source = open_rows(str(path), split)
     rows = list(source.rows(range(len(source)) if indices is None else indices))
     assert all(isinstance(row, RawRow) for row in rows), rows
     return [row.value for row in rows if isinstance(row, RawRow)]
+
+
+def outcome(row: RawRow | BadRow) -> Any:
+    """The content of a row, or the line and the kind of a bad one."""
+    return row.value if isinstance(row, RawRow) else (row.line, row.kind)
 
 
 def write(path: Path, text: str | bytes) -> Path:
@@ -46,6 +55,66 @@ def write(path: Path, text: str | bytes) -> Path:
 
 
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+
+
+# --- .jsonl ---------------------------------------------------------------------------------------------
+
+
+def test_jsonl_rows_know_their_line_past_blank_lines_and_a_byte_order_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("pyarrow", "datasets"):
+        monkeypatch.setitem(sys.modules, package, None)  # not needed
+    source = open_rows(str(write(tmp_path / "rows.jsonl", b'\xef\xbb\xbf{"n": 0}\r\n\r\n  \n{"n": 1}\n{"n": 2}')))
+    assert len(source) == 3
+    rows = list(source.rows([0, 1, 2]))
+    assert [row.line for row in rows] == [1, 4, 5] and list(map(outcome, rows)) == [{"n": i} for i in range(3)]
+    assert list(source.rows([2])) == rows[2:]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "reason"),
+    [
+        (b'{"n": "\xff"}', "not_utf8", "not UTF-8: byte 0xff at byte 8"),
+        (b"{'n': 1}", "not_json", "at column 2"),
+        (b'{"n": [1, 2],', "not_json", "an object that does not end on its line: .jsonl has one whole object a line"),
+        (b'{"n": 1} {"n": 2}', "not_json", "Extra data"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "not_json", "not JSON that can be read"),
+        (b"[" * 100_000, "not_json", "not JSON that can be read"),
+        (b"[1]", "not_object", "a JSON list, not an object"),
+        (b"null", "not_object", "a JSON null"),
+        (b'{"n": 1, "n": 2}', "not_json", "'n' is there twice"),
+        (b'{"n": {"a": 1, "a": 1}}', "not_json", "'a' is there twice"),
+    ],
+)
+def test_jsonl_reports_bad_lines_and_goes_on(tmp_path: Path, line: bytes, kind: str, reason: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"n": 0}\n' + line + b'\n{"n": 2}\n')
+    rows = list(open_rows(str(path)).rows([0, 1, 2]))
+    assert list(map(outcome, rows)) == [{"n": 0}, (2, kind), {"n": 2}]
+    assert str(rows[1]).startswith(f"{path}, line 2: ") and reason in str(rows[1])
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_an_object_or_a_reported_row(line: bytes) -> None:
+    result: object
+    try:
+        result = parse_json_object(line)
+    except MalformedRow as error:
+        result = error.kind
+    assert isinstance(result, dict) or result in {"not_utf8", "not_json", "not_object"}
+
+
+def test_packed_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl.gz", gzip.compress(LINES.encode()))
+    assert values(path) == ROWS
+    assert values(path, [0, 3]) == [ROWS[0], ROWS[3]]
+    fingerprint = open_rows(str(path)).fingerprint
+    assert fingerprint == open_rows(str(write(tmp_path / "b.jsonl", LINES))).fingerprint, "it follows the content"
+    assert fingerprint != open_rows(str(write_rows(tmp_path / "c.jsonl", *ROWS[:4]))).fingerprint
+    for damaged in (path.read_bytes()[:-20], b"not packed at all", b"\x1f\x8b\x08\x00" + b"\xff" * 40):
+        with pytest.raises(InputError, match=r"rows\.jsonl\.gz cannot be read"):
+            open_rows(str(write(path, damaged)))
 
 
 # --- .json ----------------------------------------------------------------------------------------------
@@ -78,12 +147,8 @@ def test_any_list_of_objects(tmp_path_factory: pytest.TempPathFactory, rows: lis
 
 def test_items_that_are_no_rows_are_reported_and_the_rest_is_read(tmp_path: Path) -> None:
     source = open_rows(str(write(tmp_path / "rows.json", '[{"n": 0}, 5, {"n": 1, "n": 2}, {"n" 3}, {"n": 4}, ]')))
-    first, *bad, last, empty = source.rows(range(6))
-    assert isinstance(first, RawRow) and isinstance(last, RawRow) and last.value == {"n": 4} and last.line == 5
-    assert [(row.line, row.kind) for row in bad if isinstance(row, BadRow)] == [
-        *((2, "not_object"), (3, "not_json"), (4, "not_json"))
-    ]
-    assert isinstance(empty, BadRow) and empty.kind == "not_json"
+    bad = [(2, "not_object"), (3, "not_json"), (4, "not_json")]
+    assert list(map(outcome, source.rows(range(6)))) == [{"n": 0}, *bad, {"n": 4}, (6, "not_json")]
 
 
 @pytest.mark.parametrize(
@@ -145,11 +210,12 @@ def test_tables(tmp_path: Path, name: str, delimiter: str) -> None:
 
 def test_rows_of_a_table_that_cannot_be_used(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.csv", b"prompt,chosen\nq,yes\nq,yes,no\nq\n\xff,yes\nq,last\n")
-    first, long, short, not_text, last = open_rows(str(path)).rows(range(5))
-    assert isinstance(first, RawRow) and isinstance(last, RawRow) and last.line == 6
-    assert isinstance(long, BadRow) and long.reason.startswith("3 cells under 2 column names (prompt, chosen)")
-    assert isinstance(short, BadRow) and short.line == 4
-    assert isinstance(not_text, BadRow) and "not UTF-8" in not_text.reason
+    rows = list(open_rows(str(path)).rows(range(5)))
+    good = {"prompt": "q", "chosen": "yes"}
+    bad = [(line, "not_readable") for line in (3, 4, 5)]
+    assert list(map(outcome, rows)) == [good, *bad, good | {"chosen": "last"}]
+    reasons = [row.reason for row in rows if isinstance(row, BadRow)]
+    assert reasons[0].startswith("3 cells under 2 column names (prompt, chosen)") and "not UTF-8" in reasons[2]
 
 
 @pytest.mark.parametrize("header", ["", "a,a\n", "a,,b\n1,2,3\n"])
@@ -158,17 +224,93 @@ def test_a_table_needs_names(tmp_path: Path, header: str) -> None:
         open_rows(str(write(tmp_path / "rows.csv", header)))
 
 
-# --- packed lines ---------------------------------------------------------------------------------------
+# --- .parquet and .arrow --------------------------------------------------------------------------------
 
 
-def test_packed_lines(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl.gz", gzip.compress(LINES.encode()))
-    assert values(path) == ROWS
-    assert values(path, [0, 3]) == [ROWS[0], ROWS[3]]
-    assert open_rows(str(path)).fingerprint == open_rows(str(write(tmp_path / "rows.jsonl", LINES))).fingerprint
-    for damaged in (path.read_bytes()[:-20], b"not packed at all", b"\x1f\x8b\x08\x00" + b"\xff" * 40):
-        with pytest.raises(InputError, match=r"rows\.jsonl\.gz cannot be read"):
-            open_rows(str(write(path, damaged)))
+def write_columns(path: Path, table: Table) -> Path:
+    """As the suffix says; "file.arrow" is Arrow's random-access format, any other .arrow its stream."""
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path, row_group_size=700)
+        return path
+    new = ipc.new_file if path.name == "file.arrow" else ipc.new_stream
+    with new(path, table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "stream.arrow", "file.arrow"])
+def test_columnar_files(tmp_path: Path, name: str) -> None:
+    path = write_columns(tmp_path / name, Table.from_pylist([{"n": i} for i in range(3000)]))
+    source = open_rows(str(path))
+    assert len(source) == 3000 and len(source.fingerprint) == 64
+    indices = [0, 699, 700, 1023, 1024, 2999]
+    rows = list(source.rows(indices))
+    assert [row.line for row in rows] == [i + 1 for i in indices]
+    assert list(map(outcome, rows)) == [{"n": i} for i in indices]
+    for content in (b"", b"not what it says it is, by far"):
+        with pytest.raises(InputError, match=f"{name}.*(damaged|cannot be read)"):
+            open_rows(str(write(path, content)))
+
+
+QUESTIONS = [{"n": i, "prompt": f"question {i}"} for i in range(40)]
+
+
+def test_text_in_a_parquet_file_that_is_not_utf8_is_one_bad_row(tmp_path: Path) -> None:
+    parquet.write_table(
+        Table.from_pylist(QUESTIONS), tmp_path / "rows.parquet", compression="none", use_dictionary=False
+    )
+    data = (tmp_path / "rows.parquet").read_bytes()
+    (tmp_path / "rows.parquet").write_bytes(data.replace(b"question 7", b"question \xff"))
+    rows = list(open_rows(str(tmp_path / "rows.parquet")).rows(range(40)))
+    assert list(map(outcome, rows)) == [*QUESTIONS[:7], (8, "not_readable"), *QUESTIONS[8:]]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_any_bytes_of_a_columnar_file_are_read_or_refused(tmp_path: Path, kind: str) -> None:
+    path = write_columns(tmp_path / f"rows.{kind}", Table.from_pylist(QUESTIONS))
+    whole, refused = path.read_bytes(), 0
+    for seed in range(100):
+        path.unlink()
+        path.write_bytes(mutated_bytes(whole, random.Random(seed)))
+        try:
+            source = open_rows(str(path))
+            for row in source.rows(range(min(len(source), 40))):
+                assert isinstance(row, RawRow | BadRow)
+        except InputError:
+            refused += 1
+    assert refused > 0
+
+
+def one_text_of_many_rows(path: Path, *, num_rows: int, num_bytes: int) -> None:
+    """A small file: every second row has the same large text, which is in there once."""
+    which = pyarrow.array([0, 1] * (num_rows // 2), pyarrow.int32())
+    cells = pyarrow.DictionaryArray.from_arrays(which, ["x" * num_bytes, "short"])
+    if path.suffix == ".parquet":
+        table = Table.from_arrays([cells.dictionary_decode()], ["prompt"])
+        parquet.write_table(table, path, dictionary_pagesize_limit=2 * num_bytes)
+    else:
+        table = Table.from_arrays([cells], ["prompt"])
+        with ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_text_that_many_rows_have_is_unpacked_for_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path, num_bytes, num_rows = tmp_path / f"rows.{kind}", 2**20, 200
+    monkeypatch.setattr(columnar, "_BYTES_AT_ONCE", 2**23)
+    monkeypatch.setattr(columnar, "_LONGEST_ROW", 2**19)
+    one_text_of_many_rows(path, num_rows=num_rows, num_bytes=num_bytes)
+    assert path.stat().st_size < 2 * num_bytes
+    before, most = pyarrow.total_allocated_bytes(), 0
+    rows = []
+    for row in open_rows(str(path)).rows(range(num_rows)):
+        rows.append(row)
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert most < 2**25
+    expected = [each for line in range(1, num_rows, 2) for each in ((line, "not_readable"), {"prompt": "short"})]
+    assert list(map(outcome, rows)) == expected and "more than 0 MiB" in str(rows[0])
 
 
 # --- folders --------------------------------------------------------------------------------------------
@@ -202,6 +344,35 @@ def test_a_folder_without_rows(tmp_path: Path) -> None:
         open_rows(str(tmp_path))
 
 
+def test_folders_of_the_datasets_library(tmp_path: Path) -> None:
+    whole = datasets.Dataset.from_list(ROWS)
+    whole.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": whole, "test": whole.select([3, 4])}).save_to_disk(tmp_path / "two")
+    assert values(tmp_path / "one", [1, 3]) == [ROWS[1], ROWS[3]]
+    assert values(tmp_path / "two", split="test") == ROWS[3:]
+    with pytest.raises(InputError, match=r"--mixer_list_splits: .* has no split 'nope'; it has test, train"):
+        open_rows(str(tmp_path / "two"), "nope")
+
+
+def test_names_go_to_the_datasets_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(name: str, configuration: str | None, *, split: str) -> Any:
+        asked.append((name, configuration, split))
+        if name == "owner/gone":
+            raise ConnectionError("no network")
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert values("owner/set", split="test_prefs") == ROWS
+    (row,) = open_rows("owner/set", "test_prefs").rows([4])
+    assert (row.file, row.line) == ("owner/set[test_prefs]", 5)
+    assert values("owner/set:main", [4]) == ROWS[4:]
+    assert (asked[0], asked[-1]) == (("owner/set", None, "test_prefs"), ("owner/set", "main", "train"))
+    with pytest.raises(InputError, match=r"owner/gone: there is no such file.*ConnectionError: no network"):
+        open_rows("owner/gone")
+
+
 # --- names ----------------------------------------------------------------------------------------------
 
 
@@ -214,7 +385,7 @@ def test_a_folder_without_rows(tmp_path: Path) -> None:
 )
 def test_names_that_are_never_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(opening, "NamedRows", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setitem(sys.modules, "datasets", None)  # would fail if the hub were asked
     (tmp_path / "here").mkdir()
     with pytest.raises(InputError, match=r"no such file \(a name like this is not looked for on the hub\)"):
         open_rows(name)
@@ -224,3 +395,15 @@ def test_names_that_are_never_looked_for_on_the_hub(tmp_path: Path, monkeypatch:
 def test_names_that_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     assert not looks_like_a_file(name)
+
+
+def test_refused_names_come_with_what_would_work(tmp_path: Path) -> None:
+    path = write(tmp_path / "preferences.jsonl", LINES)
+    with pytest.raises(InputError, match=r"^--mixer_list: .*no such file .*\. Did you mean .*/preferences\.jsonl\?"):
+        open_rows(str(tmp_path / "preference.jsonl"))
+    with pytest.raises(InputError, match="There is no folder"):
+        open_rows(str(tmp_path / "nowhere" / "rows.jsonl"))
+    with pytest.raises(InputError, match=r"cannot read '\.txt' files; give one of \.jsonl, \.jsonl\.gz, \.json, \.csv"):
+        open_rows(str(write(tmp_path / "rows.txt", "a,b")))
+    with pytest.raises(InputError, match=r"--eval_mixer_list_splits: .* its only split is 'train', not 'test'"):
+        open_rows(str(path), "test", flag="--eval_mixer_list")

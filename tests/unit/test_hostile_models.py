@@ -20,8 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
-from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
+from open_instruct.data.chat import ChatFormat
+from open_instruct.data.chat_templates import choose_chat_template
 from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.export import check_exportable, export_hf
@@ -106,7 +108,7 @@ def plan(folder: Path) -> None:
 
 def speak(folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder))
-    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, None))
+    chat = ChatFormat.choose(tokenizer, None)
     assert chat.fingerprint
     with contextlib.suppress(MalformedRow):
         chat.encode(CONVERSATION)
@@ -336,7 +338,7 @@ def test_a_pattern_that_makes_the_library_panic_is_told_of(good: Path, tmp_path:
     fields["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [pattern, fields["pre_tokenizer"]]}
     (folder / "tokenizer.json").write_text(json.dumps(fields))
     tokenizer = load_tokenizer(str(folder))
-    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, None))
+    chat = ChatFormat.choose(tokenizer, None)
     with pytest.raises(InputError, match=r"the tokenizer of .*model fails on a text \(.*\): mend its tokenizer\.json"):
         chat.tokenize([f"{'a' * 40}b"])
 

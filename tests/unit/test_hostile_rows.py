@@ -1,4 +1,4 @@
-"""Damaged data files and traces, chat templates that misbehave: a sentence, or a row that is counted."""
+"""Damaged traces, and chat templates that misbehave: a sentence, or a row that is counted."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
-from pyarrow import ArrowException, Table, ipc, parquet
+from pyarrow import ArrowException, Table, parquet
 
 from open_instruct.data import chat
-from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template, load_tokenizer
-from open_instruct.data.files import columnar
-from open_instruct.data.files.opening import open_rows
-from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow
+from open_instruct.data.chat import ChatFormat
+from open_instruct.data.chat_templates import choose_chat_template
+from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.replay import check_trace_fits
@@ -24,81 +23,7 @@ from open_instruct.rollout.traces import read_traces, trace_file
 from open_instruct.toys.tiny import write_tiny_model
 from tests.unit.mutations import mutated, mutated_bytes
 
-ROWS = [{"n": i, "chosen": [{"role": "user", "content": f"question {i}"}]} for i in range(40)]
 CONVERSATION: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]
-
-
-def test_a_key_that_is_there_twice_is_a_bad_row(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"n": 1, "n": 2}\n{"n": {"a": 1, "a": 1}}\n{"n": 3}\n')
-    first, second, third = open_rows(str(tmp_path / "rows.jsonl")).rows([0, 1, 2])
-    assert isinstance(first, BadRow) and first.kind == "not_json" and "'n' is there twice" in first.reason
-    assert isinstance(second, BadRow) and "'a' is there twice" in second.reason
-    assert isinstance(third, RawRow)
-
-
-def test_text_in_a_parquet_file_that_is_not_utf8_is_one_bad_row(tmp_path: Path) -> None:
-    parquet.write_table(Table.from_pylist(ROWS), tmp_path / "rows.parquet", compression="none", use_dictionary=False)
-    data = (tmp_path / "rows.parquet").read_bytes()
-    (tmp_path / "rows.parquet").write_bytes(data.replace(b"question 7", b"question \xff"))
-    rows = list(open_rows(str(tmp_path / "rows.parquet")).rows(range(40)))
-    assert [type(row).__name__ for row in rows] == ["RawRow"] * 7 + ["BadRow"] + ["RawRow"] * 32
-    assert rows[7].line == 8
-    assert rows[7].kind == "not_readable"
-
-
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_any_bytes_of_a_columnar_file_are_read_or_refused(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"rows.{kind}"
-    table = Table.from_pylist(ROWS)
-    if kind == "parquet":
-        parquet.write_table(table, path)
-    else:
-        with ipc.new_stream(path, table.schema) as writer:
-            writer.write_table(table)
-    whole, refused = path.read_bytes(), 0
-    for seed in range(100):
-        path.unlink()
-        path.write_bytes(mutated_bytes(whole, random.Random(seed)))
-        try:
-            source = open_rows(str(path))
-            for row in source.rows(range(min(len(source), 40))):
-                assert isinstance(row, RawRow | BadRow)
-        except InputError:
-            refused += 1
-    assert refused > 0
-
-
-def one_text_of_many_rows(path: Path, *, num_rows: int, num_bytes: int) -> None:
-    """A small file: every second row has the same large text, which is in there once."""
-    which = pyarrow.array([0, 1] * (num_rows // 2), pyarrow.int32())
-    cells = pyarrow.DictionaryArray.from_arrays(which, ["x" * num_bytes, "short"])
-    if path.suffix == ".parquet":
-        table = Table.from_arrays([cells.dictionary_decode()], ["prompt"])
-        parquet.write_table(table, path, dictionary_pagesize_limit=2 * num_bytes)
-    else:
-        table = Table.from_arrays([cells], ["prompt"])
-        with ipc.new_stream(path, table.schema) as writer:
-            writer.write_table(table)
-
-
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_text_that_many_rows_have_is_unpacked_for_few_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    path, num_bytes, num_rows = tmp_path / f"rows.{kind}", 2**20, 200
-    monkeypatch.setattr(columnar, "_BYTES_AT_ONCE", 2**23)
-    monkeypatch.setattr(columnar, "_LONGEST_ROW", 2**19)
-    one_text_of_many_rows(path, num_rows=num_rows, num_bytes=num_bytes)
-    assert path.stat().st_size < 2 * num_bytes
-    before, most = pyarrow.total_allocated_bytes(), 0
-    rows = []
-    for row in open_rows(str(path)).rows(range(num_rows)):
-        rows.append(row)
-        most = max(most, pyarrow.total_allocated_bytes() - before)
-    assert most < 2**25
-    assert [type(row) for row in rows] == [BadRow, RawRow] * (num_rows // 2)
-    assert isinstance(rows[0], BadRow) and "more than 0 MiB" in rows[0].reason and rows[0].line == 1
-    assert isinstance(rows[1], RawRow) and rows[1].value == {"prompt": "short"}
 
 
 # --- chat templates -------------------------------------------------------------------------------------
@@ -155,10 +80,9 @@ def test_a_template_without_an_end_is_stopped(tokenizer: Any, monkeypatch: pytes
     many = "{% set many = range(99999) | list %}"
     endless = many + "".join(f"{{% for {name} in many %}}" for name in "abcde") + "{% endfor %}" * 5
     monkeypatch.setattr(tokenizer, "chat_template", endless)
+    form = ChatFormat.choose(tokenizer, None)
     with pytest.raises(InputError, match=r"the tokenizer's own chat template does not end.*--chat_template_name"):
-        choose_chat_template(tokenizer, None)
-    with pytest.raises(InputError, match="does not end"):
-        ChatFormat(tokenizer, ChatTemplate(name="mine", text=endless)).encode(CONVERSATION)
+        form.encode(CONVERSATION)
 
 
 # --- traces ---------------------------------------------------------------------------------------------

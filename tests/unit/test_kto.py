@@ -38,10 +38,11 @@ from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.records import Document
-from open_instruct.toys.tiny import tiny_config, train_tokenizer
-from tests.unit.objective_runs import all_gradients, load_rows, train_module, write_rows
+from open_instruct.toys.tiny import tiny_config
+from tests.unit.objective_runs import all_gradients, load_rows, train_module
 from tests.unit.objective_runs import config_of as flags_of
 from tests.unit.test_finite import CPU, SIZE
+from tests.unit.token_data import byte_tokenizer, pair, write_rows
 
 Load = Callable[..., tuple[TokenDataset, DataReport]]
 VOCABULARY = 262
@@ -55,8 +56,7 @@ def config_of(**flags: Any) -> KTOConfig:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes are tokens, so that lengths can be counted by hand."""
-    return train_tokenizer([""], vocab_size=VOCABULARY)
+    return byte_tokenizer()
 
 
 @pytest.fixture
@@ -71,17 +71,6 @@ def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
 
 def labelled(prompt: str, reply: str, label: object) -> dict[str, Any]:
     return {"prompt": [USER | {"content": prompt}], "completion": [REPLY | {"content": reply}], "label": label}
-
-
-def pair(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
-    return {
-        key: [USER | {"content": prompt}, REPLY | {"content": reply}]
-        for key, reply in (("chosen", chosen), ("rejected", rejected))
-    }
-
-
-def write(path: Path, *rows: dict[str, Any]) -> Path:
-    return write_rows(path, rows)
 
 
 def replies(tokenizer: PreTrainedTokenizerFast, dataset: TokenDataset) -> list[tuple[str, ...]]:
@@ -99,8 +88,8 @@ class TestRows:
     def test_both_forms_are_the_same_row(self, load: Load, tmp_path: Path) -> None:
         rows = [labelled("p", "one", True), labelled("q", "two", False)]
         conversations = [{"messages": [*row["prompt"], *row["completion"]], "label": int(row["label"])} for row in rows]
-        one, _ = load(write(tmp_path / "a.jsonl", *rows), "1.0")
-        other, _ = load(write(tmp_path / "b.jsonl", *conversations), "1.0")
+        one, _ = load(write_rows(tmp_path / "a.jsonl", *rows), "1.0")
+        other, _ = load(write_rows(tmp_path / "b.jsonl", *conversations), "1.0")
         assert one.keys_N32.tolist() == other.keys_N32.tolist()
         assert [one.values(row).tolist() for row in range(2)] == [[1.0], [0.0]]
 
@@ -108,7 +97,7 @@ class TestRows:
         self, load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
     ) -> None:
         turns = [USER, REPLY, USER | {"content": "again"}, REPLY | {"content": "last"}]
-        rows = write(tmp_path / "rows.jsonl", {"messages": turns, "label": True}, labelled("q", "two", False))
+        rows = write_rows(tmp_path / "rows.jsonl", {"messages": turns, "label": True}, labelled("q", "two", False))
         dataset, _ = load(rows, "1.0")
         assert replies(tokenizer, dataset) == [("last", "two"), ("two", "last")]
         own, mismatched = dataset[0]
@@ -117,19 +106,19 @@ class TestRows:
     def test_a_pair_is_two_rows_of_which_neither_is_measured_on_the_other(
         self, load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
     ) -> None:
-        rows = write(tmp_path / "rows.jsonl", pair("p", "good", "bad"), pair("q", "fine", "poor"))
+        rows = write_rows(tmp_path / "rows.jsonl", pair("p", "good", "bad"), pair("q", "fine", "poor"))
         dataset, report = load(rows, "1.0")
         assert replies(tokenizer, dataset) == [("good", "fine"), ("bad", "fine"), ("fine", "good"), ("poor", "good")]
         assert [float(dataset.values(row)[0]) for row in range(4)] == [1, 0, 1, 0]
-        assert report.sources == ((str(rows), 4, 4),)
+        assert report.sources == [(str(rows), 4, 4)]
         # An amount counts the rows that pairs became.
         assert len(load(rows, "3")[0]) == 3
 
     def test_replies_come_from_the_same_source_and_are_repeated_with_their_row(
         self, load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
     ) -> None:
-        one = write(tmp_path / "one.jsonl", *(labelled(f"p{i}", f"one{i}", True) for i in range(3)))
-        two = write(tmp_path / "two.jsonl", *(labelled(f"q{i}", f"two{i}", False) for i in range(2)))
+        one = write_rows(tmp_path / "one.jsonl", *(labelled(f"p{i}", f"one{i}", True) for i in range(3)))
+        two = write_rows(tmp_path / "two.jsonl", *(labelled(f"q{i}", f"two{i}", False) for i in range(2)))
         dataset, _ = load(one, "2.0", two, "1.0")
         of_one = [("one0", "one1"), ("one1", "one2"), ("one2", "one0")]
         assert replies(tokenizer, dataset) == [*of_one, *of_one, ("two0", "two1"), ("two1", "two0")]
@@ -142,19 +131,19 @@ class TestRows:
         rows = [labelled("p" * 20, "same", True), labelled("q", "same but longer", True), labelled("r", "other", True)]
         # Behind the first prompt there is room for one blank and three letters.
         room = len("User: " + "p" * 20 + "\nAssistant:") + 4
-        dataset, _ = load(write(tmp_path / "rows.jsonl", *rows), "1.0", max_seq_length=room)
+        dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *rows), "1.0", max_seq_length=room)
         assert replies(tokenizer, dataset)[0] == ("sam", "oth")
         assert all(len(document) <= room for row in dataset for document in row)
 
     def test_without_z0_there_is_one_document(self, load: Load, tmp_path: Path) -> None:
-        rows = write(tmp_path / "rows.jsonl", labelled("p", "one", True))
+        rows = write_rows(tmp_path / "rows.jsonl", labelled("p", "one", True))
         dataset, _ = load(rows, "1.0", form=UnpairedBuilder)
         assert [len(row) for row in dataset] == [1] and dataset.values(0).tolist() == [1.0]
         for loss_type, form in (("kto", MismatchedBuilder), ("apo_zero_unpaired", UnpairedBuilder)):
             assert KTO.rows_of(config_of(loss_type=loss_type)) is form
 
     def test_one_distinct_reply_is_refused(self, load: Load, tmp_path: Path) -> None:
-        rows = write(tmp_path / "rows.jsonl", *(labelled(f"p{i}", "yes", True) for i in range(3)))
+        rows = write_rows(tmp_path / "rows.jsonl", *(labelled(f"p{i}", "yes", True) for i in range(3)))
         with pytest.raises(InputError, match=r"rows.jsonl: 3 rows, all with the same reply.*apo_zero_unpaired"):
             load(rows, "1.0")
 
@@ -180,7 +169,7 @@ class TestRows:
             parse_labelled_row(row)
         assert caught.value.kind == kind and reason in caught.value.reason
         good = [labelled("p", "one", True), labelled("q", "two", False)]
-        rows = write(tmp_path / "rows.jsonl", good[0], row, good[1])
+        rows = write_rows(tmp_path / "rows.jsonl", good[0], row, good[1])
         with pytest.raises(InputError) as refused:
             load(rows, "1.0")
         assert f"{rows}, line 2: " in str(refused.value) and reason in str(refused.value)
@@ -191,12 +180,12 @@ class TestRows:
         page = (Path(__file__).parents[2] / "docs" / "kto.md").read_text(encoding="utf-8")
         *single, of_pair = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL))
         assert [parse_labelled_row(row)[1] for row in single] == [True, False]
-        one, _ = load(write(tmp_path / "single.jsonl", *single), "1.0")
-        other, _ = load(write(tmp_path / "pairs.jsonl", of_pair), "1.0")
+        one, _ = load(write_rows(tmp_path / "single.jsonl", *single), "1.0")
+        other, _ = load(write_rows(tmp_path / "pairs.jsonl", of_pair), "1.0")
         assert one.keys_N32.tolist() == other.keys_N32.tolist()
 
     def test_a_bad_pair_is_named_by_its_line(self, load: Load, tmp_path: Path) -> None:
-        rows = write(tmp_path / "rows.jsonl", pair("p", "one", "two"), pair("q", "same", "same"))
+        rows = write_rows(tmp_path / "rows.jsonl", pair("p", "one", "two"), pair("q", "same", "same"))
         with pytest.raises(InputError, match=r"rows.jsonl, line 2: the chosen reply equals the rejected one"):
             load(rows, "1.0")
         assert load(rows, "1.0", on_bad_row="skip")[1].bad == {"chosen_equals_rejected": 2}
@@ -325,7 +314,7 @@ class TestStep:
     def test_it_is_the_papers_loss_of_the_whole_batch_however_it_is_cut(
         self, policy: torch.nn.Module, load: Load, tmp_path: Path
     ) -> None:
-        dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0")
+        dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *ROWS), "1.0")
         logps_ND = logps_of(policy, dataset)
         reference_ND = logps_ND - np.random.default_rng(1).normal(2.0, 3.0, logps_ND.shape).astype(np.float32)
         loss = config_of(desirable_weight=1.2).loss
@@ -365,7 +354,7 @@ class TestStep:
         self, policy: torch.nn.Module, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The step has half of the documents, and so no place for a gradient of the others."""
-        dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0")
+        dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *ROWS), "1.0")
         seen: list[int] = []
         function = Policy.microbatch_loss
 
@@ -382,7 +371,7 @@ class TestStep:
     def test_the_first_loss_is_known(self, policy: torch.nn.Module, load: Load, tmp_path: Path, loss_type: str) -> None:
         flags = {"loss_type": loss_type, "desirable_weight": 2, "undesirable_weight": 3}
         form = KTO.rows_of(config_of(**flags))
-        dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0", form=form)
+        dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *ROWS), "1.0", form=form)
         reference_ND = logps_of(policy, dataset)
         run: dict[str, Any] = {"step": 1, "flags": flags, "microbatches": 2}
         metrics, _ = step_of(policy, dataset, tmp_path, reference_ND=reference_ND, **run)
@@ -397,7 +386,7 @@ class TestStep:
     def test_a_reply_within_rounding_of_the_reference_is_not_above_it(
         self, policy: torch.nn.Module, load: Load, tmp_path: Path
     ) -> None:
-        dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0")
+        dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *ROWS), "1.0")
         reference_ND = logps_of(policy, dataset) * (1 + 3e-7 * np.float32([[-1, -1], [1, -1]] * 4))
         for microbatches in (1, 4):
             metrics, _ = step_of(policy, dataset, tmp_path, reference_ND=reference_ND, microbatches=microbatches)
@@ -407,7 +396,7 @@ class TestStep:
         self, policy: torch.nn.Module, load: Load, tmp_path: Path
     ) -> None:
         rows = [row | {"label": False} for row in ROWS]
-        dataset, _ = load(write(tmp_path / "rows.jsonl", *rows), "1.0")
+        dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *rows), "1.0")
         metrics, gradient = step_of(
             policy, dataset, tmp_path, reference_ND=logps_of(policy, dataset), microbatches=8, step=1
         )
@@ -421,7 +410,7 @@ class TestStep:
 def test_held_out_rows_are_scored_without_nan(load: Load, tmp_path: Path, loss_type: str, labels: set[bool]) -> None:
     config = config_of(loss_type=loss_type)
     rows = [row for row in ROWS if row["label"] in labels]
-    dataset, _ = load(write(tmp_path / "rows.jsonl", *rows), "1.0", form=KTO.rows_of(config))
+    dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *rows), "1.0", form=KTO.rows_of(config))
     draw = np.random.default_rng(0)
     logps_ND, reference_ND = draw.normal(-20, 3, (2, len(rows), dataset.documents_per_row)).astype(np.float32)
     row = evaluate(dataset, logps_ND, reference_ND, config).row
@@ -438,14 +427,14 @@ def test_held_out_rows_are_scored_without_nan(load: Load, tmp_path: Path, loss_t
 
 class TestChecks:
     def test_a_global_batch_of_one_row_is_refused(self, load: Load, tmp_path: Path) -> None:
-        dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0")
+        dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *ROWS), "1.0")
         with pytest.raises(InputError, match=r"a global batch of one row: z0 .* raise --per_device_train_batch_size"):
             check_rows(dataset, 1, config_of())
         check_rows(dataset, 2, config_of())
         check_rows(dataset, 1, config_of(loss_type="apo_zero_unpaired"))
 
     def test_weights_that_leave_the_papers_range(self, load: Load, tmp_path: Path) -> None:
-        dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0")
+        dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *ROWS), "1.0")
         (warning,) = check_rows(dataset, 8, config_of())
         assert "5 desirable rows of weight 1 count 1.67 times as much as 3 undesirable ones of weight 1" in warning
         assert "--desirable_weight 0.6 to 0.8 would do, or --undesirable_weight 1.25 to 1.67" in warning
@@ -453,7 +442,7 @@ class TestChecks:
         assert len(check_rows(dataset, 8, config_of(desirable_weight=0.59))) == 1
 
     def test_a_single_class(self, load: Load, tmp_path: Path) -> None:
-        rows = write(tmp_path / "rows.jsonl", labelled("p", "one", 0), labelled("q", "two", 0))
+        rows = write_rows(tmp_path / "rows.jsonl", labelled("p", "one", 0), labelled("q", "two", 0))
         (warning,) = check_rows(load(rows, "1.0")[0], 8, config_of())
         assert warning.startswith("all 2 rows are undesirable")
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -21,39 +20,30 @@ from transformers import AutoTokenizer
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
-from open_instruct.data.chat import load_tokenizer
 from open_instruct.data.token_dataset import load_token_dataset
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import objective_named
-from open_instruct.preview.lengths import bars_of
-from open_instruct.preview.page import html_page
 from open_instruct.preview.sample import Sample, sample_of
-from open_instruct.preview.terminal import print_sample
-from open_instruct.toys.tiny import train_tokenizer
+from open_instruct.preview.shown import bars_of, html_page, print_sample
+from tests.unit.token_data import byte_tokenizer, load_rows, write_rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOSTILE = "<script>alert('x')</script> & \x1b[31m \x9b31m \u202e é🙂\nsecond"
-
-SampleOf = Callable[..., Sample]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer alone: no preview needs more of a model."""
     folder = tmp_path_factory.mktemp("model")
-    train_tokenizer([""], vocab_size=262).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
-
-
-def write(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
     rows = [{"prompt": f"q{i} {HOSTILE}", "chosen": f"yes {HOSTILE}", "rejected": "no" * (i + 1)} for i in range(20)]
-    return write(tmp_path / "pairs.jsonl", *rows)
+    return write_rows(tmp_path / "pairs.jsonl", *rows)
 
 
 def sample(name: str, model: Path, rows: Path, *words: str, num_read: int = 1000, num_shown: int = 3) -> Sample:
@@ -65,30 +55,25 @@ def sample(name: str, model: Path, rows: Path, *words: str, num_read: int = 1000
 
 
 def text_of(shown: Any, *, learned: bool) -> str:
-    return "".join(token.text for token in shown.tokens if token.is_learned == learned)
+    return "".join(token.text for piece in shown.pieces if piece.is_learned == learned for token in piece.tokens)
+
+
+def ids_of(shown: Any, *, learned: tuple[bool, ...]) -> tuple[int, ...]:
+    tokens = [token for piece in shown.pieces if piece.is_learned in learned for token in piece.tokens]
+    return tuple(token_id for token in tokens for token_id in token.ids)
 
 
 def test_it_is_what_the_run_would_learn(model: Path, pairs: Path, tmp_path: Path) -> None:
     shown = sample("dpo", model, pairs)
-    dataset, report = load_token_dataset(
-        objective_named("dpo").rows,
-        mixer_list=[str(pairs), "1.0"],
-        splits=["train"],
-        tokenizer=load_tokenizer(str(model)),
-        chat_template_name=None,
-        on_bad_row="error",
-        seed=42,
-        cache_dir=tmp_path,
-        max_seq_length=2048,
-    )
+    load = partial(load_token_dataset, objective_named("dpo").rows, max_seq_length=2048, cache_dir=tmp_path)
+    dataset, report = load_rows(load, pairs, "1.0", tokenizer=load_tokenizer(str(model)), template=None, seed=42)
     assert [row.place for row in shown.rows] == [1, 11, 20]
     for row in shown.rows:
         chosen, rejected = dataset[row.place - 1]
         first, second = row.documents
         assert (first.title, second.title) == ("chosen", "rejected")
-        assert tuple(id_ for token in first.tokens for id_ in token.ids) == chosen.token_ids
-        learned = tuple(id_ for token in second.tokens if token.is_learned for id_ in token.ids)
-        assert learned == rejected.token_ids[rejected.responses[0].start :]
+        assert ids_of(first, learned=(False, True)) == chosen.token_ids
+        assert ids_of(second, learned=(True,)) == rejected.token_ids[rejected.responses[0].start :]
         assert text_of(second, learned=False) == "", "the prompt is shown once"
         assert text_of(first, learned=True) == f"yes {HOSTILE}<|eos|>"
         assert text_of(first, learned=False).endswith("\n<|assistant|>\n")
@@ -107,7 +92,7 @@ def test_a_part_of_many_rows_and_what_is_cut(model: Path, pairs: Path) -> None:
 
 def test_prompts_with_what_judges_them(model: Path, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5, surely"}]
-    rows = write(tmp_path / "p.jsonl", {"conversations": turns, "ground_truth": "5", "dataset": "gsm8k"})
+    rows = write_rows(tmp_path / "p.jsonl", {"conversations": turns, "ground_truth": "5", "dataset": "gsm8k"})
     (row,) = sample("grpo", model, rows).rows
     assert row.note == 'judged by gsm8k: "5"'
     assert text_of(row.documents[0], learned=False) == "<|bos|><|user|>\n2 + 3?\n<|assistant|>\n"
@@ -120,18 +105,12 @@ def test_prompts_with_what_judges_them(model: Path, tmp_path: Path) -> None:
 
 def test_bad_rows_are_told_of_beside_the_good(model: Path, tmp_path: Path) -> None:
     reply = {"prompt": "q", "completion": "a", "label": True}
-    rows = write(tmp_path / "rows.jsonl", reply, reply | {"completion": "b"}, {"text": "?"})
+    rows = write_rows(tmp_path / "rows.jsonl", reply, reply | {"completion": "b"}, {"text": "?"})
     shown = sample("kto", model, rows)
     assert shown.rows[0].note == "given to the loss: 1"
     assert shown.rows[0].documents[1].title == "a reply of another row, for z0"
     assert "1 row of 3 cannot be used" in str(shown.refusal) and "docs/kto.md" in str(shown.refusal)
     assert sample("kto", model, rows, "--on_bad_row", "skip").refusal is None
-
-
-def test_rows_are_looked_for_before_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("open_instruct.preview.sample.load_tokenizer", lambda *_, **__: pytest.fail("it was asked"))
-    with pytest.raises(InputError, match=r"gone\.jsonl: no such file"):
-        sample("sft", Path("some/model"), tmp_path / "gone.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -146,16 +125,17 @@ def test_rows_are_looked_for_before_the_hub_is_asked(tmp_path: Path, monkeypatch
 def test_the_tokenizer_is_that_of_the_revision(
     pairs: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], asked: tuple[str, str | None]
 ) -> None:
-    class Asked(Exception):
-        pass
+    """Rows are looked for before."""
 
     def from_pretrained(name: str, *, revision: str | None, trust_remote_code: bool) -> None:
         assert not trust_remote_code
-        raise Asked(f"{(name, revision)}")
+        raise LookupError(f"{(name, revision)}")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
-    with pytest.raises(InputError, match=re.escape(f"Asked: {asked}")):
+    with pytest.raises(InputError, match=re.escape(f"LookupError: {asked}")):
         sample("dpo", Path("some/model"), pairs, *words)
+    with pytest.raises(InputError, match=r"gone\.jsonl: no such file"):
+        sample("dpo", Path("some/model"), pairs.with_name("gone.jsonl"), *words)
 
 
 def test_a_folder_has_no_revisions(model: Path, pairs: Path) -> None:
@@ -184,13 +164,9 @@ def test_the_terminal_shows_what_is_learned(model: Path, pairs: Path) -> None:
         assert "\x1b[31m" not in shown_so and "\x9b" not in shown_so and "\u202e" not in shown_so
 
 
-def test_what_is_told_of_a_row_steers_no_terminal(model: Path, tmp_path: Path) -> None:
-    rows = write(
-        tmp_path / "p.jsonl",
-        {"prompt": "2 + 3?", "ground_truth": "\x9b31m\u202e\ud800", "dataset": "gsm8k"},
-        {"\x9b31m\u202e": "?"},
-    )
-    shown = sample("grpo", model, rows)
+def test_a_note_steers_no_terminal(model: Path, tmp_path: Path) -> None:
+    good = {"prompt": "2 + 3?", "ground_truth": "\x9b31m\u202e\ud800", "dataset": "gsm8k"}
+    shown = sample("grpo", model, write_rows(tmp_path / "p.jsonl", good, {"\x9b31m\u202e": "?"}))
     assert '"\\x9b31m\\u202e' in printed(shown)
     assert "\x9b" not in printed(shown) + str(shown.refusal) and "\u202e" not in printed(shown) + str(shown.refusal)
 
@@ -235,7 +211,7 @@ def test_bars_count_every_document_once(lengths: list[int]) -> None:
 
 def test_the_command_loads_no_torch(model: Path, pairs: Path, tmp_path: Path) -> None:
     """It writes the page, refuses what the run would refuse, and answers for a run that there is not."""
-    bad = write(tmp_path / "bad.jsonl", {"prompt": "q", "chosen": "a", "rejected": "b"}, {"text": "x"})
+    bad = write_rows(tmp_path / "bad.jsonl", {"prompt": "q", "chosen": "a", "rejected": "b"}, {"text": "x"})
     page = tmp_path / "page.html"
     words = ["--model_name_or_path", str(model), "--mixer_list"]
     calls = [["dpo", *words, str(pairs), "1.0", "--out", str(page)], ["dpo", *words, str(bad), "1.0"], ["dpoo"]]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from open_instruct.config.rollout_sections import RewardSection
-from open_instruct.data.files.rows import MalformedRow, ReadRow
+from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.messages import ReadRow
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.errors import InputError
 from open_instruct.records import Check, Prompt

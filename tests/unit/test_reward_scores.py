@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from open_instruct.cli import main
-from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.data.chat import ChatFormat
 from open_instruct.errors import InputError
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.heads.value_head import drawn_score
@@ -356,7 +356,7 @@ def test_a_verifier_that_cannot_judge_is_refused(judge: Path, settings: str, tol
 
 def test_a_judge_of_another_chat_template_than_the_policys_is_noticed(judge: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(judge)
-    own, other = (ChatFormat(tokenizer, choose_chat_template(tokenizer, name)) for name in (None, "simple_chat"))
+    own, other = (ChatFormat.choose(tokenizer, name) for name in (None, "simple_chat"))
     assert not has_other_template(judge, own) and has_other_template(judge, other)
 
 

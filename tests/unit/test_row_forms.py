@@ -1,4 +1,4 @@
-"""The forms of rows that people have: all of them are the same conversation, prompt or pair."""
+"""Rows that cannot be used, each with its kind and its reason; test_what_forms_teach.py has those that can."""
 
 from __future__ import annotations
 
@@ -9,81 +9,83 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import Message
+from open_instruct.data.messages import conversation_of, guessed_columns, prompt_of
 from open_instruct.data.preference_rows import parse_preference_row
-from open_instruct.data.row_forms import conversation_of, guessed_columns, prompt_of
 from open_instruct.objectives.kto_rows import parse_labelled_row
-
-
-def turn(role: str, content: str) -> Any:
-    return {"role": role, "content": content}
+from tests.unit.token_data import turns
 
 
 def said(speaker: str, value: str) -> Any:
     return {"from": speaker, "value": value}
 
 
-SYSTEM, ASKED, REPLY, OTHER = turn("system", "s"), turn("user", "q"), turn("assistant", "a"), turn("assistant", "b")
-CONVERSATION: tuple[Message, ...] = (SYSTEM, ASKED, REPLY)
-
-CONVERSATIONS: dict[str, dict[str, Any]] = {
-    "messages": {"messages": [SYSTEM, ASKED, REPLY], "system": "another", "prompt": "another"},
-    "messages with a system prompt": {"messages": [ASKED, REPLY], "system": "s"},
-    "messages in parts": {"messages": [SYSTEM, turn("user", [{"type": "text", "text": "q"}]), REPLY]},
-    "messages of a developer": {"messages": [turn("developer", "s"), ASKED, REPLY]},
-    "messages of a human": {"messages": [turn("system", "s"), turn("human", "q"), turn("gpt", "a")]},
-    "sharegpt": {"conversations": [said("system", "s"), said("human", "q"), said("gpt", "a")]},
-    "sharegpt with a system prompt": {"conversations": [said("human", "q"), said("gpt", "a")], "system": "s"},
-    "sharegpt under messages": {"messages": [said("system", "s"), said("user", "q"), said("chatgpt", "a")]},
-    "texts": {"prompt": "q", "completion": "a", "system": "s", "messages": None},
-    "prompt of messages": {"prompt": [SYSTEM, ASKED], "completion": [REPLY], "system": "another"},
-    "one message": {"prompt": [SYSTEM, ASKED], "completion": REPLY},
-    "alpaca": {"instruction": "q", "input": "", "output": "a", "system": "s"},
-    "instruction and response": {"instruction": "q", "response": "a", "system": "s"},
-    "prompt and response": {"prompt": "q", "response": "a", "system": "s"},
-    "openorca": {"system_prompt": "s", "question": "q", "response": "a", "id": "niv.1"},
-    "transcript asked": {"prompt": "\n\nHuman: q\n\nAssistant:", "completion": " a", "system": "s"},
-}
+def both(messages: Any) -> dict[str, Any]:
+    return {"chosen": messages, "rejected": turns("q", "no")}
 
 
-@pytest.mark.parametrize("form", CONVERSATIONS)
-def test_conversations(form: str) -> None:
-    assert conversation_of(CONVERSATIONS[form]) == CONVERSATION
-    assert parse_labelled_row(CONVERSATIONS[form] | {"label": "False"}) == (CONVERSATION, False)
-    assert prompt_of(CONVERSATIONS[form]) == CONVERSATION[:2]
+ASKED, REPLY = turns("q", "a")
+OTHER = REPLY | {"content": "b"}
+
+PAIRS = [
+    ({"chosen": turns("q", "yes")}, "missing_key", "no key 'rejected'; the row has 'chosen'"),
+    ({}, "missing_key", "no key 'chosen'; the row has no keys"),
+    (both("yes"), "missing_key", "'chosen' is a reply alone: no key 'prompt'"),
+    (both(7), "not_messages", "'chosen' must be a list of messages, not a number"),
+    (both(None), "not_messages", "not null"),
+    (both({"role": "user"}), "not_messages", "not an object"),
+    (both([]), "not_messages", "'chosen' is an empty list"),
+    (both(["q", "yes"]), "bad_message", "'chosen', turn 1: must be an object with 'role' and 'content'"),
+    (both([*turns("q"), {"content": "yes"}]), "bad_message", "turn 2: no 'role'"),
+    (both([*turns("q"), {"role": "assistant"}]), "bad_message", "turn 2: no 'content'"),
+    (both([*turns("q"), {"role": "assistant", "content": None}]), "bad_message", "turn 2: no 'content'"),
+    (both([*turns("q"), {"role": "assistant", "content": ["yes"]}]), "bad_message", "must be text, not a list"),
+    (both([*turns("q"), {"role": 3, "content": "yes"}]), "bad_message", "'role' must be text, not a number"),
+    (
+        both([*turns("q"), {"role": "assistant", "content": "yes", "tool_calls": [{"id": 1}]}]),
+        "bad_message",
+        "'tool_calls' are not supported",
+    ),
+    (both([*turns("q"), {"role": "bot", "content": "yes"}]), "unknown_role", "'bot'; use system, user, assistant"),
+    (both(turns("\ud83d", "yes")), "not_unicode", "turn 1: 'content' has half of a surrogate pair at character 1"),
+    (both(turns("q", "  \n\t")), "empty_reply", "the reply in 'chosen' is empty"),
+    (both(turns("q", "")), "empty_reply", "the reply in 'chosen' is empty"),
+    (both(turns("q", " no\n")), "chosen_equals_rejected", "equals"),
+    (both(turns("other", "yes")), "prompts_differ", "the prompts differ at turn 1"),
+    (both(turns("q", "a", "q", "yes")), "prompts_differ", "'chosen' has 4 turns, 'rejected' has 2"),
+    (both(turns("yes", roles="a")), "missing_key", "'chosen' is a reply alone: no key 'prompt'"),
+    ({"prompt": "q"} | both(turns("yes", "or", roles="au")), "not_messages", "'chosen' must be one message, the reply"),
+    ({"prompt": turns("q", "a")} | both("yes"), "roles_out_of_order", "turn 3: the role is 'assistant'"),
+    (both(turns("q", "yes", roles="uu")), "roles_out_of_order", "turn 2: the role is 'user' where 'assistant'"),
+    (both(turns("q", "s", "yes", roles="usa")), "roles_out_of_order", "turn 2: the role is 'system'"),
+    (both(turns("s", "yes", roles="sa")), "roles_out_of_order", "turn 2: the role is 'assistant' where 'user'"),
+    (both(turns("q", "a", "q")), "roles_out_of_order", "the last turn is 'user'"),
+    (both(turns("s", roles="s")), "roles_out_of_order", "the last turn is 'system'"),
+]
+CONVERSATIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"conversations": [said("alien", "q"), said("gpt", "a")]}, "unknown_role", "unknown role 'alien'"),
+    ({"conversations": [said("human", "q"), {"from": "gpt"}]}, "bad_message", "'conversations', turn 2: no 'con"),
+    ({"conversations": "q"}, "not_messages", "'conversations' must be a list of messages, not a string"),
+    ({"instruction": 3, "output": "a"}, "bad_message", "'content' must be text, not a number"),
+    ({"instruction": "q", "output": "a", "history": ["q"]}, "not_messages", "'history' must be a list of pairs"),
+    ({"prompt": "q", "completion": [REPLY, OTHER]}, "not_messages", "'completion' must be one message"),
+    ({"prompt": "q", "completion": 4}, "bad_message", "'content' must be text"),
+    ({"prompt": "q", "completion": " "}, "empty_reply", "the reply in 'prompt + completion' is empty"),
+    ({"prompt": "q", "answer": "a"}, "missing_key", "'prompt' with 'completion'"),
+    ({"messages": [ASKED, REPLY | {"weight": 0.5}]}, "bad_weight", "'messages', turn 2: 'weight' must be 0 or 1"),
+    ({"messages": [ASKED | {"train": True}, REPLY]}, "bad_weight", "turn 1: 'train' asks to learn a turn that"),
+    ({"messages": [ASKED | {"content": [{"type": "image"}]}, REPLY]}, "bad_message", "must be text, not a list"),
+    ({"prompt": "q", "completion": "a", "system": 3}, "bad_message", "turn 1: 'content' must be text, not a num"),
+]
 
 
-def test_alpaca_with_an_input_and_a_history() -> None:
-    row = {"instruction": "Add.", "input": "2 and 3", "output": "5", "history": [["hi", "hello"]]}
-    assert [message["content"] for message in conversation_of(row)] == ["hi", "hello", "Add.\n2 and 3", "5"]
-    assert [message["role"] for message in prompt_of(row)] == ["user", "assistant", "user"]
-
-
-PAIRS: dict[str, dict[str, Any]] = {
-    "whole": {"chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER], "prompt": "q"},
-    "whole with a prompt of messages": {"prompt": [ASKED], "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]},
-    "texts": {"prompt": "q", "chosen": "a", "rejected": "b"},
-    "prompt of messages": {"prompt": [ASKED], "chosen": [REPLY], "rejected": [OTHER]},
-    "mixed": {"prompt": [ASKED], "chosen": "a", "rejected": [OTHER]},
-    "sharegpt": {"conversations": [said("human", "q")], "chosen": said("gpt", "a"), "rejected": said("gpt", "b")},
-    "alpaca": {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
-    "question": {"question": "q", "chosen": "a", "rejected": "b"},
-    "messages that ask": {"messages": [ASKED], "chosen": REPLY, "rejected": OTHER},
-    "transcript asked": {"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": " a", "rejected": "b"},
-    "transcripts beside theirs": {
-        "prompt": "\n\nHuman: q\n\nAssistant:",
-        "chosen": "\n\nHuman: q\n\nAssistant: a",
-        "rejected": "\n\nHuman: q\n\nAssistant: b",
-    },
-    "parts": {"prompt": [turn("user", [{"type": "text", "text": "q"}])], "chosen": "a", "rejected": "b"},
-    "transcripts": {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"},
-}
-
-
-@pytest.mark.parametrize("form", PAIRS)
-def test_pairs(form: str) -> None:
-    pair = parse_preference_row(PAIRS[form])
-    assert (pair.prompt, pair.chosen, pair.rejected) == ((ASKED,), REPLY, OTHER)
+@pytest.mark.parametrize(
+    ("parse", "row", "kind", "reason"),
+    [*((parse_preference_row, *case) for case in PAIRS), *((conversation_of, *case) for case in CONVERSATIONS)],
+)
+def test_malformed_rows(parse: Any, row: dict[str, Any], kind: str, reason: str) -> None:
+    with pytest.raises(MalformedRow) as caught:
+        parse(row)
+    assert (caught.value.kind, reason in caught.value.reason) == (kind, True), caught.value.reason
 
 
 def test_a_transcript_of_several_turns_and_a_reply_that_only_looks_like_one() -> None:
@@ -94,31 +96,7 @@ def test_a_transcript_of_several_turns_and_a_reply_that_only_looks_like_one() ->
     assert pair.chosen["content"] == "Human: he"
 
 
-@pytest.mark.parametrize(
-    ("row", "kind", "told"),
-    [
-        ({"conversations": [said("alien", "q"), said("gpt", "a")]}, "unknown_role", "unknown role 'alien'"),
-        ({"conversations": [said("human", "q"), {"from": "gpt"}]}, "bad_message", "'conversations', turn 2: no 'con"),
-        ({"conversations": "q"}, "not_messages", "'conversations' must be a list of messages, not a string"),
-        ({"instruction": 3, "output": "a"}, "bad_message", "'content' must be text, not a number"),
-        ({"instruction": "q", "output": "a", "history": ["q"]}, "not_messages", "'history' must be a list of pairs"),
-        ({"prompt": "q", "completion": [REPLY, OTHER]}, "not_messages", "'completion' must be one message"),
-        ({"prompt": "q", "completion": 4}, "bad_message", "'content' must be text"),
-        ({"prompt": "q", "completion": " "}, "empty_reply", "the reply in 'prompt + completion' is empty"),
-        ({"prompt": "q", "answer": "a"}, "missing_key", "'prompt' with 'completion'"),
-        ({"messages": [ASKED, REPLY | {"weight": 0.5}]}, "bad_weight", "'messages', turn 2: 'weight' must be 0 or 1"),
-        ({"messages": [ASKED | {"train": True}, REPLY]}, "bad_weight", "turn 1: 'train' asks to learn a turn that"),
-        ({"messages": [turn("user", [{"type": "image"}]), REPLY]}, "bad_message", "must be text, not a list"),
-        ({"prompt": "q", "completion": "a", "system": 3}, "bad_message", "turn 1: 'content' must be text, not a num"),
-    ],
-)
-def test_malformed_forms(row: dict[str, Any], kind: str, told: str) -> None:
-    with pytest.raises(MalformedRow) as caught:
-        conversation_of(row)
-    assert (caught.value.kind, told in caught.value.reason) == (kind, True), caught.value.reason
-
-
-@pytest.mark.parametrize("prompt", ["another", [turn("user", "another")], "\n\nHuman: another\n\nAssistant:"])
+@pytest.mark.parametrize("prompt", ["another", [ASKED | {"content": "another"}], "\n\nHuman: another\n\nAssistant:"])
 def test_a_prompt_that_whole_conversations_do_not_begin_with(prompt: Any) -> None:
     with pytest.raises(MalformedRow, match="'prompt' asks what 'chosen', a whole conversation, does not"):
         parse_preference_row({"prompt": prompt, "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]})

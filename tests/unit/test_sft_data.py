@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.parser import parse
-from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template
+from open_instruct.data.chat import ChatFormat
+from open_instruct.data.chat_templates import ChatTemplate
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
 from open_instruct.data.report import DataReport
@@ -19,60 +20,34 @@ from open_instruct.data.sft_rows import SFTBuilder, parse_sft_row
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import objective_named
-from open_instruct.objectives.sft import SFT, SFTConfig
+from open_instruct.objectives.sft import SFT
 from open_instruct.packing.documents import pack_documents
-from open_instruct.records import IGNORE_INDEX, Document
-from open_instruct.toys.tiny import train_tokenizer
+from open_instruct.records import IGNORE_INDEX
+from tests.unit.token_data import byte_tokenizer, chat_format, load_rows, marked, turns, write_rows
 
 Load = Callable[..., tuple[TokenDataset, DataReport]]
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes are tokens, so that lengths can be counted by hand."""
-    return train_tokenizer([""], vocab_size=262)
+    return byte_tokenizer()
 
 
 @pytest.fixture
-def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
-    def load(*mixer_list: str | Path, **changes: Any) -> tuple[TokenDataset, DataReport]:
-        arguments: dict[str, Any] = {
-            "mixer_list": list(map(str, mixer_list)),
-            "splits": ["train"],
-            "tokenizer": tokenizer,
-            "chat_template_name": "simple_chat",
-            "max_seq_length": 128,
-            "on_bad_row": "error",
-            "seed": 0,
-            "cache_dir": tmp_path / "cache",
-        }
-        return load_token_dataset(SFTBuilder, **(arguments | changes))
-
-    return load
-
-
-def turns(*contents: str) -> list[Message]:
-    roles = ("user", "assistant") * len(contents)
-    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+def load(tokenizer: Any, tmp_path: Path) -> Load:
+    given: dict[str, Any] = {"tokenizer": tokenizer, "template": "simple_chat", "cache_dir": tmp_path / "cache"}
+    return partial(load_rows, partial(load_token_dataset, SFTBuilder), max_seq_length=128, **given)
 
 
 def write(path: Path, *conversations: list[Message]) -> Path:
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
-    return path
+    return write_rows(path, *({"messages": messages} for messages in conversations))
 
 
-def learned(tokenizer: PreTrainedTokenizerFast, document: Document) -> list[str]:
-    return [str(tokenizer.decode(list(document.token_ids[span.start : span.stop]))) for span in document.responses]
-
-
-def test_every_reply_of_a_conversation_is_learned(
-    load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_every_reply_of_a_conversation_is_learned(load: Load, tokenizer: Any, tmp_path: Path) -> None:
     dataset, report = load(write(tmp_path / "rows.jsonl", turns("a", "bc", "d", "e")), "1.0")
     ((document,),) = dataset
     eos = tokenizer.eos_token
-    assert tokenizer.decode(list(document.token_ids)) == f"User: a\nAssistant: bc{eos}\nUser: d\nAssistant: e{eos}"
-    assert learned(tokenizer, document) == [f" bc{eos}", f" e{eos}"]
+    assert marked(tokenizer, document) == f"User: a\nAssistant:[ bc{eos}]\nUser: d\nAssistant:[ e{eos}]"
     assert dataset.num_label_tokens.tolist() == [4 + 3]
     assert dataset.num_tokens.tolist() == [len(document)] == [report.num_tokens]
     assert (report.unit, report.num_kept, report.num_truncated) == ("conversation", 1, 0)
@@ -92,9 +67,9 @@ def test_labels_are_the_replies_and_nothing_else(load: Load, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["simple_chat", "tulu", "zephyr", "olmo2", "olmo", "chatml", "llama3"])
 def test_turns_end_to_end_are_the_conversation(name: str) -> None:
     special = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    tokenizer = train_tokenizer([""], vocab_size=262)
+    tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": special})
-    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, name))
+    chat = chat_format(tokenizer, name)
     messages: list[Message] = [{"role": "system", "content": "be kind"}, *turns("one", "two", "three", "four")]
     pieces = chat.render_turns(messages)
     prompt, (reply,) = chat.render(messages[:-1], messages[-1:])
@@ -105,7 +80,7 @@ def test_turns_end_to_end_are_the_conversation(name: str) -> None:
     assert chat.ends_turn(pieces[1]) and chat.ends_turn(pieces[3])
 
 
-def test_a_template_that_rewrites_an_earlier_reply_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_that_rewrites_an_earlier_reply_is_refused(tokenizer: Any) -> None:
     text = (
         "{% for m in messages %}<{{ m['role'] }}>"
         "{{ '<think></think>' if m['role'] == 'assistant' and loop.last }}{{ m['content'] }}{% endfor %}"
@@ -119,27 +94,21 @@ def test_a_template_that_rewrites_an_earlier_reply_is_refused(tokenizer: PreTrai
 
 
 @pytest.mark.parametrize(
-    ("max_seq_length", "replies", "num_tokens"),
+    ("max_seq_length", "text", "num_tokens"),
     [
-        (44, [" bc", " e"], 44),  # all of it
-        (43, [" bc", " e"], 43),  # the last reply loses its end
-        (41, [" bc"], 22),  # no token of it is left, so its prompt goes too
-        (20, [" b"], 20),
+        (44, "User: a\nAssistant:[ bc<|eos|>]\nUser: d\nAssistant:[ e<|eos|>]", 44),  # all of it
+        (43, "User: a\nAssistant:[ bc<|eos|>]\nUser: d\nAssistant:[ e]", 43),  # the last reply loses its end
+        (41, "User: a\nAssistant:[ bc<|eos|>]", 22),  # no token of it is left, so its prompt goes too
+        (20, "User: a\nAssistant:[ b]", 20),
     ],
 )
 def test_cut_on_the_right_after_the_last_token_that_is_learned(
-    load: Load,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    max_seq_length: int,
-    replies: list[str],
-    num_tokens: int,
+    load: Load, tokenizer: Any, tmp_path: Path, max_seq_length: int, text: str, num_tokens: int
 ) -> None:
     rows = write(tmp_path / "rows.jsonl", turns("a", "bc", "d", "e"))
     dataset, report = load(rows, "1.0", max_seq_length=max_seq_length)
     (document,) = dataset[0]
-    assert [text.removesuffix(str(tokenizer.eos_token)) for text in learned(tokenizer, document)] == replies
-    assert document.responses[-1].stop == len(document) == num_tokens
+    assert marked(tokenizer, document) == text and len(document) == num_tokens
     assert ("1 row cut to --max_seq_length" in report.lines()) == (num_tokens < 44)
 
 
@@ -151,23 +120,12 @@ def test_a_prompt_that_fills_the_length_is_left_out(load: Load, tmp_path: Path) 
         load(rows, "1.0", max_seq_length=18)
 
 
-def test_repeated_rows_and_the_cache(load: Load, tmp_path: Path) -> None:
-    rows = write(tmp_path / "rows.jsonl", turns("a", "bc"), turns("d", "e", "f", "g"), turns("h", "i"))
-    dataset, report = load(rows, "2.0")
-    assert (len(dataset), report.num_kept) == (6, 3)
-    assert [dataset.key(i) for i in range(3)] == [dataset.key(i) for i in range(3, 6)]
-    assert dataset.num_label_tokens.tolist() == [sum(map(len, document.responses)) for (document,) in dataset]
-    again, from_cache = load(rows, "2.0")
-    assert from_cache.from_cache and list(again) == list(dataset) and again.fingerprint == dataset.fingerprint
-    with pytest.raises(IndexError):
-        dataset[6]
-
-
 @pytest.mark.parametrize(
     ("messages", "kind", "told"),
     [
         (turns("a", " ", "c", "d"), "empty_reply", "turn 2: the reply is empty"),
         (turns("a"), "roles_out_of_order", "'messages'"),
+        ([*turns("a"), *({**reply, "weight": 0} for reply in turns("b", roles="a"))], "nothing_learned", "weight 0"),
         ([], "not_messages", "empty list"),
     ],
 )
@@ -182,8 +140,6 @@ def test_bad_rows_name_file_and_line(load: Load, tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", turns("a", "b"), turns("c", ""))
     with pytest.raises(InputError, match=r"rows\.jsonl, line 2: the reply in 'messages' is empty"):
         load(rows, "1.0")
-    dataset, report = load(rows, "1.0", on_bad_row="skip")
-    assert (len(dataset), report.num_bad) == (1, 1)
 
 
 # --- flags ----------------------------------------------------------------------------------------------
@@ -192,38 +148,15 @@ WORDS = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--ou
 
 
 def test_flags_are_those_of_dpo_but_for_its_loss() -> None:
-    config = parse(SFTConfig, [*WORDS, "--adam_beta2", "0.95"])
+    config = parse(SFT.config_class, [*WORDS, "--adam_beta2", "0.95"])
     assert SFT.validate(config) == []
     assert (config.optim.learning_rate, config.optim.adam_beta2) == (2e-5, 0.95)
     with pytest.raises(InputError, match="--beta is not a flag"):
-        parse(SFTConfig, [*WORDS, "--beta", "1"])
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--max_seq_length", "1"], "--max_seq_length"),
-        (["--eval_mixer_list_splits", "test"], "is read only with --eval_mixer_list"),
-        (["--report_to", "mail"], "takes any of wandb, trackio, tensorboard"),
-    ],
-)
-def test_flags_that_cannot_work(words: list[str], told: str) -> None:
-    with pytest.raises(InputError, match=told):
-        SFT.validate(parse(SFTConfig, [*WORDS, *words]))
+        parse(SFT.config_class, [*WORDS, "--beta", "1"])
 
 
 def test_only_sft_fills_rows_before_and_only_where_it_packs() -> None:
-    words = [
-        "--model_name_or_path",
-        "m",
-        "--mixer_list",
-        "rows.jsonl",
-        "1.0",
-        "--output_dir",
-        "o",
-        "--packing_strategy",
-        "bfd",
-    ]
+    words = [*WORDS, "--packing_strategy", "bfd"]
     assert SFT.fills_packs(parse(SFT.config_class, words)) and not SFT.fills_packs(parse(SFT.config_class, words[:-2]))
     with pytest.raises(InputError, match="--packing_strategy bfd is read only with --packing"):
         SFT.validate(parse(SFT.config_class, [*words, "--no_packing"]))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from open_instruct.chat.command import answer_one, converse
 from open_instruct.chat.folder import TalkingFolder, talking_folder
 from open_instruct.cli import main
-from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.data.chat import ChatFormat
 from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.lora.files import BASE_FINGERPRINT
@@ -204,7 +204,7 @@ def talk(parrot: Parrot, monkeypatch: pytest.MonkeyPatch, *questions: str) -> No
 @pytest.fixture
 def parrot(model: Path) -> Parrot:
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    return Parrot(ChatFormat(tokenizer, choose_chat_template(tokenizer, None)))
+    return Parrot(ChatFormat.choose(tokenizer, None))
 
 
 def test_a_conversation_goes_on_until_its_end(

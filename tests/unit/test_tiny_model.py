@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,13 +55,6 @@ def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_dtype_and_vocab_size(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "model", family="qwen3", dtype="bfloat16", vocab_size=700)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    assert model.dtype == torch.bfloat16
-    assert model.get_input_embeddings().weight.shape == (700, SIZES["tiny"].hidden)
-
-
 @pytest.mark.parametrize(("size", "millions"), [("tiny", 0.7), ("mini", 4), ("small", 50), ("base", 520)])
 def test_sizes_are_what_they_say(size: str, millions: float) -> None:
     shape = SIZES[size]
@@ -110,6 +101,9 @@ def test_command(is_first: bool, tmp_path: Path, capsys: pytest.CaptureFixture[s
     config = json.loads((folder / "config.json").read_text())
     assert (config["model_type"], config["vocab_size"], config["dtype"]) == ("olmo3", 290, "float16")
     assert config["tie_word_embeddings"] is True
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert model.dtype == torch.float16
+    assert model.get_input_embeddings().weight.shape == (290, SIZES["tiny"].hidden)
     assert len(transformers.AutoTokenizer.from_pretrained(folder).encode(" plugh")) == 1
 
 
@@ -120,13 +114,8 @@ def test_command(is_first: bool, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("--family llama", "the first word is the folder to write"),
         ("NEW", "missing: --family"),
         ("NEW --family gpt2", "--family takes one of olmo2, olmo3, qwen2, qwen3, llama, not 'gpt2'"),
-        ("NEW --family llama --size huge", "--size takes one of tiny, mini, small, base, olmo2-1b, not 'huge'"),
         ("NEW --family llama --vocab_size 12", "--vocab_size 12: too small"),
-        ("NEW --family llama --vocab_size many", "--vocab_size takes a whole number, or none, not 'many'"),
-        ("NEW --family llama --tie_word_embeddings perhaps", "takes true or false, not 'perhaps'"),
-        ("NEW --family llama --dtype int8", "--dtype takes one of float32, bfloat16, float16, not 'int8'"),
         ("NEW --family llama --text /nowhere/at/all", "--text /nowhere/at/all: no such file"),
-        ("NEW --family llama --colour red", "--colour is not a flag"),
         ("FULL --family llama", "is not an empty folder"),
         ("FULL/file --family llama", "is not an empty folder"),
         ("FULL/file/below --family llama", "cannot be made a folder"),
@@ -149,16 +138,3 @@ def test_bad_arguments_of_the_function(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--size huge: unknown; choose from tiny, mini, small, base"):
         write_tiny_model(tmp_path / "model", family="llama", size="huge")
     assert not (tmp_path / "model").exists()
-
-
-def test_help_and_refusals_do_not_load_torch() -> None:
-    program = (
-        "import sys\n"
-        "from open_instruct.cli import main\n"
-        "assert main(['tiny-model', 'x', '--family', 'none']) == 2\n"
-        "assert main(['tiny-model', '--help']) == 0\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "--tie_word_embeddings" in result.stdout

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
 from open_instruct.objectives.kto_rows import UnpairedBuilder
-from open_instruct.toys.tiny import train_tokenizer
+from open_instruct.verifiers.registry import known_verifiers
+from tests.unit.token_data import byte_tokenizer, load_rows, turns, write_rows
 
 BUILDERS = {"sft": SFTBuilder, "pairs": PreferenceBuilder, "kto": UnpairedBuilder}
 
@@ -30,8 +31,8 @@ def said(speaker: str, value: str) -> Any:
     return {"from": speaker, "value": value}
 
 
-SYSTEM, ASKED, REPLY, OTHER = turn("system", "s"), turn("user", "q"), turn("assistant", "a"), turn("assistant", "b")
-AGAIN = [turn("user", "r"), turn("assistant", "c")]
+SYSTEM, ASKED, REPLY, OTHER = turns("s", "q", "a", "b", roles="suaa")
+AGAIN = turns("r", "c")
 HUMAN = "\n\nHuman: q\n\nAssistant:"
 # In simple_chat; what stands in brackets is learned, and so is the end of its turn.
 ONE, TWO = "User: q\nAssistant:[ a]", "User: q\nAssistant:[ b]"
@@ -39,74 +40,87 @@ WITH_SYSTEM = f"System: s\n{ONE}"
 BOTH = f"{ONE}\nUser: r\nAssistant:[ c]"
 LAST_ONLY = "User: q\nAssistant: a<eos>\nUser: r\nAssistant:[ c]"
 PROMPT, PROMPT_WITH_SYSTEM = "User: q\nAssistant:", "System: s\nUser: q\nAssistant:"
-JUDGED = {"ground_truth": "4", "dataset": "gsm8k"}
 
-# What trains on the row, the row, and the texts that it becomes.
-FORMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    # Conversations.
-    "messages": ("sft", {"messages": [ASKED, REPLY]}, [ONE]),
-    "messages, several turns": ("sft", {"messages": [ASKED, REPLY, *AGAIN]}, [BOTH]),
-    "messages, system turn": ("sft", {"messages": [SYSTEM, ASKED, REPLY]}, [WITH_SYSTEM]),
-    "messages, developer": ("sft", {"messages": [turn("developer", "s"), ASKED, REPLY]}, [WITH_SYSTEM]),
-    "messages, system beside": ("sft", {"messages": [ASKED, REPLY], "system": "s"}, [WITH_SYSTEM]),
-    "messages, text parts": ("sft", {"messages": [turn("user", [{"type": "text", "text": "q"}]), REPLY]}, [ONE]),
-    "messages, human and gpt": ("sft", {"messages": [turn("human", "q"), turn("gpt", "a")]}, [ONE]),
-    "messages, weight 0": ("sft", {"messages": [ASKED, REPLY | {"weight": 0}, *AGAIN]}, [LAST_ONLY]),
-    "messages, train false": ("sft", {"messages": [ASKED, REPLY | {"train": False}, *AGAIN]}, [LAST_ONLY]),
-    "messages, weight 1": ("sft", {"messages": [ASKED, REPLY | {"weight": 1}, *AGAIN]}, [BOTH]),
-    "messages, last weight 0": (
-        "sft",
-        {"messages": [ASKED, REPLY, AGAIN[0], AGAIN[1] | {"weight": 0}]},
-        [ONE],
-    ),
-    "sharegpt": ("sft", {"conversations": [said("human", "q"), said("gpt", "a")]}, [ONE]),
-    "sharegpt, system": (
-        "sft",
-        {"conversations": [said("human", "q"), said("gpt", "a")], "system": "s"},
-        [WITH_SYSTEM],
-    ),
-    "sharegpt, one": ("sft", {"conversation": [said("user", "q"), said("chatgpt", "a")]}, [ONE]),
-    "prompt, completion": ("sft", {"prompt": "q", "completion": "a"}, [ONE]),
-    "prompt, response": ("sft", {"prompt": "q", "response": "a"}, [ONE]),
-    "prompt, completion, messages": ("sft", {"prompt": [ASKED], "completion": [REPLY]}, [ONE]),
-    "prompt, completion, system": ("sft", {"prompt": "q", "completion": "a", "system": "s"}, [WITH_SYSTEM]),
-    "alpaca": ("sft", {"instruction": "q", "input": "", "output": "a"}, [ONE]),
-    "alpaca, input": ("sft", {"instruction": "q", "input": "i", "output": "a"}, ["User: q\ni\nAssistant:[ a]"]),
-    "alpaca, history": ("sft", {"instruction": "r", "output": "c", "history": [["q", "a"]]}, [BOTH]),
-    "dolly": ("sft", {"instruction": "q", "response": "a"}, [ONE]),
-    "openorca": ("sft", {"system_prompt": "s", "question": "q", "response": "a"}, [WITH_SYSTEM]),
-    "transcript, completion": ("sft", {"prompt": HUMAN, "completion": " a"}, [ONE]),
-    # Pairs.
-    "pair, whole": ("pairs", {"chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]}, [ONE, TWO]),
-    "pair, ultrafeedback": ("pairs", {"prompt": "q", "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]}, [ONE, TWO]),
-    "pair, texts": ("pairs", {"prompt": "q", "chosen": "a", "rejected": "b"}, [ONE, TWO]),
-    "pair, messages": ("pairs", {"prompt": [ASKED], "chosen": [REPLY], "rejected": [OTHER]}, [ONE, TWO]),
-    "pair, transcripts": ("pairs", {"chosen": f"{HUMAN} a", "rejected": f"{HUMAN} b"}, [ONE, TWO]),
-    "pair, transcript asked": ("pairs", {"prompt": HUMAN, "chosen": " a", "rejected": " b"}, [ONE, TWO]),
-    "pair, prompt repeated": (
-        "pairs",
-        {"prompt": "q r s", "chosen": "q r s a", "rejected": "q r s b"},
-        ["User: q r s\nAssistant:[ a]", "User: q r s\nAssistant:[ b]"],
-    ),
-    "pair, llama-factory": (
-        "pairs",
-        {"conversations": [said("human", "q")], "chosen": said("gpt", "a"), "rejected": said("gpt", "b")},
-        [ONE, TWO],
-    ),
-    "pair, alpaca": ("pairs", {"instruction": "q", "chosen": "a", "rejected": "b"}, [ONE, TWO]),
-    "pair, orca": ("pairs", {"question": "q", "chosen": "a", "rejected": "b"}, [ONE, TWO]),
-    # Replies with a label.
-    "label, texts": ("kto", {"prompt": "q", "completion": "a", "label": True}, [ONE]),
-    "label, messages": ("kto", {"messages": [ASKED, REPLY], "label": 0}, [ONE]),
-    "label, text of a table": ("kto", {"instruction": "q", "output": "a", "label": "True"}, [ONE]),
-    "label, pairs": ("kto", {"prompt": "q", "chosen": "a", "rejected": "b"}, [ONE, TWO]),
-    # Prompts.
-    "asked, messages": ("prompts", {"messages": [ASKED], **JUDGED}, [PROMPT]),
-    "asked, answered": ("prompts", {"messages": [ASKED, REPLY], **JUDGED}, [PROMPT]),
-    "asked, text": ("prompts", {"prompt": "q", **JUDGED}, [PROMPT]),
-    "asked, TRL": ("prompts", {"prompt": [SYSTEM, ASKED], **JUDGED}, [PROMPT_WITH_SYSTEM]),
-    "asked, transcript": ("prompts", {"prompt": HUMAN, **JUDGED}, [PROMPT]),
-    "asked, question": ("prompts", {"question": "q", "system_prompt": "s", **JUDGED}, [PROMPT_WITH_SYSTEM]),
+# The rows, by what trains on them and the texts that each of them becomes.
+FORMS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
+    ("sft", ONE): {
+        "messages": {"messages": [ASKED, REPLY]},
+        "messages, text parts": {"messages": [turn("user", [{"type": "text", "text": "q"}]), REPLY]},
+        "messages, human and gpt": {"messages": [turn("human", "q"), turn("gpt", "a")]},
+        "messages, last weight 0": {"messages": [ASKED, REPLY, AGAIN[0], AGAIN[1] | {"weight": 0}]},
+        "sharegpt": {"conversations": [said("human", "q"), said("gpt", "a")]},
+        "sharegpt, one": {"conversation": [said("user", "q"), said("chatgpt", "a")]},
+        "sharegpt, messages": {"messages": [said("user", "q"), said("chatgpt", "a")]},
+        "prompt, completion": {"prompt": "q", "completion": "a"},
+        "prompt, completion, null": {"prompt": "q", "completion": "a", "messages": None},
+        "prompt, completion, messages": {"prompt": [ASKED], "completion": [REPLY]},
+        "prompt, response": {"prompt": "q", "response": "a"},
+        "alpaca": {"instruction": "q", "input": "", "output": "a"},
+        "dolly": {"instruction": "q", "response": "a"},
+        "transcript, completion": {"prompt": HUMAN, "completion": " a"},
+    },
+    ("sft", WITH_SYSTEM): {
+        "messages, system turn": {"messages": [SYSTEM, ASKED, REPLY]},
+        "messages, developer": {"messages": [turn("developer", "s"), ASKED, REPLY]},
+        "messages, system beside": {"messages": [ASKED, REPLY], "system": "s"},
+        "sharegpt, system": {"conversations": [said("human", "q"), said("gpt", "a")], "system": "s"},
+        "prompt, completion, system": {"prompt": "q", "completion": "a", "system": "s"},
+        "prompt, completion, one message": {"prompt": [SYSTEM, ASKED], "completion": REPLY},
+        "openorca": {"system_prompt": "s", "question": "q", "response": "a"},
+    },
+    ("sft", BOTH): {
+        "messages, several turns": {"messages": [ASKED, REPLY, *AGAIN]},
+        "messages, weight 1": {"messages": [ASKED, REPLY | {"weight": 1}, *AGAIN]},
+        "alpaca, history": {"instruction": "r", "output": "c", "history": [["q", "a"]]},
+    },
+    ("sft", LAST_ONLY): {
+        "messages, weight 0": {"messages": [ASKED, REPLY | {"weight": 0}, *AGAIN]},
+        "messages, train false": {"messages": [ASKED, REPLY | {"train": False}, *AGAIN]},
+    },
+    ("sft", "User: q\ni\nAssistant:[ a]"): {"alpaca, input": {"instruction": "q", "input": "i", "output": "a"}},
+    ("pairs", ONE, TWO): {
+        "pair, whole": {"chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]},
+        "pair, ultrafeedback": {"prompt": "q", "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]},
+        "pair, whole, messages": {"prompt": [ASKED], "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]},
+        "pair, texts": {"prompt": "q", "chosen": "a", "rejected": "b"},
+        "pair, messages": {"prompt": [ASKED], "chosen": [REPLY], "rejected": [OTHER]},
+        "pair, mixed": {"prompt": [ASKED], "chosen": "a", "rejected": [OTHER]},
+        "pair, messages that ask": {"messages": [ASKED], "chosen": REPLY, "rejected": OTHER},
+        "pair, transcripts": {"chosen": f"{HUMAN} a", "rejected": f"{HUMAN} b"},
+        "pair, transcript asked": {"prompt": HUMAN, "chosen": " a", "rejected": " b"},
+        "pair, transcripts and theirs": {"prompt": HUMAN, "chosen": f"{HUMAN} a", "rejected": f"{HUMAN} b"},
+        "pair, llama-factory": {
+            "conversations": [said("human", "q")],
+            "chosen": said("gpt", "a"),
+            "rejected": said("gpt", "b"),
+        },
+        "pair, alpaca": {"instruction": "q", "chosen": "a", "rejected": "b"},
+        "pair, orca": {"question": "q", "chosen": "a", "rejected": "b"},
+    },
+    ("pairs", WITH_SYSTEM, f"System: s\n{TWO}"): {
+        "pair, system turn": {"chosen": [SYSTEM, ASKED, REPLY], "rejected": [SYSTEM, ASKED, OTHER]}
+    },
+    ("pairs", "User: q r s\nAssistant:[ a]", "User: q r s\nAssistant:[ b]"): {
+        "pair, prompt repeated": {"prompt": "q r s", "chosen": "q r s a", "rejected": "q r s b"}
+    },
+    ("kto", ONE): {
+        "label, texts": {"prompt": "q", "completion": "a", "label": True},
+        "label, messages": {"messages": [ASKED, REPLY], "label": 0},
+        "label, text of a table": {"instruction": "q", "output": "a", "label": "True"},
+    },
+    ("kto", ONE, TWO): {"label, pairs": {"prompt": "q", "chosen": "a", "rejected": "b"}},
+    ("prompts", PROMPT): {
+        "asked, messages": {"messages": [ASKED]},
+        "asked, answered": {"messages": [ASKED, REPLY]},
+        "asked, sharegpt": {"conversations": [said("human", "q"), said("gpt", "a")]},
+        "asked, text": {"prompt": "q"},
+        "asked, transcript": {"prompt": HUMAN},
+    },
+    ("prompts", PROMPT_WITH_SYSTEM): {
+        "asked, TRL": {"prompt": [SYSTEM, ASKED]},
+        "asked, question": {"question": "q", "system_prompt": "s"},
+    },
+    ("prompts", "User: q\ni\nAssistant:"): {"asked, alpaca": {"instruction": "q", "input": "i"}},
 }
 
 # With Qwen 3's way of writing what was thought, which leaves that of earlier replies out.
@@ -124,70 +138,52 @@ THINKS = """\
 {%- if add_generation_prompt %}<assistant>{% endif %}"""
 ONE_SAID = "<user>q<assistant>[a]"
 ONE_THOUGHT, TWO_THOUGHT = "<user>q<assistant>[<think>Hm.</think>a]", "<user>q<assistant>[<think>Hm.</think>b]"
-THOUGHTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "messages": ("sft", {"messages": [ASKED, THOUGHT]}, [ONE_THOUGHT]),
-    "messages, parts": (
-        "sft",
-        {"messages": [ASKED, REPLY | {"reasoning_content": [{"type": "text", "text": "Hm."}]}]},
-        [ONE_THOUGHT],
-    ),
-    "messages, nothing thought": (
-        "sft",
-        {"messages": [ASKED, REPLY | {"reasoning_content": ""}]},
-        [ONE_SAID],
-    ),
-    "sharegpt": (
-        "sft",
-        {"conversations": [said("human", "q"), said("gpt", "a") | {"reasoning_content": "Hm."}]},
-        [ONE_THOUGHT],
-    ),
-    "pair": (
-        "pairs",
-        {"prompt": [ASKED], "chosen": [THOUGHT], "rejected": [OTHER | {"reasoning_content": "Hm."}]},
-        [ONE_THOUGHT, TWO_THOUGHT],
-    ),
-    "pair, one thought": (
-        "pairs",
-        {"prompt": "q", "chosen": [THOUGHT], "rejected": "a"},
-        [ONE_THOUGHT, ONE_SAID],
-    ),
-    "label": ("kto", {"messages": [ASKED, THOUGHT], "label": True}, [ONE_THOUGHT]),
-    "label, pairs": (
-        "kto",
-        {"prompt": "q", "chosen": [THOUGHT], "rejected": "a"},
-        [ONE_THOUGHT, ONE_SAID],
-    ),
-    "asked, after a reply": (
-        "prompts",
-        {"messages": [ASKED, THOUGHT, AGAIN[0]], **JUDGED},
-        ["<user>q<assistant>a<eos><user>r<assistant>"],
-    ),
+THINKING = {"reasoning_content": "Hm."}
+THOUGHTS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
+    ("sft", ONE_THOUGHT): {
+        "messages": {"messages": [ASKED, THOUGHT]},
+        "messages, parts": {"messages": [ASKED, REPLY | {"reasoning_content": [{"type": "text", "text": "Hm."}]}]},
+        "sharegpt": {"conversations": [said("human", "q"), said("gpt", "a") | THINKING]},
+    },
+    ("sft", ONE_SAID): {"nothing thought": {"messages": [ASKED, REPLY | {"reasoning_content": ""}]}},
+    ("pairs", ONE_THOUGHT, TWO_THOUGHT): {
+        "pair": {"prompt": [ASKED], "chosen": [THOUGHT], "rejected": [OTHER | THINKING]}
+    },
+    ("pairs", ONE_THOUGHT, ONE_SAID): {"pair, one": {"prompt": "q", "chosen": [THOUGHT], "rejected": "a"}},
+    ("kto", ONE_THOUGHT): {"label": {"messages": [ASKED, THOUGHT], "label": True}},
+    ("kto", ONE_THOUGHT, ONE_SAID): {"label, pairs": {"prompt": "q", "chosen": [THOUGHT], "rejected": "a"}},
+    ("prompts", "<user>q<assistant>a<eos><user>r<assistant>"): {
+        "asked, after a reply": {"messages": [ASKED, THOUGHT, AGAIN[0]]}
+    },
 }
+
+
+def cases(forms: dict[tuple[str, ...], dict[str, dict[str, Any]]]) -> list[Any]:
+    """A case for each row."""
+    cases = []
+    for (kind, *expected), rows in forms.items():
+        more = {"ground_truth": "4", "dataset": "gsm8k"} if kind == "prompts" else {}
+        cases += [pytest.param(kind, row | more, expected, id=name) for name, row in rows.items()]
+    return cases
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer([""], vocab_size=262)
+    return byte_tokenizer()
 
 
 def load(
     kind: str, row: dict[str, Any], tokenizer: Any, folder: Path, *, template: str = "simple_chat"
 ) -> tuple[TokenDataset, DataReport]:
-    rows = folder / "rows.jsonl"
-    rows.write_text(json.dumps(row))
-    common: dict[str, Any] = {
-        "mixer_list": [str(rows), "1.0"],
-        "splits": ["train"],
-        "tokenizer": tokenizer,
-        "chat_template_name": template,
-        "on_bad_row": "error",
-        "seed": 0,
-        "cache_dir": folder / "cache",
-    }
+    given: dict[str, Any] = {"tokenizer": tokenizer, "template": template, "cache_dir": folder / "cache"}
+    rows = write_rows(folder / "rows.jsonl", row)
     if kind == "prompts":
-        prompts, report = load_prompt_dataset(known_verifiers=None, max_prompt_token_length=64, **common)
+        load_one = partial(load_prompt_dataset, known_verifiers=known_verifiers(), max_prompt_token_length=64)
+        prompts, report = load_rows(load_one, rows, "1.0", **given)
         return prompts.dataset, report
-    return load_token_dataset(BUILDERS[kind], max_seq_length=128, **common)
+    load_one = partial(load_token_dataset, BUILDERS[kind], max_seq_length=128)
+    loaded: tuple[TokenDataset, DataReport] = load_rows(load_one, rows, "1.0", **given)
+    return loaded
 
 
 def check(loaded: tuple[TokenDataset, DataReport], expected: list[str], tokenizer: Any) -> None:
@@ -203,43 +199,37 @@ def check(loaded: tuple[TokenDataset, DataReport], expected: list[str], tokenize
             ids += piece_ids
         assert list(document.token_ids) == ids
         assert [place for span in document.responses for place in range(span.start, span.stop)] == learned
-    assert report.warnings == ()
+    assert report.warnings == []
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_a_form_teaches(form: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    kind, row, expected = FORMS[form]
+@pytest.mark.parametrize(("kind", "row", "expected"), cases(FORMS))
+def test_what_a_form_teaches(kind: str, row: Any, expected: list[str], tokenizer: Any, tmp_path: Path) -> None:
     check(load(kind, row, tokenizer, tmp_path), expected, tokenizer)
 
 
-@pytest.mark.parametrize("form", THOUGHTS)
+@pytest.mark.parametrize(("kind", "row", "expected"), cases(THOUGHTS))
 def test_what_was_thought_is_learned_where_the_template_writes_it(
-    form: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    kind: str, row: Any, expected: list[str], tokenizer: Any, tmp_path: Path
 ) -> None:
-    kind, row, expected = THOUGHTS[form]
     template = tmp_path / "thinks.jinja"
     template.write_text(THINKS)
     check(load(kind, row, tokenizer, tmp_path, template=str(template)), expected, tokenizer)
 
 
-def test_a_template_that_reads_what_was_thought_and_leaves_it_out_is_refused(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_template_that_reads_what_was_thought_and_leaves_it_out_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     template = tmp_path / "cuts.jinja"
     template.write_text(THINKS.replace("{{ m.reasoning_content }}", "{{ m.reasoning_content[:1] }}"))
     with pytest.raises(InputError, match="leaves out part of the reasoning_content of the reply 'a'"):
         load("sft", {"messages": [ASKED, THOUGHT]}, tokenizer, tmp_path, template=str(template))
 
 
-def test_what_was_thought_is_named_where_the_template_does_not_read_it(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_what_was_thought_is_named_where_the_template_does_not_read_it(tokenizer: Any, tmp_path: Path) -> None:
     dataset, report = load("sft", {"messages": [ASKED, THOUGHT]}, tokenizer, tmp_path)
-    assert report.warnings == ("'reasoning_content of messages' of 1 row: nothing reads what is there",)
-    check((dataset, replace(report, warnings=())), [ONE], tokenizer)
+    assert report.warnings == ["'reasoning_content of messages' of 1 row: nothing reads what is there"]
+    check((dataset, replace(report, warnings=[])), [ONE], tokenizer)
 
 
-def test_what_nothing_reads_is_named(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_what_nothing_reads_is_named(tokenizer: Any, tmp_path: Path) -> None:
     reply = REPLY | {"reasoning_content": "Hm.", "name": None}
     row = {"messages": [ASKED, reply], "system": " ", "tools": [{"name": "f"}], "id": 3, "source": None}
     _, report = load("sft", row, tokenizer, tmp_path)
@@ -249,4 +239,4 @@ def test_what_nothing_reads_is_named(tokenizer: PreTrainedTokenizerFast, tmp_pat
     twice = {"messages": [SYSTEM, ASKED, REPLY], "system": "another"}
     assert "'system' of 1 row" in load("sft", twice, tokenizer, tmp_path)[1].warnings[0]
     _, report = load("pairs", {"prompt": "q", "chosen": "a", "rejected": "b", "score": 3}, tokenizer, tmp_path)
-    assert report.warnings == ("'score' of 1 row: nothing reads what is there",)
+    assert report.warnings == ["'score' of 1 row: nothing reads what is there"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.data.files.foreign_json import one_line
-from open_instruct.data.files.rows import BadRow, RawRow
+from open_instruct.data.files.rows import BadRow, RawRow, hash_of_file
 from open_instruct.errors import InputError
 
 _ROWS_AT_ONCE = 1024
@@ -20,49 +19,18 @@ _BYTES_AT_ONCE = 2**29
 _LONGEST_ROW = 2**23  # bytes
 
 
-def _parsed(batch: Any, wanted: Sequence[int], first: int, file: str) -> Iterator[RawRow | BadRow]:
-    has_dictionaries = "dictionary<" in str(batch.schema.types)  # repeated texts are stored once
-    is_long = has_dictionaries or batch.nbytes > _LONGEST_ROW
-    bad, values = partial(BadRow, file=file, line=wanted[0] + 1, kind="not_readable"), None
-    too_long = f"the row has more than {_LONGEST_ROW >> 20} MiB, more than a model reads"
-    if batch.num_rows == 1 and is_long and not has_dictionaries:
-        yield bad(reason=too_long)
-        return
-    if batch.num_rows == 1 or not is_long:
-        try:
-            values = batch.take([index - first for index in wanted]).to_pylist()
-        except Exception as error:  # such as text that is not UTF-8
-            if batch.num_rows == 1:
-                yield bad(reason=f"damaged: {one_line(error)}")
-                return
-    if values is None:  # one by one, to find the bad rows
-        for index in wanted:
-            yield from _parsed(batch.slice(index - first, 1), [index], index, file)
-    elif is_long and len(str(values[0])) > _LONGEST_ROW:
-        yield bad(reason=too_long)
-    else:
-        yield from (RawRow(file=file, line=index + 1, value=value) for index, value in zip(wanted, values, strict=True))
-
-
-def _readable(batches: Iterable[Any], file: str) -> Iterator[Any]:
-    try:
-        yield from batches
-    except Exception as error:  # pyarrow's kinds of errors have no common ancestor
-        raise InputError(f"{file} is damaged: {one_line(error)}; fetch it again") from error
-
-
 class ColumnFile:
     """A .parquet file, read batch by batch, or a .arrow file, mapped into memory."""
 
     def __init__(self, path: Path, name: str, flag: str) -> None:
         self.name = name
-        kind, opened = ("a Parquet", _parquet) if path.suffix == ".parquet" else ("an Arrow", _arrow)
+        is_parquet = path.suffix == ".parquet"
         try:
-            self._num_rows, self._batches = opened(path)
-        except Exception as error:
+            self._num_rows, self._batches = _parquet(path) if is_parquet else _arrow(path)
+        except Exception as error:  # pyarrow's kinds of errors have no common ancestor
+            kind = "a Parquet" if is_parquet else "an Arrow"
             raise InputError(f"{flag}: {name} is not {kind} file, or is damaged: {one_line(error)}") from error
-        with path.open("rb") as file:
-            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+        self.fingerprint = hash_of_file(path)
 
     def __len__(self) -> int:
         return self._num_rows
@@ -72,10 +40,52 @@ class ColumnFile:
         for batch in _readable(self._batches(), self.name):
             end = bisect_left(indices, first + batch.num_rows)
             if begin < end:
-                yield from _parsed(batch, indices[begin:end], first, self.name)
+                yield from _rows(batch, indices[begin:end], first, self.name)
             if end == len(indices):
                 return
-            first, begin = first + batch.num_rows, end
+            first += batch.num_rows
+            begin = end
+
+
+def _readable(batches: Iterable[Any], file: str) -> Iterator[Any]:
+    try:
+        yield from batches
+    except Exception as error:
+        raise InputError(f"{file} is damaged: {one_line(error)}; fetch it again") from error
+
+
+def _rows(batch: Any, wanted: Sequence[int], first: int, file: str) -> Iterator[RawRow | BadRow]:
+    """The rows `wanted` of a batch that begins with row `first`; one by one where one may be bad, to find it."""
+    if not (_has_dictionaries(batch) or batch.nbytes > _LONGEST_ROW):
+        try:
+            values = batch.take([index - first for index in wanted]).to_pylist()
+        except Exception:
+            pass  # such as text that is not UTF-8
+        else:
+            yield from (RawRow(file=file, line=row + 1, value=value) for row, value in zip(wanted, values, strict=True))
+            return
+    for row in wanted:
+        yield _only_row(batch.slice(row - first, 1), file, row + 1)
+
+
+def _only_row(batch: Any, file: str, line: int) -> RawRow | BadRow:
+    """The row of a batch that has one."""
+    reason = f"the row has more than {_LONGEST_ROW >> 20} MiB, more than a model reads"
+    has_dictionaries = _has_dictionaries(batch)
+    if has_dictionaries or batch.nbytes <= _LONGEST_ROW:
+        try:
+            (value,) = batch.to_pylist()
+        except Exception as error:
+            reason = f"damaged: {one_line(error)}"
+        else:
+            if not has_dictionaries or len(str(value)) <= _LONGEST_ROW:
+                return RawRow(file=file, line=line, value=value)
+    return BadRow(file=file, line=line, kind="not_readable", reason=reason)
+
+
+def _has_dictionaries(batch: Any) -> bool:
+    """Whether repeated texts are stored once, so that a batch does not show how long its rows are."""
+    return "dictionary<" in str(batch.schema.types)
 
 
 Batches = Callable[[], Iterable[Any]]

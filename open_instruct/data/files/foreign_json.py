@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from open_instruct.data.files.rows import unique_keys
 from open_instruct.errors import InputError
 from open_instruct.whole_file import MAX_BYTES, kind_of_other, read_whole
 from open_instruct.wording import escaped
@@ -55,23 +55,6 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{where} holds a JSON {type(value).__name__}, where an object is needed")
     return value
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A hook for `json.loads` that refuses duplicate keys, of which different readers take different values."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice!r} is there twice")
-    return fields
-
-
-def kind_of(value: Any) -> str:
-    """JSON's name of the type of a value, with its article."""
-    if value is None:
-        return "null"
-    kinds = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean", dict: "an object"}
-    return kinds.get(type(value), type(value).__name__)
 
 
 def shortened(value: Any, depth: int = 3) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import re
 from array import array
-from itertools import chain
 from pathlib import Path
 
-from open_instruct.data.files.json_rows import JsonRows
+from open_instruct.data.files.rows import JsonRows, hash_of_file
 from open_instruct.errors import InputError
 
 # The keys under which published files have their rows.
@@ -18,7 +16,9 @@ WRAPPERS = ("data", "rows", "examples", "instances", "train")
 _LONGEST_LINE = 2**24
 # A whole JSON string, or one structural character. Possessive quantifiers, so the engine keeps no states to go back to.
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)
-_QUOTE, _COMMA, _OPEN = ord('"'), ord(","), b"[{"
+_LONE_QUOTE = b'"'
+_BEGIN = re.compile(rb"(?:\xef\xbb\xbf)?\s*([\[{])")
+_LIST_MEMBER = re.compile(rb'\s*"([^"\\]*)"\s*:\s*\[')
 
 
 def is_json_lines(path: Path) -> bool:
@@ -35,64 +35,64 @@ def is_json_lines(path: Path) -> bool:
 
 
 def json_list(path: Path, name: str, flag: str) -> JsonRows:
-    """The rows of a list; one pass finds where they start and stop, without parsing any.
+    """The rows of a list; their places are found without parsing any.
 
     Raises:
         InputError: there is no list of rows, or more than one.
     """
-    with path.open("rb") as file:
-        fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-        is_empty = path.stat().st_size == 0  # mmap refuses an empty file
-        edges, problem = _edges(b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    if problem:
+    try:
+        with path.open("rb") as file:
+            is_empty = path.stat().st_size == 0  # mmap refuses an empty file
+            edges = _edges_of_rows(b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except ValueError as error:
         raise InputError(
-            f"{flag}: {name} {problem}; give a list of rows, [{{...}}, {{...}}], or an object that has it as "
+            f"{flag}: {name} {error}; give a list of rows, [{{...}}, {{...}}], or an object that has it as "
             f"{' or '.join(map(repr, WRAPPERS))}"
-        )
-    rows = zip(edges[::2], edges[1::2], range(1, len(edges)), strict=False)
-    return JsonRows(path, name, fingerprint=fingerprint, places=array("q", chain.from_iterable(rows)))
+        ) from None
+    places = array("q")
+    for row, (start, stop) in enumerate(zip(edges[::2], edges[1::2], strict=True), start=1):
+        places.extend((start, stop, row))
+    return JsonRows(path, name, fingerprint=hash_of_file(path), places=places)
 
 
-def _edges(data: mmap.mmap | bytes) -> tuple[array[int], str]:
-    """Where each row starts and stops, in turn, and what is wrong with the file; "" if nothing is."""
-    edges = array("q")
-    begin = re.match(rb"(?:\xef\xbb\xbf)?\s*([\[{])", data)
+def _edges_of_rows(data: mmap.mmap | bytes) -> array[int]:
+    """Where each row starts and stops, in turn.
+
+    Raises:
+        ValueError: says of the file what is wrong with it.
+    """
+    begin = _BEGIN.match(data)
     if begin is None:
-        return edges, "holds no JSON list"
-    is_wrapped = begin[1] == b"{"
-    key = b""
-    list_keys: list[bytes] = []
-    depth = inside = start = end = 0  # `inside` is how deep the list of rows lies, once it has begun
-    for token in _TOKEN.finditer(data, begin.start(1)):
-        at, after = token.span()
-        character = data[at]
-        if character == _QUOTE:
-            if after - at == 1:
-                return edges, "has a text without an end, or is cut short"
-            if depth == 1:
-                key = data[at + 1 : after - 1]
-        elif character in _OPEN:
+        raise ValueError("holds no JSON list")
+    edges, end = _edges_of_items(data, begin.start(1))
+    if re.compile(rb"\S").search(data, end):
+        raise ValueError("goes on behind its end")
+    if begin[1] == b"[":
+        return edges
+    members = [_LIST_MEMBER.match(data, start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+    lists = [member for member in members if member and member[1].decode(errors="replace") in WRAPPERS]
+    if len(lists) != 1:
+        names = " and ".join(repr(member[1].decode()) for member in lists)
+        raise ValueError(f"has lists of rows as {names}" if lists else "is an object without a list of rows")
+    return _edges_of_items(data, lists[0].end() - 1)[0]
+
+
+def _edges_of_items(data: mmap.mmap | bytes, start: int) -> tuple[array[int], int]:
+    """Where each item of the list or object that begins at `start` starts and stops, in turn, and where all stops."""
+    edges = array("q", [start + 1])
+    depth = 0
+    for token in _TOKEN.finditer(data, start):
+        text = token[0]
+        if text == _LONE_QUOTE:
+            raise ValueError("has a text without an end, or is cut short")
+        if text in (b"[", b"{"):
             depth += 1
-            is_rows = depth == 1 if not is_wrapped else depth == 2 and key.decode(errors="replace") in WRAPPERS
-            if is_rows and character == _OPEN[0]:
-                list_keys.append(key)
-                inside, start = depth, after
-        elif character == _COMMA:
-            if depth == inside:
-                edges.extend((start, at))
-                start = after
-        else:
-            if depth == inside:
-                if len(edges) or data[start:at].strip():
-                    edges.extend((start, at))
-                inside = -1
+        elif text in (b"]", b"}"):
             depth -= 1
-            if depth == 0:
-                end = after
-                break
-    if depth:
-        return edges, "is cut short: a list or an object in it has no end"
-    if len(list_keys) != 1:
-        names = " and ".join(repr(name.decode(errors="replace")) for name in list_keys)
-        return edges, f"has lists of rows as {names}" if list_keys else "is an object without a list of rows"
-    return edges, "goes on behind its end" if re.compile(rb"\S").search(data, end) else ""
+        elif text == b"," and depth == 1:
+            edges.extend((token.start(), token.end()))
+        if depth == 0:
+            edges.append(token.start())
+            is_empty = len(edges) == 2 and not data[edges[0] : edges[1]].strip()
+            return array("q") if is_empty else edges, token.end()
+    raise ValueError("is cut short: a list or an object in it has no end")

@@ -1,4 +1,4 @@
-"""From a name to its rows, whatever kind of file, folder or data set it is."""
+"""From a name to its rows: a local file, a folder of files, or a data set that the datasets library reads."""
 
 from __future__ import annotations
 
@@ -6,28 +6,33 @@ import hashlib
 import re
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from open_instruct.data.files.columnar import ColumnFile
-from open_instruct.data.files.json_rows import json_lines
 from open_instruct.data.files.lists import is_json_lines, json_list
-from open_instruct.data.files.named import NamedRows
-from open_instruct.data.files.names import SUFFIXES, refuse_missing_file, suffix_of
-from open_instruct.data.files.rows import BadRow, RawRow, RowSource, reach
+from open_instruct.data.files.rows import BadRow, RawRow, RowSource, json_lines
 from open_instruct.data.files.tables import TextTable
 from open_instruct.errors import InputError
+from open_instruct.whole_file import near_files
 
-# Files that mark a folder as one that the datasets library or the hub wrote: the library opens it.
-_DATASET_MARKERS = ("state.json", "dataset_dict.json", "README.md")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".csv.gz", ".tsv", ".parquet", ".arrow")
+# Endings that no data set on the hub has. A dot alone decides nothing: names such as llama-3.1-tulu have one.
+_ENDS_AS_A_FILE = re.compile(
+    r"\.(jsonl?|ndjson|csv|tsv|parquet|arrow|feather|txt|md|xlsx?|ya?ml|html|pkl|pickle|pt|npy|sqlite|db)"
+    r"(\.(gz|zst|bz2|xz|zip))?$|\.(gz|zst|bz2|xz|zip|tar|tgz)$",
+    re.IGNORECASE,
+)
+# Files that `save_to_disk` of the datasets library writes into a folder.
+_SAVED_TO_DISK = ("state.json", "dataset_dict.json")
+# Words in the names of files that are of a split.
 _SPLITS = {
     "test": ("test", "testing"),
     "validation": ("validation", "valid", "val", "dev"),
     "train": ("train", "training"),
 }
+_ROWS_AT_ONCE = 1024
 
 
 def open_rows(name: str, split: str = "train", *, flag: str = "--mixer_list") -> RowSource:
@@ -42,14 +47,36 @@ def open_rows(name: str, split: str = "train", *, flag: str = "--mixer_list") ->
         if split != "train":
             raise InputError(f"{flag}_splits: {name} is a file, its only split is 'train', not {split!r}.")
         return _open_file(path, name, flag)
-    if path.is_dir() and not any((path / marker).is_file() for marker in _DATASET_MARKERS):
+    if path.is_dir() and not any((path / marker).is_file() for marker in (*_SAVED_TO_DISK, "README.md")):
         return _Folder(path, name, split, flag)
     refuse_missing_file(name, flag=flag)
-    return NamedRows(name, split, flag=flag)
+    return _NamedRows(name, split, flag)
+
+
+def refuse_missing_file(name: str, *, flag: str) -> None:
+    """:raises InputError: the name is that of a file or folder, and there is none."""
+    path = Path(name).expanduser()
+    if not path.exists() and looks_like_a_file(name):
+        raise InputError(
+            f"{flag}: {name}: no such file (a name like this is not looked for on the hub).{near_files(path)}"
+        )
+
+
+def looks_like_a_file(name: str) -> bool:
+    """Whether the name means a local file, so that a misspelled path is never looked up on the hub."""
+    path = Path(name).expanduser()
+    is_partly_there = len(path.parts) > 1 and path.parent.is_dir()
+    return (
+        is_partly_there
+        or name.startswith((".", "/", "~"))
+        or "\\" in name
+        or len(path.parts) > 2
+        or bool(_ENDS_AS_A_FILE.search(name))
+    )
 
 
 def _open_file(path: Path, name: str, flag: str) -> RowSource:
-    suffix = suffix_of(path)
+    suffix = _suffix_of(path)
     if suffix not in SUFFIXES:
         raise InputError(f"{flag}: {name}: cannot read '{suffix}' files; give one of {', '.join(SUFFIXES)}.")
     try:
@@ -62,6 +89,12 @@ def _open_file(path: Path, name: str, flag: str) -> RowSource:
         raise InputError(f"{flag}: {name} cannot be read: {error}") from error
 
 
+def _suffix_of(path: Path) -> str:
+    """The known suffix that a file's name ends with, else its last suffix: `.jsonl.gz` of rows.v2.jsonl.gz."""
+    name = path.name.lower()
+    return max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=path.suffix)
+
+
 class _Folder:
     """The files of a folder, one after the other in the order of their names.
 
@@ -70,20 +103,16 @@ class _Folder:
 
     def __init__(self, path: Path, name: str, split: str, flag: str) -> None:
         self.name = name if split == "train" else f"{name}[{split}]"
-        files = [
-            file
-            for file in sorted(path.rglob("*"))
-            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        ]
-        readable = [file for file in files if suffix_of(file) in SUFFIXES]
+        files = [file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file()]
+        files = [file for file in files if not any(part.startswith(".") for part in file.parts)]
+        readable = [file for file in files if _suffix_of(file) in SUFFIXES]
         if not readable:
             there = f"it has {', '.join(file.name for file in files[:3])}" if files else "it is empty"
             raise InputError(f"{flag}: {name}: no file in this folder can be read ({there}); put {SUFFIXES[0]} there.")
-        chosen = [file for file in readable if _split_of(file.relative_to(path)) == split]
+        chosen = [file for file in readable if _split_of(file) == split]
         if not chosen:
-            splits = sorted({_split_of(file.relative_to(path)) for file in readable})
-            raise InputError(f"{flag}_splits: {name} has no split {split!r}; it has {', '.join(splits)}.")
-        self._sources = [_open_file(file, str(Path(name) / file.relative_to(path)), flag) for file in chosen]
+            raise _no_split(name, split, map(_split_of, readable), flag)
+        self._sources = [_open_file(path / file, str(Path(name) / file), flag) for file in chosen]
         self._starts = [0, *accumulate(map(len, self._sources))]
         self.fingerprint = hashlib.sha256(" ".join(each.fingerprint for each in self._sources).encode()).hexdigest()
 
@@ -104,32 +133,47 @@ def _split_of(file: Path) -> str:
     return next((split for split, names in _SPLITS.items() if words & set(names)), "train")
 
 
-class Renamed:
-    """A source with its columns renamed by the words of `--columns`, `OURS=THEIRS`: `messages=dialogue`."""
+def _no_split(name: str, split: str, splits: Iterable[str], flag: str) -> InputError:
+    return InputError(f"{flag}_splits: {name} has no split {split!r}; it has {', '.join(sorted(set(splits)))}.")
 
-    def __init__(self, source: RowSource, columns: Sequence[str]) -> None:
-        self.name, self.fingerprint = source.name, source.fingerprint
-        self._source = source
-        self._columns = dict(word.split("=", 1) for word in columns)
-        self._unseen = set(self._columns.values())
+
+class _NamedRows:
+    """One split of what the datasets library finds under a name, or under a folder (`save_to_disk` or plain files).
+
+    A name may say which configuration: `openai/gsm8k:main`.
+    """
+
+    def __init__(self, name: str, split: str, flag: str) -> None:
+        import datasets
+
+        self.name = f"{name}[{split}]"
+        path = Path(name).expanduser()
+        try:
+            if any((path / marker).is_file() for marker in _SAVED_TO_DISK):
+                dataset = datasets.load_from_disk(str(path))
+                if isinstance(dataset, datasets.DatasetDict):
+                    if split not in dataset:
+                        raise _no_split(name, split, dataset, flag)
+                    dataset = dataset[split]
+            else:
+                repository, _, configuration = (str(path), "", "") if path.is_dir() else name.partition(":")
+                dataset = datasets.load_dataset(repository, configuration or None, split=split)
+        except InputError:
+            raise
+        except Exception as error:  # the library raises many kinds of errors: its own and those of downloads
+            where = "the folder" if path.is_dir() else "there is no such file, and as a data set's name"
+            near = near_files(path) if path.parent.is_dir() and not path.is_dir() else ""
+            raise InputError(
+                f"{flag}: {name}: {where} cannot be loaded (split {split!r}): {type(error).__name__}: {error}{near}"
+            ) from error
+        self._dataset = dataset.with_format(None)
+        self.fingerprint = str(dataset._fingerprint)
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self._dataset)
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        for row in self._source.rows(indices):
-            yield replace(row, value=self._renamed(row.value)) if isinstance(row, RawRow) else row
-
-    def warnings(self) -> Iterator[str]:
-        """A warning for each column that no row so far had."""
-        for ours, theirs in self._columns.items():
-            if theirs in self._unseen:
-                yield f"--columns {ours}={theirs}: no row of {self.name} has a column {theirs!r}"
-
-    def _renamed(self, value: dict[str, Any]) -> dict[str, Any]:
-        if not self._columns:
-            return value
-        renamed = {ours: item for ours, theirs in self._columns.items() if (item := reach(value, theirs)) is not None}
-        self._unseen -= {self._columns[ours] for ours in renamed}
-        moved = {theirs if theirs in value else theirs.partition(".")[0] for theirs in self._columns.values()}
-        return {key: item for key, item in value.items() if key not in moved} | renamed
+        for first in range(0, len(indices), _ROWS_AT_ONCE):
+            wanted = [int(index) for index in indices[first : first + _ROWS_AT_ONCE]]
+            for index, value in zip(wanted, self._dataset.select(wanted), strict=True):
+                yield RawRow(file=self.name, line=index + 1, value=value)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import csv
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from io import TextIOWrapper
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from open_instruct.data.files.json_rows import unpacked
-from open_instruct.data.files.rows import BadRow, RawRow
+from open_instruct.data.files.rows import BadRow, RawRow, hash_of_file, unpacked
 from open_instruct.errors import InputError
 
 _DELIMITERS = ",;\t"
@@ -27,72 +26,64 @@ class TextTable:
 
     def __init__(self, path: Path, name: str, flag: str) -> None:
         self.name = name
+        self.fingerprint = hash_of_file(path)
         self._path = path
-        self._flag = flag
-        self._names, self._delimiter = self._header()
-        self._num_rows = sum(1 for _ in self._cells())
-        with path.open("rb") as file:
-            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+        with self._open() as file:
+            first = next((line for line in file if line.strip()), "")
+        self._delimiter = max(_DELIMITERS, key=first.count)
+        _, self._columns = next(self._cells(), (1, [""]))
+        if len(set(self._columns)) < len(self._columns) or not all(column.strip() for column in self._columns):
+            raise InputError(
+                f"{flag}: {name} must begin with a line of column names, each once; it begins with "
+                f"{first.strip()[:80]!r}"
+            )
+        self._num_rows = sum(1 for _ in self._cells()) - 1
 
     def __len__(self) -> int:
         return self._num_rows
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        wanted = iter(indices)
-        index = next(wanted, None)
-        for place, (line, cells) in enumerate(self._cells()):
-            if place != index:
-                continue
-            problem = self._problem(cells)
-            if problem:
-                yield BadRow(file=self.name, line=line, kind="not_readable", reason=problem)
-            else:
-                value = {name: _value_of(cell) for name, cell in zip(self._names, cells, strict=True)}
-                yield RawRow(file=self.name, line=line, value=value)
-            index = next(wanted, None)
-            if index is None:
-                return
+        wanted = set(indices)
+        below_header = islice(self._cells(), 1, max(wanted, default=-1) + 2)
+        for row, (line, cells) in enumerate(below_header):
+            if row in wanted:
+                yield self._row(line, cells)
 
-    def _problem(self, cells: Sequence[str]) -> str | None:
-        if len(cells) != len(self._names):
-            return f"{len(cells)} cells under {len(self._names)} column names ({', '.join(self._names)[:80]})"
-        try:
-            "".join(cells).encode("utf-8")
-        except UnicodeEncodeError:  # bytes that are not UTF-8, which `_open` lets through
-            return "not UTF-8: save the table as CSV UTF-8"
-        return None
-
-    def _header(self) -> tuple[list[str], str]:
-        with self._open() as file:
-            first = next((line for line in file if line.strip()), "")
-        delimiter = max(_DELIMITERS, key=first.count)
-        names = next(csv.reader([first], delimiter=delimiter), [])
-        if len(set(names)) < len(names) or not all(name.strip() for name in names) or not names:
-            raise InputError(
-                f"{self._flag}: {self.name} must begin with a line of column names, each once; it begins with "
-                f"{first.strip()[:80]!r}"
-            )
-        return names, delimiter
+    def _row(self, line: int, cells: Sequence[str]) -> RawRow | BadRow:
+        if len(cells) != len(self._columns):
+            problem = f"{len(cells)} cells under {len(self._columns)} column names ({', '.join(self._columns)[:80]})"
+        elif not _is_unicode("".join(cells)):
+            problem = "not UTF-8: save the table as CSV UTF-8"
+        else:
+            value = {column: _value_of(cell) for column, cell in zip(self._columns, cells, strict=True)}
+            return RawRow(file=self.name, line=line, value=value)
+        return BadRow(file=self.name, line=line, kind="not_readable", reason=problem)
 
     def _cells(self) -> Iterator[tuple[int, list[str]]]:
-        """Each row below the header that is not blank, with the line that it begins in."""
+        """The cells of the header and of each row that is not blank, with the line that they begin in."""
         csv.field_size_limit(_LONGEST_CELL)
-        line = 0
+        line = 1
         with self._open() as file:
             reader = csv.reader(file, delimiter=self._delimiter)
-            is_header = True
             try:
                 for cells in reader:
-                    if cells and not is_header:
-                        yield line + 1, cells
-                    is_header = is_header and not cells
-                    line = reader.line_num
+                    if cells:
+                        yield line, cells
+                    line = reader.line_num + 1
             except csv.Error as error:
-                raise InputError(f"{self.name}, line {line + 1}: no table that can be read: {error}") from error
+                raise InputError(f"{self.name}, line {line}: no table that can be read: {error}") from error
 
     def _open(self) -> IO[str]:
-        file = unpacked(self._path)
-        return TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        """The table as text, in which bytes that are not UTF-8 are surrogates."""
+        return TextIOWrapper(unpacked(self._path), encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _value_of(cell: str) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.training import LearnerConfig, TrainingConfig
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
@@ -57,9 +58,7 @@ def reading(
         "flag": flag,
         "mixer_list": mixer_list,
         "splits": splits,
-        "tokenizer": tokenizer,
-        "chat_template_name": data.chat_template_name,
-        "add_bos": data.add_bos,
+        "chat": ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos),
         "on_bad_row": data.on_bad_row,
         "seed": config.optim.seed,
         "cache_dir": data.cache_dir,

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from open_instruct.data.cache import DamagedFile, read_arrays, write_arrays
-from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.data.token_dataset import DamagedFile, TokenDataset, read_arrays, write_arrays
 from open_instruct.models.fingerprint import with_config
 from open_instruct.run.pretrained import Pretrained
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from open_instruct.data.saved_place import check_saved_place
-from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.data.token_dataset import TokenDataset, check_saved_place
 from open_instruct.learner.rows.ahead import built_ahead
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.records import StepBatch

@@ -1,0 +1,66 @@
+"""Rows in files, and the data sets of tokens that come of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from open_instruct.data.chat import ChatFormat
+from open_instruct.records import Document
+from open_instruct.toys.tiny import train_tokenizer
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes are tokens, so that lengths can be counted by hand."""
+    return train_tokenizer([""], vocab_size=262)
+
+
+def chat_format(tokenizer: PreTrainedTokenizerFast, template: str | None) -> ChatFormat:
+    return ChatFormat.choose(tokenizer, template)
+
+
+def marked(tokenizer: PreTrainedTokenizerFast, document: Document) -> str:
+    """The text of a document; what is learned stands in brackets."""
+    text, stop = "", 0
+    for span in document.responses:
+        context, learned = document.token_ids[stop : span.start], document.token_ids[span.start : span.stop]
+        text += f"{tokenizer.decode(list(context))}[{tokenizer.decode(list(learned))}]"
+        stop = span.stop
+    return text + str(tokenizer.decode(list(document.token_ids[stop:])))
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    """A file with a row a line; bytes are written as they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def load_rows(
+    load: Callable[..., Any],
+    *mixer_list: str | Path,
+    tokenizer: PreTrainedTokenizerFast,
+    template: str | None,
+    **changes: Any,
+) -> Any:
+    """What `load_token_dataset` or `load_prompt_dataset` makes of a mixture."""
+    arguments: dict[str, Any] = {"splits": ["train"], "on_bad_row": "error", "seed": 0}
+    chat = chat_format(tokenizer, template)
+    return load(mixer_list=list(map(str, mixer_list)), chat=chat, **(arguments | changes))
+
+
+def turns(*contents: str, roles: str = "") -> list[Any]:
+    """Messages of the user and the assistant in turn, or of `roles`, such as "sua"."""
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    letters = roles or ("ua" * len(contents))[: len(contents)]
+    return [{"role": names[letter], "content": text} for letter, text in zip(letters, contents, strict=True)]
+
+
+def pair(question: str, chosen: str, rejected: str) -> dict[str, Any]:
+    """A preference row of one turn."""
+    return {"chosen": turns(question, chosen), "rejected": turns(question, rejected)}
