@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.engines.batching import Batching
-from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
+from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.families import FAMILIES
 from open_instruct.records import Completion, Document, Span
 from open_instruct.toys.tiny import write_tiny_model
@@ -133,7 +132,7 @@ class Learner:
     def __init__(self, folder: Path, *, dtype: str) -> None:
         import torch
 
-        from open_instruct.models.build import build_model, materialize
+        from open_instruct.models.build import build_model
         from open_instruct.models.hf.checkpoint_files import CheckpointFiles
         from open_instruct.models.hf.hf_config import load_hf_config
         from open_instruct.models.hf.names import TensorNames
@@ -145,7 +144,7 @@ class Learner:
         names = TensorNames(hf_config)
         self.vocab_size: int = hf_config.vocab_size
         self.model = build_model(hf_config, init_device="cpu").to(getattr(torch, dtype)).eval()
-        materialize(self.model, max_seq_len=LONGEST_PROMPT + LONGEST_COMPLETION, device=torch.device("cpu"))
+        self.model.init_weights(max_seq_len=LONGEST_PROMPT + LONGEST_COMPLETION, device=torch.device("cpu"))
         with CheckpointFiles.open(folder) as files:
             stream_load(self.model, files, names)
         self.sender = WeightSender(

@@ -132,7 +132,6 @@ def worker(task: str, way: str, checkpoint: Path, scratch: Path) -> None:
         _, numbers = measured(
             lambda: export_hf(
                 model,
-                hf_config,
                 names,
                 source_folder=checkpoint,
                 out_folder=out,

@@ -7,7 +7,8 @@ One optimizer step after another of our DPO train module, at its worst moment, o
 
 - predicted: `planning/memory/phases.py`, the largest of its phases forward, backward and optimizer step;
 - tracked (`memory_runs/tracked.py`): PyTorch's `FSDPMemTracker` on fake tensors, in a fake process group of as many
-  ranks: the real model, sharded and checkpointed by the code that a run uses. Nothing is computed: it counts tensors;
+  ranks: the real model, sharded and checkpointed by the code that a run uses. Nothing is computed, so this counts
+  tensors;
 - measured (`memory_runs/measured.py`): real ranks over gloo. Their anonymous memory (RssAnon), sampled from a process
   of its own every millisecond, above what a rank had before its model was built, after one product of matrices and one
   collective had made the libraries' own buffers.

@@ -152,11 +152,12 @@ class Bare:
         import torch
 
         from open_instruct.cluster.addresses import LOOPBACK
-        from open_instruct.weights import wire as weight_wire
+        from open_instruct.weights import broadcasts, slots
         from open_instruct.weights.manifest import WeightManifest
         from open_instruct.weights.progress import SyncProgress
 
-        self.wire = weight_wire
+        self.broadcasts = broadcasts
+        self.slot_of = slots.slot_of
         self.manifest = WeightManifest(**info["manifest"])
         self.rank = rank
         self.is_shared = info["backend"] == "shm"
@@ -164,7 +165,7 @@ class Bare:
         self.position = 0
         if rank == 0:
             self.roll = SyncProgress.host(LOOPBACK, timeout_s=TIMEOUT_S)
-            path = weight_wire.create_shared_file(slot_bytes)
+            path = slots.create_shared_file(slot_bytes)
             publish(port_path, {"port": self.roll.store.port, "path": path})
         else:
             told = awaited(port_path)
@@ -174,12 +175,12 @@ class Bare:
             )
         # The sender's are as many as the weights: fewer would stay in the processor's cache.
         self.memory = torch.ones(slot_bytes if rank else self.manifest.num_bytes, dtype=torch.uint8)
-        self.slots = weight_wire.map_shared_file(path, slot_bytes)
+        self.slots = slots.map_shared_file(path, slot_bytes)
         self.roll.report("mapped")
         self.roll.wait("mapped", ["learner 0", "receiver 0"], to="map the file")
-        weight_wire.remove_shared_file(path)
+        slots.remove_shared_file(path)
         meeting = {"backend": "gloo", "address": LOOPBACK, "port": 1, "num_receivers": 1, "timeout_s": TIMEOUT_S}
-        self.group = weight_wire.broadcast_group(
+        self.group = broadcasts.broadcast_group(
             meeting, self.roll, sender="learner 0", rank=rank, device=torch.device("cpu")
         )
 
@@ -193,11 +194,11 @@ class Bare:
             source = self.memory[first_byte : first_byte + bucket.num_bytes]
             first_byte += bucket.num_bytes
             if not self.is_shared:
-                self.wire.broadcast(self.group, source).wait()
+                self.broadcasts.broadcast(self.group, source).wait()
                 continue
-            if index >= self.wire.NUM_SLOTS:
-                self.roll.wait(f"done/{position - self.wire.NUM_SLOTS}", ["receiver 0"], to="copy")
-            self.wire.slot_of(self.slots, position, bucket).copy_(source)
+            if index >= self.broadcasts.NUM_SLOTS:
+                self.roll.wait(f"done/{position - self.broadcasts.NUM_SLOTS}", ["receiver 0"], to="copy")
+            self.slot_of(self.slots, position, bucket).copy_(source)
             self.roll.report(f"filled/{position}")
         self.position += len(self.manifest.buckets)
         self.roll.wait(f"done/{self.position - 1}", ["receiver 0"], to="copy")
@@ -208,9 +209,9 @@ class Bare:
         for bucket in self.manifest.buckets:
             if self.is_shared:
                 self.roll.wait(f"filled/{self.position}", ["learner 0"], to="copy")
-                self.memory[: bucket.num_bytes].copy_(self.wire.slot_of(self.slots, self.position, bucket))
+                self.memory[: bucket.num_bytes].copy_(self.slot_of(self.slots, self.position, bucket))
             else:
-                self.wire.broadcast(self.group, self.memory[: bucket.num_bytes]).wait()
+                self.broadcasts.broadcast(self.group, self.memory[: bucket.num_bytes]).wait()
             self.roll.report(f"done/{self.position}")
             self.position += 1
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
 from typing import NoReturn
 
 from open_instruct import __version__
 from open_instruct.config.help import asks_for_help
 from open_instruct.config.parser import nearest
 from open_instruct.entry import leave, run_to_exit_code
-from open_instruct.errors import EXIT_INPUT
+from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 
 PROGRAM = "open-instruct"
+CONFIGS_USAGE = """\
+usage: open-instruct configs            lists the files
+       open-instruct configs NAME       prints one, as in: open-instruct configs dpo/tiny_cpu > mine.yaml"""
 
 
 # What each command does, and the function of which module is called with the words after it and returns the exit code.
@@ -22,14 +27,14 @@ COMMANDS = {
     **{name: (f"train on {rows} (all GPUs: --num_processes auto)", "") for name, (_, rows) in OBJECTIVES.items()},
     "train": ("train on an objective of your own (all GPUs: --num_processes auto)", "train:main"),
     "grpo": ("train on verifiable rewards: starts Ray, learners and engines", "grpo_olmo_core_actor:main"),
-    "configs": ("list the files of settings in the package, or print one", "run.shipped_configs:configs_command"),
+    "configs": ("list the files of settings in the package, or print one", "cli:configs_command"),
     "layout": ("show how a model would be sharded over nodes of GPUs", "parallel.layout_command:layout_command"),
     "plan": ("say what memory, traffic and time a run would need, and how it would fit", "report.plan_command:main"),
     "preview": ("show rows of a run as the model will see them, and what is learned", "preview.command:main"),
     "report": ("make a page of what runs have left: curves, health, rollouts", "report.command:main"),
     "migrate-args": ("tell a launch of allenai's open-instruct in our flags", "migrate.command:migrate_args"),
     "replay": ("take one step of a GRPO run again, under its own or another loss", "replay:main"),
-    "export": ("write a checkpoint of a run as a Hugging Face folder", "run.export_command:export_command"),
+    "export": ("write a checkpoint of a run as a Hugging Face folder", "run.export_command:main"),
     "merge": ("add an adapter to the model that it was trained beside", "merge:main"),
     "chat": ("talk to a model: what a run has exported, or one on the hub", "chat.command:main"),
     "score": ("score the conversations of a file, or their steps, with a reward model", "score:main"),
@@ -80,6 +85,34 @@ usage: {PROGRAM} COMMAND [--flag value ...]
 {listed}
 
 `{PROGRAM} COMMAND --help` lists a command's flags; `{PROGRAM} --version` prints the version."""
+
+
+def configs_command(words: Sequence[str]) -> int:
+    """List the files of settings that come with the package, or print the one that `words` names.
+
+    :raises InputError: there is no such file.
+    """
+    if asks_for_help(words):
+        print(CONFIGS_USAGE)
+        return 0
+    folder = Path(str(files("open_instruct"))) / "configs"
+    configs = {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.glob("*/*.yaml"))}
+    if not words:
+        width = max(map(len, configs))
+        for name, path in configs.items():
+            print(f"{name:{width}}  {_first_sentence(path)}")
+        return 0
+    name = words[0].removeprefix("configs/").removesuffix(".yaml")
+    if len(words) > 1 or name not in configs:
+        raise InputError(f"'{' '.join(words)}' is not one of the files{nearest(name, configs)}\n{CONFIGS_USAGE}")
+    print(configs[name].read_text(encoding="utf-8"), end="")
+    return 0
+
+
+def _first_sentence(path: Path) -> str:
+    """The first sentence of the comment that a file begins with."""
+    comment = path.read_text(encoding="utf-8").partition("\n#\n")[0]
+    return " ".join(comment.replace("\n# ", " ").removeprefix("# ").split()).partition(". ")[0].rstrip(".")
 
 
 if __name__ == "__main__":

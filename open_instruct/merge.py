@@ -56,9 +56,12 @@ def main(words: Sequence[str]) -> int:
     from open_instruct.models.shards import held
     from open_instruct.run.first_look import local_folder
 
-    base, adapter_folder = local_folder(flags.model_name_or_path), local_folder(flags.adapter_name_or_path)
-    lora, hf_config = LoRASection(**read_settings(adapter_folder)), load_hf_config(str(base))
-    names, model = TensorNames(hf_config), build_model(hf_config)
+    base = local_folder(flags.model_name_or_path)
+    adapter_folder = local_folder(flags.adapter_name_or_path)
+    lora = LoRASection(**read_settings(adapter_folder))
+    hf_config = load_hf_config(str(base))
+    names = TensorNames(hf_config)
+    model = build_model(hf_config)
     with CheckpointFiles.open(base) as files:
         check_cover(names, files, parameter_shapes(model))
         dtype = None if flags.export_dtype == "source" else getattr(torch, flags.export_dtype)
@@ -69,7 +72,6 @@ def main(words: Sequence[str]) -> int:
         stored = {name: held(files.read(hf_name)) for name, hf_name in names}  # views: nothing is read before its use
         report = export_hf(
             model,
-            hf_config,
             names,
             source_folder=base,
             out_folder=flags.output_dir,

@@ -131,7 +131,8 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
 def _named(objective: Objective, rows: Any, reward: Any, folder: Path) -> tuple[dict[str, Any], dict[Path, str]]:
     """The flags that name rows and reward; and of those that are no file yet, the text of one in the run's folder."""
     rows_flag = "dataset_mixer_list" if objective is GRPO else "mixer_list"
-    flags, texts = {rows_flag: [rows, 1.0]}, dict[Path, str]()
+    flags: dict[str, Any] = {rows_flag: [rows, 1.0]}
+    texts: dict[Path, str] = {}
     if not isinstance(rows, str | Path):
         try:
             texts[folder / ROWS] = "".join(f"{json.dumps(row)}\n" for row in rows)

@@ -152,7 +152,9 @@ def replay(replayed: Replay) -> dict[str, Any]:
 
     # Libraries warn of what a run keeps in its log; here nobody reads it.
     logging.captureWarnings(True)
-    directory, settings, changes = RunDirectory(path=replayed.run), replayed.settings, replayed.changes
+    directory = RunDirectory(path=replayed.run)
+    settings = replayed.settings
+    changes = replayed.changes
     step = replayed.asked.replay.step
     groups = read_traces(directory.path, step)
     weights = weights_before(directory.path, step, config=settings, given=replayed.asked.replay.weights)
@@ -200,9 +202,8 @@ def take_again(
     from open_instruct.learner.grpo import GRPOLearner
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.world_mesh import keep_mesh
-    from open_instruct.rollout.conversations import load_conversations
     from open_instruct.rollout.replay import OF_THE_RUN, check_trace_fits, on_one_process
-    from open_instruct.rollout.samples import RolloutStepBatch, work_of_ranks
+    from open_instruct.rollout.samples import RolloutStepBatch, load_conversations, work_of_ranks
     from open_instruct.run.console import Console
     from open_instruct.run.opened import Run
     from open_instruct.run.pretrained import open_pretrained

@@ -12,7 +12,6 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from open_instruct.config.flags import flags_of, sections_of, spelled
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import title_of
 from open_instruct.config.plan import PlanFlags
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
@@ -51,12 +50,13 @@ class CommandFlags:
 
 def commands_with_flags() -> tuple[CommandFlags, ...]:
     """Every command that trains, in the order of their names."""
-    offline = [
-        CommandFlags(name=name, script=f"open_instruct/{name}.py", config_class=objective_named(name).config_class)
-        for name in OBJECTIVES
-    ]
-    grpo = CommandFlags(name="grpo", script="open_instruct/grpo_olmo_core_actor.py", config_class=GRPOConfig)
-    return tuple(sorted([*offline, grpo], key=lambda command: command.name))
+    scripts = {name: f"open_instruct/{name}.py" for name in OBJECTIVES} | {
+        "grpo": "open_instruct/grpo_olmo_core_actor.py"
+    }
+    return tuple(
+        CommandFlags(name=name, script=script, config_class=objective_named(name).config_class)
+        for name, script in sorted(scripts.items())
+    )
 
 
 def markdown(commands: Sequence[CommandFlags]) -> str:

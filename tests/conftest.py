@@ -9,7 +9,6 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -54,19 +53,6 @@ def _begin_with_slow_files(items: list[pytest.Item]) -> None:
     """So that no worker has one left when the others have ended."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests run in one worker, and those of fleets in the same: what forks Ray and vLLM starts once."""
-    from xdist.scheduler import LoadFileScheduling  # only now: without workers it is not there
-
-    class FleetInOneWorker(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "tests/fleet" if file.startswith("tests/fleet/") else file
-
-    return FleetInOneWorker(config, log)
 
 
 def _skip_gpu_tests(items: list[pytest.Item]) -> None:

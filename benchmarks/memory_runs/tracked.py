@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,8 +17,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory_runs.cases import NUM_STEPS, Case, build, case_of, optimizer_of
-from open_instruct.models.attention.attention import SegmentAttention, attend_by_document
-from open_instruct.models.attention.segments import QKV
+from open_instruct.models.attention.segments import Segments
 from open_instruct.parallel.data_parallel import build_data_parallel_config
 
 MIB = 2**20
@@ -28,13 +26,13 @@ MIB = 2**20
 def track(case: Case) -> int:
     """Peak bytes of rank 0, in this process.
 
-    Fake tensors have no values, so lengths of documents and positions of labels are given beforehand. The loss is the
-    plain sum of the log-probs; DPO's is a few numbers more.
+    The loss is the plain sum of the log-probs; DPO's is a few numbers more.
     """
     dist.init_process_group("fake", rank=0, world_size=case.layout.world_size, store=FakeStore())
     mesh = build_world_mesh(dp=build_data_parallel_config(case.layout, param_dtype=case.param_dtype), device_type="cpu")
     with FakeTensorMode():
-        model = _sharded(case, mesh)
+        model, how = build(case)
+        model = parallelize_model(model, world_mesh=mesh, **how)
         optimizer = optimizer_of(case).build(model)
         # DTensor works out shapes with tensors of the global shape the first time; the tracker would count those.
         for parameter in model.parameters():
@@ -47,28 +45,15 @@ def track(case: Case) -> int:
     return int(peak["Total"])
 
 
-def _sharded(case: Case, mesh: Any) -> Any:
-    class KnownLengths(SegmentAttention):
-        def forward(self, qkv: Any, cu_doc_lens: Any = None, **more: Any) -> torch.Tensor:
-            rows = QKV(*qkv).each(lambda tensor: tensor.flatten(0, 1))
-            return attend_by_document(rows, list(case.lengths), scale=self.scale).unflatten(0, (1, -1)).contiguous()
-
-    model, how = build(case)
-    for block in model.blocks.values():
-        block.attention.backend.__class__ = KnownLengths
-    return parallelize_model(model, world_mesh=mesh, **how)
-
-
 def _peak(case: Case, model: Any, optimizer: Any) -> dict[str, int]:
     """Bytes by kind at the worst moment of the steps."""
     num_tokens = sum(case.lengths)
     ids_BT = torch.zeros(1, num_tokens, dtype=torch.long)
     positions_BK = torch.zeros(1, num_tokens - len(case.lengths), dtype=torch.long)
-    lengths = torch.zeros(1, len(case.lengths), dtype=torch.int32)
-    starts = torch.zeros(len(case.lengths) + 1, dtype=torch.int32)
+    segments = Segments.of(case.lengths, (0,) * len(case.lengths), device=torch.device("cpu"))
     tracker = FSDPMemTracker(model, optimizer)
-    tracker.track_inputs((ids_BT, positions_BK, lengths))
-    with patch("olmo_core.nn.transformer.model.get_cumulative_document_lengths", lambda _: starts), tracker:
+    tracker.track_inputs((ids_BT, positions_BK, segments.positions_T))
+    with tracker:
         for _ in range(NUM_STEPS):
             optimizer.zero_grad(set_to_none=True)
             for index in range(case.num_microbatches):
@@ -81,8 +66,7 @@ def _peak(case: Case, model: Any, optimizer: Any) -> dict[str, int]:
                     loss_reduction="none",
                     return_logits=False,
                     logits_to_keep=positions_BK,
-                    doc_lens=lengths,
-                    max_doc_lens=[max(case.lengths)],
+                    segments=segments,
                 )
                 output.loss.sum().backward()
                 del output

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from open_instruct.chat.folder import talking_folder
-from open_instruct.chat.talk import answer_one, converse
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
+from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.messages import Message
 from open_instruct.engines.requests import Dtype, SamplingSettings
 from open_instruct.errors import InputError
+from open_instruct.parallel import peers
+from open_instruct.wording import escaped
+
+if TYPE_CHECKING:
+    from open_instruct.chat.on_transformers import TransformersSpeaker
 
 PROGRAM = "open-instruct chat"
+QUESTION = "you> "
+REPLY = "model> "
 
 
 @dataclass(kw_only=True)
@@ -75,8 +84,73 @@ def main(words: Sequence[str]) -> int:
     chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, template))
     sampling = SamplingSettings(temperature=flags.temperature, top_p=flags.top_p, max_tokens=flags.max_tokens)
     speaker = TransformersSpeaker(folder, chat, sampling=sampling, dtype=flags.param_dtype)
+    opening: list[Message] = []
+    if flags.system_prompt is not None:
+        opening.append({"role": "system", "content": flags.system_prompt})
     if is_asked:
-        converse(speaker, chat, system_prompt=flags.system_prompt)
+        converse(speaker, chat, opening)
     else:
-        answer_one(question, speaker, chat, system_prompt=flags.system_prompt)
+        answer_one(question, speaker, chat, opening)
     return 0
+
+
+def answer_one(question: str, speaker: TransformersSpeaker, chat: ChatFormat, opening: Sequence[Message]) -> None:
+    """Write the answer to stdout, and a line's end."""
+    _reply([*opening, {"role": "user", "content": question}], speaker, chat)
+
+
+def converse(speaker: TransformersSpeaker, chat: ChatFormat, opening: Sequence[Message]) -> None:
+    """Ask for questions until Ctrl-D or Ctrl-C; one that does not fit behind the others begins anew, with `opening`."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  # gives `input` a history and keys to move by
+    messages = list(opening)
+    while True:
+        try:
+            question = input(QUESTION).strip()
+        except (EOFError, KeyboardInterrupt):
+            peers.stop = None
+            print()
+            return
+        if not question:
+            continue
+        asked: Message = {"role": "user", "content": question}
+        try:
+            reply = _reply([*messages, asked], speaker, chat, said_before=REPLY)
+        except InputError as error:
+            anew = "; beginning anew" if len(messages) > len(opening) else ""
+            print(escaped(f"{error}{anew}", "\n\t"))
+            messages = list(opening)
+            continue
+        messages += [asked, {"role": "assistant", "content": reply}]
+
+
+def _reply(
+    messages: Sequence[Message], speaker: TransformersSpeaker, chat: ChatFormat, *, said_before: str = ""
+) -> str:
+    """Say it, and return it: as far as it came, where Ctrl-C ends it at a terminal.
+
+    Raises:
+        InputError: the conversation does not fit, or the template refuses it.
+    """
+    try:
+        prompt, _ = chat.render(messages, ())
+    except MalformedRow as error:
+        raise InputError(error.reason) from None
+    (token_ids,) = chat.tokenize([prompt])
+    if len(token_ids) >= speaker.max_tokens:
+        raise InputError(f"the conversation has {len(token_ids)} tokens, and the model takes {speaker.max_tokens}")
+    pieces: list[str] = []
+
+    def write(piece: str) -> None:
+        pieces.append(piece)
+        print(escaped(piece, "\n\t") if sys.stdout.isatty() else piece, end="", flush=True)
+
+    print(said_before, end="", flush=True)
+    try:
+        speaker.say(token_ids, write)
+    except KeyboardInterrupt:
+        if not said_before:
+            raise
+        peers.stop = None  # it was the reply that was to end
+    print(flush=True)
+    return "".join(pieces)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -18,16 +17,19 @@ Way = Callable[[Callable[[], T]], Future[T]]
 def at_once(work: Callable[[], T]) -> Future[T]:
     """Do `work` now, and return its result as a future."""
     outcome: Future[T] = Future()
-    _do(work, outcome)
+    try:
+        outcome.set_result(work())
+    except BaseException as error:
+        outcome.set_exception(error)
     return outcome
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Do `work` in a daemon thread, and return the future of its result.
+    """Do `work` in a thread, and return the future of its result.
 
     The thread takes the caller's GPU: by default it would use the first GPU, and make a context of half a GiB there.
     """
-    outcome: Future[T] = Future()
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def on_device() -> T:
@@ -35,15 +37,9 @@ def in_background(work: Callable[[], T]) -> Future[T]:
             torch.cuda.set_device(device)
         return work()
 
-    threading.Thread(target=_do, args=(on_device, outcome), daemon=True, name="checkpoint").start()
+    outcome = executor.submit(on_device)
+    executor.shutdown(wait=False)
     return outcome
-
-
-def _do(work: Callable[[], T], outcome: Future[T]) -> None:
-    try:
-        outcome.set_result(work())
-    except BaseException as error:
-        outcome.set_exception(error)
 
 
 class HostCopies:
@@ -54,9 +50,9 @@ class HostCopies:
 
     @torch.no_grad()
     def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of all of `tensors`, in their order. Those of the last call change: nobody may read them still.
+        """Copies of all of `tensors`, in their order. They overwrite the copies of the last call.
 
-        From a GPU they come beside what it computes, on a stream of their own.
+        A GPU makes them on a stream of their own, while it goes on computing.
         """
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         stream = None if device is None else torch.cuda.Stream(device)

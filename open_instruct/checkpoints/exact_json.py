@@ -1,4 +1,4 @@
-"""Plain values as JSON and back, bit for bit: what JSON has no form for is tagged, and nothing is ever executed."""
+"""Plain values as JSON and back, bit for bit. Values that JSON has no form for are tagged; nothing is executed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ARRAY_KINDS = "biufc"  # numpy's kinds that are numbers
 
 
 def to_json(value: Any) -> Any:
-    """What `json.dumps` takes. Tensors go to the CPU.
+    """The value in a form that `json.dumps` accepts. Tensors are moved to the CPU.
 
-    :raises TypeError: for what could only be guessed at when it is read: an object, an enum, a subclass.
+    :raises TypeError: for a value that could not be read back exactly: an object, an enum, a subclass.
 
     Example::
 
@@ -41,9 +41,9 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `to_json` was given.
+    """The value that `to_json` was given.
 
-    :raises ValueError, KeyError, TypeError: it is nothing that `to_json` returns.
+    :raises ValueError, KeyError, TypeError: `to_json` returns no such value.
     """
     if isinstance(value, list):
         return [from_json(item) for item in value]

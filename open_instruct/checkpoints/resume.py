@@ -6,26 +6,17 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from olmo_core.distributed.utils import barrier, get_rank, get_world_size
 from olmo_core.nn.transformer import Transformer
 from olmo_core.train import Trainer
 
+from open_instruct.checkpoints import step_folder
 from open_instruct.checkpoints.background import Way, at_once
 from open_instruct.checkpoints.finite import check_weights
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
-from open_instruct.checkpoints.step_folder import (
-    DAMAGED,
-    candidates,
-    damage_of,
-    find_checkpoints,
-    latest_step,
-    remove,
-    set_aside,
-    step_of,
-    tidy,
-)
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.process import gathered, on_main_process
 
@@ -97,15 +88,15 @@ def remove_old_checkpoints(
     A checkpoint whose step is no multiple of `lasting_interval` stays only while it is the newest, and is not counted.
     """
     barrier()
-    checkpoints = find_checkpoints(folder) if get_rank() == 0 else []
-    lasting = [path for path in checkpoints if lasting_interval == 1 or step_of(path) % lasting_interval == 0]
+    checkpoints = step_folder.find_checkpoints(folder) if get_rank() == 0 else []
+    lasting = [path for path in checkpoints if step_folder.step_of(path) % lasting_interval == 0]
     kept = {*checkpoints[-1:], *lasting[-keep_last_n:]}
     old = [path for path in checkpoints if path not in kept]
 
     def remove_each() -> None:
         for path in old:
             try:
-                remove(path)
+                step_folder.remove(path)
             except OSError as error:
                 log.warning("%s cannot be removed: %s", path, error)
 
@@ -114,7 +105,7 @@ def remove_old_checkpoints(
 
 def last_checkpoint(folder: Path) -> str:
     """A sentence about the newest checkpoint, for the error that ends a run."""
-    step = latest_step(folder)
+    step = step_folder.latest_step(folder)
     if step is None:
         return "This run has no checkpoint"
     return f"The newest checkpoint, {folder / f'step{step}'}, is from before that, and all of its weights are finite"
@@ -126,8 +117,7 @@ def load_checkpoint(trainer: Trainer, folder: Path) -> None:
     :raises InputError: it belongs to a run with another start model.
     :raises RunError: it cannot be read.
     """
-    damage = _damage_on_any_rank(folder)
-    if damage:
+    if damage := _damage_on_any_rank(folder):
         raise RunError(f"the checkpoint {folder} is damaged: {damage[0]}")
     _load(trainer, folder)
 
@@ -141,30 +131,26 @@ def resume(trainer: Trainer, *, warn: Callable[[str], None]) -> int | None:
     :raises RunError: there are checkpoints, but none can be read; the message says how to go on.
     """
     folder = Path(trainer.save_folder)
-    on_main_process(lambda: tidy(folder))
+    on_main_process(lambda: step_folder.tidy(folder))
     reasons: dict[Path, str] = {}
-    chosen = None
-    for path in on_main_process(lambda: candidates(folder)):
-        damage = _damage_on_any_rank(path)
-        if not damage:
-            chosen = path
-            break
-        reasons[path] = damage[0]
-    if chosen is None:
-        if reasons:
-            raise RunError(
-                f"no checkpoint in {folder} can be gone on from: {'; '.join(reasons.values())}. Put back what was "
-                "there, or start afresh with another --output_dir or --overwrite_output_dir"
+    for path in on_main_process(lambda: step_folder.candidates(folder)):
+        if damage := _damage_on_any_rank(path):
+            reasons[path] = damage[0]
+            continue
+        _load(trainer, path)
+        for damaged, reason in reasons.items():
+            kept = on_main_process(partial(step_folder.set_aside, damaged, step_folder.DAMAGED))
+            warn(
+                f"the checkpoint {damaged.name} is damaged: {reason}. Going on from {path.name}, the newest that is "
+                f"whole; the damaged one is kept as {kept}, to be looked at and removed"
             )
-        return None
-    _load(trainer, chosen)
-    for path, reason in reasons.items():
-        kept = on_main_process(lambda path=path: set_aside(path, DAMAGED))  # type: ignore[misc]
-        warn(
-            f"the checkpoint {path.name} is damaged: {reason}. Going on from {chosen.name}, the newest that is whole; "
-            f"the damaged one is kept as {kept}, to be looked at and removed"
+        return trainer.global_step
+    if reasons:
+        raise RunError(
+            f"no checkpoint in {folder} can be gone on from: {'; '.join(reasons.values())}. Put back what was "
+            "there, or start afresh with another --output_dir or --overwrite_output_dir"
         )
-    return trainer.global_step
+    return None
 
 
 def _load(trainer: Trainer, folder: Path) -> None:
@@ -182,6 +168,5 @@ def _load(trainer: Trainer, folder: Path) -> None:
 
 def _damage_on_any_rank(folder: Path) -> list[str]:
     """The problems of a checkpoint's files. Each rank reads a share of the files, and all ranks return the same."""
-
-    own = damage_of(folder, share=get_rank(), num_shares=get_world_size())
+    own = step_folder.damage_of(folder, share=get_rank(), num_shares=get_world_size())
     return [problem for problems in gathered(own) for problem in problems]

@@ -1,9 +1,9 @@
-"""OLMo-core's door to checkpoints of safetensors and JSON: nothing is pickled into a file, nothing unpickled from one.
+"""OLMo-core's interface to checkpoints of safetensors and JSON. Nothing is pickled, and nothing is unpickled.
 
-A save is a plan that all ranks make (who writes which box), files that each rank writes by itself, and a name that
-rank 0 gives when all are there. Only the plan and the name are collective, and those are for the main thread: the
-files may be written by another, from a copy, while the training goes on. That one copies, too, while the gradients of
-the next step are computed: until its update nothing changes of what is copied.
+A save has three parts: all ranks agree on who writes which box, each rank writes its files, and rank 0 gives the folder
+its name when all files are there. The first and the last are collective and run on the main thread. A thread may write
+the files, from a copy, while the training goes on. It makes that copy while the gradients of the next step are
+computed, as the weights change only in the update after them.
 """
 
 from __future__ import annotations
@@ -26,21 +26,10 @@ from olmo_core.train.train_module import TrainModule
 from olmo_core.utils import wait_for
 from torch.distributed.checkpoint.metadata import Metadata
 
-from open_instruct.checkpoints.background import HostCopies, Way, at_once, in_background
+from open_instruct.checkpoints import step_folder
+from open_instruct.checkpoints.background import HostCopies, at_once, in_background
 from open_instruct.checkpoints.exact_json import from_json, to_json
-from open_instruct.checkpoints.step_folder import (
-    INDEX,
-    MANIFEST,
-    Damaged,
-    Manifest,
-    begin,
-    beside,
-    publish,
-    read_manifest,
-    refuse_another_start_model,
-    step_of,
-    write_manifest,
-)
+from open_instruct.checkpoints.step_folder import INDEX, MANIFEST, Damaged, Manifest, step_of
 from open_instruct.errors import RunError
 from open_instruct.models.box_files import (
     Claim,
@@ -63,38 +52,26 @@ Files = Mapping[str, WrittenFile]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavePlan:
-    """Which boxes this rank writes, and where all lie; made once, as a layout does not change within a run."""
-
-    claims: Mapping[str, Claim]
-    index: Mapping[str, Any]
-    own: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UnderWay:
-    """A save whose files are being written. `saved` has its result once it has its name.
-
-    Attributes:
-        copied: is set once nothing of the run is read any more.
-    """
+    """A save whose files are being written in `part`, to be renamed to `final`."""
 
     part: Path
     final: Path
-    copied: threading.Event
-    written: Future[Files]
-    saved: Future[None] = field(default_factory=Future)
+    copied: threading.Event  # set when the run's tensors are no longer read
+    written: Future[Files]  # done when this rank has written its files
+    saved: Future[None] = field(default_factory=Future)  # done when the folder has its name
 
 
 @dataclass
 class SafeCheckpointer(Checkpointer):
     """Writes and reads `step{N}` folders; see `step_folder` for what is in one.
 
-    :param start_model: fingerprint of what the run began with; a checkpoint of a run with another is refused.
+    :param start_model: fingerprint of the start model; a checkpoint with another start model is refused.
     """
 
     start_model: str = ""
-    _plan: SavePlan | None = field(default=None, repr=False)
+    _claims: Mapping[str, Claim] = field(default_factory=dict, repr=False)
+    _index: Mapping[str, Any] = field(default_factory=dict, repr=False)
     _copies: HostCopies = field(default_factory=HostCopies, repr=False)
     _under_way: UnderWay | None = field(default=None, repr=False)
 
@@ -103,7 +80,7 @@ class SafeCheckpointer(Checkpointer):
     ) -> None:
         """:raises OSError: on every rank, if any could not write; what was there before is unharmed."""
         assert not ephemeral, "all checkpoints are alike"
-        self._begin(Path(dir), train_module, train_state, run=at_once, copied=lambda tensors: tensors)
+        self._begin(Path(dir), train_module, train_state)
         self.finish()
 
     def save_async(
@@ -116,45 +93,42 @@ class SafeCheckpointer(Checkpointer):
         every rank.
         """
         assert not ephemeral, "all checkpoints are alike"
-        return self._begin(Path(dir), train_module, train_state, run=in_background, copied=self._copies.of)
+        return self._begin(Path(dir), train_module, train_state, by_thread=True)
 
     @torch.no_grad()
     def _begin(
-        self,
-        final: Path,
-        train_module: TrainModule,
-        train_state: dict[str, Any],
-        *,
-        run: Way[Files],
-        copied: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+        self, final: Path, train_module: TrainModule, train_state: dict[str, Any], *, by_thread: bool = False
     ) -> Future[None]:
+        """Write this rank's files, or have a thread copy the weights and write the copy. Collective."""
         self.finish()  # one at a time
         rank = get_rank()
         tensors, values = split(train_module.state_dict_to_save())
         parts = {name: part_of(tensor) for name, tensor in tensors.items()}
-        plan = self._planned(parts)
-
-        own = {name: parts[name].local for name in plan.own}
+        index = self._index_of(parts)
+        writers = {name: [box_rank for box_rank, *_ in entry["boxes"]] for name, entry in index.items()}
+        own = {name: parts[name].local for name in index if rank in writers[name]}
 
         def documents_of_now() -> dict[str, Any]:
             documents = {f"rank{rank}.json": to_json(train_state)}
             if rank == 0:
-                begin(final)
+                step_folder.begin(final)
                 values_of_json = {name: to_json(value) for name, value in values.items()}
-                documents[INDEX] = {"tensors": plan.index, "values": values_of_json}
+                documents[INDEX] = {"tensors": index, "values": values_of_json}
             return documents
 
         documents = _together(documents_of_now, kind=OSError)
-        part, is_copied = beside(final), threading.Event()
+        part = step_folder.beside(final)
+        copied = threading.Event()
 
         def write() -> Files:
             try:
-                tensors = copied(own)
+                written = self._copies.of(own) if by_thread else own
             finally:
-                is_copied.set()
-            return write_own_files(part, rank, tensors, documents)
+                copied.set()
+            return write_own_files(part, rank, written, documents)
 
-        self._under_way = UnderWay(part=part, final=final, copied=is_copied, written=run(write))
+        run = in_background if by_thread else at_once
+        self._under_way = UnderWay(part=part, final=final, copied=copied, written=run(write))
         return self._under_way.saved
 
     def wait_for_copy(self) -> None:
@@ -164,7 +138,7 @@ class SafeCheckpointer(Checkpointer):
 
     @property
     def step_under_way(self) -> int | None:
-        """Of the save that was begun and has not been finished."""
+        """The step of the save under way; None without one."""
         return None if self._under_way is None else step_of(self._under_way.final)
 
     def finish(self, *, waits: bool = True) -> None:
@@ -184,19 +158,21 @@ class SafeCheckpointer(Checkpointer):
         self._under_way = None
         try:
             rank_files = gathered(_together(save.written.result, kind=OSError))
-            _together(lambda: self._name(save, rank_files) if get_rank() == 0 else None, kind=OSError)
+            _together(lambda: self._publish(save, rank_files), kind=OSError)
         except OSError:
             if get_rank() == 0:  # a full disk has better use for it
                 shutil.rmtree(save.part, ignore_errors=True)
             raise
         save.saved.set_result(None)
 
-    def _name(self, save: UnderWay, rank_files: Sequence[Files]) -> None:
-        files = {name: file for files_of_rank in rank_files for name, file in files_of_rank.items()}
-        step = step_of(save.final)
-        manifest = Manifest(step=step, num_ranks=len(rank_files), start_model=self.start_model, files=files)
-        write_manifest(save.part, manifest)
-        publish(save.part, save.final)
+    def _publish(self, save: UnderWay, rank_files: Sequence[Files]) -> None:
+        """Rank 0 writes the manifest and gives the folder its name."""
+        if get_rank() == 0:
+            files = {name: file for files_of_rank in rank_files for name, file in files_of_rank.items()}
+            step = step_of(save.final)
+            manifest = Manifest(step=step, num_ranks=len(rank_files), start_model=self.start_model, files=files)
+            step_folder.write_manifest(save.part, manifest)
+            step_folder.publish(save.part, save.final)
 
     def load(
         self,
@@ -209,15 +185,15 @@ class SafeCheckpointer(Checkpointer):
     ) -> dict[str, Any] | None:
         """Fill the train module, from whatever layout, and return the trainer's state.
 
-        The files are taken as they are: whoever chose the checkpoint has compared them with their digests.
+        The files are not compared with their digests, as the caller has done that.
 
         :raises RunError: on every rank, if any cannot read its part, or another model is in the checkpoint.
         """
         assert not reset_optimizer_states_on_load, "a checkpoint is gone on from whole"
         self.wait_for_copy()
         folder = Path(dir)
-        manifest = _together(lambda: read_manifest(folder), kind=RunError)
-        refuse_another_start_model(folder, self.start_model)
+        manifest = _together(lambda: step_folder.read_manifest(folder), kind=RunError)
+        step_folder.refuse_another_start_model(folder, self.start_model)
         index = _together(lambda: json.loads((folder / INDEX).read_bytes()), kind=RunError)
         state = train_module.state_dict_to_load(
             Metadata(state_dict_metadata=dict.fromkeys([*index["tensors"], *index["values"]])),  # type: ignore[arg-type]
@@ -242,13 +218,13 @@ class SafeCheckpointer(Checkpointer):
     def dir_is_checkpoint(cls, dir: PathOrStr) -> bool:
         return (Path(dir) / MANIFEST).is_file()
 
-    def _planned(self, parts: Mapping[str, Part]) -> SavePlan:
+    def _index_of(self, parts: Mapping[str, Part]) -> Mapping[str, Any]:
+        """Which rank writes which box; agreed on once, as a layout does not change within a run. Collective."""
         claims = {name: part.claim for name, part in parts.items()}
-        if self._plan is None or self._plan.claims != claims:
-            index = share_out(gathered(claims))
-            own = tuple(name for name, entry in index.items() if any(rank == get_rank() for rank, *_ in entry["boxes"]))
-            self._plan = SavePlan(claims=claims, index=index, own=own)
-        return self._plan
+        if self._claims != claims:
+            self._claims = claims
+            self._index = share_out(gathered(claims))
+        return self._index
 
 
 @dataclass
@@ -269,33 +245,31 @@ def write_own_files(part: Path, rank: int, tensors: Mapping[str, torch.Tensor], 
     return {name: write_tensors(part / name, tensors)} | written
 
 
-def split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor | Part], dict[str, Any]]:
+def split(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor | Part], dict[str, Any]]:
     """The tensors, or parts of them, and the other values of a state dict, by their dotted names, in order."""
-    leaves = dict(sorted(_leaves(state)))
+    leaves = {name: holder[key] for name, holder, key in sorted(_leaves(state), key=lambda leaf: leaf[0])}
     tensors = {name: value for name, value in leaves.items() if isinstance(value, torch.Tensor | Part)}
     return tensors, {name: value for name, value in leaves.items() if name not in tensors}
 
 
-def put_values(state: dict[str, Any], values: Mapping[str, Any], prefix: str = "") -> None:
-    """Replace what is no tensor in `state` by `values`, which go by dotted names."""
-    for key, value in state.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            put_values(value, values, f"{name}.")
-        elif name in values:
-            state[key] = values[name]
+def put_values(state: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Replace values of `state` by those in `values`, which go by dotted names."""
+    for name, holder, key in _leaves(state):
+        if name in values:
+            holder[key] = values[name]
 
 
-def _leaves(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The dotted name of each value that is no dictionary, the dictionary that holds it, and its key there."""
     for key, value in state.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield f"{prefix}{key}", state, key
 
 
 def _on_all_ranks(is_so: bool) -> bool:
-    """Whether it is so on each; over gloo, so that no device is waited for. Collective."""
+    """Whether it is so on every rank. Collective; over gloo, so that no device is waited for."""
     agreed = torch.tensor(int(is_so))
     if dist.is_initialized():
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)

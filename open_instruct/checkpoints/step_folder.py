@@ -1,8 +1,8 @@
-"""The folder of one checkpoint, `step{N}`: what it is made of, whether it is whole, and how it comes and goes.
+"""The folder of one checkpoint, `step{N}`: its files, whether they are whole, and how it is published and removed.
 
-It is written as `step{N}-tmp` and renamed; the last file written is `checkpoint.json`, which has size and digest of
-every other. Whatever is removed or damaged gets another name first, so that `step{N}` is always a whole checkpoint
-as far as names tell.
+It is written as `step{N}-tmp` and renamed. The last file written is `checkpoint.json`, which has size and digest of
+every other. A folder that is removed or damaged gets another name first, so that half of a checkpoint is never named
+`step{N}`.
 
     checkpoint.json       format, step, start model; size and digest of the files below, and of itself
     index.json            which box of which tensor is in which file; values that are no tensors
@@ -34,7 +34,7 @@ NAME = re.compile(r"step(0|[1-9]\d*)")
 EARLIER_FORMAT = (".metadata", ".metadata.json", "train", "model_and_optim")
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading JSON that somebody else may have written can raise."""
+"""The errors of reading JSON that may have any form."""
 
 
 class Damaged(ValueError):
@@ -86,7 +86,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def damage_of(folder: Path, *, share: int = 0, num_shares: int = 1) -> list[str]:
-    """What is not what was written: the manifest, or else some of every `num_shares`th file from `share`."""
+    """Problems of a checkpoint: of its manifest or else of its files, every `num_shares`th of them from `share`."""
     try:
         manifest = read_manifest(folder)
     except Damaged as error:
@@ -95,9 +95,10 @@ def damage_of(folder: Path, *, share: int = 0, num_shares: int = 1) -> list[str]
     for name, written in sorted(manifest.files.items())[share::num_shares]:
         path = folder / name
         try:
-            whole = path.is_file() and path.stat().st_size == written.num_bytes and digest_of(path) == written.xxh3
-            if not whole:
-                damage.append(f"{path} is {'not what was written' if path.is_file() else 'missing'}")
+            if not path.is_file():
+                damage.append(f"{path} is missing")
+            elif path.stat().st_size != written.num_bytes or digest_of(path) != written.xxh3:
+                damage.append(f"{path} is not what was written")
         except OSError as error:
             damage.append(f"{path} cannot be read: {error.strerror}")
     return damage
@@ -147,7 +148,7 @@ def refuse_another_start_model(checkpoint: Path, own: str) -> None:
 
 
 def beside(final: Path, suffix: str = PART) -> Path:
-    """The folder of this suffix; a checkpoint is written in the default's before it has its name."""
+    """The folder beside a checkpoint whose name has `suffix`; with the default one a checkpoint is written there."""
     return final.with_name(final.name + suffix)
 
 
@@ -160,7 +161,7 @@ def begin(final: Path) -> Path:
 
 
 def publish(part: Path, final: Path) -> None:
-    """Give a folder that is complete its name; one that has it gives way."""
+    """Give a complete folder its final name. A checkpoint that has this name is replaced."""
     old = set_aside(final, REMOVED) if final.exists() else None
     part.replace(final)
     sync_folder(final.parent)
@@ -169,12 +170,12 @@ def publish(part: Path, final: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Renamed first: half of a checkpoint must not go by its name."""
+    """Remove a checkpoint. It is renamed first, as half of one must not have its name."""
     shutil.rmtree(set_aside(folder, REMOVED), ignore_errors=True)
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a killed run left half written or half removed; what lacked but its name gets that."""
+    """Remove what a killed run left half written or half removed. A complete checkpoint that lacks its name gets it."""
     for part in folder.glob(f"step*{PART}"):
         final = part.with_name(part.name.removesuffix(PART))
         try:
@@ -187,7 +188,7 @@ def tidy(folder: Path) -> None:
 
 
 def set_aside(folder: Path, suffix: str) -> Path:
-    """Give a checkpoint's folder the name with `suffix`, such as that of a damaged one, which may be looked at."""
+    """Give a checkpoint's folder the name with `suffix`, and return it. A damaged one may still be looked at there."""
     aside = beside(folder, suffix)
     shutil.rmtree(aside, ignore_errors=True)
     return folder.replace(aside)

@@ -1,1 +1,1 @@
-"""Nodes, places and processes: what Ray is asked for, and what ends with the run."""
+"""Nodes, places and processes of a run, and how they end."""

@@ -1,4 +1,4 @@
-"""At which address processes reach each other: this machine's own, or the one that other machines see."""
+"""Addresses at which the processes of a run reach each other: loopback, or the one that other machines see."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GET_INTERFACE_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One machine: containers may have one name on several machines, and several names at one address."""
+    """One machine. Neither half is unique: containers on two machines may share a name, or an address."""
 
     address: str
     name: str
@@ -24,7 +24,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whereabouts:
-    """Where the driver, the learners and the engines of a run are.
+    """The hosts of the driver, the learners and the engines of a run.
 
     Example: engines alone on host B are `Whereabouts(driver=A, learners={A}, engines={B})`.
     """
@@ -34,18 +34,20 @@ class Whereabouts:
     engines: frozenset[Host]
 
     def share_memory(self) -> bool:
-        """Learners and engines are on one host; the driver holds no weights."""
+        """Whether learners and engines are on one host. The driver may be elsewhere: it holds no weights."""
         return len(self.learners | self.engines) == 1
 
     def meeting_address(self) -> str:
-        """Of the driver, for all others. Loopback only where everything is on its host: learners that meet on
-        loopback would offer the engines no other address for the weights.
+        """The address at which learners and engines meet the driver.
+
+        It is loopback only if everything is on the driver's host: learners that meet on loopback would offer the
+        engines no other address for the weights.
         """
         return LOOPBACK if self.learners | self.engines == {self.driver} else self.driver.address
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine that packets to `host` carry; nothing is sent."""
+    """The address of this machine from which packets to `host` would leave; nothing is sent."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
@@ -54,12 +56,12 @@ def address_towards(host: str, port: int) -> str:
 
 
 def outward_address() -> str:
-    """This process's address as its peers reach it: the one towards the meeting point of its process group."""
+    """The address at which peers reach this process: the one towards the meeting point of its process group."""
     return address_towards(os.environ.get("MASTER_ADDR", LOOPBACK), int(os.environ.get("MASTER_PORT", "1")))
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address; None where the system does not tell."""
+    """The network interface with this IPv4 address; None if no interface has it, or the system is not Linux."""
     if sys.platform != "linux":
         return None
     import fcntl

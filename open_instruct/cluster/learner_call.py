@@ -1,7 +1,7 @@
-"""One call to all learners, and which of several failures is the one to report.
+"""One call to all learners, and the first cause of its failures.
 
-Learners meet in collectives, so when one dies the others hang, or fail with words about a closed
-connection. What is reported is the rank that died, not those that missed it.
+Learners meet in collectives. When one dies the others hang, or fail with words about a closed connection. The error
+names the rank that died, not those that waited for it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from open_instruct.cluster.learner_host import HostFacts, on_their_nodes
+from open_instruct.cluster.learner_host import HostFacts
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel import peers
-from open_instruct.parallel.peers import LOST_PEER_WORDS, Sign, Signs
+from open_instruct.parallel.peers import LOST_PEER_WORDS, Signs
 from open_instruct.parallel.processes import is_stopped
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-# After a first failure: how long another may take that explains it.
+# How long after a first failure another one that explains it may come.
 CAUSE_TIMEOUT_S = 3.0
-# Between looks at what the learners tell of themselves while a call runs.
+# Seconds between readings of the learners' signs while a call runs.
 LOOK_S = 5.0
-NODE_TIMEOUT_S = 10.0
 
 Result = TypeVar("Result")
 
-# What Ray's words for a lost actor come down to.
+# Words in Ray's message about a lost actor, and their meaning.
 REASONS = {
     "running low on memory": "the machine ran out of memory, and Ray ended it",
     "its node has died": "its node is gone",
@@ -39,14 +38,15 @@ REASONS = {
 
 
 class LearnerLost(RunError):
-    """Learners died or do not answer, and the group must be restarted."""
+    """Learners died or do not answer; the group must be restarted."""
 
 
 @dataclass(frozen=True)
 class LearnerCall(Generic[Result]):
     """A method that every learner is running.
 
-    `facts` may be empty while processes are being started; `signs` are there once they have met.
+    `refs` are Ray's promises in rank order. `facts` are empty while the processes are being started, and `signs` are
+    None until they have a store to meet in.
     """
 
     what: str
@@ -102,7 +102,7 @@ class LearnerCall(Generic[Result]):
         raise LearnerLost(f"{self._name(rank)} was lost during {self.what}: {reason_of_loss(error)}") from None
 
     def _raise_for_frozen(self) -> None:
-        """A step may take an hour; a process that does nothing at all is known sooner."""
+        """Raise if a learner's process does nothing at all, long before a step may be over."""
         losses: list[peers.Loss] = []
         if self.signs is not None:
             with suppress(RuntimeError):  # of the store
@@ -115,21 +115,20 @@ class LearnerCall(Generic[Result]):
             raise LearnerLost(words)
 
     def _silent(self, pending: Sequence[ObjectRef], timeout_s: float) -> LearnerLost:
-        ranks = [self.refs.index(ref) for ref in pending]
-        signs: list[Sign] = []
+        """The error after a time-out: which learners did not answer, and what they were doing."""
+        import ray
+
+        doing: dict[int, str] = {}
         if self.signs is not None:
             with suppress(RuntimeError):
-                signs = self.signs.look()
-        doing = {sign.rank: f", while {sign.doing}" for sign in signs}
+                doing = {sign.rank: f", while {sign.doing}" for sign in self.signs.look()}
+        ranks = [self.refs.index(ref) for ref in pending]
         names = "; ".join(self._name(rank) + doing.get(rank, "") for rank in ranks)
         words = f"no answer to {self.what} within {timeout_s:g} s from {names}"
-        if not self.facts:
-            return LearnerLost(words)
-        states = on_their_nodes(is_stopped, [self.facts[rank] for rank in ranks], timeout_s=NODE_TIMEOUT_S)
-        for rank, stopped in zip(ranks, states, strict=True):
-            if stopped is not False:
-                state = "the process of rank {} is stopped" if stopped else "the node of rank {} does not answer either"
-                words += f"; {state.format(rank)}"
+        here = ray.get_runtime_context().get_node_id()
+        for rank in ranks:
+            if self.facts and self.facts[rank].node_id == here and is_stopped(self.facts[rank].pid):
+                words += f"; the process of rank {rank} is stopped"
         return LearnerLost(words)
 
     def _name(self, rank: int) -> str:
@@ -139,7 +138,7 @@ class LearnerCall(Generic[Result]):
 
 
 def _distance_from_cause(error: Exception) -> int:
-    """0 where no other failure can be the cause of this one."""
+    """How likely another failure caused this one: 0 is the cause itself, 2 is about a lost connection."""
     cause = getattr(error, "cause", None)
     if cause is None or isinstance(cause, InputError):  # without a cause: the process itself is gone
         return 0
@@ -149,7 +148,7 @@ def _distance_from_cause(error: Exception) -> int:
 
 
 def reason_of_loss(error: Exception) -> str:
-    """The one thing to know out of the page that Ray has for a lost actor."""
+    """The reason in a few words; Ray's own message about a lost actor is a page."""
     text = str(error)
     for words, reason in REASONS.items():
         if words in text:

@@ -1,4 +1,4 @@
-"""The learners as the driver sees them: started together, called together, and made anew together."""
+"""All learners of a run: started, called and restarted together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 class LearnerGroup(Generic[L]):
-    """One actor for each learner, in rank order; Ray shows the actors under the name of the learners' class.
+    """One Ray actor for each learner, in rank order, with the name of the learners' class.
 
     Every process gets what torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NUM_NODES,
     FS_LOCAL_RANK, MASTER_ADDR, MASTER_PORT) before the class is imported there. On GPUs it sees those of all
@@ -41,14 +41,14 @@ class LearnerGroup(Generic[L]):
         environment: Mapping[str, str] | None = None,
         say: Say = lambda text: None,
     ) -> None:
-        """Start the processes; they construct `learner_class(**arguments)` meanwhile, see `wait_ready`.
+        """Start the processes, which then construct `learner_class(**arguments)`; see `wait_ready`.
 
         Args:
             learner_class: importable by its name, and picklable; it knows nothing of Ray.
             placement: its places for learners.
             arguments: of the constructor, the same on every rank.
-            environment: variables for every process, over those that are set here.
-            say: is told of the progress while a restart waits for a node.
+            environment: variables for every process; they replace those that are set here.
+            say: called with the progress while a restart waits for a node.
 
         Raises:
             LearnerLost: a process did not start.
@@ -76,7 +76,8 @@ class LearnerGroup(Generic[L]):
 
     def start_each(self, method: Callable[[L, A], R], arguments: Sequence[A]) -> LearnerCall[R]:
         """Have every learner begin a method, each with the argument of its rank."""
-        name, each = method.__name__, zip(self._actors, arguments, strict=True)
+        name = method.__name__
+        each = zip(self._actors, arguments, strict=True)
         return self._watching(name, [actor.call.remote(name, argument) for actor, argument in each])
 
     def check(self, timeout_s: float) -> None:
@@ -84,7 +85,7 @@ class LearnerGroup(Generic[L]):
         self._watching("health check", [actor.facts.remote() for actor in self._actors]).result(timeout_s)
 
     def restart(self, *, timeout_s: float) -> None:
-        """End what is left of the learners and start new ones in the same places; see `wait_ready`.
+        """End the learners that live, and start new ones in the same places; see `wait_ready`.
 
         Raises:
             RunError: a node was lost, and none took its place within `timeout_s`.
@@ -105,7 +106,8 @@ class LearnerGroup(Generic[L]):
             return
         for actor in self._actors:
             ray.kill(actor)
-        self._actors, self._facts = [], []
+        self._actors = []
+        self._facts = []
 
     def _start(self) -> None:
         import ray

@@ -1,10 +1,9 @@
-"""The process around a learner: it takes its environment first, then constructs the learner and calls it."""
+"""The process of a learner: it sets its environment, then constructs the learner, then calls its methods."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from open_instruct.parallel.peers import doing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Where a learner's process found itself."""
+    """Where a learner's process runs: `gpu_ids` are those that Ray gave it, `num_cores` those of its machine."""
 
     pid: int
     node_id: str
@@ -24,7 +23,7 @@ class HostFacts:
 
 
 class LearnerHost:
-    """What Ray runs. Methods are called one after the other, in the order in which the driver asked."""
+    """The Ray actor of a learner. Ray runs its methods one after the other, in the order of the driver's calls."""
 
     def __init__(self) -> None:
         self._learner: Any = None
@@ -42,7 +41,11 @@ class LearnerHost:
         )
 
     def set_environment(self, environment: Mapping[str, str]) -> None:
-        """A call of its own: Ray imports the learner's class, and so torch, before it enters `construct`."""
+        """Set environment variables.
+
+        This comes in a call before `construct`, since Ray imports the learner's class, and so torch, before it enters
+        that method.
+        """
         go_by(f"learner-{environment['RANK']}")
         take_environment(environment, meeting_address=environment["MASTER_ADDR"])
 
@@ -55,30 +58,3 @@ class LearnerHost:
             return getattr(self._learner, method)(*args, **kwargs)
         finally:
             doing("waiting for the driver")
-
-
-def on_their_nodes(function: Callable[[int], Any], facts: Sequence[HostFacts], *, timeout_s: float) -> list[Any]:
-    """`function(pid)` for each process on the node it runs on; None where the node does not answer in time."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = ray.get_runtime_context().get_node_id()
-    remote: Any = ray.remote(function)
-    away = {
-        fact: remote.options(
-            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(fact.node_id, soft=False)
-        ).remote(fact.pid)
-        for fact in facts
-        if fact.node_id != here
-    }
-    if away:
-        ray.wait(list(away.values()), num_returns=len(away), timeout=timeout_s)
-
-    def answer(fact: HostFacts) -> Any:
-        if fact not in away:
-            return function(fact.pid)
-        with contextlib.suppress(ray.exceptions.RayError):  # the node is gone, or has not answered yet
-            return ray.get(away[fact], timeout=0)
-        return None
-
-    return [answer(fact) for fact in facts]

@@ -1,4 +1,4 @@
-"""What the driver asks of a learner's process, so that a call across processes is checked like one within."""
+"""The methods that the driver calls in a learner's process, so that mypy checks these calls."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ R = TypeVar("R")
 
 
 class LearnerProcess(Protocol):
-    """One rank of the learners, as `PolicyTrainerOLMoCoreProcess` is; every method is called on all ranks at once.
+    """One rank of the learners, such as `PolicyTrainerOLMoCoreProcess`; every method is called on all ranks at once.
 
-    A call names its method, and which class answers is the run's choice:
-    `learners.start(LearnerProcess.broadcast_to_vllm, 3).result(timeout_s)`.
+    A call names the method of this class: `learners.start(LearnerProcess.broadcast_to_vllm, 3).result(timeout_s)`.
     """
 
     def step(self, work: RankStep) -> dict[str, float]:
         """Learn from the completions of one step; returns its metrics, the same on every rank."""
 
     def resume(self) -> tuple[dict[str, Any] | None, list[str]]:
-        """Stand where the newest whole checkpoint stands.
+        """Load the newest complete checkpoint, if there is one.
 
-        Returns what `save_state` was given for it, None at the start; and what people should be warned of.
+        Returns:
+            The driver's state that `save_state` got for it, or None; and warnings for people.
         """
 
     def save_state(self, drivers_state: dict[str, Any], *, waits: bool) -> None:
-        """Write a checkpoint of this step, with the driver's own state in it; where it `waits`, it is there then."""
+        """Write a checkpoint of this step, with the state of the driver; return once it is complete if it `waits`."""
 
     def save_model(self) -> None:
         """Export the trained model."""
 
     def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:
-        """What the engines need to connect; see `WeightSender.open`."""
+        """Offer a channel for weights; returns what the engines need to connect, see `WeightSender.open`."""
 
     def join_weight_channel(self) -> None:
         """Wait until every engine has connected."""

@@ -1,4 +1,4 @@
-"""Notices learners that die while nobody asks anything of them: a step may wait for its rollouts for a long time."""
+"""Checks the learners while the driver waits for rollouts, which may take long, and calls nothing on them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ INTERVAL_S = 3.0
 def watching(
     check: Callable[[], object], on_loss: Callable[[LearnerLost], None], *, interval_s: float = INTERVAL_S
 ) -> Iterator[None]:
-    """While the block runs, call `check` every `interval_s` on a thread of its own, and `on_loss` at most once.
+    """While the block runs, call `check` every `interval_s` on a thread of its own.
 
     Args:
-        check: raises LearnerLost where a learner is gone.
-        on_loss: ends what the block waits for.
+        check: raises LearnerLost if a learner is gone.
+        on_loss: called at most once with that error; ends what the block waits for.
     """
     done = threading.Event()
 

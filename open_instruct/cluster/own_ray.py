@@ -26,7 +26,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class OwnRay:
-    """The driver's end of it."""
+    """The driver's handle on the process that starts Ray."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Begin to start Ray, with `options` of `ray.init`."""
@@ -39,13 +39,14 @@ class OwnRay:
             start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._said = self._process.stdin, self._process.stdout
+        self._stdin = self._process.stdin
+        self._said = self._process.stdout
 
     def address(self) -> str:
-        """Wait until it has started.
+        """Wait until Ray has started; returns the address to join.
 
         Raises:
-            RuntimeError: it did not; the last line that it said.
+            RuntimeError: it did not start; the message is the last line of its output.
         """
         last = "it said nothing"
         for line in self._said:
@@ -55,7 +56,7 @@ class OwnRay:
         raise RuntimeError(last)
 
     def watch(self, on_end: Callable[[], Any]) -> None:
-        """Call `on_end`, from a thread, should it end before `finish`."""
+        """Call `on_end` from a thread if Ray ends before `finish` is called."""
 
         def wait() -> None:
             self._said.read()
@@ -66,12 +67,12 @@ class OwnRay:
         threading.Thread(target=wait, daemon=True, name="own Ray").start()
 
     def finish(self) -> None:
-        """Have it end; the watchdog sees to what does not."""
+        """End Ray. The watchdog kills processes that stay."""
         self._stdin.close()
 
 
 def main(options: str) -> None:
-    """Start Ray, tell its address, and keep it until stdin ends, or one of its servers does."""
+    """Start Ray, print its address, and wait until stdin or one of Ray's servers ends."""
     import ray
 
     # Some (systemd, a job scheduler) signal every process of a run, in whichever session; Ray's servers and workers

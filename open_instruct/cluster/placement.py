@@ -1,8 +1,8 @@
-"""Where learners and engines run: placement groups for what was asked, and what is missing where they do not fit.
+"""Places for learners and engines: Ray's placement groups, and messages about what is missing.
 
-One bundle holds all learners of a node, so they are on one node whatever Ray decides, and bundles go to
-different nodes in the order of `--num_learners_per_node`: ranks are node-major, and the sharding layout
-gets the node sizes as they are. Engines have a bundle each, wherever there is room.
+One bundle holds all learners of a node, so they are on one node. Bundles go to different nodes in the order of
+`--num_learners_per_node`, so ranks are counted node by node, and the sharding layout gets the real node sizes.
+Each engine has a bundle of its own, wherever there is room.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SECONDS_BETWEEN_REPORTS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetShape:
-    """What a run asks of a cluster.
+    """The learners and engines that a run needs places for.
 
     Example: `--num_learners_per_node 2 4 --vllm_num_engines 2` is `FleetShape(learners_per_node=(2, 4),
     num_engines=2, devices_per_engine=1, shares_device=False)`.
@@ -37,7 +37,8 @@ class FleetShape:
     learners_per_node: tuple[int, ...]
     num_engines: int
     devices_per_engine: int
-    shares_device: bool  # the one learner and the one engine have one device between them
+    shares_device: bool
+    """The one learner and the one engine share one device."""
 
     @classmethod
     def of(cls, fleet: FleetSection, parallel: LearnerParallelSection) -> FleetShape:
@@ -54,12 +55,12 @@ class FleetShape:
 
     @property
     def num_devices(self) -> int:
-        """GPUs, or CPU slots where there are none."""
+        """The number of GPUs, or of CPU slots on a cluster without GPUs."""
         return 1 if self.shares_device else self.num_learners + self.num_engines * self.devices_per_engine
 
     @property
     def num_cpu_slots(self) -> int:
-        """CPU slots that suffice with GPUs and without."""
+        """The number of CPU slots that is enough with GPUs and without."""
         return self.num_learners + self.num_engines * self.devices_per_engine
 
     def text(self, device: str) -> str:
@@ -72,7 +73,7 @@ class FleetShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Reserved places."""
+    """The reserved places of a run."""
 
     shape: FleetShape
     on_gpus: bool
@@ -93,17 +94,17 @@ class Placement:
         return Whereabouts(driver=driver, learners=learners, engines=engines)
 
     def learner_options(self, rank: int) -> dict[str, Any]:
-        """For `.options(**…)` of the actor of a learner."""
+        """The arguments of `.options(**…)` for the actor of a learner."""
         node, _ = self.node_and_local_rank(rank)
         return self._options(self.learner_bundles, node, num_devices=1)
 
     def engine_options(self, index: int) -> dict[str, Any]:
-        """For `.options(**…)` of the actor of an engine; the same place every time it is started."""
+        """The arguments of `.options(**…)` for the actor of an engine; its place stays the same after a restart."""
         bundle = 0 if self.shape.shares_device else index
         return self._options(self.engine_bundles, bundle, num_devices=self.shape.devices_per_engine)
 
     def node_and_local_rank(self, rank: int) -> tuple[int, int]:
-        """`(1, 0)` for rank 2 of nodes with 2 and 4 learners."""
+        """The node of a rank, and its index there: `(1, 0)` for rank 2 of nodes with 2 and 4 learners."""
         for node, num_learners in enumerate(self.shape.learners_per_node):
             if rank < num_learners:
                 return node, rank
@@ -111,15 +112,15 @@ class Placement:
         raise IndexError(rank)
 
     def wait(self, *, timeout_s: float, say: Say) -> None:
-        """Return when every place is there, also after a node was lost.
+        """Return once every place is reserved, also after a node was lost.
 
         Raises:
-            RunError: it took longer than `timeout_s`; says what was asked and what there is.
+            RunError: it took longer than `timeout_s`; the message says what was asked and what the cluster has.
         """
-        start = time.monotonic()
+        began_s = time.monotonic()
         for bundles in (self.learner_bundles, self.engine_bundles):
-            while not bundles.wait(max(0.0, min(SECONDS_BETWEEN_REPORTS, start + timeout_s - time.monotonic()))):
-                waited_s = time.monotonic() - start
+            while not bundles.wait(max(0.0, min(SECONDS_BETWEEN_REPORTS, began_s + timeout_s - time.monotonic()))):
+                waited_s = time.monotonic() - began_s
                 if waited_s >= timeout_s:
                     raise RunError(
                         f"{self._missing_text()} after {waited_s:.0f} s. Add nodes, ask for less, free what other "
@@ -146,20 +147,18 @@ class Placement:
 
 @contextmanager
 def place(shape: FleetShape, *, timeout_s: float, say: Say, is_one_machine: bool) -> Iterator[Placement]:
-    """Reserve places in the Ray cluster that this process is connected to.
-
-    In the end they are given back, and actors in them end.
+    """Reserve places in the Ray cluster that this process is connected to; actors in them end with the block.
 
     Args:
-        shape: what is asked for; on GPUs where the cluster has any, else on CPU slots.
+        shape: the places, on GPUs if the cluster has any, else on CPU slots.
         timeout_s: how long nodes may take to appear.
-        say: is told of the progress.
-        is_one_machine: no node will join. What cannot fit is refused at once, and without GPUs this
-            machine may stand for several nodes.
+        say: called with the progress.
+        is_one_machine: no node will join. Too large a shape is refused at once, and without GPUs this machine may
+            stand for several nodes.
 
     Raises:
         InputError: this one machine has too little.
-        RunError: the cluster had too little until `timeout_s` passed; says what was asked and what there is.
+        RunError: the cluster had too little until `timeout_s` passed; the message says what was asked and what it has.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -199,13 +198,16 @@ def _refuse_what_cannot_fit(shape: FleetShape, on_gpus: bool) -> None:
     import ray
 
     device = _device(on_gpus)
-    num_devices = int(ray.cluster_resources().get("GPU" if on_gpus else "CPU", 0))
-    asked = f"asked: {shape.text(device)}"
-    ways = f"Ask for less{', use --single_gpu_mode' if num_devices == 1 else ''}, or join a cluster with --ray_address"
-    if shape.num_devices > num_devices:
-        raise InputError(f"{asked}; this machine has {counted(num_devices, device)}. {ways}")
+    num_devices = int(ray.cluster_resources().get(device.split()[0], 0))
     if on_gpus and len(shape.learners_per_node) > 1:
-        raise InputError(f"{asked}; this machine is one node, with {counted(num_devices, device)}. {ways}")
+        there = f"this machine is one node, with {counted(num_devices, device)}"
+    elif shape.num_devices > num_devices:
+        there = f"this machine has {counted(num_devices, device)}"
+    else:
+        return
+    single = ", use --single_gpu_mode" if num_devices == 1 else ""
+    ways = f"Ask for less{single}, or join a cluster with --ray_address"
+    raise InputError(f"asked: {shape.text(device)}; {there}. {ways}")
 
 
 def _device(on_gpus: bool) -> str:
@@ -213,7 +215,7 @@ def _device(on_gpus: bool) -> str:
 
 
 def _cluster_text(device: str) -> str:
-    """What there is: "nodes of 2 and 4 GPUs, of which 3 are free"."""
+    """The devices of the cluster in words: "nodes of 2 and 4 GPUs, of which 3 are free"."""
     import ray
 
     resource = device.split()[0]

@@ -1,4 +1,4 @@
-"""What is set in a process of the fleet before torch, or vLLM, is imported there."""
+"""Environment variables of a process of the fleet, set before torch or vLLM is imported there."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ SEGMENTS_GROW, SEGMENTS_STAY = (f"expandable_segments:{grow}" for grow in (True,
 
 
 def allocator_environment(*, on_gpus: bool, hands_over_memory: bool) -> dict[str, str]:
-    """Segments that grow, which leave no gaps where batches differ in size.
+    """The setting of torch's allocator: segments grow, which leaves no gaps if batches differ in size.
 
     Args:
-        hands_over_memory: to another process, which cannot map such segments as it maps others: weights by "ipc", and
-            the buffers that the GPUs of an engine reduce in. Not even a node's own setting makes them grow there.
+        hands_over_memory: the process shares device memory with another one, which cannot map segments that grow:
+            weights by "ipc", and the buffers in which the GPUs of an engine reduce. Then segments never grow, even if
+            the node's own setting asks for it.
     """
     return {ALLOCATOR: SEGMENTS_STAY if hands_over_memory else SEGMENTS_GROW} if on_gpus else {}
 
 
 def without_growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """What is left of the settings of torch's allocator that have segments grow, by name; empty where none do."""
+    """The settings of torch's allocator that make segments grow, by name, each without that part."""
     asked = {name: environment.get(name, "") for name in (ALLOCATOR, SAME_AS[ALLOCATOR])}
     left = {name: re.sub(r"expandable_segments\s*:\s*True\s*,?\s*", "", value) for name, value in asked.items()}
     return {name: left[name].rstrip(", ") for name in asked if left[name] != asked[name]}
 
 
 def take_environment(environment: Mapping[str, str], *, meeting_address: str) -> None:
-    """Set variables in this process, and have gloo and NCCL talk through the interface that leads to where all meet.
+    """Set variables in this process, among them the interface through which gloo and NCCL reach `meeting_address`.
 
-    Left alone gloo would take the address of the host's name, which on many a machine is 127.0.1.1, and NCCL the first
-    interface it likes. What a node sets for itself stays,
-    but for segments that grow where memory is handed over.
+    By default gloo takes the address of the host's name, which on many machines is 127.0.1.1, and NCCL the first
+    interface it finds. A node's own settings stay, except segments that grow in a process that hands over memory.
     """
     if environment.get(ALLOCATOR) == SEGMENTS_STAY:
         for name, left in without_growing_segments(os.environ).items():
@@ -52,7 +52,7 @@ def take_environment(environment: Mapping[str, str], *, meeting_address: str) ->
 
 
 def go_by(name: str) -> None:
-    """Say, in what a worker of Ray writes, who it is: "learner-0", "engine-1". Its log is kept under that name."""
+    """Write the name of this worker, such as "learner-0", into its log, which is kept under that name."""
     for stream in (sys.stdout, sys.stderr):
         print(f"{ACTOR_NAME}{name}", file=stream, flush=True)
 

@@ -11,8 +11,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,48 +38,34 @@ RAY_FOLDER = "r"
 TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """A Ray cluster that this process is connected to."""
-
-    is_local: bool  # started here, for this run alone
-    timeout_s: float
-    say: Say
-
-    def placing(self, shape: FleetShape) -> AbstractContextManager[Placement]:
-        """Reserve places for learners and engines; see `place`."""
-        return place(shape, timeout_s=self.timeout_s, say=self.say, is_one_machine=self.is_local)
-
-
 @contextlib.contextmanager
 def start_cluster(
     fleet: FleetSection, shape: FleetShape, *, say: Say, logs_folder: Path | None = None
-) -> Iterator[Cluster]:
-    """Join the cluster of `--ray_address`, or start a local one with room for `shape`.
+) -> Iterator[Placement]:
+    """Join the cluster of `--ray_address`, or start a local one with room for `shape`; reserve the places of `shape`.
 
-    Whatever ends the driver, `kill -9` included, ends the local Ray with all its actors; nothing stays in shared
-    memory or on the disk but the workers' logs, in `logs_folder`. A cluster that was joined is left running.
+    Whatever ends the driver, `kill -9` included, ends the local Ray with all its actors. Nothing stays in shared memory
+    or on the disk but the workers' logs, in `logs_folder`. A cluster that was joined is left running.
 
     Raises:
-        InputError: there is no cluster at the address, or the dashboard cannot be started.
-        RunError: the local Ray did not start.
+        InputError: there is no cluster at the address, the dashboard cannot be started, or this machine has too little.
+        RunError: the local Ray did not start, or a joined cluster had too little until --cluster_timeout_s passed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # When a learner dies, the failures of its peers are never asked for.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # Ray's workers else give way to all that runs beside them, and they are the run.
+    # By default Ray's workers give way to all other processes of the machine; here they are the run.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    if fleet.ray_address is not None:
-        _join(fleet.ray_address)
-        say(f"joined Ray at {fleet.ray_address}")
-        try:
-            yield Cluster(is_local=False, timeout_s=fleet.cluster_timeout_s, say=say)
-        finally:
-            _disconnect()
-        return
-    say("starting Ray for this run")
-    with _local(fleet, shape, logs_folder):
-        yield Cluster(is_local=True, timeout_s=fleet.cluster_timeout_s, say=say)
+    is_local = fleet.ray_address is None
+    with contextlib.ExitStack() as stack:
+        if fleet.ray_address is None:
+            say("starting Ray for this run")
+            stack.enter_context(_local(fleet, shape, logs_folder))
+        else:
+            _join(fleet.ray_address)
+            stack.callback(_disconnect)
+            say(f"joined Ray at {fleet.ray_address}")
+        yield stack.enter_context(place(shape, timeout_s=fleet.cluster_timeout_s, say=say, is_one_machine=is_local))
 
 
 def _join(address: str) -> None:
@@ -94,7 +78,8 @@ def _join(address: str) -> None:
     try:
         _connect(address)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
-        reason, way = _first_line(error), WAY_OUT
+        reason = _first_line(error)
+        way = WAY_OUT
         if isinstance(error, ray.exceptions.AuthenticationError) or reason.startswith("Failed to connect"):
             reason = (
                 "what answers there does not let this process in. If the cluster has a token, give it here too, as "
@@ -105,7 +90,7 @@ def _join(address: str) -> None:
 
 
 def _given_token() -> str | None:
-    """Where a token for Ray comes from, in Ray's own order; None where there is none."""
+    """The variable or file that Ray takes its token from, in Ray's own order; None if there is none."""
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         if os.environ.get(name):
             return name
@@ -129,7 +114,7 @@ def _check_address(address: str) -> None:
 
 
 def _answers_as_grpc(connection: socket.socket) -> bool:
-    """Whether a client's first words of HTTP/2, of which gRPC is made, get a server's (RFC 9113, section 3.4)."""
+    """Whether the server answers a client's preface of HTTP/2 (RFC 9113, section 3.4), on which gRPC is built."""
     connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS)
     with connection.makefile("rb") as answer:
         return answer.read(len(HTTP2_SETTINGS))[3:4] == HTTP2_SETTINGS[3:4]
@@ -139,19 +124,19 @@ def _answers_as_grpc(connection: socket.socket) -> bool:
 def _local(fleet: FleetSection, shape: FleetShape, logs_folder: Path | None) -> Iterator[None]:
     folder = short_folder()
     watchdog = Watchdog(folder, logs_folder=logs_folder)
-    with contextlib.ExitStack() as at_the_end:
-        at_the_end.callback(watchdog.finish)
-        at_the_end.enter_context(_own_token(folder))
+    with contextlib.ExitStack() as stack:
+        stack.callback(watchdog.finish)
+        stack.enter_context(_own_token(folder))
         with watchdog.marking():
             own = _start(fleet, shape, folder / RAY_FOLDER)
-        at_the_end.callback(own.finish)
-        at_the_end.callback(_disconnect)
+        stack.callback(own.finish)
+        stack.callback(_disconnect)
         yield
 
 
 @contextlib.contextmanager
 def _own_token(folder: Path) -> Iterator[None]:
-    """Who talks to the run's Ray must have read a file in `folder`, which none but this user can."""
+    """Within, Ray asks for a token, which is in a file of `folder` that only this user can read."""
     path = folder / "token"
     path.touch(mode=0o600)
     path.write_text(_token())
@@ -168,7 +153,7 @@ def _own_token(folder: Path) -> Iterator[None]:
 
 @functools.cache
 def _token() -> str:
-    """One for this process: Ray reads its token once."""
+    """The token of this process, one for all its runs, since Ray reads it once."""
     return secrets.token_hex(32)
 
 
@@ -222,10 +207,10 @@ def _connect(address: str) -> None:
 
 
 def _imports() -> JobConfig:
-    """Actors find this package where the driver found it, and nothing in the working folder.
+    """The import path of actors: the folder of this package, and not the working folder.
 
-    Ray puts that folder first on the path of every actor, where a file of the user's would shadow a library; it has no
-    public way to say otherwise.
+    Ray puts the working folder first on the path of every actor, where a user's file would shadow a library. It has no
+    public option against that.
     """
     from ray.job_config import JobConfig
 
@@ -239,9 +224,9 @@ def _disconnect() -> None:
 
 
 def short_folder() -> Path:
-    """A new temporary folder for this user alone, in whose path there is room for the names of Ray's sockets.
+    """A new temporary folder for this user alone, with a path short enough for the names of Ray's sockets.
 
-    Ray opens its own folder to all users; where that lies within this one, they cannot reach it.
+    Ray opens its own folder to all users. Inside this one they cannot reach it.
     """
     parent = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="ray-", dir=parent if len(parent) <= MAX_FOLDER_CHARACTERS else "/tmp"))

@@ -1,12 +1,11 @@
-"""A small process that outlives the driver and takes a local Ray down with it, also after `kill -9`.
+"""A small process that outlives the driver, and removes all that is left of a local Ray, also after `kill -9`.
 
-Ray's servers die with the driver, but what they started may stay: agents for half a minute, a frozen
-actor for ever, the folder of sockets and logs on the disk, and the shared memory of processes that were
-not given the time to remove it. Every process of the cluster carries a mark in its environment, which
-children inherit; Ray's agents and workers write their names over it, but stay in the session of the process
-that started Ray. The watchdog notes what shared memory they use while they live, waits for the end of the
-driver, kills whatever carries the mark or is in that session, and removes that memory and the folder. An
-orderly end takes the same way.
+Ray's servers end with the driver, but other things may stay: agents for half a minute, a frozen actor for ever, the
+folder of sockets and logs, and shared memory of processes that were killed. Every process of the cluster has a mark
+in its environment, which children inherit. Ray's agents and workers overwrite it with their names, but they stay in
+the session of the process that started Ray. The watchdog notes the shared memory of these processes while they live,
+and waits for the end of the driver. Then it kills every process with the mark or in that session, and removes their
+shared memory and the folder. An orderly end takes the same way.
 
 The file is also run by its path, and imports the standard library only, so a watchdog costs a few megabytes.
 """
@@ -26,22 +25,22 @@ from pathlib import Path
 
 # Also the prefix under which a process of the fleet may keep files in shared memory.
 MARK_VARIABLE = "OPEN_INSTRUCT_FLEET"
-# Where its processes may keep other temporary files; it is removed in the end.
+# A folder for other temporary files of these processes; it is removed in the end.
 FOLDER_VARIABLE = "OPEN_INSTRUCT_FLEET_FOLDER"
 SHARED_MEMORY = Path("/dev/shm")
-# Of Python's multiprocessing, vLLM, torch and NCCL. A model that somebody keeps there is mapped too, and is not ours.
+# Names by Python's multiprocessing, vLLM, torch and NCCL. A user's model in shared memory may be mapped too, and stays.
 SHARED_PREFIXES = ("psm_", "sem.mp-", "vllm_", "torch_", "nccl-")
-# Begins a line by which a worker of Ray says what it is; Ray's own lines begin with a colon too.
+# Begins a log line with the name of a worker. Ray's own lines begin with a colon too.
 ACTOR_NAME = ":actor_name:"
 POLL_INTERVAL_S = 1.0
 SWEEP_TIMEOUT_S = 20.0
 
 
 class Watchdog:
-    """The driver's end of it."""
+    """The driver's handle on the watchdog."""
 
     def __init__(self, folder: Path, *, logs_folder: Path | None) -> None:
-        """Guard `folder`, which is removed in the end; workers' logs in it are copied to `logs_folder` first."""
+        """Start the watchdog. In the end it removes `folder`, after it copied the workers' logs to `logs_folder`."""
         self._variables = {
             MARK_VARIABLE: f"open_instruct-{os.getpid()}-{os.urandom(4).hex()}",
             FOLDER_VARIABLE: str(folder),
@@ -102,16 +101,18 @@ def main(mark: str, driver: int, folder: Path, logs_folder: Path | None) -> None
 
 
 def _living(mark: str, sessions: set[int]) -> list[int]:
-    """Processes that carry the mark, and those of sessions that one with the mark began; none where there is no /proc.
+    """The processes with the mark, and those in a session that a process with the mark leads; none without /proc.
 
-    `sessions` are those that an earlier look found. It is brought up to date.
+    `sessions` holds the ids of these sessions from one call to the next, and is updated here.
     """
     entry = f"{MARK_VARIABLE}={mark}".encode()
-    pids, still_there = [], set()
+    pids = []
+    still_there = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
             state, _, _, number = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:4]
-            pid, session = int(folder.name), int(number)
+            pid = int(folder.name)
+            session = int(number)
             has_mark = entry in (folder / "environ").read_bytes().split(b"\0")
             if has_mark and session == pid:
                 sessions.add(session)
@@ -123,7 +124,7 @@ def _living(mark: str, sessions: set[int]) -> list[int]:
 
 
 def _shared_memory_of(pids: list[int]) -> set[int]:
-    """Inodes of the shared memory that these processes have mapped; a semaphore's name there is not its last one."""
+    """Inodes of the shared memory that these processes have mapped; a semaphore is mapped before it has its name."""
     inodes: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -133,7 +134,7 @@ def _shared_memory_of(pids: list[int]) -> set[int]:
 
 
 def _keep_logs(folder: Path, logs_folder: Path) -> None:
-    """Copy what was said by workers that said something, under the name that each went by last."""
+    """Copy the logs in which a worker wrote something, each under the last name of its worker."""
     for path in sorted(folder.glob("*/session_2*/logs/worker-*"), key=lambda path: path.stat().st_mtime):
         lines = path.read_bytes().splitlines()
         names = [line.decode().removeprefix(ACTOR_NAME) for line in lines if line.startswith(ACTOR_NAME.encode())]

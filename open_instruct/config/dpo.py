@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from open_instruct.config.flags import spelled
-from open_instruct.config.losses import DIVERGENCE, F_DIVERGENCES, PREFERENCE_LOSSES, SHORTER
 from open_instruct.config.sections import PreferenceDataSection, PreferenceLossSection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import validated
+from open_instruct.losses.preference import DIVERGENCE, F_DIVERGENCES, PREFERENCE_LOSSES, SHORTER
 
 # Flags that change the inputs of every loss: what each chooses, and the value that changes nothing.
 CHANGING_FLAGS = {

@@ -84,7 +84,9 @@ class Flag:
     def condition(self) -> str:
         """`read_with` in words: `--beta above 0`, or `--loss_fn clip_cov or kl_cov`."""
         other, *values = self.read_with.split()
-        return f"--{other} {one_of(value.replace('>', 'above ') for value in values)}" if values else f"--{other}"
+        if not values:
+            return f"--{other}"
+        return f"--{other} {one_of(values).replace('>', 'above ')}"
 
     @property
     def meaning(self) -> str:
@@ -96,14 +98,15 @@ class Flag:
         """The value in usage lines: `INT`, `true|false`, `dpo|simpo`, `WORD ...`."""
         if self.choices:
             choices = (*self.choices, OWN) if self.takes_own else self.choices
-            return "|".join(choices) + " ..." * self.or_one
+            return "|".join(choices) + " ..." * (self.kind is list)
         return KINDS[self.kind, self.item_kind][0]
 
     @property
     def accepted(self) -> str:
         """The values it takes, for error messages."""
         if self.choices:
-            what = f"one of {', '.join(self.choices)}"
+            what = "any of " if self.kind is list and not self.or_one else "one of "
+            what += ", ".join(self.choices)
             what += ", or a function of your own as FILE.py:function or module:function" if self.takes_own else ""
         else:
             what = KINDS[self.kind, self.item_kind][1]
@@ -266,7 +269,8 @@ def _read_type(hint: Any) -> tuple[type, type, tuple[str, ...], bool, bool]:
     optional = or_one = False
     if get_origin(hint) in (Union, types.UnionType):
         members = [member for member in get_args(hint) if member is not type(None)]
-        optional, or_one = len(members) < len(get_args(hint)), members == [str, list[str]]
+        optional = len(members) < len(get_args(hint))
+        or_one = members == [str, list[str]]
         assert len(members) == 1 or or_one, f"a flag has one type, or one type and None: {hint}"
         hint = members[-1]
     if get_origin(hint) is Literal:

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
-from open_instruct.config.losses import OVER_TOKENS, policy_loss_facts
 from open_instruct.config.rollout_sections import (
     LEAST_TEMPERATURE,
     EvaluationSection,
@@ -31,6 +30,7 @@ from open_instruct.config.validation import (
     mixer_warnings,
     refuse,
 )
+from open_instruct.losses.policy import OVER_TOKENS, POLICY_LOSSES
 
 # Every microbatch has a fixed cost, so microbatches of one short completion each would be many times slower.
 DEFAULT_PACK_LENGTH = 4096
@@ -154,7 +154,7 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
     if loss.loss_denominator != "token":
         if not loss.loss_denominator.isdecimal() or int(loss.loss_denominator) == 0:
             yield f"{denominator}: takes 'token' or a whole number of tokens above 0"
-        elif policy_loss_facts(loss.loss_fn).denominator != "tokens":
+        elif loss.loss_fn in POLICY_LOSSES and loss.loss_fn not in OVER_TOKENS:
             yield (
                 f"{denominator}: --loss_fn {loss.loss_fn} has a denominator of its own; leave it out, or use "
                 f"{' or '.join(OVER_TOKENS)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,7 +33,10 @@ class LoRASection:
     use_rslora: bool = flag("scale by this / root of the rank instead", False, read_with="use_lora")
     lora_dropout: float = flag("dropout of an adapter's inputs", 0.0, read_with="use_lora", minimum=0, below=1)
     lora_target_modules: list[str] = flag(
-        f"adapted matrices: any of {', '.join(MODULES_OF_TARGETS)}; or {ALL_LINEAR}", [ALL_LINEAR], read_with="use_lora"
+        "matrices of a block that get one",
+        [ALL_LINEAR],
+        choices=(*MODULES_OF_TARGETS, ALL_LINEAR),
+        read_with="use_lora",
     )
     lora_init: Literal["kaiming", "gaussian"] = flag(
         "distribution of an adapter's first matrix; its second begins at zero", "kaiming", read_with="use_lora"
@@ -54,12 +56,3 @@ class LoRASection:
         """The adapted matrices by peft's names, in the order of a block."""
         wanted = MODULES_OF_TARGETS if ALL_LINEAR in self.lora_target_modules else self.lora_target_modules
         return tuple(name for name in MODULES_OF_TARGETS if name in wanted)
-
-
-def target_problems(lora: LoRASection) -> Iterator[str]:
-    known = (*MODULES_OF_TARGETS, ALL_LINEAR)
-    for name in lora.lora_target_modules:
-        if name not in known:
-            yield f"--lora_target_modules {name}: only matrices of the blocks get adapters; use {', '.join(known)}"
-    if not lora.lora_target_modules:
-        yield f"--lora_target_modules names nothing: use {ALL_LINEAR}, or some of {', '.join(MODULES_OF_TARGETS)}"

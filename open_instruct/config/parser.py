@@ -116,8 +116,7 @@ class _Reader:
             if name not in self.flags and positive is not None and positive.kind is bool:
                 name = positive.name
                 if its_words:
-                    told = f"{spelling} takes no value, not '{its_words[0]}'; or write --{name} true|false"
-                    self.problems.append(told)
+                    self.problems.append(f"{spelling} takes no value; leave '{its_words[0]}' out, or use --{name}")
                 its_words = ["false"]
             elif name in self.flags and self.flags[name].kind is bool:
                 its_words = its_words or ["true"]
@@ -180,8 +179,8 @@ class _Reader:
         names = set(self.flags)
         if not is_in_file:
             names |= {f"no_{flag.name}" for flag in self.flags.values() if flag.kind is bool}
-        told = _unknown(given.name, sorted(names), prefix="" if is_in_file else "--")
-        self.problems.append(f"{given.origin} {told}")
+        hint = _unknown(given.name, sorted(names), prefix="" if is_in_file else "--")
+        self.problems.append(f"{given.origin} {hint}")
 
     def _leave_out(self, given: _Given, fate: Fate) -> None:
         """A flag of upstream's that has no counterpart here is a problem, or not needed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from open_instruct.config.losses import ADVANTAGES, OVER_TOKENS, POLICY_LOSSES
+from open_instruct.config.flags import OWN
 from open_instruct.config.sections import (
     ParallelSection,
     PrefixSharing,
@@ -15,6 +15,8 @@ from open_instruct.config.sections import (
     flag,
     free_flag,
 )
+from open_instruct.losses.advantages import ADVANTAGES
+from open_instruct.losses.policy import OVER_TOKENS, POLICY_LOSSES
 
 # vLLM's `_MAX_TEMP`: vLLM raises any temperature between 0 and this to this.
 LEAST_TEMPERATURE = 0.01
@@ -22,13 +24,13 @@ LEAST_TEMPERATURE = 0.01
 HELD_OUT = "dataset_mixer_eval_list"
 R1_STYLE = "apply_r1_style_format_reward"
 BOUNDS = "rho_correction bounds"
-TWO_SIDED = "loss_fn dapo grpo dr_grpo gspo bnpo luspo dppo_tv dppo_kl clip_cov FILE.py:FUNCTION"
-CLIP_COV = "loss_fn clip_cov FILE.py:FUNCTION"
-CISPO = "loss_fn cispo FILE.py:FUNCTION"
-KL_COV = "loss_fn kl_cov FILE.py:FUNCTION"
-EITHER_COV = "loss_fn clip_cov kl_cov FILE.py:FUNCTION"
-SAPO = "loss_fn sapo FILE.py:FUNCTION"
 CAPPED = "rho_correction clamp token_mask sequence_mask"
+
+
+def loss_fns_reading(flag: str) -> str:
+    """What a flag is read with that only some policy losses read: those of ours, and any of the user's own."""
+    names = [name for name, loss in POLICY_LOSSES.items() if flag in loss.reads]
+    return f"loss_fn {' '.join(names)} {OWN}"
 
 
 @dataclass(kw_only=True)
@@ -127,17 +129,34 @@ class PolicyLossSection:
     delta: float | None = flag(
         "largest ratio for negative advantages, or dppo's for all; above 1 plus --clip_higher",
         None,
-        read_with=TWO_SIDED,
+        read_with=loss_fns_reading("delta"),
     )
-    cispo_clamp_below: bool = flag("clamp the ratio from below too, at 1 minus --clip_lower", False, read_with=CISPO)
-    sapo_temperature_pos: float = flag("steepness of the gate for positive advantages", 1.0, read_with=SAPO, above=0)
-    sapo_temperature_neg: float = flag("steepness of the gate for other advantages", 1.05, read_with=SAPO, above=0)
+    cispo_clamp_below: bool = flag(
+        "clamp the ratio from below too, at 1 minus --clip_lower",
+        False,
+        read_with=loss_fns_reading("cispo_clamp_below"),
+    )
+    sapo_temperature_pos: float = flag(
+        "steepness of the gate for positive advantages",
+        1.0,
+        read_with=loss_fns_reading("sapo_temperature_pos"),
+        above=0,
+    )
+    sapo_temperature_neg: float = flag(
+        "steepness of the gate for other advantages", 1.05, read_with=loss_fns_reading("sapo_temperature_neg"), above=0
+    )
     cov_fraction: float = flag(
-        "share of the tokens that is singled out", 2e-4, read_with=EITHER_COV, above=0, maximum=1
+        "share of the tokens that is singled out", 2e-4, read_with=loss_fns_reading("cov_fraction"), above=0, maximum=1
     )
-    clip_cov_lower: float = flag("the least covariance of those tokens", 1.0, read_with=CLIP_COV)
-    clip_cov_upper: float = flag("the largest covariance of those tokens", 5.0, read_with=CLIP_COV)
-    kl_cov_coef: float = flag("weight of the divergence at those tokens", 1.0, read_with=KL_COV, minimum=0)
+    clip_cov_lower: float = flag(
+        "the least covariance of those tokens", 1.0, read_with=loss_fns_reading("clip_cov_lower")
+    )
+    clip_cov_upper: float = flag(
+        "the largest covariance of those tokens", 5.0, read_with=loss_fns_reading("clip_cov_upper")
+    )
+    kl_cov_coef: float = flag(
+        "weight of the divergence at those tokens", 1.0, read_with=loss_fns_reading("kl_cov_coef"), minimum=0
+    )
     top_entropy_quantile: float = flag(
         "learn from this share of the tokens, those where the policy is least certain", 1.0, above=0, maximum=1
     )

@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
-from open_instruct.config.losses import F_DIVERGENCES, PREFERENCE_LOSSES, SMOOTHED
+from open_instruct.losses.preference import F_DIVERGENCES, PREFERENCE_LOSSES
 
 Switch = Literal["auto", "on", "off"]
 PrefixSharing = Switch
+TRACKERS = ("wandb", "trackio", "tensorboard")
 Dtype = Literal["bfloat16", "float32"]
 ExportDtype = Literal["bfloat16", "float32", "source"]
 # The parameter-name patterns that each --weight_decay_on exempts from decay.
@@ -118,6 +119,11 @@ class SFTDataSection(DataSection):
     )
 
 
+def loss_types_reading(flag: str) -> str:
+    """What a flag is read with that only some preference losses read."""
+    return f"loss_type {' '.join(name for name, loss in PREFERENCE_LOSSES.items() if flag in loss.reads)}"
+
+
 @dataclass(kw_only=True)
 class PreferenceLossSection:
     """Loss"""
@@ -136,18 +142,28 @@ class PreferenceLossSection:
     label_smoothing: float = flag(
         "probability that a label is flipped",
         0.0,
-        read_with=f"loss_type {' '.join(SMOOTHED)}",
+        read_with=loss_types_reading("label_smoothing"),
         minimum=0,
         below=0.5,
         note=" (at 0.5 the label says nothing)",
     )
-    gamma_beta_ratio: float = flag("target margin divided by beta", 0.3, read_with="loss_type simpo", minimum=0)
-    cpo_alpha: float = flag("weight of the chosen reply's mean -log p", 1.0, read_with="loss_type cpo", minimum=0)
+    gamma_beta_ratio: float = flag(
+        "target margin divided by beta", 0.3, read_with=loss_types_reading("gamma_beta_ratio"), minimum=0
+    )
+    cpo_alpha: float = flag(
+        "weight of the chosen reply's mean -log p", 1.0, read_with=loss_types_reading("cpo_alpha"), minimum=0
+    )
     discopop_tau: float = flag(
-        "temperature of the change between its two parts", 0.05, read_with="loss_type discopop", above=0, maximum=1
+        "temperature of the change between its two parts",
+        0.05,
+        read_with=loss_types_reading("discopop_tau"),
+        above=0,
+        maximum=1,
     )
     weight_alignment: bool = flag(
-        "measure each token's probability by what the policy expects of one", False, read_with="loss_type wpo"
+        "measure each token's probability by what the policy expects of one",
+        False,
+        read_with=loss_types_reading("weight_alignment"),
     )
     ld_alpha: float | None = flag("weight of the tokens by which a reply is the longer one", None, minimum=0, maximum=1)
     f_divergence_type: str = flag(
@@ -339,7 +355,7 @@ class RunSection:
 class LoggingSection:
     """Logging"""
 
-    report_to: list[str] = free_flag("any of 'wandb', 'trackio' and 'tensorboard', beside metrics.jsonl", [])
+    report_to: list[str] = free_flag("what has the metrics beside metrics.jsonl", [], choices=TRACKERS)
     exp_name: str | None = free_flag(
         "name of the run; default: the output folder's", None, read_with="report_to wandb trackio"
     )

@@ -47,7 +47,9 @@ def _wandb_may_log_in(environ: Mapping[str, str]) -> bool:
 
 def _netrc_knows_wandb(environ: Mapping[str, str]) -> bool:
     host = urlsplit(environ.get("WANDB_BASE_URL") or WANDB_URL).netloc
-    for path in [environ["NETRC"]] if environ.get("NETRC") else ["~/.netrc", "~/_netrc"]:
+    named = environ.get("NETRC")
+    paths = [named] if named else ["~/.netrc", "~/_netrc"]
+    for path in paths:
         try:
             if netrc.netrc(Path(path).expanduser()).authenticators(host):
                 return True

@@ -12,12 +12,10 @@ from typing import Any
 
 from open_instruct.config.backends import backend_named
 from open_instruct.config.flags import Flag, flags_of, flags_of_section, is_met, spelled
-from open_instruct.config.lora import target_problems
 from open_instruct.config.sections import LoggingSection, MemorySection, ParallelSection, PreferenceDataSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 
-TRACKERS = ("wandb", "trackio", "tensorboard")
 # Launches name a run for the hub and for trackers whether they use them or not.
 WARNED_OF_WITHOUT = ("push_to_hub", "report_to")
 MAX_PROCESSES = 1024  # of one machine
@@ -124,7 +122,8 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
     """Conflicts between the flags of adapters and other flags."""
     if config.adapters is None:
         return
-    yield from target_problems(config.adapters)
+    if not config.adapters.lora_target_modules:
+        yield "--lora_target_modules is empty: use all-linear, or name some matrices of the blocks"
     if config.optim.optimizer == "muon":
         yield "--optimizer muon cannot go with --use_lora: it is for whole matrices; use adamw"
     if config.adapters.lora_dropout > 0 and config.parallel.tensor_parallel_degree > 1:
@@ -158,12 +157,6 @@ def microbatch_problems(num_tokens: int, remedy: str) -> Iterator[str]:
 
 
 def logging_problems(logging: LoggingSection) -> Iterator[str]:
-    for tracker in dict.fromkeys(logging.report_to):
-        if tracker not in TRACKERS:
-            yield (
-                f"--report_to {tracker}: takes any of {', '.join(TRACKERS)}; metrics.jsonl is always written, "
-                "so leave the flag out for none"
-            )
     steps = logging.profile_steps
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         yield f"--profile_steps {spelled(steps)}: takes the first and the last step to profile, such as '3 5'"

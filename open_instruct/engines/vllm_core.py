@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import floor
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
-from open_instruct.engines.held_adapter import check_targets, names_of_versions, options_of
+from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.listening import LOOPBACK
@@ -16,6 +16,7 @@ from open_instruct.records import Completion
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,6 +24,7 @@ W = TypeVar("W", bound="WeightWorker")
 
 WEIGHT_RECEIVER = "open_instruct.weights.receiver.WeightReceiver"
 ADAPTER_RECEIVER = "open_instruct.weights.adapter_receiver.AdapterReceiver"
+ADAPTER_ID = 1
 # vLLM would take gigabytes; on CUDA it takes what --vllm_gpu_memory_utilization leaves.
 CPU_KV_CACHE_BYTES = 256 << 20
 # The most steps that vLLM has in flight, and one more that reports that there are none.
@@ -127,7 +129,7 @@ class VLLMCore:
             logprobs_mode="processed_logprobs",
             worker_extension_cls=weight_receiver or (ADAPTER_RECEIVER if adapter is not None else WEIGHT_RECEIVER),
             disable_log_stats=True,
-            **(options_of(adapter) if adapter is not None else {}),
+            **(adapter_options(adapter) if adapter is not None else {}),
         )
         try:
             # What is left out is chosen as for vLLM's `LLM`; otherwise a step would have 2,048 tokens on any device.
@@ -306,3 +308,38 @@ def check_temperature(warm: Mapping[int, float], hot: Mapping[int, float]) -> No
 
 def _spread(logprobs: Sequence[float]) -> float:
     return max(logprobs) - min(logprobs)
+
+
+def adapter_options(adapter: LoRASection) -> dict[str, Any]:
+    """Options of vLLM's `EngineArgs` for an adapter that is replaced in place."""
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(rank for rank in RANKS_OF_ENGINES if rank >= adapter.lora_r),
+        "lora_target_modules": list(adapter.targets),  # others stay as fast as they are
+    }
+
+
+def names_of_versions() -> Iterator[LoRARequest]:
+    """Yields the adapter's name for requests, with a new name and path for each version.
+
+    vLLM shares cached prefixes among requests of one name. There is nothing at the path: vLLM reads it only for an
+    adapter that it does not hold.
+    """
+    from vllm.lora.request import LoRARequest
+
+    return (LoRARequest(f"policy {number}", ADAPTER_ID, f"memory/{number}") for number in itertools.count())
+
+
+def check_targets(adapter: LoRASection, layers: Iterable[str]) -> None:
+    """Check that vLLM can adapt the layers that `adapter` is for; `layers` are those that it can adapt.
+
+    Raises:
+        InputError: it cannot.
+    """
+    adapted = {layer.rpartition(".")[2] for layer in layers}
+    if missing := [target for target in adapter.targets if target not in adapted]:
+        raise InputError(
+            f"--lora_sync adapter: vLLM's layers of this model take no adapter for {', '.join(missing)}; use "
+            "--lora_sync merged"
+        )

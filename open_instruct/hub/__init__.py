@@ -1,1 +1,1 @@
-"""The Hugging Face hub: what is said of a model there, and how it gets there."""
+"""The Hugging Face hub: the card of a model, and its upload."""

@@ -1,4 +1,4 @@
-"""The model card, README.md of an exported model: of what its run has left alone, so it is the same each time."""
+"""The model card, README.md, of an exported model, made from the files of a run alone."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from open_instruct.data.files.names import looks_like_a_file
 
 
 def model_card(settings: str, evaluations: Sequence[Mapping[str, Any]], *, trained_by: str, is_adapter: bool) -> str:
-    """The card of a model.
+    """The text of the card.
 
     Args:
-        settings: the run's config.yaml, whose comments have the versions.
-        evaluations: rows of its eval.jsonl up to this model.
+        settings: the text of the run's config.yaml, whose comments have the versions.
+        evaluations: the rows of its eval.jsonl up to this model.
         trained_by: the command, or the name of an objective of one's own.
-        is_adapter: of one by itself.
+        is_adapter: whether the model is an adapter alone.
     """
     flags = yaml.safe_load(settings)
     mixture = flags.get("mixer_list") or flags.get("dataset_mixer_list") or []
-    base, data = flags["model_name_or_path"], list(zip(mixture[::2], mixture[1::2], strict=True))
+    base = flags["model_name_or_path"]
+    data = list(zip(mixture[::2], mixture[1::2], strict=True))
     head = {
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-classification" if trained_by == "reward_model" else "text-generation",

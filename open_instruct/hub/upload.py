@@ -1,4 +1,4 @@
-"""A trained model to the Hugging Face hub, where `--push_to_hub` asks for it."""
+"""The upload of a trained model to the Hugging Face hub, if `--push_to_hub` asks for it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from open_instruct.parallel.peers import doing
 
 
 def open_repository(run: RunSection) -> str:
-    """The full name of the repository, which is made if there is none: before a run, so that it will do after it.
+    """Create the repository if there is none, and return its full name.
+
+    Called before a run too, so that no run ends with a model that cannot be uploaded.
 
     Raises:
-        InputError: nobody has logged in, the name will not do, or the hub cannot be reached or refuses.
+        InputError: nobody has logged in, the name is not valid, or the hub cannot be reached or refuses.
     """
     from huggingface_hub import HfApi, get_token
 
@@ -23,7 +25,7 @@ def open_repository(run: RunSection) -> str:
     name = _name_of(run)
     try:
         return str(HfApi().create_repo(name, private=run.hub_private or None, exist_ok=True).repo_id)
-    except Exception as error:  # of the name, the network, the hub
+    except Exception as error:  # the name, the network or the hub
         raise InputError(
             f"--push_to_hub: the hub gives no repository {name} ({type(error).__name__}: {one_line(error)}); give "
             "another --hub_model_id, or leave --push_to_hub out and upload the model when it is there"
@@ -31,10 +33,10 @@ def open_repository(run: RunSection) -> str:
 
 
 def upload(run: RunSection, folder: Path) -> str:
-    """Upload what is in `folder`; what is to be said of it.
+    """Upload the files in `folder`, and return a sentence with the model's address.
 
     Raises:
-        RunError: it did not get there; with the command that tries again. The folder is as it was.
+        RunError: the upload failed; the message has the command that tries again. The folder is unchanged.
     """
     from huggingface_hub import HfApi
 
@@ -43,7 +45,7 @@ def upload(run: RunSection, folder: Path) -> str:
     try:
         name = open_repository(run)
         commit = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="A trained model")
-    except Exception as error:  # of the network, the hub, a token that has ended
+    except Exception as error:  # the network, the hub or a token that has ended
         private = " --private" if run.hub_private else ""
         raise RunError(
             f"the trained model is in {folder}, and was not uploaded ({type(error).__name__}: {one_line(error)}). "

@@ -12,7 +12,6 @@ from open_instruct.checkpoints.finite import check_weights
 from open_instruct.checkpoints.resume import last_checkpoint
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.policy import Policy
-from open_instruct.models.export import export_hf
 from open_instruct.models.lora.adapters import weights_of, whole_adapter
 from open_instruct.models.lora.files import write_adapter
 from open_instruct.models.shards import Held
@@ -33,7 +32,7 @@ def export_policy(
     trained_by: str,
     more_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write OUT/hf_model in the dtype of `--export_dtype`; see `export_hf`. Every rank enters together.
+    """Write OUT/hf_model in the dtype of `--export_dtype`; see `Pretrained.export`. Every rank enters together.
 
     For a policy with adapters, OUT/hf_model is the model with the adapters merged, and OUT/adapter has them alone.
     """
@@ -81,19 +80,13 @@ def write_model(
     more_config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write OUT/hf_model from `weights`, which are known to be finite; `model` gives their names and shapes."""
-    report = export_hf(
+    report = pretrained.export(
         model,
-        pretrained.hf_config,
-        pretrained.names,
-        source_folder=pretrained.folder,
-        tokenizer_folder=pretrained.tokenizer_folder,
-        out_folder=directory.hf_model,
+        directory.hf_model,
+        weights=weights,
         dtype=pretrained.dtype_named(config.run.export_dtype),
-        # The exported model keeps the chat template that it was trained with.
-        chat_template=pretrained.chat_template,
         card=partial(card_of, directory, trained_by=trained_by),
         more_config=more_config,
-        weights=weights,
     )
     console.say(
         f"the trained model is in {directory.hf_model} "

@@ -17,8 +17,7 @@ from open_instruct.objectives.policy_gradient import GRPO
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.run.cadence import cadence_of
 from open_instruct.run.opened import Run
-from open_instruct.run.pretrained import Pretrained
-from open_instruct.run.start_model import start_model_of
+from open_instruct.run.pretrained import Pretrained, start_model_of
 
 
 @dataclass(slots=True)

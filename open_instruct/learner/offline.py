@@ -21,6 +21,7 @@ from open_instruct.learner.heldout import Heldout
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
+from open_instruct.learner.rows.datasets import load_datasets
 from open_instruct.learner.rows.sample_loader import SampleLoader
 from open_instruct.learner.scoring import Scorer
 from open_instruct.learner.teacher import OpenedTeacher
@@ -30,13 +31,10 @@ from open_instruct.objectives.objective import REFERENCE, Objective
 from open_instruct.packing.balance import best_fit
 from open_instruct.packing.steps import BatchShape
 from open_instruct.run.cadence import Cadence
-from open_instruct.run.datasets import load_datasets
-from open_instruct.run.opened import Run, open_run
-from open_instruct.run.plan_check import planned_run
-from open_instruct.run.pretrained import Pretrained, open_pretrained
+from open_instruct.run.metrics_log import logging_steps
+from open_instruct.run.opened import Run, open_run, planned_run
+from open_instruct.run.pretrained import Pretrained, open_pretrained, start_model_of
 from open_instruct.run.signals import stopped_by
-from open_instruct.run.start_model import start_model_of
-from open_instruct.run.trackers import logging_steps
 from open_instruct.wording import counted
 
 

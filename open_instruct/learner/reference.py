@@ -11,8 +11,7 @@ from olmo_core.nn.transformer import Transformer
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from open_instruct.models.build import local_part
-from open_instruct.models.shards import reshard
+from open_instruct.models.shards import local_part, reshard
 
 # The key of a moving reference policy in a checkpoint.
 IN_CHECKPOINT = "reference"

@@ -17,7 +17,6 @@ from open_instruct.records import ShardLayout
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory
-from open_instruct.run.start_model import is_same_model
 
 
 def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) -> Transformer:
@@ -60,7 +59,7 @@ def build_teacher(
     itself; call it within `adapters_off`.
     """
     doing("loading the teacher")
-    if config.adapters is not None and is_same_model(teacher, student):
+    if config.adapters is not None and teacher.is_same_as(student):
         run.console.say("the teacher is the start model: the policy with its adapters off, so no second one is loaded")
         return policy
     model = build_reference(teacher, run=run, config=config)

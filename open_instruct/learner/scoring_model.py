@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from open_instruct.data.chat import single_token_id
 from open_instruct.errors import InputError
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.models.build import build_model, materialize
+from open_instruct.models.build import build_model
 from open_instruct.models.heads.value_head import is_classifier
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
@@ -65,7 +65,7 @@ class ScoringModel:
         names = TensorNames(hf_config, head=head)
         with CheckpointFiles.open(folder) as files:
             check_cover(names, files, parameter_shapes(model))
-            materialize(model, device=device, max_seq_len=hf_config.max_position_embeddings)
+            model.init_weights(device=device, max_seq_len=hf_config.max_position_embeddings)
             stream_load(model, files, names)
         scale = {"mean": hf_config.score_mean, "std": hf_config.score_std} if normalize else {}
         classes = tuple(single_token_id(tokenizer, word) for word in words)

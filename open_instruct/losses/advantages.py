@@ -1,32 +1,19 @@
 """The advantage of each completion of a step, from the rewards of its groups; plain numbers, no tensors.
 
-With r a reward in a group of G:
-
-    standard      (r - mean) / (std + 1e-8), with the population's standard deviation
-                                                                     DeepSeekMath, arXiv 2402.03300, section 4.1.2
-    centered      r - mean: groups that are nearly all right or all wrong are not blown up
-                                                                     Dr. GRPO, arXiv 2503.20783, section 3.2
-    batch         (r - mean) / (std of all rewards of the step + 1e-8)
-                                                                     Lite PPO, arXiv 2508.08221
-    rloo          r - mean of the others                             RLOO, arXiv 2402.14740
-    maxrl         (r - mean) / mean, 0 where the mean is not above 0: the rarer a right answer, the more it counts
-                                                                     MaxRL, arXiv 2602.02710
-    reinforce_pp  centered, then (a - mean) / (std + 1e-8) over all completions of the step
-                                                                     REINFORCE++ with baseline, arXiv 2501.03262
-    gdpo          standard for the scores of each verifier apart, added up with the weights of their checks, then
-                  normalised over the step as above                  GDPO, arXiv 2601.05242
-    pass_at_k     the analytic advantage where the reward is that of k completions, of which one must be right
-                                                                     arXiv 2508.10751, section 2.4
+To add one, write a function here under `register`, with its formula and paper: `python scripts/losses_page.py` puts it
+into the table of docs/losses.md. The flags it reads are the keyword-only arguments of the function.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Literal, TypeVar
 
 from open_instruct.errors import InputError
+from open_instruct.losses.flags_taken import with_flags
 from open_instruct.records import RolloutGroup
 
 EPSILON = 1e-8
@@ -36,18 +23,42 @@ Advantages = list[tuple[float, ...]]
 AdvantageFunction = Callable[[Sequence[RolloutGroup]], Sequence[Sequence[float]]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageFormula:
+    """A choice of --advantages: `function(groups, **flags)`, its formula for the page, and where it is from."""
+
+    function: Callable[..., Advantages]
+    formula: str
+    paper: str
+
+
+Function = TypeVar("Function", bound=Callable[..., Advantages])
+ADVANTAGES: dict[str, AdvantageFormula] = {}
+
+
+def register(name: str, formula: str, paper: str) -> Callable[[Function], Function]:
+    """Make the decorated function the choice `--advantages name`."""
+
+    def add(function: Function) -> Function:
+        ADVANTAGES[name] = AdvantageFormula(function=function, formula=formula, paper=paper)
+        return function
+
+    return add
+
+
 def advantages_of(
-    groups: Sequence[RolloutGroup], name: str, *, pass_k: int = 1, own: AdvantageFunction | None = None
+    groups: Sequence[RolloutGroup], name: str, flags: object, *, own: AdvantageFunction | None = None
 ) -> Advantages:
     """The advantage of each completion by the formula `name`, or by the user's function `own`.
 
     A group with equal rewards has advantages of exactly 0, except under formulas that normalise over the whole step.
+    `flags` is the section of flags, `RolloutSection`.
 
     Raises:
         InputError: `own` does not give a finite number for every completion.
     """
     if own is None:
-        return _pass_at_k(groups, k=pass_k) if name == "pass_at_k" else ADVANTAGE_FUNCTIONS[name](groups)
+        return with_flags(ADVANTAGES[name].function, flags)(groups)
     given = [tuple(map(float, values)) for values in own(groups)]
     if [len(values) for values in given] != [len(group.completions) for group in groups]:
         raise InputError(f"--advantages {name}: gives other numbers than one for every completion of every group")
@@ -76,37 +87,44 @@ def has_signal(rewards: Sequence[float]) -> bool:
     return bool(rewards) and max(rewards) - min(rewards) > SAME_REWARD
 
 
-def _standard(groups: Sequence[RolloutGroup]) -> Advantages:
+@register("standard", "(reward − mean) / (std + 1e-8), std of the population", "2402.03300 section 4.1.2")
+def standard(groups: Sequence[RolloutGroup]) -> Advantages:
     return [group_advantages(group.rewards, "standard") for group in groups]
 
 
-def _centered(groups: Sequence[RolloutGroup]) -> Advantages:
+@register("centered", "reward − mean", "2503.20783 section 3.2")
+def centered(groups: Sequence[RolloutGroup]) -> Advantages:
     return [group_advantages(group.rewards, "centered") for group in groups]
 
 
-def _batch(groups: Sequence[RolloutGroup]) -> Advantages:
+@register("batch", "(reward − mean) / (std of all rewards of the step + 1e-8)", "2508.08221")
+def batch(groups: Sequence[RolloutGroup]) -> Advantages:
     _, std = _mean_and_std([reward for group in groups for reward in group.rewards])
-    return [tuple(value / (std + EPSILON) for value in values) for values in _centered(groups)]
+    return [tuple(value / (std + EPSILON) for value in values) for values in centered(groups)]
 
 
-def _rloo(groups: Sequence[RolloutGroup]) -> Advantages:
+@register("rloo", "reward − mean of the others", "2402.14740")
+def rloo(groups: Sequence[RolloutGroup]) -> Advantages:
     # r - mean of the others = (r - mean of all) * G / (G - 1).
-    return [tuple(value * len(each) / max(len(each) - 1, 1) for value in each) for each in _centered(groups)]
+    return [tuple(value * len(each) / max(len(each) - 1, 1) for value in each) for each in centered(groups)]
 
 
-def _maxrl(groups: Sequence[RolloutGroup]) -> Advantages:
+@register("maxrl", "(reward − mean) / mean, 0 where the mean is not above 0", "2602.02710")
+def maxrl(groups: Sequence[RolloutGroup]) -> Advantages:
     means = [_mean_and_std(group.rewards)[0] for group in groups]
     return [
         tuple(value / mean if mean > 0 else 0.0 for value in values)
-        for values, mean in zip(_centered(groups), means, strict=True)
+        for values, mean in zip(centered(groups), means, strict=True)
     ]
 
 
-def _reinforce_pp(groups: Sequence[RolloutGroup]) -> Advantages:
-    return _over_the_step(_centered(groups))
+@register("reinforce_pp", "`centered`, then normalised over all completions of the step", "2501.03262")
+def reinforce_pp(groups: Sequence[RolloutGroup]) -> Advantages:
+    return _over_the_step(centered(groups))
 
 
-def _gdpo(groups: Sequence[RolloutGroup]) -> Advantages:
+@register("gdpo", "`standard` for each verifier's scores, summed, then normalised over the step", "2601.05242")
+def gdpo(groups: Sequence[RolloutGroup]) -> Advantages:
     summed = []
     for group in groups:
         weights: dict[str, float] = {}
@@ -121,17 +139,23 @@ def _gdpo(groups: Sequence[RolloutGroup]) -> Advantages:
     return _over_the_step(summed)
 
 
-def _pass_at_k(groups: Sequence[RolloutGroup], *, k: int) -> Advantages:
+@register("pass_at_k", "(1 − R) / σ if right, (1 − R − q) / σ if wrong, σ² = R (1 − R)", "2508.10751 section 2.4")
+def pass_at_k(groups: Sequence[RolloutGroup], *, advantage_pass_k: int) -> Advantages:
+    k = advantage_pass_k
     advantages = []
     for group in groups:
-        is_right, size = [verdict.is_right for verdict in group.verdicts], len(group.verdicts)
-        num_wrong = size - sum(is_right)
+        size = len(group.verdicts)
+        num_wrong = size - sum(verdict.is_right for verdict in group.verdicts)
         mean = 1 - math.comb(num_wrong, k) / max(math.comb(size, k), 1)
         std = math.sqrt(mean * (1 - mean))
+        if std == 0:
+            advantages.append((0.0,) * size)
+            continue
         # The chance that the other k - 1 members of a wrong completion's sample are all wrong.
-        none_right = math.comb(num_wrong - 1, k - 1) / max(math.comb(size - 1, k - 1), 1) if num_wrong else 0.0
-        good, bad = (1 - mean, 1 - mean - none_right) if std else (0.0, 0.0)
-        advantages.append(tuple((good if right else bad) / (std or 1.0) for right in is_right))
+        none_right = math.comb(num_wrong - 1, k - 1) / math.comb(size - 1, k - 1)
+        good = (1 - mean) / std
+        bad = (1 - mean - none_right) / std
+        advantages.append(tuple(good if verdict.is_right else bad for verdict in group.verdicts))
     return advantages
 
 
@@ -147,15 +171,3 @@ def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and population standard deviation; 0 and 0 of no values."""
     mean = math.fsum(values) / max(len(values), 1)
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(len(values), 1))
-
-
-# The functions of `ADVANTAGES`; pass_at_k stands apart, because it needs its k.
-ADVANTAGE_FUNCTIONS: dict[str, Callable[[Sequence[RolloutGroup]], Advantages]] = {
-    "standard": _standard,
-    "centered": _centered,
-    "batch": _batch,
-    "rloo": _rloo,
-    "maxrl": _maxrl,
-    "reinforce_pp": _reinforce_pp,
-    "gdpo": _gdpo,
-}

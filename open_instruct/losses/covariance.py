@@ -9,11 +9,10 @@ Legend: N tokens of a microbatch or of the whole update.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from open_instruct.config.rollout_sections import PolicyLossSection
+if TYPE_CHECKING:
+    import torch
 
 
 class TokenColumns(NamedTuple):
@@ -33,29 +32,30 @@ def is_highest(values_N: torch.Tensor, everywhere: torch.Tensor, *, share: float
     return values_N >= everywhere.topk(count).values[-1]
 
 
-def is_marked(here: TokenColumns, everywhere: TokenColumns, loss: PolicyLossSection) -> torch.Tensor:
-    """Which tokens --loss_fn kl_cov or clip_cov treats apart: the share --cov_fraction of all tokens.
+def is_covariant(here: TokenColumns, everywhere: TokenColumns, *, cov_fraction: float) -> torch.Tensor:
+    """Whether each token is among the share `cov_fraction` of all tokens with the highest covariance: kl_cov."""
+    return is_highest(_covariance(here, everywhere), _covariance(everywhere, everywhere), share=cov_fraction)
 
-    kl_cov takes the tokens of the highest covariance. clip_cov draws among tokens with a covariance between
-    --clip_cov_lower and --clip_cov_upper. The draw is a function of the token's log-prob at the engine, so it does not
-    depend on how tokens are spread over ranks.
+
+def is_drawn_by_covariance(
+    here: TokenColumns, everywhere: TokenColumns, *, cov_fraction: float, clip_cov_lower: float, clip_cov_upper: float
+) -> torch.Tensor:
+    """Whether each token is drawn among those with a covariance between the two bounds: clip_cov.
+
+    The share `cov_fraction` of all tokens is drawn. The draw is a function of the token's log-prob at the engine, so it
+    does not depend on how tokens are spread over ranks.
     """
-    covariance_N, all_covariances = _covariance(here, everywhere), _covariance(everywhere, everywhere)
-    if loss.loss_fn == "kl_cov":
-        return is_highest(covariance_N, all_covariances, share=loss.cov_fraction)
-    # Tokens outside the bounds draw -1, below all candidates: the share counts all tokens, and candidates may be fewer.
-    draws = torch.where(_is_between(all_covariances, loss), _drawn(everywhere), -1.0)
-    return _is_between(covariance_N, loss) & is_highest(_drawn(here), draws, share=loss.cov_fraction)
+
+    def draws(columns: TokenColumns) -> torch.Tensor:
+        """Pseudo-random numbers from 0 to 1; -1 for tokens outside the bounds, which may leave fewer candidates."""
+        covariance_N = _covariance(columns, everywhere)
+        is_between_N = (covariance_N > clip_cov_lower) & (covariance_N < clip_cov_upper)
+        draws_N = ((columns.engine_logprobs * 12.9898).sin() * 43758.5453).frac().abs()
+        return draws_N.masked_fill(~is_between_N, -1.0)
+
+    draws_N = draws(here)
+    return (draws_N >= 0) & is_highest(draws_N, draws(everywhere), share=cov_fraction)
 
 
 def _covariance(columns: TokenColumns, everywhere: TokenColumns) -> torch.Tensor:
     return (columns.logprobs - everywhere.logprobs.mean()) * (columns.advantages - everywhere.advantages.mean())
-
-
-def _is_between(covariance_N: torch.Tensor, loss: PolicyLossSection) -> torch.Tensor:
-    return (covariance_N > loss.clip_cov_lower) & (covariance_N < loss.clip_cov_upper)
-
-
-def _drawn(columns: TokenColumns) -> torch.Tensor:
-    """Pseudo-random numbers from 0 to 1, a function of each token's log-prob."""
-    return (torch.sin(columns.engine_logprobs * 12.9898) * 43758.5453).frac().abs()

@@ -17,9 +17,12 @@ Legend: N labelled tokens of a microbatch.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from open_instruct.losses.logprobs import MAX_LOG_RATIO
+
+if TYPE_CHECKING:
+    import torch
 
 
 def kl_estimates(estimator: str, logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:
@@ -27,13 +30,13 @@ def kl_estimates(estimator: str, logprobs_N: torch.Tensor, reference_logprobs_N:
 
     Example: policy log-prob -1 and reference -2, so d = 1: 1.0, 0.5, 0.3679 and 1.0.
     """
-    difference_N = logprobs_N - torch.where(reference_logprobs_N.isneginf(), logprobs_N, reference_logprobs_N)
+    difference_N = logprobs_N - logprobs_N.where(reference_logprobs_N.isneginf(), reference_logprobs_N)
     if estimator == "0":
         return difference_N
     if estimator == "1":
         return difference_N.square() / 2
     if estimator == "2":
         difference_N = difference_N.clamp(min=-MAX_LOG_RATIO)
-        return torch.expm1(-difference_N) + difference_N
+        return (-difference_N).expm1() + difference_N
     assert estimator == "3", estimator
-    return torch.exp(logprobs_N - logprobs_N.detach()) * difference_N
+    return (logprobs_N - logprobs_N.detach()).exp() * difference_N

@@ -1,16 +1,19 @@
-"""From log-probabilities of labels to one number per document.
+"""From log-probabilities of labels to one number per document. Importing this file loads no torch.
 
 Legend: B rows, K kept label positions of a row (or all T), S documents of the microbatch.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    import torch
+
+# The share of a reply's log-prob by which two float32 sums of the same numbers in another order may differ.
 ROUNDING = 1e-6
-"""Of the log-prob of a reply: what it may differ by where the same is added up in another order, in float32."""
+# The bound of exponents: e^20 is 5e8. Float32 overflows from 89 on, and then finite losses have NaN gradients.
 MAX_LOG_RATIO = 20.0
-"""Of what is exponentiated: e^20 is 5e8. Float32 overflows from 89 on, and then finite losses have NaN gradients."""
 
 
 def clamped_exp(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -33,6 +36,8 @@ def sum_by_sequence(
     Example: log-probs `[[-1., -2., -4.]]` with ids `[[0, -1, 0]]` and two sequences give sums
     `[-5., 0.]` and counts `[2, 0]`.
     """
+    import torch
+
     assert logprobs_BK.shape == sequence_ids_BK.shape, (logprobs_BK.shape, sequence_ids_BK.shape)
     result_dtype = torch.promote_types(logprobs_BK.dtype, torch.float32)
     # Unlabelled positions go to an extra bin that is cut off: boolean indexing would wait for the device.
@@ -45,7 +50,18 @@ def sum_by_sequence(
 def lengths_of(sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """How many tokens each sequence has: int64 (S,). `bincount` would wait for the device to know the largest id."""
     ids_N = sequence_ids_N.long()
-    return ids_N.new_zeros(num_sequences).index_add(0, ids_N, torch.ones_like(ids_N))
+    return ids_N.new_zeros(num_sequences).index_add(0, ids_N, ids_N.new_ones(ids_N.shape))
+
+
+def sequence_sums(values_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """Sum over the tokens of each sequence, shape (S,); differentiable; 0 for a sequence without tokens."""
+    return values_N.new_zeros(num_sequences).index_add(0, sequence_ids_N, values_N)
+
+
+def sequence_means(values_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """Mean over the tokens of each sequence, shape (S,); differentiable; 0 for a sequence without tokens."""
+    counts_S = lengths_of(sequence_ids_N, num_sequences).to(values_N.dtype)
+    return sequence_sums(values_N, sequence_ids_N, num_sequences) / counts_S.clamp(min=1)
 
 
 def sum_by_reply(
@@ -58,6 +74,8 @@ def sum_by_reply(
 
     Example: log-probs `[-1., -2., -4.]` with ids `[0, 1, 1]`, one pair: with `ld_alpha` 0.5 the sums are `[-1., -4.]`.
     """
+    import torch
+
     if ld_alpha is None:
         return sum_by_sequence(logprobs_N, sequence_ids_N, num_sequences)
     ids_N = sequence_ids_N.long()

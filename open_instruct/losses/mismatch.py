@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-import torch
+from open_instruct.losses.logprobs import clamped_exp, sequence_means
 
-from open_instruct.config.rollout_sections import PolicyLossSection
-from open_instruct.losses.logprobs import clamped_exp
+if TYPE_CHECKING:
+    import torch
 
 HISTOGRAM_EDGES = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 
@@ -36,14 +37,19 @@ class Correction:
 
 
 def correct_mismatch(
-    loss: PolicyLossSection,
-    *,
-    learner_logprobs_N: torch.Tensor,
-    engine_logprobs_N: torch.Tensor,
+    log_rho_N: torch.Tensor,
     sequence_ids_N: torch.Tensor,
     num_sequences: int,
+    *,
+    rho_correction: str,
+    rho_cap: float,
+    rho_level: str,
+    rho_clamp_lower: float,
+    rho_clamp_upper: float | None,
+    rho_mask_lower: float,
+    rho_mask_upper: float | None,
 ) -> Correction:
-    """The weight of every token, by --rho_correction.
+    """The weight of every token, from the log-prob of the learner minus that of the engine, by --rho_correction.
 
     - "none": 1.
     - "clamp": min(rho, cap): truncated importance sampling (Espeholt et al., IMPALA, arXiv 1802.01561, section 4.1).
@@ -55,37 +61,24 @@ def correct_mismatch(
     Example: cap 2 and ratios (3, 1, 0.1) of one sequence: "clamp" (2, 1, 0.1), "token_mask" (0, 1, 0), and
     "sequence_mask" (1, 1, 1), whose geometric mean is 0.67.
     """
-    kind, cap = loss.rho_correction, loss.rho_cap
-    log_rho_N = (learner_logprobs_N - engine_logprobs_N).detach()
+    log_rho_N = log_rho_N.detach()
     rho_N = judged_N = clamped_exp(log_rho_N)
-    if kind == "sequence_mask" or (kind == "bounds" and loss.rho_level == "sequence"):
+    if rho_correction == "sequence_mask" or (rho_correction == "bounds" and rho_level == "sequence"):
         judged_N = clamped_exp(sequence_means(log_rho_N, sequence_ids_N, num_sequences))[sequence_ids_N]
-    if kind == "none":
-        weights_N = torch.ones_like(rho_N)
-    elif kind == "clamp":
-        weights_N = rho_N.clamp(max=cap)
-    elif kind == "bounds":
-        is_kept_N = (judged_N >= loss.rho_mask_lower) & (judged_N <= (loss.rho_mask_upper or math.inf))
-        weights_N = judged_N.clamp(loss.rho_clamp_lower, loss.rho_clamp_upper) * is_kept_N
-    else:
-        weights_N = ((judged_N >= 1 / cap) & (judged_N <= cap)).to(rho_N.dtype)
-    if kind == "bounds":
+    if rho_correction == "none":
+        weights_N = rho_N.new_ones(rho_N.shape)
+        is_corrected_N = weights_N == 0
+    elif rho_correction == "clamp":
+        weights_N = rho_N.clamp(max=rho_cap)
+        is_corrected_N = weights_N < rho_N
+    elif rho_correction == "bounds":
+        is_kept_N = (judged_N >= rho_mask_lower) & (judged_N <= (rho_mask_upper or math.inf))
+        weights_N = judged_N.clamp(rho_clamp_lower, rho_clamp_upper) * is_kept_N
         is_corrected_N = weights_N != judged_N
     else:
-        is_corrected_N = weights_N < rho_N if kind == "clamp" else weights_N == 0
+        weights_N = ((judged_N >= 1 / rho_cap) & (judged_N <= rho_cap)).to(rho_N.dtype)
+        is_corrected_N = weights_N == 0
     return Correction(weights_N=weights_N, rho_N=rho_N, is_corrected_N=is_corrected_N)
-
-
-def sequence_sums(values_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """Sum over the tokens of each sequence, shape (S,); differentiable; 0 for a sequence without tokens."""
-    return values_N.new_zeros(num_sequences).index_add(0, sequence_ids_N, values_N)
-
-
-def sequence_means(values_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """Mean over the tokens of each sequence, shape (S,); differentiable; 0 for a sequence without tokens."""
-    sums_S = sequence_sums(values_N, sequence_ids_N, num_sequences)
-    counts_S = sequence_sums(torch.ones_like(values_N), sequence_ids_N, num_sequences)
-    return sums_S / counts_S.clamp(min=1)
 
 
 def rho_values(correction: Correction) -> dict[str, torch.Tensor]:
@@ -94,13 +87,7 @@ def rho_values(correction: Correction) -> dict[str, torch.Tensor]:
     `rho/hist_LOW_to_HIGH` is 1 where LOW < rho <= HIGH: its mean is the share of the tokens in that bucket.
     """
     rho_N = correction.rho_N
-    buckets_N = torch.stack([rho_N > edge for edge in HISTOGRAM_EDGES]).sum(dim=0)
-    names = ["0", *(f"{edge:g}" for edge in HISTOGRAM_EDGES), "inf"]
-    return {
-        "rho/mean": rho_N,
-        "rho/corrected_fraction": correction.is_corrected_N.to(rho_N.dtype),
-        **{
-            f"rho/hist_{low}_to_{high}": (buckets_N == index).to(rho_N.dtype)
-            for index, (low, high) in enumerate(pairwise(names))
-        },
-    }
+    values = {"rho/mean": rho_N, "rho/corrected_fraction": correction.is_corrected_N.to(rho_N.dtype)}
+    for low, high in pairwise((0.0, *HISTOGRAM_EDGES, math.inf)):
+        values[f"rho/hist_{low:g}_to_{high:g}"] = ((rho_N > low) & (rho_N <= high)).to(rho_N.dtype)
+    return values

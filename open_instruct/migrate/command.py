@@ -39,15 +39,15 @@ def migrate_args(words: Sequence[str]) -> int:
     if as_json:
         print(json.dumps(asdict(migration), indent=2))
     else:
-        print("\n".join(_told(command, migration)))
+        print("\n".join(_lines(command, migration)))
     return 0 if migration.is_equivalent else EXIT_INPUT
 
 
-def _told(command: str, migration: Migration) -> Iterator[str]:
-    lines = f"open-instruct {command}"
+def _lines(command: str, migration: Migration) -> Iterator[str]:
+    line = f"open-instruct {command}"
     for word in migration.arguments:
-        lines += f" \\\n    {word}" if word.startswith("--") else f" {shlex.quote(word)}"
-    yield lines
+        line += f" \\\n    {word}" if word.startswith("--") else f" {shlex.quote(word)}"
+    yield line
     if migration.deepspeed:
         yield "\nThat is on FSDP2. On DeepSpeed, as the launch has it, with these words behind it:"
         yield f"    {shlex.join(migration.deepspeed)}"

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from open_instruct.config.flags import Flag, flags_of, is_met
-from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.parser import parse
 from open_instruct.config.suites.upstream_flags import EVERY, Entry, fate, upstream_behaviours, upstream_table
-from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
+from open_instruct.losses.preference import PREFERENCE_LOSSES
 from open_instruct.migrate.rules import settle
 from open_instruct.migrate.sheet import Sheet
+from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import objective_named
 
 
@@ -44,8 +43,8 @@ class Migration:
 
 def migrate(command: str, sheet: Sheet) -> Migration:
     """What `open-instruct COMMAND` is to be given for the run of a launch; `sheet` is as `read_launch` has it."""
-    config_class = GRPOConfig if command == "grpo" else objective_named(command).config_class
-    flags = flags_of(config_class)
+    objective = objective_named(command)
+    flags = flags_of(objective.config_class)
     settle(command, sheet)
     for name in list(sheet.asked):
         _translate(command, name, flags, sheet)
@@ -68,12 +67,12 @@ def migrate(command: str, sheet: Sheet) -> Migration:
         defaults[what] = {"upstream": theirs, "here": here}
     if not sheet.refused:
         # What a run would refuse is not had.
-        for line in _problems(command, config_class, arguments):
+        for line in _problems(objective, arguments):
             flag, _, rest = line.partition(" ")
             _, source = sheet.ours.get(flag.removeprefix("--"), ([], flag.strip("-:")))
             sheet.refused[source] = rest or line
     deepspeed = ["--backend", "deepspeed", *sheet.deepspeed] if sheet.deepspeed else []
-    if deepspeed and _problems(command, config_class, [*arguments, *deepspeed]):
+    if deepspeed and _problems(objective, [*arguments, *deepspeed]):
         deepspeed = []
     return Migration(
         arguments=arguments,
@@ -133,14 +132,10 @@ def _default_here(flag: Flag, sheet: Sheet) -> Any:
     return flag.default
 
 
-def _problems(command: str, config_class: type[LearnerConfig], arguments: list[str]) -> list[str]:
+def _problems(objective: Objective, arguments: list[str]) -> list[str]:
     """What a run with these arguments would be refused for."""
     try:
-        config = parse(config_class, arguments)
-        if isinstance(config, GRPOConfig):
-            validate_grpo(config)
-        else:
-            objective_named(command).validate(config)
+        objective.validate(parse(objective.config_class, arguments))
     except InputError as error:
         return str(error).splitlines()
     return []

@@ -41,7 +41,7 @@ class Sheet:
             return default
 
     def drop(self, why: str, *names: str) -> None:
-        """Leave flags out; of those that the launch gives it is told why."""
+        """Leave flags out, with the reason for those that the launch gives."""
         for name in names:
             if self.asked.pop(name, None) is not None and name in self.given:
                 self.dropped[name] = why

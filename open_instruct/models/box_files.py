@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import xxhash
 
-from open_instruct.models.build import local_part
 from open_instruct.models.hf.checkpoint_files import DTYPE_NAMES, CheckpointFiles, header_of, read_header
-from open_instruct.models.shards import own_box
+from open_instruct.models.shards import local_part, own_box
 
 PIECE_BYTES = 16 * 2**20  # hashed while it is still in the processor's cache
 
@@ -105,7 +104,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> WrittenFil
 
 def write_hashed(path: Path, contents: Iterable[bytes | memoryview]) -> WrittenFile:
     """Write `contents` one after the other, and flush them to the disk."""
-    bits, num_bytes = xxhash.xxh3_128(), 0
+    bits = xxhash.xxh3_128()
+    num_bytes = 0
     with path.open("wb") as file:
         for content in contents:
             num_bytes += len(content)
@@ -160,9 +160,10 @@ def _pieces(name: str, part: Part, entry: Mapping[str, Any] | None) -> Iterator[
     """The pieces that fill a part, each with the rank whose file holds it."""
     if entry is None:
         raise ValueError(f"it has no {name!r}")
-    saved, wanted = (entry["dtype"], tuple(entry["shape"])), (DTYPE_NAMES[part.local.dtype], part.shape)
+    saved = f"{entry['dtype']} of shape {tuple(entry['shape'])}"
+    wanted = f"{DTYPE_NAMES[part.local.dtype]} of shape {part.shape}"
     if saved != wanted:
-        raise ValueError(f"{name!r} is {saved[0]} of shape {saved[1]} there, {wanted[0]} of shape {wanted[1]} here")
+        raise ValueError(f"{name!r} is {saved} there, {wanted} here")
     missing = part.local.numel()
     for rank, start, size in entry["boxes"]:
         edges = list(zip(start, size, part.start, part.local.shape, strict=True))

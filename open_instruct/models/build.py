@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import types
-from typing import cast
-
 import torch
-from olmo_core.nn.attention import Attention
-from olmo_core.nn.transformer import Transformer, TransformerConfig
-from olmo_core.utils import get_default_device
-from torch.distributed import DeviceMesh
 from transformers import PretrainedConfig
 
-from open_instruct.models.attention.attention import install_segment_attention
-from open_instruct.models.attention.context_parallel import apply_context_parallel
-from open_instruct.models.attention.segments import install_segments
-from open_instruct.models.compiled import apply_compile
 from open_instruct.models.family import transformer_config
 from open_instruct.models.heads.logprob_head import LogprobHead
-from open_instruct.models.heads.value_head import ValueHead, apply_fsdp
+from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.hf.names import Head
 from open_instruct.models.on_cpu.products import install_products
-from open_instruct.models.shards import held_of, local_part
+from open_instruct.models.shards import held_of
+from open_instruct.models.transformer import SegmentTransformer
 
 
-def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta", head: Head = "vocabulary") -> Transformer:
-    """The model of `hf_config`, to be materialised by OLMo-core's `parallelize_model` (or `materialize`).
+def build_model(
+    hf_config: PretrainedConfig, *, init_device: str = "meta", head: Head = "vocabulary"
+) -> SegmentTransformer:
+    """The model of `hf_config`, to be materialised by OLMo-core's `parallelize_model` (or its `init_weights`).
 
     Its `init_weights` allocates this rank's shards and fills them with NaN instead of drawing random
     numbers, so that a value that no checkpoint fills is detected.
@@ -39,71 +31,28 @@ def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta", head:
         InputError: the configuration is not supported.
     """
     config = transformer_config(hf_config)
-    if head == "score":
-        config.tie_word_embeddings = False
-    model = config.build(init_device=init_device)
-    for block in model.blocks.values():
-        # OLMo-core has a bias on all four projections or on none; no family has one here.
-        cast(Attention, block.attention).w_out.register_parameter("bias", None)
-    install_segment_attention(model)
-    install_segments(model)
-    install_head(model, config, head, init_device=init_device)
-    install_products(model)
-    # OLMo-core calls the model's init_weights once it is sharded; ours replaces it.
-    model.init_weights = types.MethodType(materialize, model)  # type: ignore[method-assign]
-    model.apply_compile = types.MethodType(apply_compile, model)  # type: ignore[method-assign]
-    model.apply_cp = types.MethodType(apply_context_parallel, model)  # type: ignore[method-assign]
-    return model
-
-
-def install_head(model: Transformer, config: TransformerConfig, head: Head, *, init_device: str) -> None:
-    """Give `model`, before it is sharded, a head of ours in place of the one it was built with."""
-    head_class, num_outputs = (ValueHead, 1) if head == "score" else (LogprobHead, config.vocab_size)
-    model.lm_head = head_class(
+    model = SegmentTransformer(
         d_model=config.d_model,
-        vocab_size=num_outputs,
+        vocab_size=config.vocab_size,
+        n_layers=config.n_layers,
+        block=config.block,
+        block_overrides=config.block_overrides,
+        lm_head=config.lm_head,
+        tie_word_embeddings=config.tie_word_embeddings and head == "vocabulary",
+        init_device=init_device,
+    )
+    model.lm_head = (ValueHead if head == "score" else LogprobHead)(
+        d_model=config.d_model,
+        vocab_size=1 if head == "score" else config.vocab_size,
         layer_norm=config.lm_head.layer_norm,
         dtype=torch.float32,
         bias=False,
         init_device=init_device,
     )
-    if head == "score":
-        model.apply_fsdp = types.MethodType(apply_fsdp, model)  # type: ignore[method-assign]
     if model.tie_word_embeddings:
-        model._tie_weights()
-
-
-@torch.no_grad()
-def materialize(
-    model: Transformer,
-    *,
-    max_seq_len: int | None = None,
-    max_local_microbatch_size: int | None = None,
-    device: torch.device | None = None,
-    world_mesh: DeviceMesh | None = None,
-    model_part_idx: int = 0,
-) -> None:
-    """Allocate the local shards of `model` on `device`, hold NaN in all of them, and warm up RoPE.
-
-    Takes the arguments of OLMo-core's `Transformer.init_weights`. No collective is entered.
-    """
-    del max_local_microbatch_size, world_mesh, model_part_idx
-    # Not model.device: OLMo-core caches the property's first value, which would be "meta".
-    device = device or get_default_device()
-    model.to_empty(device=device)
-    for parameter in model.parameters():
-        local_part(parameter).fill_(float("nan"))
-    if model.tie_word_embeddings:
-        model._tie_weights()  # to_empty gave the tied head and embeddings separate storage
-    warm_up_rope(model, max_seq_len=max_seq_len, device=device)
-
-
-def warm_up_rope(model: Transformer, *, max_seq_len: int | None, device: torch.device) -> None:
-    if max_seq_len is not None:
-        for block in model.blocks.values():
-            rope = cast(Attention, block.attention).rope
-            if rope is not None:
-                rope.warmup_cache(max_seq_len, device)
+        model.lm_head.w_out.weight = model.embeddings.weight
+    install_products(model)
+    return model
 
 
 @torch.no_grad()

@@ -8,15 +8,9 @@ with or without gradient, with or without shared keys, for each window, and for 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any, cast
 
 import torch
 import torch._dynamo
-from olmo_core.nn.transformer import Transformer, TransformerBlockBase
-from olmo_core.utils import mark_dynamic
-
-from open_instruct.models.heads.logprob_head import LogprobHead, losses_of_logits
 
 log = logging.getLogger(__name__)
 
@@ -27,29 +21,12 @@ MAX_VERSIONS = 64
 DYNAMIC_SOURCES = r"L\['kwargs'\]\['cu_doc_lens'\]\.max_(queries|keys),L\['x'\]:1,"
 
 
-def apply_compile(model: Transformer) -> None:
-    """Replaces `Transformer.apply_compile`, which would compile the head's Python too."""
+def prepare_compiler() -> None:
+    """Set PyTorch's compiler for our blocks: how many versions, which sizes are symbols, and a warning of too many."""
     torch._dynamo.config.recompile_limit = MAX_VERSIONS
     if DYNAMIC_SOURCES not in torch.compiler.config.dynamic_sources:
         torch.compiler.config.dynamic_sources += DYNAMIC_SOURCES
     logging.getLogger("torch._dynamo.convert_frame").addHandler(FALLBACKS)
-    for block in model.blocks.values():
-        cast(TransformerBlockBase, block).apply_compile()
-    if isinstance(model.lm_head, LogprobHead):
-        model.lm_head.compute_losses = compiled_losses()
-    model._compile_enabled = True
-
-
-def compiled_losses() -> Callable[..., Any]:
-    """`losses_of_logits` in one version for any number of positions."""
-    compiled = torch.compile(losses_of_logits)
-
-    def compute_losses(logits_NV: torch.Tensor, labels_N: torch.Tensor, *settings: Any) -> Any:
-        for tensor in (logits_NV, labels_N):
-            mark_dynamic(tensor, 0, strict=False)
-        return compiled(logits_NV, labels_N, *settings)
-
-    return compute_losses
 
 
 class Fallbacks(logging.Handler):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from olmo_core.distributed.utils import get_rank, get_world_size
 from torch import nn
 
 from open_instruct.data.files.foreign_json import one_line, read_object
@@ -30,6 +31,8 @@ from open_instruct.models.export_files import (
     CARD_NAME,
     CHAT_TEMPLATE_NAME,
     FileWriter,
+    PlannedFile,
+    disk_errors,
     disk_problem,
     partial_folder_of,
     plan_files,
@@ -124,7 +127,6 @@ def check_destination(source_folder: str | Path, out_folder: str | Path) -> None
 @torch.no_grad()
 def export_hf(
     model: nn.Module,
-    hf_config: Any,
     names: TensorNames,
     *,
     source_folder: str | Path,
@@ -137,11 +139,9 @@ def export_hf(
     more_config: Mapping[str, Any] | None = None,
     weights: Mapping[str, Held] | None = None,
 ) -> ExportReport:
-    """Write `model` as a Hugging Face folder. Collective: every rank calls it, `out_folder` is seen by all.
+    """Write `model`, on any mesh, as a Hugging Face folder. Collective: every rank calls it and sees `out_folder`.
 
     Args:
-        model: on any mesh: FSDP, HSDP, tensor parallel, or plain.
-        hf_config: the configuration, written if `source_folder` holds no config.json of its own.
         names: the model's names.
         source_folder: the start model; its config.json (with the dtype changed, and without fields that name code) and
             generation_config.json are kept.
@@ -159,69 +159,74 @@ def export_hf(
         RunError: the disk filled up or failed; an earlier export is unharmed.
     """
     reshard(model)
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     source, out = Path(source_folder), Path(out_folder).absolute()
-    parameters = held_of(model)
-    dtypes = {name: dtype or parameter.local.dtype for name, parameter in parameters.items()}
-    plan = plan_files(names, parameter_shapes(model), dtypes, max_file_bytes=max_file_bytes, num_ranks=num_ranks)
+    shards = held_of(model)
+    dtypes = {name: dtype or shard.local.dtype for name, shard in shards.items()}
+    shapes = parameter_shapes(model)
+    plan = plan_files(names, shapes, dtypes, max_file_bytes=max_file_bytes, num_ranks=get_world_size())
     num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)
-
     on_main_process(partial(_prepare, source, out, num_bytes))
-    device = next(iter(parameters.values())).local.device
+    partial_folder = partial_folder_of(out)
+    problems = _write_weights(partial_folder, plan, weights or shards)
+
+    def finish() -> None:
+        write_index(partial_folder, plan)
+        _write_config(partial_folder, source, names.hf_config, set(dtypes.values()), more_config or {})
+        _copy_files(partial_folder, source, (GENERATION_CONFIG_NAME,))
+        _copy_files(partial_folder, Path(tokenizer_folder or source), TOKENIZER_FILES)
+        write_texts(partial_folder, {CHAT_TEMPLATE_NAME: chat_template, CARD_NAME: card()})
+
+    _finish(out, finish, problems)
+    return ExportReport(folder=out, num_bytes=num_bytes, num_files=len(plan))
+
+
+def _prepare(source: Path, out: Path, num_bytes: int) -> None:
+    with disk_errors(out, InputError):
+        check_destination(source, out)
+        prepare_folder(out, num_bytes)
+
+
+def _write_weights(folder: Path, plan: Sequence[PlannedFile], weights: Mapping[str, Held]) -> list[str]:
+    """Write every file of the plan: a tensor arrives while the one before it is written. Returns what went wrong."""
+    device = weights[plan[0].tensors[0].name].local.device
     if device.type != "cpu" and dist.is_initialized():
         # NCCL makes its communicator in the first call, which every rank must enter; not all ranks send in every round.
         dist.all_reduce(torch.zeros(1, device=device))
-    beside = partial_folder_of(out)
-    writers = {file.file_name: FileWriter(beside, file) for file in plan if file.owner == rank}
+    writers = {file.file_name: FileWriter(folder, file) for file in plan if file.owner == get_rank()}
     with ThreadPoolExecutor(max_workers=1) as disk:
-        writing: Future[None] | None = None
+        writing: list[Future[None]] = []
         for entries in writing_rounds(plan):
             whole = deliver(
                 [
-                    Delivery(owner=file.owner, tensor=(weights or parameters)[tensor.name], dtype=tensor.dtype)
+                    Delivery(owner=file.owner, tensor=weights[tensor.name], dtype=tensor.dtype)
                     for file, tensor in entries
                 ]
             )
-            if writing is not None:
-                writing.result()  # at most one tensor waits for the disk while the next arrives
-            own = next((file.file_name for file, _ in entries if file.owner == rank), None)
-            writing = None if own is None or whole is None else disk.submit(writers[own].write, whole)
+            for earlier in writing:
+                earlier.result()  # at most one tensor waits for the disk while the next arrives
+            if whole is not None:
+                own_file = next(file for file, _ in entries if file.owner == get_rank())
+                writing = [disk.submit(writers[own_file.file_name].write, whole)]
             del whole
-        if writing is not None:
-            writing.result()
-    problems = [problem for writer in writers.values() for problem in writer.close()]
-    if rank == 0:
+        for last in writing:
+            last.result()
+    return [problem for writer in writers.values() for problem in writer.close()]
+
+
+def _finish(out: Path, write_other_files: Callable[[], None], problems: list[str]) -> None:
+    """Complete the export on rank 0 and put it in its place, unless a rank has problems."""
+    if get_rank() == 0:
         try:
-            write_index(beside, plan)
-            _write_config(beside, source, hf_config, set(dtypes.values()), more_config or {})
-            _copy_files(beside, source, (GENERATION_CONFIG_NAME,))
-            _copy_files(beside, Path(tokenizer_folder or source), TOKENIZER_FILES)
-            write_texts(beside, {CHAT_TEMPLATE_NAME: chat_template, CARD_NAME: card()})
+            write_other_files()
         except OSError as error:
             problems.append(disk_problem(out, error))
     try:
         raise_together(problems, kind=RunError)
     except RunError:
-        if rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)
+        if get_rank() == 0:
+            shutil.rmtree(partial_folder_of(out), ignore_errors=True)
         raise
-    on_main_process(partial(_swap, out))
-    return ExportReport(folder=out, num_bytes=num_bytes, num_files=len(plan))
-
-
-def _prepare(source: Path, out: Path, num_bytes: int) -> None:
-    try:
-        check_destination(source, out)
-        prepare_folder(out, num_bytes)
-    except OSError as error:
-        raise InputError(disk_problem(out, error)) from None
-
-
-def _swap(out: Path) -> None:
-    try:
-        put_in_place(out)
-    except OSError as error:
-        raise RunError(f"{disk_problem(out, error)} (the finished export is in {partial_folder_of(out)})") from None
+    on_main_process(partial(put_in_place, out))
 
 
 def _write_config(

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -19,12 +20,23 @@ from typing import IO
 
 import torch
 
+from open_instruct.errors import RunError
 from open_instruct.models.hf.checkpoint_files import header_of
 from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME
 from open_instruct.models.hf.names import TensorNames
 
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 CARD_NAME = "README.md"
+_FULL = "the disk is full: free some space or export to another disk"
+_FORBIDDEN = "it may not be written to: change its permissions or choose another folder"
+REMEDIES = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.ENOENT: "the folder is gone or not shared: every rank must see the same --output_dir",
+    errno.EACCES: _FORBIDDEN,
+    errno.EPERM: _FORBIDDEN,
+    errno.EROFS: _FORBIDDEN,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,23 +203,30 @@ def replacing_problem(out: Path) -> str | None:
 
 
 def put_in_place(out: Path) -> None:
-    """Move the finished partial folder to `out`, replacing it. Raises OSError."""
+    """Move the finished partial folder to `out`, replacing it.
+
+    Raises:
+        RunError: the disk failed.
+    """
     previous = _previous_folder_of(out)
-    if out.exists():
-        out.rename(previous)
-    partial_folder_of(out).rename(out)
-    if previous.exists():
-        shutil.rmtree(previous)
+    with disk_errors(out, RunError, hint=f" (the finished export is in {partial_folder_of(out)})"):
+        if out.exists():
+            out.rename(previous)
+        partial_folder_of(out).rename(out)
+        if previous.exists():
+            shutil.rmtree(previous)
+
+
+@contextmanager
+def disk_errors(path: Path, kind: type[Exception], *, hint: str = "") -> Iterator[None]:
+    """A context whose OSErrors are raised as `kind`, with what would help."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(disk_problem(path, error) + hint) from None
 
 
 def disk_problem(path: Path, error: OSError) -> str:
     """What failed and what would help, in one sentence."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "the disk is full: free some space or export to another disk"
-    elif error.errno == errno.ENOENT:
-        remedy = "the folder is gone or not shared: every rank must see the same --output_dir"
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        remedy = "it may not be written to: change its permissions or choose another folder"
-    else:
-        remedy = "choose another folder or disk"
+    remedy = REMEDIES.get(error.errno or 0, "choose another folder or disk")
     return f"cannot export to {path}: {error.strerror or error}; {remedy}"

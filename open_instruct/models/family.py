@@ -5,7 +5,6 @@ A field of config.json that would change the forward pass and has no counterpart
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +15,11 @@ from olmo_core.nn.attention import AttentionBackendName, AttentionConfig, Slidin
 from olmo_core.nn.feed_forward import FeedForwardConfig
 from olmo_core.nn.layer_norm import LayerNormConfig, LayerNormType
 from olmo_core.nn.lm_head import LMHeadConfig
-from olmo_core.nn.rope import (
-    PIRoPEScalingConfig,
-    RoPEConfig,
-    RoPEScalingConfig,
-    StepwiseRoPEScalingConfig,
-    YaRNRoPEScalingConfig,
-    compute_inv_freqs,
-)
+from olmo_core.nn.rope import RoPEConfig, RoPEScalingConfig
 from olmo_core.nn.transformer import TransformerBlockConfig, TransformerBlockType, TransformerConfig
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.configuration_llama import LlamaConfig
 
 from open_instruct.errors import InputError
 from open_instruct.families import Family, family_of
@@ -37,66 +31,44 @@ HEAD_DIM = "head_dim (else hidden_size / num_attention_heads)"
 
 # Fields that change what a model computes, with the only values that the forward pass here supports.
 REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
     "hidden_act": ("silu", "swish"),
-    "attention_dropout": (0, None),
-    "clip_qkv": (None,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "partial_rotary_factor": (1, None),
-    "use_sliding_window": (False, None),
-    "num_experts": (0, None),
-    "num_local_experts": (0, None),
-    "quantization_config": (None,),
-    "embedding_multiplier": (1, None),
-    "residual_multiplier": (1, None),
-    "attention_multiplier": (None,),
-    "logits_scaling": (1, None),
     "is_causal": (True,),
-    "dual_chunk_attention_config": (None,),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), (False, None)),
+    **dict.fromkeys(("attention_dropout", "num_experts", "num_local_experts"), (0, None)),
+    **dict.fromkeys(("partial_rotary_factor", "embedding_multiplier"), (1, None)),
+    **dict.fromkeys(("residual_multiplier", "logits_scaling"), (1, None)),
+    **dict.fromkeys(("clip_qkv", "attn_logit_softcapping", "final_logit_softcapping"), (None,)),
+    **dict.fromkeys(("attention_multiplier", "quantization_config", "dual_chunk_attention_config"), (None,)),
 }
 # Fields that no config class of transformers has but that are known: those of any file, and those read or written here.
 KNOWN = {"model_type", "tokenizer_class", "head_dim", "layer_types", "score_mean", "score_std", *REQUIRED_VALUES}
 
-ROPE_FIELDS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "original_max_position_embeddings"}),
+# The numbers that a type of RoPE is computed from, and those that config.json may leave out.
+ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
 }
+OPTIONAL_NUMBERS = ("attention_factor", "beta_fast", "beta_slow")
 
 
 @dataclass
-class YaRNScaling(YaRNRoPEScalingConfig):
-    """YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2) with the attention factor that config.json may give.
+class RoPEScaling(RoPEScalingConfig):
+    """The frequencies that transformers computes from the `rope_parameters` of a config.json."""
 
-    OLMo-core derives the factor from `factor` alone and cuts the ramp at half of the head's size, where
-    transformers cuts it at the whole: the same frequencies for the released models, not for every config.
-    """
-
-    attention_factor: float | None = None
-
-    def get_attention_rescale_factor(self) -> float:
-        """Factor on sine and cosine; 0.1 ln(factor) + 1 unless given (section 3.4)."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+    parameters: dict[str, Any]
 
     def compute_scaled_inv_freq(self, theta: int, dim: int, device: torch.device) -> tuple[torch.Tensor, float]:
         """Inverse frequencies of shape (dim / 2,), float32, and the factor on sine and cosine."""
+        del theta  # one of the parameters
+        config = LlamaConfig(hidden_size=dim, num_attention_heads=1, head_dim=dim)
+        # Set here because the class would compare them with the number of positions, which is not known here.
+        config.rope_parameters = dict(self.parameters)
+        return ROPE_INIT_FUNCTIONS[self.parameters["rope_type"]](config, device)
 
-        def dim_that_turns(num_turns: float) -> float:
-            """The dimension whose angle makes `num_turns` turns within the original context."""
-            return dim * math.log(self.old_context_len / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
-
-        low = max(math.floor(dim_that_turns(self.beta_fast)), 0)
-        high = min(math.ceil(dim_that_turns(self.beta_slow)), dim - 1)
-        position = torch.arange(dim // 2, dtype=torch.float32, device=device)
-        interpolated_share = ((position - low) / (high - low if high != low else 0.001)).clamp(0, 1)
-        inv_freq = compute_inv_freqs(theta, dim, device)
-        scaled = inv_freq / self.factor * interpolated_share + inv_freq * (1 - interpolated_share)
-        return scaled, self.get_attention_rescale_factor()
+    def to_hf_config(self) -> dict[str, Any]:
+        return dict(self.parameters)
 
 
 def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
@@ -213,9 +185,11 @@ def head_dim(hf_config: PretrainedConfig) -> int:
 
 def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEConfig:
     # transformers keeps one set of parameters for all layers, or (OLMo 3) one for each layer type.
-    parameters, where = hf_config.rope_parameters or {}, "rope_parameters"
+    parameters = hf_config.rope_parameters or {}
+    where = "rope_parameters"
     if FULL in parameters or SLIDING in parameters:
-        parameters, where = parameters.get(layer_type), f"rope_parameters.{layer_type}"
+        parameters = parameters.get(layer_type)
+        where = f"rope_parameters.{layer_type}"
     if not isinstance(parameters, dict):
         raise InputError(f"config.json: {where} = {parameters!r}; an object with rope_theta is needed")
     return RoPEConfig(
@@ -225,42 +199,29 @@ def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEC
     )
 
 
-def _rope_scaling(parameters: Mapping[str, Any], where: str) -> RoPEScalingConfig | None:
+def _rope_scaling(parameters: Mapping[str, Any], where: str) -> RoPEScaling | None:
     rope_type = parameters.get("rope_type", "default")
-    if not isinstance(rope_type, str) or rope_type not in ROPE_FIELDS:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_NUMBERS:
         raise InputError(
             f"config.json: {where}.rope_type = {rope_type!r} is not supported; "
-            f"supported: {', '.join(map(repr, ROPE_FIELDS))}"
+            f"supported: {', '.join(map(repr, ROPE_NUMBERS))}"
         )
     neutral = {"rope_type": (rope_type,), "type": (rope_type,), "partial_rotary_factor": (1,), "truncate": (True,)}
     for field, value in parameters.items():
-        known = field == "rope_theta" or field in ROPE_FIELDS[rope_type]
+        known = field == "rope_theta" or field in ROPE_NUMBERS[rope_type]
         if not known and value is not None and value not in neutral.get(field, ()):
             raise InputError(f"config.json: {where}.{field} = {value!r} is not supported with rope_type {rope_type!r}")
-
-    def number(field: str, default: float | None = None, *, above: float = 0) -> Any:
+    if rope_type == "default":
+        return None
+    used: dict[str, Any] = {"rope_type": rope_type, "rope_theta": parameters["rope_theta"]}
+    for field in ROPE_NUMBERS[rope_type]:
         value = parameters.get(field)
-        return _number(default if value is None else value, f"{where}.{field}", above=above)
-
-    if rope_type == "linear":
-        return PIRoPEScalingConfig(factor=number("factor"))
+        if value is not None or field not in OPTIONAL_NUMBERS:
+            above = 1 if field == "original_max_position_embeddings" else 0
+            used[field] = _number(value, f"{where}.{field}", above=above)
     if rope_type == "llama3":
-        low = number("low_freq_factor")
-        return StepwiseRoPEScalingConfig(
-            factor=number("factor"),
-            old_context_len=int(number("original_max_position_embeddings", above=1)),
-            low_freq_proportion=1 - 1 / low,
-            high_freq_proportion=1 / number("high_freq_factor", above=low),
-        )
-    if rope_type == "yarn":
-        return YaRNScaling(
-            factor=number("factor"),
-            old_context_len=int(number("original_max_position_embeddings", above=1)),
-            beta_fast=number("beta_fast", 32),
-            beta_slow=number("beta_slow", 1),
-            attention_factor=None if parameters.get("attention_factor") is None else number("attention_factor"),
-        )
-    return None
+        _number(used["high_freq_factor"], f"{where}.high_freq_factor", above=used["low_freq_factor"])
+    return RoPEScaling(parameters=used)
 
 
 def _number(value: Any, where: str, *, above: float = 0) -> Any:

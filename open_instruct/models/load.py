@@ -114,7 +114,8 @@ def stream_load(
             tied to.
     """
     started_s = time.perf_counter()
-    num_bytes_read, loaded = 0, []
+    num_bytes_read = 0
+    loaded = []
     for name, held in held_of(model).items():
         if names.tied and name == LM_HEAD:
             continue

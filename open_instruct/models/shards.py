@@ -41,7 +41,8 @@ def shard_box(
         assert dim is not None, f"a parameter is sharded or replicated, never {placements[axis]}"
         size = -(-(stops[dim] - starts[dim]) // mesh_shape[axis])
         start = min(starts[dim] + coordinate[axis] * size, stops[dim])
-        starts[dim], stops[dim] = start, min(start + size, stops[dim])
+        starts[dim] = start
+        stops[dim] = min(start + size, stops[dim])
     return tuple(slice(start, stop) for start, stop in zip(starts, stops, strict=True))
 
 
@@ -181,14 +182,16 @@ def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for delivery in deliveries:
         tensor = delivery.tensor
-        boxes, local = tensor.beside(delivery.owner), tensor.local
+        boxes = tensor.beside(delivery.owner)
+        local = tensor.local
         if rank not in boxes:
             continue
         if rank != delivery.owner:
             if local.numel() > 0:
                 posted.append(dist.P2POp(dist.isend, _as_bytes(local.to(delivery.dtype).contiguous()), delivery.owner))
             continue
-        whole, num_slabs = torch.empty(tensor.shape, dtype=delivery.dtype, device="cpu"), tensor.num_slabs
+        whole = torch.empty(tensor.shape, dtype=delivery.dtype, device="cpu")
+        num_slabs = tensor.num_slabs
         for peer, box in boxes.items():
             part = at(whole, box)
             if peer == rank:

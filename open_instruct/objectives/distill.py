@@ -104,7 +104,8 @@ def teacher_of(config: DistillConfig) -> Teacher:
 
         return keep_top_k(logits_NV, k, section.kd_temperature)
 
-    name, k = section.teacher_model_name_or_path, section.teacher_top_k
+    name = section.teacher_model_name_or_path
+    k = section.teacher_top_k
     if k is None:
         return Teacher(model_name_or_path=name, compare=compare)
     return Teacher(
@@ -121,7 +122,8 @@ def bind(section: DistillationSection) -> BoundLoss:
     ce_weight, kl_weight = weights_of(section)
 
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
-        ce_N, kl_N = -scores.logprobs_N, compared(scores)
+        ce_N = -scores.logprobs_N
+        kl_N = compared(scores)
         loss_N = ce_weight * ce_N + kl_weight * kl_N
         return LossOutputs(
             loss=loss_N.sum() / counts["labels"],

@@ -11,10 +11,20 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from open_instruct.config.dpo import DPOConfig, loss_problems, needs_reference, validate_dpo
-from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.config.validation import idle_problems, limit_problems, refuse
 from open_instruct.data.preference_rows import PreferenceBuilder
+from open_instruct.losses.flags_taken import with_flags
+from open_instruct.losses.logprobs import ROUNDING, per_token, sum_by_reply
+from open_instruct.losses.preference import (
+    PREFERENCE_LOSSES,
+    ComparedPairs,
+    PreferenceLossInputs,
+    PreferenceLossOutputs,
+    divergence_terms,
+    matched_pairs,
+    to_match,
+)
 from open_instruct.objectives.objective import (
     REFERENCE,
     REFERENCE_TOKENS,
@@ -33,7 +43,6 @@ if TYPE_CHECKING:
     import torch
 
     from open_instruct.data.token_dataset import TokenDataset
-    from open_instruct.losses.preference import PreferenceLossInputs, PreferenceLossOutputs
 
 # The values that a microbatch has from other pairs of the global batch, see `matched_pairs`.
 MATCHED = "matched_3P"
@@ -43,33 +52,24 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
     """The loss that the flags name; raises InputError for flags that cannot work."""
     refuse([*limit_problems(loss), *idle_problems(loss), *loss_problems(loss)])
     known = [PREFERENCE_LOSSES[name] for name in loss.names]
-    first_losses = [
-        weight * each.first_loss(loss.beta, loss.label_smoothing)
-        for each, weight in zip(known, loss.loss_weights or [1.0] * len(known), strict=True)
-        if each.first_loss is not None
-    ]
+    starts_alike = all(each.needs_reference and each.knows_first_loss for each in known)
+    sees_others = any(each.needs_global_batch for each in known)
 
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
-        from open_instruct.losses.preference import preference_loss
-
         outputs = preference_loss(loss, preference_inputs(scores, batch, ld_alpha=loss.ld_alpha))
         return LossOutputs(loss=outputs.losses_P.sum() / counts["rows"], metrics=preference_metrics(outputs))
 
     return BoundLoss(
         function=function,
-        prepare=partial(with_matched_pairs, ld_alpha=loss.ld_alpha)
-        if any(each.needs_global_batch for each in known)
-        else None,
+        prepare=partial(with_matched_pairs, ld_alpha=loss.ld_alpha) if sees_others else None,
         with_collisions=loss.weight_alignment,
         ld_alpha=loss.ld_alpha,
-        first_loss=sum(first_losses) if len(first_losses) == len(known) else None,
+        first_loss=(lambda counts: first_loss(loss)) if starts_alike else None,
     )
 
 
 def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | None) -> PreferenceLossInputs:
     """The inputs of the loss of a microbatch."""
-    from open_instruct.losses.logprobs import sum_by_reply
-    from open_instruct.losses.preference import PreferenceLossInputs
     from open_instruct.packing.documents import on_device
 
     def sums(values_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,13 +89,67 @@ def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | 
     )
 
 
+def preference_loss(loss: PreferenceLossSection, inputs: PreferenceLossInputs) -> PreferenceLossOutputs:
+    """Losses, rewards and log-probs of P pairs (P may be 0) under the loss that the flags name, or the sum of several.
+
+    A loss that needs a reference must be given one; a loss that needs none ignores it.
+    """
+    import torch
+
+    parts = {}
+    for name in loss.names:
+        function = with_flags(PREFERENCE_LOSSES[name].function, loss)
+        parts[name] = function(compared(name, inputs, loss))
+    weights = loss.loss_weights or [1.0] * len(parts)
+    weighted = [weight * part_P for part_P, weight in zip(parts.values(), weights, strict=True)]
+    leading = compared(loss.leading, inputs, loss)
+    logps_2P = inputs.policy_logps_2P
+    if PREFERENCE_LOSSES[loss.leading].per_token:
+        logps_2P = per_token(logps_2P, inputs.lengths_2P)
+    rounding_P = ROUNDING * logps_2P.abs().sum(dim=0)
+    return PreferenceLossOutputs(
+        losses_P=sum(weighted[1:], start=weighted[0]),
+        rewards_2P=torch.stack([leading.chosen_rewards_P, leading.rejected_rewards_P]).detach(),
+        logps_2P=logps_2P.detach(),
+        is_right_P=(leading.chosen_P - leading.rejected_P > rounding_P).float(),
+        parts={name: part_P.detach() for name, part_P in parts.items()},
+    )
+
+
+def compared(name: str, inputs: PreferenceLossInputs, loss: PreferenceLossSection) -> ComparedPairs:
+    """The values of the chosen and of the rejected replies that the loss of that name compares."""
+    known = PREFERENCE_LOSSES[name]
+    compared_2P = inputs.policy_logps_2P
+    if known.needs_reference:
+        assert inputs.reference_logps_2P is not None, f"{name} needs the reference log-probs"
+        # Policy and reference are close, so subtracting them before chosen and rejected keeps the most digits.
+        compared_2P = compared_2P - inputs.reference_logps_2P
+    if known.per_token:
+        compared_2P = per_token(compared_2P, inputs.lengths_2P)
+    chosen_P, rejected_P = with_flags(divergence_terms, loss)(compared_2P)
+    return ComparedPairs(chosen_P=chosen_P, rejected_P=rejected_P, inputs=inputs, beta=loss.beta)
+
+
+def first_loss(loss: PreferenceLossSection) -> float:
+    """The loss of a policy that equals its reference, by the same functions on one pair of log-probs that are 0."""
+    import torch
+
+    zeros_21 = torch.zeros(2, 1, dtype=torch.float64)
+    inputs = PreferenceLossInputs(
+        policy_logps_2P=zeros_21,
+        lengths_2P=torch.ones(2, 1),
+        reference_logps_2P=zeros_21,
+        matched_3P=torch.zeros(3, 1, dtype=torch.float64),
+    )
+    return preference_loss(loss, inputs).losses_P.item()
+
+
 def with_matched_pairs(
     step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, ld_alpha: float | None
 ) -> StepBatch:
     """The step, with the values of `matched_pairs` added to its microbatches."""
     import torch
 
-    from open_instruct.losses.preference import matched_pairs, to_match
     from open_instruct.packing.documents import on_device
 
     row_ids_P = torch.tensor([row for batch in step.microbatches for row in batch.row_ids], dtype=torch.float64)
@@ -141,8 +195,6 @@ def evaluate(
     and after training; `eval/rewards/accuracy` counts what has changed relative to the reference.
     """
     import torch
-
-    from open_instruct.losses.preference import PreferenceLossInputs, matched_pairs, preference_loss, to_match
 
     inputs = PreferenceLossInputs(
         policy_logps_2P=torch.tensor(logps_N2.T),

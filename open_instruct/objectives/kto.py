@@ -9,21 +9,15 @@ Legend: R rows, N those of a data set, D documents of a row.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag, free_flag
 from open_instruct.config.training import TrainingConfig
-from open_instruct.data.files.foreign_json import kind_of
-from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, RowSource
-from open_instruct.data.messages import Message, check_is_learned
-from open_instruct.data.preference_rows import parse_preference_row
-from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.row_forms import conversation_of
 from open_instruct.errors import InputError
+from open_instruct.losses.logprobs import ROUNDING, sum_by_sequence
+from open_instruct.objectives.kto_rows import MismatchedBuilder, UnpairedBuilder
 from open_instruct.objectives.objective import (
     REFERENCE,
     BoundLoss,
@@ -85,138 +79,6 @@ class KTOConfig(TrainingConfig):
     optim: KTOOptimSection
 
 
-def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], bool]:
-    """The conversation of a row, which ends with the labelled reply, and whether the reply is desirable.
-
-    Raises:
-        MalformedRow: with the kind and the reason; docs/kto.md lists them.
-    """
-    messages = conversation_of(row)
-    check_is_learned(messages[-1], "the row")
-    if "label" not in row:
-        raise MalformedRow("missing_key", f"no key 'label'; the row has {', '.join(map(repr, row))}")
-    label = row["label"]
-    if isinstance(label, str):  # tables hold text only
-        label = {"true": True, "1": True, "false": False, "0": False}.get(label.strip().lower(), label)
-    if not isinstance(label, bool | int | float) or label not in (0, 1):
-        shown = f"{label!r:.40}" if isinstance(label, str | int | float) else kind_of(label)
-        raise MalformedRow("bad_label", f"'label' must be true or false (or 1 or 0), not {shown}")
-    return messages, bool(label)
-
-
-class UnpairedBuilder(RowBuilder):
-    """Builds rows of two pieces, the prompt and the reply; the label is the row's number for the loss."""
-
-    unit = "row"
-    wanted = '{"prompt": "text", "completion": "text", "label": true}, or lists of messages in place of the texts'
-    columns = ("prompt", "completion", "label")
-    page = "docs/kto.md"
-    check = staticmethod(parse_labelled_row)
-
-    @classmethod
-    def rows_in(cls, source: RowSource) -> RowSource:
-        """The source; if its first readable row is a preference pair, every pair gives two rows."""
-        first = next((row.value for row in source.rows(range(len(source))) if isinstance(row, RawRow)), {})
-        return _BothReplies(source) if "chosen" in first and "label" not in first else source
-
-    def render(self, row: Mapping[str, Any]) -> RenderedRow:
-        messages, label = parse_labelled_row(row)
-        prompt, (text,) = self.chat.render(messages[:-1], messages[-1:])
-        return RenderedRow(texts=(prompt, text), values=(float(label),))
-
-    def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
-        """The reply is cut on the right, the prompt never."""
-        prompt, reply = pieces
-        return [prompt, reply[: self.max_seq_length - len(prompt)]]
-
-
-class MismatchedBuilder(UnpairedBuilder):
-    """As `UnpairedBuilder`, with a third piece: the reply of another row of the source, see `mismatched_replies`."""
-
-    documents_per_row = 2
-    check = staticmethod(parse_labelled_row)
-    titles = ("reply", "a reply of another row, for z0")
-
-    def end_source(self, name: str, first: int) -> None:
-        rows = self._taken_back(first)
-        prompts, replies = dict[bytes, int](), dict[bytes, int]()
-        numbers = [
-            (prompts.setdefault(prompt.tobytes(), len(prompts)), replies.setdefault(reply.tobytes(), len(replies)))
-            for (prompt, reply), _ in rows
-        ]
-        if len(replies) == 1:
-            raise InputError(
-                f"{name}: {counted(len(rows), 'row')}, all with the same reply, but z0 of --loss_type kto needs "
-                "another one for each prompt; add rows with other replies, or use --loss_type apo_zero_unpaired"
-            )
-        distinct = [array("i", reply) for reply in replies]
-        for ((prompt, reply), details), number in zip(rows, mismatched_replies(numbers), strict=True):
-            room = self.max_seq_length - len(prompt)
-            in_turn = (distinct[(number + step) % len(distinct)][:room] for step in range(len(distinct)))
-            # Replies that differ only behind the cut are equal here; if all are, the row gets its own reply.
-            self._keep([prompt, reply, next((other for other in in_turn if other != reply), reply)], details)
-
-    def _taken_back(self, first: int) -> list[tuple[list[array[int]], bytes]]:
-        """Remove the rows from `first` on, and return their pieces and details."""
-        rows = [
-            ([self.token_ids[start:stop] for start, stop in pairwise(edges)], bytes(self.details[begin:end]))
-            for edges, (begin, end) in zip(self.edges[first:], pairwise(self.details_edges[first:]), strict=True)
-        ]
-        del self.token_ids[self.edges[first][0] :], self.details[self.details_edges[first] :]
-        del self.keys[32 * first :], self.edges[first:], self.details_edges[first + 1 :]
-        return rows
-
-
-def mismatched_replies(rows: Sequence[tuple[int, int]]) -> list[int]:
-    """For each row, given the numbers of its prompt and its reply, the number of a reply that does not belong to it.
-
-    Distinct replies, two at least, are numbered from 0 as they first come. Each row takes the next one after its own,
-    after the last the first, that came with another prompt; where all have come with its prompt, the next one.
-    """
-    prompt_of_reply = {reply: prompt for prompt, reply in reversed(rows)}  # of several prompts the first
-    num_replies = len(prompt_of_reply)
-    # The first after each reply that came with another prompt than it; the second round sees past the end.
-    leaps = [0] * num_replies
-    for reply in [*reversed(range(num_replies))] * 2:
-        after = (reply + 1) % num_replies
-        leaps[reply] = after if prompt_of_reply[after] != prompt_of_reply[reply] else leaps[after]
-    chosen = []
-    for prompt, reply in rows:
-        after = (reply + 1) % num_replies
-        other = leaps[after] if prompt_of_reply[after] == prompt else after
-        chosen.append(after if other == reply or prompt_of_reply[other] == prompt else other)
-    return chosen
-
-
-class _BothReplies:
-    """A source of preference pairs as twice as many rows: each chosen reply is desirable, each rejected one is not."""
-
-    def __init__(self, pairs: RowSource) -> None:
-        self.name, self.fingerprint = pairs.name, pairs.fingerprint
-        self._pairs = pairs
-
-    def __len__(self) -> int:
-        return 2 * len(self._pairs)
-
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        wanted = set(indices)
-        pairs = sorted({index // 2 for index in indices})
-        for pair, row in zip(pairs, self._pairs.rows(pairs), strict=True):
-            both = (row, row) if isinstance(row, BadRow) else _both_rows(row)
-            yield from (each for index, each in zip((2 * pair, 2 * pair + 1), both, strict=True) if index in wanted)
-
-
-def _both_rows(row: RawRow) -> tuple[RawRow | BadRow, ...]:
-    try:
-        pair = parse_preference_row(row.value)
-    except MalformedRow as error:
-        return (error.at(row.file, row.line),) * 2
-    return tuple(
-        replace(row, value={"messages": [*pair.prompt, reply], "label": label})
-        for reply, label in ((pair.chosen, True), (pair.rejected, False))
-    )
-
-
 def check_rows(dataset: TokenDataset, num_rows_per_step: int, config: KTOConfig) -> list[str]:
     """Warnings about the balance of labels and weights.
 
@@ -239,13 +101,13 @@ def check_rows(dataset: TokenDataset, num_rows_per_step: int, config: KTOConfig)
     ratio = loss.desirable_weight / loss.undesirable_weight * balance
     if LOWEST_RATIO - 1e-6 <= ratio <= HIGHEST_RATIO + 1e-6:
         return []
-    lowest, highest = (bound * loss.undesirable_weight / balance for bound in (LOWEST_RATIO, HIGHEST_RATIO))
-    fewest, most = (loss.desirable_weight * balance / bound for bound in (HIGHEST_RATIO, LOWEST_RATIO))
+    weight = loss.undesirable_weight / balance
+    other_weight = loss.desirable_weight * balance
     return [
         f"{num_desirable:,} desirable rows of weight {loss.desirable_weight:g} count {ratio:.3g} times as much as "
         f"{num_undesirable:,} undesirable ones of weight {loss.undesirable_weight:g}, where KTO's paper advises 1 to "
-        f"4/3: --desirable_weight {lowest:.3g} to {highest:.3g} would do, or --undesirable_weight {fewest:.3g} to "
-        f"{most:.3g}"
+        f"4/3: --desirable_weight {LOWEST_RATIO * weight:.3g} to {HIGHEST_RATIO * weight:.3g} would do, or "
+        f"--undesirable_weight {other_weight / HIGHEST_RATIO:.3g} to {other_weight / LOWEST_RATIO:.3g}"
     ]
 
 
@@ -270,48 +132,35 @@ def unpaired_losses(
 
 def bind(config: KTOConfig) -> BoundLoss:
     """The loss that the flags name."""
-    loss, parallel = config.loss, config.parallel
-
-    def documents(step: StepBatch, document: int) -> StepBatch:
-        """The step with only the document `document` of each row."""
-        from open_instruct.packing.documents import lay_out
-
-        def only(batch: Batch) -> Batch:
-            own = slice(document * len(batch.row_ids), (document + 1) * len(batch.row_ids))
-            packed = lay_out(
-                batch.documents[own],
-                packing=config.data.packing,
-                pad_token_id=0,
-                pad_to_multiple_of=parallel.tensor_parallel_degree * parallel.context_parallel_degree,
-            )
-            values = {**batch.values, f"{REFERENCE}_S": _reference(batch)[own]}
-            return replace(batch, packed=packed, documents=batch.documents[own], values=values)
-
-        return replace(step, microbatches=tuple(map(only, step.microbatches)))
+    loss = config.loss
 
     def looks_at(step: StepBatch) -> StepBatch:
-        return documents(step, 1) if loss.has_mismatched else replace(step, microbatches=())
+        if not loss.has_mismatched:
+            return replace(step, microbatches=())
+        return _with_document(step, 1, config)
 
     def prepare(step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather) -> StepBatch:
         """Count the desirable rows of the global batch, and take z0 from its mismatched replies."""
         import torch
 
         num_desirable = int(gather(torch.cat([_labels(batch) for batch in step.microbatches])).sum())
-        z0, learned = torch.zeros(()), step
+        z0 = torch.zeros(())
+        learned = step
         if loss.has_mismatched:
             log_ratios = [
                 _log_ratios(each, _reference(batch)[len(batch.row_ids) :])[1]
                 for each, batch in zip(scores, step.microbatches, strict=True)
             ]
             z0 = gather(torch.cat(log_ratios)).double().mean().clamp(min=0).float()
-            learned = documents(step, 0)
+            learned = _with_document(step, 0, config)
         return StepBatch(
             microbatches=tuple(replace(batch, values={**batch.values, "z0": z0}) for batch in learned.microbatches),
             counts={**step.counts, DESIRABLE: num_desirable},
         )
 
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
-        return outputs_of(*_log_ratios(scores, _reference(batch)), _labels(batch), batch.values["z0"], counts, loss)
+        logps_R, log_ratios_R = _log_ratios(scores, _reference(batch))
+        return outputs_of(logps_R, log_ratios_R, _labels(batch), batch.values["z0"], counts, loss)
 
     def first_loss(counts: Mapping[str, int]) -> float:
         num_undesirable = counts["rows"] - counts[DESIRABLE]
@@ -319,6 +168,25 @@ def bind(config: KTOConfig) -> BoundLoss:
         return weights / (2 * counts["rows"])
 
     return BoundLoss(function=function, prepare=prepare, looks_at=looks_at, first_loss=first_loss)
+
+
+def _with_document(step: StepBatch, document: int, config: KTOConfig) -> StepBatch:
+    """The step with only the document number `document` of each row."""
+    from open_instruct.packing.documents import lay_out
+
+    parallel = config.parallel
+    microbatches = []
+    for batch in step.microbatches:
+        own = slice(document * len(batch.row_ids), (document + 1) * len(batch.row_ids))
+        packed = lay_out(
+            batch.documents[own],
+            packing=config.data.packing,
+            pad_token_id=0,
+            pad_to_multiple_of=parallel.tensor_parallel_degree * parallel.context_parallel_degree,
+        )
+        values = {**batch.values, f"{REFERENCE}_S": _reference(batch)[own]}
+        microbatches.append(replace(batch, packed=packed, documents=batch.documents[own], values=values))
+    return replace(step, microbatches=tuple(microbatches))
 
 
 def _labels(batch: Batch) -> torch.Tensor:
@@ -331,7 +199,6 @@ def _reference(batch: Batch) -> torch.Tensor:
 
 def _log_ratios(scores: TokenLogprobs, reference_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-prob of each document, and its difference from the reference's."""
-    from open_instruct.losses.logprobs import sum_by_sequence
     from open_instruct.packing.documents import on_device
 
     logps_R, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, len(reference_R))
@@ -347,21 +214,19 @@ def outputs_of(
     loss: KTOLossSection,
 ) -> LossOutputs:
     """The share of R rows in the loss and the metrics of their global batch; an absent class has no metrics."""
-    from open_instruct.losses.logprobs import ROUNDING
-
     losses_R = unpaired_losses(log_ratios_R, is_desirable_R, z0, loss)
-    rewards_R, num_rows = loss.beta * log_ratios_R.detach(), float(losses_R.numel())
+    rewards_R = loss.beta * log_ratios_R.detach()
     is_right_R = (log_ratios_R - z0 > ROUNDING * logps_R.abs()) == is_desirable_R
     metrics = mean_metrics({"loss": losses_R.detach(), "rewards/accuracy": is_right_R.float()})
     if loss.has_mismatched:
-        metrics["kl"] = Metric(value=z0, weight=num_rows)
-    classes = {"chosen": (is_desirable_R, counts[DESIRABLE])}
-    classes["rejected"] = (~is_desirable_R, counts["rows"] - counts[DESIRABLE])
-    for name, (is_member_R, num) in classes.items():
+        metrics["kl"] = Metric(value=z0, weight=float(losses_R.numel()))
+    num_undesirable = counts["rows"] - counts[DESIRABLE]
+    classes = (("chosen", is_desirable_R, counts[DESIRABLE]), ("rejected", ~is_desirable_R, num_undesirable))
+    for name, is_member_R, num in classes:
         if num:
             for what, values_R in (("rewards", rewards_R), ("logps", logps_R.detach())):
                 metrics[f"{what}/{name}"] = Metric(value=(values_R * is_member_R).sum() / num, reduction="sum")
-    if all(num for _, num in classes.values()):
+    if counts[DESIRABLE] and num_undesirable:
         margin = metrics["rewards/chosen"].value - metrics["rewards/rejected"].value
         metrics["rewards/margin"] = Metric(value=margin, reduction="sum")
     return LossOutputs(loss=losses_R.sum() / counts["rows"], metrics=metrics)

@@ -23,18 +23,28 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.losses import POLICY_LOSSES, policy_loss_facts
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.data.prompts import PromptBuilder
-from open_instruct.objectives.objective import BoundLoss, Gather, LossOutputs, Objective, TokenLogprobs
+from open_instruct.losses.covariance import TokenColumns, is_highest
+from open_instruct.losses.flags_taken import with_flags
+from open_instruct.losses.kl import kl_estimates
+from open_instruct.losses.mismatch import Correction, correct_mismatch, rho_values
+from open_instruct.losses.policy import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
+from open_instruct.objectives.objective import (
+    REFERENCE_TOKENS,
+    BoundLoss,
+    Gather,
+    LossOutputs,
+    Objective,
+    TokenLogprobs,
+)
 from open_instruct.records import Batch, Metric, StepBatch, mean_metrics
 from open_instruct.users_code import own_function
 
 if TYPE_CHECKING:
     import torch
 
-    from open_instruct.losses.mismatch import Correction
-    from open_instruct.losses.policy import PolicyLossFunction, PolicyLossInputs
+TEACHER_TOKENS = "teacher_logprobs_N"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +82,12 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
         InputError: a `--loss_fn` of the user's own cannot be loaded.
     """
     own = own_function(loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
+    if own is None:
+        policy_loss = POLICY_LOSSES[loss.loss_fn]
+    else:
+        policy_loss = PolicyLoss(function=lambda inputs: own(inputs, loss))
     return BoundLoss(
-        function=partial(policy_gradient, loss=loss, response_length=response_length, own=own),
+        function=partial(policy_gradient, loss=loss, policy_loss=policy_loss, response_length=response_length),
         prepare=partial(choose_tokens, loss=loss) if chooses_tokens(loss) else None,
         temperature=temperature,
         unscaled="ce_tokens",
@@ -83,7 +97,8 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
 
 def chooses_tokens(loss: PolicyLossSection) -> bool:
     """Whether the loss treats some tokens apart, which needs an extra forward pass in every update."""
-    return policy_loss_facts(loss.loss_fn).marks or loss.top_entropy_quantile < 1
+    known = POLICY_LOSSES.get(loss.loss_fn)
+    return loss.top_entropy_quantile < 1 or (known is not None and known.marks is not None)
 
 
 def measures_entropy(loss: PolicyLossSection) -> bool:
@@ -96,27 +111,24 @@ def policy_gradient(
     counts: Mapping[str, int],
     *,
     loss: PolicyLossSection,
+    policy_loss: PolicyLoss,
     response_length: int,
-    own: PolicyLossFunction | None = None,
 ) -> LossOutputs:
     """The microbatch's share of the sum of the three losses."""
-    from open_instruct.losses.kl import kl_estimates
-    from open_instruct.losses.mismatch import rho_values
-    from open_instruct.losses.policy import global_denominator, importance_ratio, policy_loss, shares
+    constant = None if loss.loss_denominator == "token" else int(loss.loss_denominator)
 
     def denominator_of(stream: str) -> float:
-        denominator = global_denominator(
-            loss.loss_fn,
+        denominator = policy_loss.denominator(
             num_tokens=counts[f"{stream}_labels"],
             num_completions=counts[f"{stream}_rows"],
             response_length=response_length,
-            constant=None if loss.loss_denominator == "token" else int(loss.loss_denominator),
+            constant=constant,
         )
         return max(denominator, 1.0)
 
-    rl, kl, ce = (Stream.of(name, batch.values) for name in ("rl", "kl", "ce"))
-    inputs, correction = _inputs_of(rl, scores, batch, loss)
-    outputs = policy_loss(inputs, loss, own)
+    rl = Stream.of("rl", batch.values)
+    inputs, correction = _sampled_tokens(rl, scores, batch, loss)
+    outputs = policy_loss.outputs(inputs, loss)
     losses_M = rl.weighed(correction.weights_N * outputs.losses_N)
     if "is_learned" in batch.values:
         losses_M = losses_M * batch.values["is_learned"]
@@ -125,52 +137,30 @@ def policy_gradient(
     values = {"clip_fraction": outputs.is_clipped_N}
     if scores.entropy_N is not None:
         values["entropy"] = rl.take(scores.entropy_N)
-
-    kl_values: dict[str, torch.Tensor] = {}
-    for name, weight, estimator in (
-        ("reference", loss.beta, loss.kl_estimator),
-        ("teacher", loss.teacher_kl_coef, "1"),
-    ):
-        frozen_N = batch.values.get(f"{name}_logprobs_N")
-        if frozen_N is None:
-            continue
-        at, trusted = _inputs_of(kl, scores, batch, loss)
-        kl_M = kl_estimates(estimator, at.logprobs_N, kl.take(frozen_N))
-        if name == "reference":
-            kl_values["kl"] = kl_M.detach()
-        else:  # half the square has the gradient of the divergence, and the difference its value
-            kl_values["teacher_kl"] = kl_estimates("0", at.logprobs_N, kl.take(frozen_N)).detach()
-        if loss.kl_importance_weighted and name == "reference":
-            kl_M = importance_ratio(loss.loss_fn, at) * kl_M
-        # The KL is an expectation under the policy too, so the engine's samples get the same importance weights.
-        kl_M = kl.weighed(trusted.weights_N * shares(loss.loss_fn, kl_M, at))
-        total = total + weight * kl_M.sum() / denominator_of("kl")
-
+    if REFERENCE_TOKENS in batch.values:
+        kl_sum, values["kl"] = _reference_kl(scores, batch, loss, policy_loss)
+        total = total + loss.beta * kl_sum / denominator_of("kl")
+    if TEACHER_TOKENS in batch.values:
+        kl_sum, values["teacher_kl"] = _teacher_kl(scores, batch, loss, policy_loss)
+        total = total + loss.teacher_kl_coef * kl_sum / denominator_of("kl")
     metrics: dict[str, Metric] = {}
     if counts["ce_labels"] > 0:
-        logprobs_M = scores.logprobs_N[:0] if ce.tokens_M is None else ce.take(scores.logprobs_N)
-        ce_part = -ce.weighed(logprobs_M).sum() / counts["ce_labels"]
+        ce_part = _cross_entropy_sum(scores, batch) / counts["ce_labels"]
         total = total + loss.ce_coef * ce_part
         metrics["ce"] = Metric(value=ce_part.detach(), reduction="sum")
     metrics["loss"] = Metric(value=total.detach(), reduction="sum")
     metrics["policy_loss"] = Metric(value=policy_part.detach(), reduction="sum")
     if counts["rl_rows"] > 0:
         differences_M = (inputs.old_logprobs_N - rl.take(batch.values["engine_logprobs_N"])).abs()
-        metrics |= mean_metrics(values | kl_values | {"logprob_diff/mean": differences_M} | rho_values(correction))
-        metrics |= {
-            "logprob_diff/max": _largest(differences_M),
-            "rho/max": _largest(correction.rho_N),
-        }
+        metrics |= mean_metrics(values | {"logprob_diff/mean": differences_M} | rho_values(correction))
+        metrics |= {"logprob_diff/max": _largest(differences_M), "rho/max": _largest(correction.rho_N)}
     return LossOutputs(loss=total, metrics=metrics)
 
 
-def _inputs_of(
+def _sampled_tokens(
     stream: Stream, scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection
 ) -> tuple[PolicyLossInputs, Correction]:
     """The inputs of the policy loss for a stream's tokens, and the correction for the engine that sampled them."""
-    from open_instruct.losses.mismatch import correct_mismatch
-    from open_instruct.losses.policy import PolicyLossInputs
-
     inputs = PolicyLossInputs(
         logprobs_N=stream.take(scores.logprobs_N),
         # In a step of one update the old policy is that of this forward pass.
@@ -180,14 +170,44 @@ def _inputs_of(
         num_sequences=batch.packed.num_sequences,
         marked_N=batch.values.get("is_marked"),
     )
-    correction = correct_mismatch(
-        loss,
-        learner_logprobs_N=inputs.old_logprobs_N,
-        engine_logprobs_N=stream.take(batch.values["engine_logprobs_N"]),
-        sequence_ids_N=inputs.sequence_ids_N,
-        num_sequences=inputs.num_sequences,
-    )
+    log_rho_N = inputs.old_logprobs_N - stream.take(batch.values["engine_logprobs_N"])
+    correction = with_flags(correct_mismatch, loss)(log_rho_N, inputs.sequence_ids_N, inputs.num_sequences)
     return inputs, correction
+
+
+def _reference_kl(
+    scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection, policy_loss: PolicyLoss
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighed sum of the estimated divergence from the reference policy, and the estimate at every token."""
+    kl = Stream.of("kl", batch.values)
+    inputs, correction = _sampled_tokens(kl, scores, batch, loss)
+    kl_M = kl_estimates(loss.kl_estimator, inputs.logprobs_N, kl.take(batch.values[REFERENCE_TOKENS]))
+    shown_M = kl_M.detach()
+    if loss.kl_importance_weighted:
+        kl_M = policy_loss.importance_ratio(inputs) * kl_M
+    # The KL is an expectation under the policy too, so the engine's samples get the same importance weights.
+    return kl.weighed(correction.weights_N * policy_loss.shares(kl_M, inputs)).sum(), shown_M
+
+
+def _teacher_kl(
+    scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection, policy_loss: PolicyLoss
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighed sum of half the squared log-ratio to the teacher, which has the gradient of the divergence, and the
+    log-ratio at every token, which has its value.
+    """
+    kl = Stream.of("kl", batch.values)
+    inputs, correction = _sampled_tokens(kl, scores, batch, loss)
+    teacher_M = kl.take(batch.values[TEACHER_TOKENS])
+    kl_M = policy_loss.shares(kl_estimates("1", inputs.logprobs_N, teacher_M), inputs)
+    shown_M = kl_estimates("0", inputs.logprobs_N, teacher_M).detach()
+    return kl.weighed(correction.weights_N * kl_M).sum(), shown_M
+
+
+def _cross_entropy_sum(scores: TokenLogprobs, batch: Batch) -> torch.Tensor:
+    """The weighed sum of -log p over the tokens of `ce`; a microbatch of completions alone lists none."""
+    ce = Stream.of("ce", batch.values)
+    logprobs_M = scores.logprobs_N[:0] if ce.tokens_M is None else ce.take(scores.logprobs_N)
+    return -ce.weighed(logprobs_M).sum()
 
 
 def choose_tokens(
@@ -199,33 +219,29 @@ def choose_tokens(
     """
     import torch
 
-    from open_instruct.losses.covariance import TokenColumns, is_highest, is_marked
     from open_instruct.packing.documents import on_device
 
     rl_columns: list[torch.Tensor] = []
     for batch, scored in zip(step.microbatches, scores, strict=True):
         values = on_device(batch.values, scored.logprobs_N.device)
         rl = Stream.of("rl", values)
-        entropy_N = torch.zeros_like(scored.logprobs_N) if scored.entropy_N is None else scored.entropy_N
+        entropy_N = scored.entropy_N
+        if entropy_N is None:
+            entropy_N = torch.zeros_like(scored.logprobs_N)
         columns = [scored.logprobs_N, entropy_N, values["advantages_N"], values["engine_logprobs_N"]]
         rl_columns.append(torch.stack([rl.take(column_N).double() for column_N in columns], dim=1))
     everywhere = TokenColumns(*gather(torch.cat(rl_columns)).unbind(dim=1))
-
-    def chosen(rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        here, values = TokenColumns(*rows.unbind(dim=1)), dict[str, torch.Tensor]()
+    known = POLICY_LOSSES.get(loss.loss_fn)
+    microbatches = []
+    for batch, rows in zip(step.microbatches, rl_columns, strict=True):
+        here = TokenColumns(*rows.unbind(dim=1))
+        chosen = {}
         if loss.top_entropy_quantile < 1:
-            values["is_learned"] = is_highest(here.entropy, everywhere.entropy, share=loss.top_entropy_quantile)
-        if policy_loss_facts(loss.loss_fn).marks:
-            values["is_marked"] = is_marked(here, everywhere, loss)
-        return {name: value.float() for name, value in values.items()}
-
-    return replace(
-        step,
-        microbatches=tuple(
-            replace(batch, values={**batch.values, **chosen(rows)})
-            for batch, rows in zip(step.microbatches, rl_columns, strict=True)
-        ),
-    )
+            chosen["is_learned"] = is_highest(here.entropy, everywhere.entropy, share=loss.top_entropy_quantile).float()
+        if known is not None and known.marks is not None:
+            chosen["is_marked"] = with_flags(known.marks, loss)(here, everywhere).float()
+        microbatches.append(replace(batch, values={**batch.values, **chosen}))
+    return replace(step, microbatches=tuple(microbatches))
 
 
 def _largest(values_N: torch.Tensor) -> Metric:

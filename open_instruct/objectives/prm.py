@@ -81,7 +81,7 @@ def _problems(config: PRMConfig) -> Iterator[str]:
     if len(set(steps.reward_tokens)) != 2 or len(steps.reward_tokens) != 2:
         yield f"--reward_tokens {' '.join(steps.reward_tokens)}: takes two tokens, such as + -"
     if not steps.step_separator or steps.placeholder_token == "":
-        yield "--step_separator and --placeholder_token: no text ends no step; give one"
+        yield "--step_separator and --placeholder_token: an empty text ends no step; give one that does"
 
 
 def texts_of_steps(row: Mapping[str, Any], chat: ChatFormat, *, separator: str, placeholder: str | None) -> list[str]:
@@ -90,21 +90,11 @@ def texts_of_steps(row: Mapping[str, Any], chat: ChatFormat, *, separator: str, 
     Raises:
         MalformedRow: with the kind and the reason.
     """
-    key = "prompt" if placeholder is None else "input"
-    if key not in row:
-        expected = "are a 'prompt' and 'completions'" if placeholder is None else "are an 'input' with the placeholder"
-        raise MalformedRow(
-            "missing_key",
-            f"no key {key!r}: rows {expected} {'without' if placeholder is None else 'with'} --placeholder_token",
-        )
     if placeholder is not None:
-        text = row["input"]
-        if not isinstance(text, str):
-            raise MalformedRow("bad_step", f"'input' must be text, not {kind_of(text)}")
-        *ended, _ = text.split(placeholder)
-        if not ended:
-            raise MalformedRow("no_step", f"'input' has no {placeholder!r}, which ends a step")
-        return [step + placeholder for step in ended]
+        return _ended_by_placeholder(row, placeholder)
+    if "prompt" not in row:
+        reason = "no key 'prompt': rows are a 'prompt' and 'completions' without --placeholder_token"
+        raise MalformedRow("missing_key", reason)
     prompt: Any = row["prompt"]
     steps: Any = row.get("completions")
     if not isinstance(prompt, str):
@@ -119,45 +109,57 @@ def texts_of_steps(row: Mapping[str, Any], chat: ChatFormat, *, separator: str, 
     return [prompt, *(step + separator for step in steps)]
 
 
+def _ended_by_placeholder(row: Mapping[str, Any], placeholder: str) -> list[str]:
+    if "input" not in row:
+        reason = "no key 'input': rows are an 'input' with the placeholder with --placeholder_token"
+        raise MalformedRow("missing_key", reason)
+    text = row["input"]
+    if not isinstance(text, str):
+        raise MalformedRow("bad_step", f"'input' must be text, not {kind_of(text)}")
+    *ended, _ = text.split(placeholder)
+    if not ended:
+        raise MalformedRow("no_step", f"'input' has no {placeholder!r}, which ends a step")
+    return [step + placeholder for step in ended]
+
+
 def labels_of(row: Mapping[str, Any], key: str, num_steps: int, reward_tokens: Sequence[str]) -> tuple[float, ...]:
-    """How likely each step is right.
+    """The probability that each step is right.
 
     Raises:
-        MalformedRow: their number is not that of the steps, or a label is not valid.
+        MalformedRow: there are more or fewer labels than steps, or a label is not valid.
     """
     labels = row.get(key)
     if not isinstance(labels, list):
         raise MalformedRow("bad_label", f"{key!r} must be a list with a label for each step, not {kind_of(labels)}")
     if len(labels) != num_steps:
-        raise MalformedRow(
-            "label_count", f"{key!r} has {counted(len(labels), 'label')} for {counted(num_steps, 'step')}"
-        )
-    hard = dict(zip(reward_tokens, (1.0, 0.0), strict=True))
+        reason = f"{key!r} has {counted(len(labels), 'label')} for {counted(num_steps, 'step')}"
+        raise MalformedRow("label_count", reason)
+    right, wrong = reward_tokens
     values = []
     for number, label in enumerate(labels, start=1):
-        value = hard.get(label) if isinstance(label, str) else label
+        value = {right: 1.0, wrong: 0.0}.get(label) if isinstance(label, str) else label
         if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
-            raise MalformedRow(
-                "bad_label",
-                f"{key!r}, step {number}: {label!r} is neither {' nor '.join(map(repr, reward_tokens))}, "
-                "nor true or false, nor a number from 0 to 1",
-            )
+            kinds = f"neither {right!r} nor {wrong!r}, nor true or false, nor a number from 0 to 1"
+            raise MalformedRow("bad_label", f"{key!r}, step {number}: {label!r} is {kinds}")
         values.append(float(value))
     return tuple(values)
 
 
 def places(pieces: Sequence[Sequence[int]], *, has_prompt: bool, longest: int) -> list[list[int]]:
-    """The tokens before the end of each step and the token at its end, in turn, for the steps that fit whole."""
-    prompt = list(pieces[0]) if has_prompt else []
+    """For each step that fits whole, two lists in turn: the tokens before its end, and the token at its end.
+
+    The first list of all begins with the prompt, if that is a piece of its own.
+    """
+    if has_prompt:
+        prompt, first, *others = pieces
+        pieces = [[*prompt, *first], *others]
     kept: list[list[int]] = []
     room = longest
-    for step in pieces[1:] if has_prompt else pieces:
-        before = [*prompt, *step[:-1]]
-        room -= len(before) + 1
+    for step in pieces:
+        room -= len(step)
         if room < 0:
             break
-        kept += [before, [step[-1]]]
-        prompt = []
+        kept += [list(step[:-1]), [step[-1]]]
     return kept
 
 
@@ -198,11 +200,8 @@ class StepBuilder(RowBuilder):
         pieces = self.chat.tokenize(texts)
         num_found = sum(piece[-1] == self.placeholder_id for piece in pieces)
         if num_found < len(pieces):
-            raise MalformedRow(
-                "placeholder",
-                f"{num_found} of {len(pieces)} placeholders {self.placeholder!r} are tokens of their "
-                "own: the tokenizer joins the others with what stands before them",
-            )
+            which = f"{num_found} of {len(pieces)} placeholders {self.placeholder!r} are tokens of their own"
+            raise MalformedRow("placeholder", f"{which}: the tokenizer joins the others with the text before them")
         if len(pieces[0]) < 2:
             raise MalformedRow("no_step", "'input' begins with the placeholder: there is no step before it")
         return RenderedRow(texts=tuple(texts), values=labels)

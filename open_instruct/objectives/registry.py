@@ -17,10 +17,13 @@ OBJECTIVES = {
     "reward_model": ("open_instruct.objectives.reward_model:REWARD_MODEL", "preference pairs, to score replies"),
     "sft": ("open_instruct.objectives.sft:SFT", "conversations, as a warm start"),
 }
+# GRPO is an objective too, with a command of its own.
+GRPO = "open_instruct.objectives.policy_gradient:GRPO"
 
 
 def objective_named(name: str) -> Objective:
-    """Import the objective of that name."""
-    module, _, attribute = OBJECTIVES[name][0].partition(":")
+    """Import the objective of that name: one of `OBJECTIVES`, or grpo."""
+    place = GRPO if name == "grpo" else OBJECTIVES[name][0]
+    module, _, attribute = place.partition(":")
     objective: Objective = getattr(importlib.import_module(module), attribute)
     return objective

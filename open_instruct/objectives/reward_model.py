@@ -18,6 +18,7 @@ from open_instruct.data.messages import kind_of
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.errors import InputError
+from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
 from open_instruct.records import ROW_VALUES, Batch, Metric, mean_metrics
 from open_instruct.wording import counted
@@ -130,8 +131,6 @@ def pair_losses(rewards_2P: torch.Tensor, margins_P: torch.Tensor | None, center
 
 def bind(loss: RewardLossSection) -> BoundLoss:
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
-        from open_instruct.losses.logprobs import sum_by_sequence
-
         # Each document has one label, so the sum is its reward.
         rewards_S, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, batch.packed.num_sequences)
         rewards_2P = rewards_S.view(2, -1)
@@ -144,9 +143,9 @@ def bind(loss: RewardLossSection) -> BoundLoss:
 def reward_metrics(losses_P: torch.Tensor, rewards_2P: torch.Tensor) -> dict[str, Metric]:
     """Means over the pairs of a microbatch, weighted by their number."""
     # Float64: their variance is the difference of two means, which may be a million times as large.
-    losses_P, (chosen_P, rejected_P) = losses_P.detach(), rewards_2P.detach().double()
+    chosen_P, rejected_P = rewards_2P.detach().double()
     values_P = {
-        "loss": losses_P,
+        "loss": losses_P.detach(),
         "rewards/chosen": chosen_P,
         "rewards/rejected": rejected_P,
         "rewards/margin": chosen_P - rejected_P,
@@ -177,7 +176,8 @@ def evaluate(
     losses_N = pair_losses(rewards_2N, margins_N, config.loss.center_rewards_coefficient)
     differences_N = rewards_2N[0] - rewards_2N[1]
     accuracy = float((differences_N > 0).float().mean())
-    mean, std = float(rewards_N2.mean(dtype="float64")), float(rewards_N2.std(dtype="float64"))
+    mean = float(rewards_N2.mean(dtype="float64"))
+    std = float(rewards_N2.std(dtype="float64"))
     counts, edges = np.histogram(rewards_N2.astype("float64"), bins=NUM_BINS)
     return Evaluation(
         row={
@@ -212,7 +212,8 @@ def exported(
             f"transformers has no {hf_config.model_type}ForSequenceClassification, so a reward model of this family "
             "could not be opened anywhere; start from a model of another family"
         )
-    pad, data = tokenizer.pad_token_id, config.data
+    data = config.data
+    pad = tokenizer.pad_token_id
     chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, data.chat_template_name, add_bos=data.add_bos))
     try:
         _, (reply,) = chat.render([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}])

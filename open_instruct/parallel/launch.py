@@ -87,7 +87,8 @@ def start_ranks(script: Path, words: Sequence[str], num_ranks: int, *, typed: st
 @contextmanager
 def _as_its_ranks_see_it(typed: str, num_ranks: int) -> Iterator[None]:
     """A context in which the agent logs nothing and the environment holds the variables for the ranks."""
-    before, level = dict(os.environ), logging.root.manager.disable
+    before = dict(os.environ)
+    level = logging.root.manager.disable
     logging.disable()
     os.environ[TYPED] = typed
     # The agent would also handle signals that this process ignores.

@@ -119,7 +119,8 @@ def check_heads(layout: ShardLayout, *, num_heads: int, num_kv_heads: int, model
         InputError: names the flags and lists the degrees that would work for `model`.
     """
     heads = f"the {num_heads} query heads and {num_kv_heads} key-value heads of {model}"
-    tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
+    tensor = layout.tensor_parallel_degree
+    context = layout.context_parallel_degree
     shares = divisors(gcd(num_heads, num_kv_heads))
     if tensor * context in shares:
         return

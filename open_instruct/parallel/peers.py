@@ -170,12 +170,11 @@ class Peers:
             for sign in self._signs.look():
                 at.setdefault(sign.doing, []).append(sign)
 
-        def sentence(what: str, there: list[Sign]) -> str:
-            names = there[0].name if len(there) == 1 else f"{there[0].name} and {len(there) - 1} more"
-            return f"{names}: {what}"
-
-        rarest_first = sorted(at.items(), key=lambda item: len(item[1]))
-        return "; ".join(sentence(what, there) for what, there in rarest_first[:4])
+        sentences = []
+        for what, there in sorted(at.items(), key=lambda item: len(item[1]))[:4]:
+            others = f" and {len(there) - 1} more" if len(there) > 1 else ""
+            sentences.append(f"{there[0].name}{others}: {what}")
+        return "; ".join(sentences)
 
     def _run(self) -> None:
         next_beat_s = time.monotonic() + BEAT_S
@@ -216,16 +215,16 @@ _peers: Peers | None = None
 _launcher: int | None = None
 
 
-def _nobody_cares(words: str) -> None:
-    del words
+def _ignore(words: str) -> None:
+    """Do nothing: no run has begun that a loss could end."""
 
 
-on_loss: Callable[[str], Any] = _nobody_cares
-"""Called from a thread that watches, with words on who was lost; "" where another rank says it."""
+on_loss: Callable[[str], Any] = _ignore
+"""Called from a watching thread with words about the loss, or with "" if another rank prints them."""
 
 
 stop: BaseException | None = None
-"""What a signal has raised. A library that was being imported may have caught it: PyTorch's C++ does."""
+"""The exception that a signal has raised. A library that was being imported may have caught it: PyTorch's C++ does."""
 
 
 def doing(what: str) -> None:

@@ -17,21 +17,22 @@ from open_instruct.run.console import Console, time_words
 from open_instruct.run.run_directory import RunDirectory, exported_by, is_number, rows_of
 from open_instruct.wording import counted
 
-NUM_HELD_OUT = 3  # of the table of metrics the first, which are what the objective is about
+NUM_HELD_OUT = 3  # the first ones in the table of metrics, which say most about the objective
 
 
 def say_what_happened(config: LearnerConfig, *, took_s: float) -> None:
-    """In a frame on a terminal, in plain lines elsewhere; nothing where no model was exported."""
-    directory, model = RunDirectory(path=Path(config.run.output_dir)), exported_by(config)
-    rows, evaluations = list(rows_of(directory.metrics)), list(rows_of(directory.evaluations))
+    """Print the end of a run in a frame on a terminal, and in plain lines elsewhere; nothing without a model."""
+    directory = RunDirectory(path=Path(config.run.output_dir))
+    model = exported_by(config)
+    rows = list(rows_of(directory.metrics))
     if not rows or not model.exists():
         return
     facts = {
         f"{counted(rows[-1]['step'], 'step')}": learned_words(rows),
-        "held out": held_out_words(evaluations) if evaluations else "",
+        "held out": held_out_words(list(rows_of(directory.evaluations))),
         "time": time_words(took_s),
         "model": str(model),
-        **_use_of(model),
+        **_next_command(model),
         "report": f"open-instruct report {shlex.quote(str(directory.path))}",
     }
     facts = {name: words for name, words in facts.items() if words}
@@ -46,31 +47,34 @@ def say_what_happened(config: LearnerConfig, *, took_s: float) -> None:
     console.rich.print(Panel(table, title="what happened", title_align="left", expand=False))
 
 
-def _use_of(model: Path) -> dict[str, str]:
-    config = model / "config.json"  # an adapter has none
-    is_judge = config.exists() and "CausalLM" not in str(read_object(config).get("architectures"))
-    folder = shlex.quote(str(model))
-    return {"score": f"open-instruct score {folder} FILE"} if is_judge else {"chat": f"open-instruct chat {folder}"}
-
-
 def learned_words(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Where what people follow began and ended."""
+    """The first and last values of the metrics in a step's line."""
     names = [entry.name for entry in followed() if entry.group == "Learning"]
-    return _moves(rows, [name for name in names if not name.startswith("eval/")])
+    return _first_to_last(rows, [name for name in names if not name.startswith("eval/")])
 
 
 def held_out_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """The same of the first figures of the evaluations."""
-    return _moves(evaluations, in_order(evaluations[0].keys() - {"step"})[:NUM_HELD_OUT])
+    """The first and last values of the first metrics of the evaluations."""
+    names = {name for row in evaluations[:1] for name in row} - {"step"}
+    return _first_to_last(evaluations, in_order(names)[:NUM_HELD_OUT])
 
 
-def _moves(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    there = [name for name in names if is_number(rows[0].get(name)) and is_number(rows[-1].get(name))]
-    return ", ".join(
-        f"{name.removeprefix('eval/')} {_said(rows[0][name])} -> {_said(rows[-1][name])}" for name in there
-    )
+def _next_command(model: Path) -> dict[str, str]:
+    config = model / "config.json"  # an adapter has none
+    folder = shlex.quote(str(model))
+    if config.exists() and "CausalLM" not in str(read_object(config).get("architectures")):
+        return {"score": f"open-instruct score {folder} FILE"}
+    return {"chat": f"open-instruct chat {folder}"}
 
 
-def _said(value: float) -> str:
-    """To four digits; what rounding left of a zero is one."""
+def _first_to_last(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    if not rows:
+        return ""
+    first, last = rows[0], rows[-1]
+    known = [name for name in names if is_number(first.get(name)) and is_number(last.get(name))]
+    return ", ".join(f"{name.removeprefix('eval/')} {_short(first[name])} -> {_short(last[name])}" for name in known)
+
+
+def _short(value: float) -> str:
+    """A number in four digits. Rounding noise around 0 is 0, and not -0."""
     return f"{round(value, 6) + 0.0:.4g}"

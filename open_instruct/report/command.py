@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import ClassVar
 
@@ -55,11 +56,11 @@ def main(argv: Sequence[str]) -> int:
     if asks_for_help(argv):
         print_help(ReportFlags, f"{PROGRAM} RUN [RUN ...]")
         return 0
-    num_runs = next((place for place, word in enumerate(argv) if word.startswith("-")), len(argv))
-    folders, words = [Path(word).expanduser() for word in argv[:num_runs]], argv[num_runs:]
-    if not folders:
+    names = list(takewhile(lambda word: not word.startswith("-"), argv))
+    if not names:
         raise InputError(f"the first words are the folders of runs: {PROGRAM} RUN [RUN ...] [--flag value ...]")
-    flags = parse(ReportFlags, words).report
+    folders = [Path(name).expanduser() for name in names]
+    flags = parse(ReportFlags, argv[len(names) :]).report
     refuse(limit_problems(flags))
     if flags.follow:
         if flags.out is not None:
@@ -68,7 +69,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     began_s = time.monotonic()
     page = report_page(folders, max_rollouts=flags.max_rollouts)
-    out = Path(flags.out).expanduser() if flags.out else (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    if flags.out:
+        out = Path(flags.out).expanduser()
+    else:
+        out = (folders[0] if len(folders) == 1 else Path()) / "report.html"
     write_asked(out, page, flag="--out")
     print(f"{out} ({len(page) / 1e6:.2f} MB, in {time.monotonic() - began_s:.1f} s)")
     return 0

@@ -5,44 +5,41 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy
 
 from open_instruct.report.rollouts import Rollouts, flat, lengths_of
 from open_instruct.report.run_files import RunFiles
 from open_instruct.report.series import mean_of, rounded
 
-if TYPE_CHECKING:
-    import numpy
-
 NUM_BINS = 24
+OF_RATIOS = re.compile(r"rho/hist_(([\d.]+)_to_([\d.]+|inf))")
 
 
 def histograms_of(run: RunFiles, rollouts: Rollouts) -> list[dict[str, Any]]:
-    """Each with its `title`, the `labels` of its bars, and the share of each bar `early` and `late`.
+    """Each histogram has a `title`, the `labels` of its bars, and the share of each bar `early` and `late`.
 
-    A run of few steps has `late` alone: everything.
+    In a run of few steps `early` is None, and `late` has all steps.
     """
-    return [*_of_rollouts(rollouts), *_of_ratios(run)]
+    return [*_rollout_histograms(rollouts), *_ratio_histogram(run)]
 
 
-def _of_rollouts(rollouts: Rollouts) -> Iterator[dict[str, Any]]:
-    if (table := rollouts.table) is None:
+def _rollout_histograms(rollouts: Rollouts) -> Iterator[dict[str, Any]]:
+    table = rollouts.table
+    if table is None:
         return
-    import numpy
-
     lengths = lengths_of(table)
     steps = table["step"].to_numpy()
     rewards = table["reward"].combine_chunks().fill_null(0).to_numpy(zero_copy_only=False)
     token_steps = numpy.repeat(steps, lengths)
     behind = token_steps - 1 - flat(table, "versions")
-    yield from _halves("length of a completion, in tokens", lengths, steps)
-    yield from _halves("reward of a completion", rewards, steps)
-    yield from _halves("staleness of a token, in steps", behind, token_steps)
+    yield from _histogram("length of a completion, in tokens", lengths, steps)
+    yield from _histogram("reward of a completion", rewards, steps)
+    yield from _histogram("staleness of a token, in steps", behind, token_steps)
 
 
-def _halves(title: str, values: numpy.ndarray, steps: numpy.ndarray) -> Iterator[dict[str, Any]]:
-    import numpy
-
+def _histogram(title: str, values: numpy.ndarray, steps: numpy.ndarray) -> Iterator[dict[str, Any]]:
     known = numpy.isfinite(values)
     values, steps = values[known], steps[known]
     if not len(values):
@@ -60,9 +57,7 @@ def _halves(title: str, values: numpy.ndarray, steps: numpy.ndarray) -> Iterator
 
 
 def _bins(values: numpy.ndarray) -> tuple[numpy.ndarray, list[str]]:
-    """A bar a value where there are few, else bars of equal width."""
-    import numpy
-
+    """Edges and labels of the bars: one for each value if there are few, otherwise bars of equal width."""
     distinct = numpy.unique(values)
     if len(distinct) <= NUM_BINS:
         edges = numpy.concatenate([distinct, [distinct[-1] + 1]]).astype(float)
@@ -71,22 +66,21 @@ def _bins(values: numpy.ndarray) -> tuple[numpy.ndarray, list[str]]:
     return edges, [f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges.tolist())]
 
 
-def _of_ratios(run: RunFiles) -> Iterator[dict[str, Any]]:
-    """Of learner to engine, which a run writes in bins: `rho/hist_0.5_to_0.8`."""
-    names = {name for row in run.rows for name in row if re.fullmatch(r"rho/hist_[\d.]+_to_([\d.]+|inf)", name)}
-    if not names:
+def _ratio_histogram(run: RunFiles) -> Iterator[dict[str, Any]]:
+    """The ratios of learner to engine, which a run writes in bins such as `rho/hist_0.5_to_0.8`."""
+    names = {name for row in run.rows for name in row}
+    matches = sorted(filter(None, map(OF_RATIOS.fullmatch, names)), key=lambda match: float(match[2]))
+    rows = [row for row in run.rows if any(match[0] in row for match in matches)]
+    if not rows:
         return
-    ranges = {name: name.removeprefix("rho/hist_").replace("_", " ") for name in names}
-    ordered = sorted(names, key=lambda name: float(ranges[name].split(" ")[0]))
-    rows = [row for row in run.rows if any(name in row for name in names)]
     third = len(rows) // 3
 
     def shares(part: list[dict[str, Any]]) -> list[float]:
-        return [mean_of([row.get(name) for row in part]) or 0.0 for name in ordered]
+        return [mean_of([row.get(match[0]) for row in part]) or 0.0 for match in matches]
 
     yield {
         "title": "rho: ratio of learner to engine, share of tokens",
-        "labels": [ranges[name] for name in ordered],
+        "labels": [match[1].replace("_", " ") for match in matches],
         "early": shares(rows[:third]) if third else None,
-        "late": shares(rows[-third:] if third else rows),
+        "late": shares(rows[-third:]),  # all of them where a third is 0
     }

@@ -28,83 +28,89 @@ from open_instruct.run.console import time_words
 
 
 def report_page(folders: Sequence[Path], *, max_rollouts: int, mark: str = "") -> str:
-    """The whole file, of the runs in `folders`.
+    """The text of the page about the runs in `folders`.
 
     Nothing in it but `page.js` can run: the page's policy names the digest of that script alone.
 
-    :param mark: of a page that is served: what it asks its server about, to know when it is out of date.
+    :param mark: the version of a page that is served; its script asks the server whether that has changed.
     :raises InputError: a folder holds no run.
     """
     runs = [RunFiles.read(folder) for folder in folders]
-    shown = [_shown(run, name, max_rollouts) for run, name in zip(runs, _names(runs), strict=True)]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    shown = [_shown(run, name, max_rollouts) for run, name in zip(runs, names, strict=True)]
     script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    columns = {name for run in shown for name in (*run["curves"]["columns"], *run["held_out"]["columns"])}
     # What the script reads; it finds the blocks by their ids.
-    kept = ("name", "objective", "curves", "held_out")
-    names = in_order({name for run in shown for kind in ("curves", "held_out") for name in run[kind]["columns"]})
-    metrics = {name: asdict(entry_of(name)) for name in names}
+    data = {
+        "mark": mark,
+        "metrics": {name: asdict(entry_of(name)) for name in in_order(columns)},
+        "runs": [{key: run[key] for key in ("name", "objective", "curves", "held_out")} for run in shown],
+    }
     return rendered(
         "page.html.jinja",
         runs=shown,
         differing=list(differing_flags(runs)),
         made=time.strftime("%Y-%m-%d %H:%M"),
-        data={"mark": mark, "metrics": metrics, "runs": [{key: run[key] for key in kept} for run in shown]},
+        data=data,
         script=Markup(script),
         digest=digest,
     )
 
 
 def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
-    """What the page has of a run."""
+    """What the page shows of a run."""
     rollouts = read_rollouts(run.folder, most=max_rollouts)
     last = run.rows[-1]["step"] if run.rows else 0
     of = f" of {run.num_steps}" if run.num_steps else ""
+    ended = ", ended" if run.has_ended else ""
     parts = parts_of_step(run)
     phases = _phases(run)
-    # The rows of a GRPO run repeat what its evaluations say.
-    steps = [{key: row[key] for key in row if not (run.evaluations and key.startswith("eval/"))} for row in run.rows]
+    steps = run.rows
+    if run.evaluations:  # which the rows of a GRPO run repeat
+        steps = [{key: row[key] for key in row if not key.startswith("eval/")} for row in run.rows]
     return {
         "name": name,
-        "folder": str(run.folder),
+        "files": run,
         "objective": _objective(run),
         "headline": _headline(run),
-        "state": f"step {last:g}{of}" + (", ended" if run.has_ended else ""),
+        "state": f"step {last:g}{of}{ended}",
         "findings": findings_of(run),
         "curves": series_of(steps),
         "held_out": series_of(run.evaluations),
         "parts": parts,
         "step_s": fsum(parts.values()),
-        "plan": run.plan,
         "phases": phases,
         "part_labels": [label for label in LETTERS if any(label in dict(phase["parts"]) for phase in phases)],
         "planned_bytes": planned_gib(run) * GIB,
         "measured_bytes": max(run.numbers("peak_memory_gib"), default=0.0) * GIB,
-        "layout": run.layout,
         "nodes": _nodes(run),
         "histograms": histograms_of(run, rollouts),
         "notes": rollouts.notes,
         "blocks": packed_rollouts(run, rollouts),
-        "config": run.config,
-        "made_with": run.made_with,
     }
 
 
 def _headline(run: RunFiles) -> dict[str, str]:
     """What was trained, how, on what, and what came of it."""
-    data = [run.config.get(name) for name in ("mixer_list", "dataset_mixer_list")]
+    mixture = run.config.get("mixer_list") or run.config.get("dataset_mixer_list")
+    sources = mixture[::2] if isinstance(mixture, list) else []
+    seconds = _seconds(run)
     facts = {
         "model": str(run.config.get("model_name_or_path", "")),
         "objective": _objective(run),
-        "data": ", ".join(str(name) for words in data if isinstance(words, list) for name in words[::2]),
-        "first to last": learned_words(run.rows) if run.rows else "",
-        "held out": held_out_words(run.evaluations) if run.evaluations else "",
-        "time of its steps": time_words(seconds) if (seconds := _seconds(run)) else "",
+        "data": ", ".join(map(str, sources)),
+        "first to last": learned_words(run.rows),
+        "held out": held_out_words(run.evaluations),
+        "time of its steps": time_words(seconds) if seconds else "",
     }
     return {name: words for name, words in facts.items() if words}
 
 
 def _seconds(run: RunFiles) -> float:
-    """Of all steps; where they do not say it, their tokens over their speed do."""
+    """The time of all steps: the sum of their times or, if they have none, of their tokens over their speeds."""
     if durations := run.numbers("time/step"):
         return fsum(durations)
     totals, speeds = run.numbers("num_tokens"), run.numbers("tokens_per_second")
@@ -113,19 +119,17 @@ def _seconds(run: RunFiles) -> float:
 
 
 def _objective(run: RunFiles) -> str:
-    """The command and its loss. Numbers on the scale of a loss are compared between runs that share it."""
-    words = [run.config.get(name) for name in ("command", "loss_type", "loss_fn", "kd_loss")]
-    return " ".join(" + ".join(map(str, word)) if isinstance(word, list) else str(word) for word in words if word)
-
-
-def _names(runs: Sequence[RunFiles]) -> list[str]:
-    """Of their folders; as they were given where two are called the same."""
-    names = [run.name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+    """The command and its loss. Only runs with the same loss can be compared by numbers on its scale."""
+    words = []
+    for name in ("command", "loss_type", "loss_fn", "kd_loss"):
+        value = run.config.get(name)
+        if value:
+            words.append(" + ".join(map(str, value)) if isinstance(value, list) else str(value))
+    return " ".join(words)
 
 
 def _phases(run: RunFiles) -> list[dict[str, Any]]:
-    """The phases of its plan, the parts of each in the order of their colours."""
+    """The phases of the plan, with the parts of each in the order of their colours."""
     return [
         phase | {"parts": [(label, phase["parts"][label]) for label in LETTERS if phase["parts"].get(label)]}
         for phase in run.plan.get("phases", [])
@@ -133,7 +137,7 @@ def _phases(run: RunFiles) -> list[dict[str, Any]]:
 
 
 def _nodes(run: RunFiles) -> list[dict[str, Any]]:
-    """The drawn nodes of its layout; none where the file has no layout that can be drawn."""
+    """The drawn nodes of the layout; none if the file holds no layout that can be drawn."""
     try:
         return list(nodes_drawn(run.layout["gpus_per_node"], run.layout["shard_groups"]))
     except (KeyError, TypeError, IndexError):

@@ -1,4 +1,4 @@
-"""`open-instruct plan`: what a run would need, before any GPU is taken."""
+"""`open-instruct plan`: what a run would need, before any GPU is taken; printed, or as a page of plan.html.jinja."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from rich.console import Console
 from open_instruct.config.help import asks_for_help, print_lines
 from open_instruct.config.plan import help_lines
 from open_instruct.planning.advice import Advice
-from open_instruct.planning.plan import plan_of
+from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request, plan_configs
+from open_instruct.planning.shown import summary
 from open_instruct.planning.shown.json_record import as_record
 from open_instruct.planning.shown.terminal import print_plan
-from open_instruct.report.plan_page import html_page
+from open_instruct.planning.subject.words import said
+from open_instruct.report.templates import nodes_drawn, rendered
 from open_instruct.whole_file import write_asked
 
 
@@ -44,3 +46,14 @@ def main(argv: Sequence[str]) -> int:
     else:
         print_plan(plan, advice, Console(file=sys.stdout))
     return 0
+
+
+def html_page(plan: Plan, advice: Advice) -> str:
+    """The plan as one HTML file with tables and drawings; it has no script and fetches nothing."""
+    layout = plan.layout
+    bars = [
+        {"name": phase.name, "total_bytes": phase.total_bytes, "parts": summary.parts_of(phase, plan)}
+        for phase in plan.phases
+    ]
+    nodes = list(nodes_drawn(layout.gpus_per_node, layout.shard_groups))
+    return rendered("plan.html.jinja", plan=plan, advice=advice, said=said, summary=summary, bars=bars, nodes=nodes)

@@ -1,6 +1,6 @@
-"""Saved rollouts, packed for a page: text as one JSON, numbers a token as arrays, each compressed.
+"""Saved rollouts, packed for a page: text as one JSON, numbers of each token as arrays, all compressed.
 
-Arrays lie end to end, a completion after the other; `num_tokens` of the JSON says where each begins.
+An array has the tokens of all completions, one after the other; `num_tokens` in the JSON says how many each has.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy
+import pyarrow
+from pyarrow import compute, parquet
 
 from open_instruct.report.run_files import RunFiles
 from open_instruct.run.run_directory import is_number
 from open_instruct.wording import counted
-
-if TYPE_CHECKING:
-    import pyarrow
 
 FOLDER = "traces"
 MAX_BYTES = 256 * 2**20  # of the files' columns; a page of more would be slow to open
@@ -27,6 +28,7 @@ TEXTS = ("step", "ticket", "sample_index", "row_id", "completion", "finish_reaso
 OF_TRAINING = ("advantage", "used_in_training", "rejected")
 OF_PROMPTS = ("prompt", "checks")
 COLUMNS = (*TEXTS, *OF_TRAINING, *OF_PROMPTS, *OF_TOKENS)
+UNREADABLE = (pyarrow.ArrowException, OSError, ValueError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,32 +40,26 @@ class Rollouts:
 
 
 def read_rollouts(folder: Path, *, most: int) -> Rollouts:
-    """The completions of a run's folder, of steps that lie evenly over the run where there are more than `most`."""
-    import pyarrow
-    from pyarrow import parquet
-
-    files, notes = [], []
-    for file in (folder / FOLDER).glob("step*.parquet") if most else ():
+    """The completions in a run's folder. If there are more than `most`, those of every second (third, ...) step."""
+    if most == 0:
+        return Rollouts()
+    files, unreadable = [], []
+    for path in (folder / FOLDER).glob("step*.parquet"):
         try:
-            metadata = parquet.read_metadata(file)
-            step = int(file.stem.removeprefix("step"))
-        except (pyarrow.ArrowException, OSError, ValueError):
-            notes.append(f"{FOLDER}/{file.name} cannot be read, and is left out")
-            continue
-        num_bytes = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
-        files.append((step, file, metadata.num_rows, num_bytes))
-    files.sort()
-    num_rows, num_bytes = sum(rows for *_, rows, _ in files), sum(size for *_, size in files)
-    every = max(1, -(-num_rows // max(1, most)), -(-num_bytes // MAX_BYTES))
-    taken = files[::-every][::-1]  # the last one always
+            files.append((int(path.stem.removeprefix("step")), path, parquet.read_metadata(path)))
+        except UNREADABLE:
+            unreadable.append(path.name)
+    files.sort(key=lambda file: file[0])
+    num_rows = sum(metadata.num_rows for _, _, metadata in files)
+    num_bytes = sum(_num_bytes(metadata) for _, _, metadata in files)
+    every = max(1, -(-num_rows // most), -(-num_bytes // MAX_BYTES))
     tables = []
-    for _, file, *_ in taken:
+    for _, path, _ in files[::-every][::-1]:  # the last one always
         try:
-            table = parquet.ParquetFile(file).read(columns=list(COLUMNS))
-            _check(table)
-            tables.append(table)
-        except (pyarrow.ArrowException, OSError, ValueError):
-            notes.append(f"{FOLDER}/{file.name} cannot be read, and is left out")
+            tables.append(_read(path))
+        except UNREADABLE:
+            unreadable.append(path.name)
+    notes = [f"{FOLDER}/{name} cannot be read, and is left out" for name in unreadable]
     if not tables:
         return Rollouts(notes=tuple(notes))
     table = pyarrow.concat_tables(tables, promote_options="permissive").combine_chunks()
@@ -74,14 +70,12 @@ def read_rollouts(folder: Path, *, most: int) -> Rollouts:
 
 
 def packed_rollouts(run: RunFiles, rollouts: Rollouts) -> dict[str, str]:
-    """By name, blocks of gzip in base64; none where the run left nothing to read."""
+    """Blocks of gzip in base64 by name; empty if the run left nothing to read."""
     blocks = {}
     columns: dict[str, list[Any]] = {}
     prompts: list[dict[str, Any]] = []
     pieces: dict[int, str] = {}
     if (table := rollouts.table) is not None:
-        import numpy
-
         columns = table.select([*TEXTS, *OF_TRAINING]).to_pydict()
         columns["num_tokens"] = lengths_of(table).tolist()
         columns["prompt"], prompts = _prompts(table)
@@ -106,27 +100,30 @@ def packed(content: bytes) -> str:
     return base64.b64encode(gzip.compress(content, compresslevel=1, mtime=0)).decode("ascii")
 
 
-def flat(table: pyarrow.Table, column: str) -> Any:
+def flat(table: pyarrow.Table, column: str) -> numpy.ndarray:
     """The values of a column of lists, end to end."""
     return table[column].combine_chunks().flatten().fill_null(0).to_numpy(zero_copy_only=False)
 
 
-def lengths_of(table: pyarrow.Table, column: str = "token_ids") -> Any:
-    from pyarrow import compute
-
+def lengths_of(table: pyarrow.Table, column: str = "token_ids") -> numpy.ndarray:
     return compute.list_value_length(table[column].combine_chunks()).fill_null(0).to_numpy(zero_copy_only=False)
 
 
-def _check(table: pyarrow.Table) -> None:
+def _num_bytes(metadata: parquet.FileMetaData) -> int:
+    return sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
+
+
+def _read(path: Path) -> pyarrow.Table:
+    table = parquet.ParquetFile(path).read(columns=list(COLUMNS))
     if missing := set(COLUMNS) - set(table.column_names):
         raise ValueError(f"no column {min(missing)}")
-    lengths = [lengths_of(table, name) for name in OF_TOKENS]
-    if any((other != lengths[0]).any() for other in lengths[1:]):
+    if any((lengths_of(table, name) != lengths_of(table)).any() for name in OF_TOKENS):
         raise ValueError("a row has token_ids, logprobs and versions of different lengths")
+    return table
 
 
 def _prompts(table: pyarrow.Table) -> tuple[list[int], list[dict[str, Any]]]:
-    """Of each row the number of its prompt, and the prompts, each once."""
+    """The number of each row's prompt, and the prompts, each once."""
     numbers: dict[tuple[str, str], int] = {}
     rows = zip(*(table[name].to_pylist() for name in OF_PROMPTS), strict=True)
     prompt_numbers = [numbers.setdefault(row, len(numbers)) for row in rows]
@@ -136,30 +133,31 @@ def _prompts(table: pyarrow.Table) -> tuple[list[int], list[dict[str, Any]]]:
 def _add_held_out(
     columns: dict[str, list[Any]], prompts: list[dict[str, Any]], step: float, sample: Mapping[str, Any]
 ) -> None:
-    """An answer of an evaluation as one more row; what only a rollout has is None."""
+    """Add the answer of an evaluation as one more row; the columns that only rollouts have get None."""
     length = len(next(iter(columns.values()), []))
     row = {name: sample.get(name) for name in ("row_id", "completion", "finish_reason", "reward")}
     row |= {"step": step, "scores": json.dumps(sample.get("scores", {})), "prompt": len(prompts), "held_out": True}
+    row["num_tokens"] = 0
     prompts.append({"prompt": sample.get("prompt"), "checks": json.dumps(sample.get("ground_truth"))})
-    for name in {**columns, **row, "num_tokens": None}:
-        columns.setdefault(name, [None] * length).append(0 if name == "num_tokens" else row.get(name))
+    for name in {**columns, **row}:
+        columns.setdefault(name, [None] * length).append(row.get(name))
 
 
 def _texts_of_tokens(run: RunFiles, token_ids: Sequence[int]) -> dict[int, str]:
-    """By token id, where a tokenizer of the run is still there."""
+    """The text of each token; empty if no tokenizer of the run is left."""
     from tokenizers import Tokenizer
 
-    named = [run.config.get(name) for name in ("tokenizer_name_or_path", "model_name_or_path")]
-    for folder in (
-        run.folder / "hf_model",
-        run.folder / "adapter",
-        *(Path(name) for name in named if isinstance(name, str)),
-    ):
-        if (folder / "tokenizer.json").is_file():
-            try:
-                tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            except Exception:  # the library's errors have no class of their own
-                continue
-            known = tokenizer.get_vocab_size()
-            return {each: tokenizer.decode([each], skip_special_tokens=False) for each in token_ids if each < known}
+    folders = [run.folder / "hf_model", run.folder / "adapter"]
+    for name in ("tokenizer_name_or_path", "model_name_or_path"):
+        if isinstance(run.config.get(name), str):
+            folders.append(Path(run.config[name]))
+    for folder in folders:
+        if not (folder / "tokenizer.json").is_file():
+            continue
+        try:
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception:  # the library's errors have no class of their own
+            continue
+        known = tokenizer.get_vocab_size()
+        return {each: tokenizer.decode([each], skip_special_tokens=False) for each in token_ids if each < known}
     return {}

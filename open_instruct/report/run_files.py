@@ -15,8 +15,9 @@ from open_instruct.errors import InputError
 from open_instruct.run.run_directory import RunDirectory, is_number, rows_of
 from open_instruct.whole_file import read_whole
 
-OF_PLAN = {"memory_bytes", "peak_phase", "phases"}
-OF_LAYOUT = {
+# The keys without which a file is from a version that wrote less.
+KEYS_OF_PLAN = {"memory_bytes", "peak_phase", "phases"}
+KEYS_OF_LAYOUT = {
     *("gpus_per_node", "shard_degree", "num_replicas", "shard_groups"),
     *("tensor_parallel_degree", "context_parallel_degree", "warnings"),
 }
@@ -47,36 +48,23 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path) -> RunFiles:
-        """:raises InputError: there is no run in the folder, or its settings are none."""
+        """:raises InputError: there is no run in the folder, or its config.yaml cannot be read."""
         directory = RunDirectory(path=folder)
         directory.refuse_others()
         if not (directory.config.is_file() or directory.metrics.is_file()):
             raise InputError(
                 f"{folder} holds no run: it has neither config.yaml nor metrics.jsonl; give the --output_dir of a run"
             )
-        text = ""
-        try:
-            if directory.config.is_file():
-                text = read_whole(directory.config, most=MAX_YAML_BYTES).decode("utf-8", "replace")
-            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-                raise ValueError("it has aliases, of which a small file makes a large page")
-            config = yaml.safe_load(text)
-            str(config)  # fails where a number has more digits than Python writes
-        except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-            reason = "it is nested too deep" if isinstance(error, RecursionError) else error
-            raise InputError(
-                f"{directory.config} cannot be read as YAML: {reason}. Move it away for a page without its flags"
-            ) from error
-        config = config if isinstance(config, dict) else {}
+        config, made_with = _settings_in(directory.config) if directory.config.is_file() else ({}, ())
         return cls(
             name=folder.resolve().name,
             folder=folder,
             config=config,
-            made_with=tuple(line.removeprefix("# ") for line in text.partition("\n\n")[0].splitlines()),
+            made_with=made_with,
             rows=list(rows_of(directory.metrics)),
             evaluations=list(rows_of(directory.evaluations)),
-            layout=_object_in(directory.layout, OF_LAYOUT),
-            plan=_object_in(directory.plan, OF_PLAN),
+            layout=_object_in(directory.layout, KEYS_OF_LAYOUT),
+            plan=_object_in(directory.plan, KEYS_OF_PLAN),
             num_steps=_num_steps(config),
             has_ended=directory.hf_model.exists() or directory.adapter.exists(),
         )
@@ -87,27 +75,47 @@ class RunFiles:
 
 
 def differing_flags(runs: list[RunFiles]) -> Iterator[tuple[str, list[Any]]]:
-    """Flags that all runs have and not all have alike, with the value of each."""
+    """Yields the flags that all runs have with different values, and the value in each run."""
     for name in runs[0].config:
         values = [run.config[name] for run in runs if name in run.config]
         if len(values) == len(runs) and any(value != values[0] for value in values):
             yield name, values
 
 
+def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The flags in config.yaml, and the lines of the comment at its head.
+
+    :raises InputError: it cannot be read, or is made to cost a reader more than its size.
+    """
+    try:
+        text = read_whole(path, most=MAX_YAML_BYTES).decode("utf-8", "replace")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            raise ValueError("it has aliases, of which a small file makes a large page")
+        config = yaml.safe_load(text)
+        str(config)  # fails where a number has more digits than Python writes
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise InputError(
+            f"{path} cannot be read as YAML: {reason}. Move it away for a page without its flags"
+        ) from error
+    head = text.partition("\n\n")[0].splitlines()
+    return config if isinstance(config, dict) else {}, tuple(line.removeprefix("# ") for line in head)
+
+
 def _num_steps(config: Mapping[str, Any]) -> int | None:
-    """Where the flags alone say it."""
+    """The number of steps of the whole run; None if the flags alone do not say it."""
     try:
         num_steps = config.get("max_train_steps")
         if config.get("total_episodes"):
-            a_step = config["num_unique_prompts_rollout"] * config["num_samples_per_prompt_rollout"]
-            num_steps = max(1, config["total_episodes"] // a_step)
+            per_step = config["num_unique_prompts_rollout"] * config["num_samples_per_prompt_rollout"]
+            num_steps = max(1, config["total_episodes"] // per_step)
         return num_steps if is_number(num_steps) else None
     except (KeyError, TypeError, ZeroDivisionError):
         return None
 
 
 def _object_in(path: Path, keys: set[str]) -> dict[str, Any]:
-    """Nothing where it is of a version that wrote less."""
+    """The JSON object in a file; empty if the file is missing or damaged, or lacks some of `keys`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -14,33 +14,30 @@ MAX_POINTS = 4000
 
 
 def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`step`, by name the `columns` in the order of the table of metrics, the `constants`, and how many steps
-    a point averages.
+    """Rows of metrics as columns: `step`, `columns` and `constants` by name, and `steps_in_a_point`.
 
-    A place where a row has no number is None; a column that has none anywhere is left out. One that is the same at
-    all of several steps is a constant.
+    Each point is the mean of `steps_in_a_point` steps. Columns are in the order of the table of metrics. Where a row
+    has no number the value is None; a column without any number is left out. A number that is the same at all of
+    several steps is a constant.
 
     Example: `{"step": 1, "loss": 0.5}` and `{"step": 2}` give
     `{"step": [1, 2], "columns": {"loss": [0.5, None]}, "constants": {}, "steps_in_a_point": 1}`.
     """
     size = max(1, -(-len(rows) // MAX_POINTS))
-    starts = range(0, len(rows), size)
+    points = [rows[start : start + size] for start in range(0, len(rows), size)]
     names = {name for row in rows for name, value in row.items() if is_number(value) and entry_of(name).drawn}
-    columns = {
-        name: [mean_of([row.get(name) for row in rows[start : start + size]]) for start in starts]
-        for name in in_order(names - {"step"})
-    }
-    constants = {name: values[0] for name, values in columns.items() if len(values) > 1 and len(set(values)) == 1}
-    return {
-        "step": [rows[min(start + size, len(rows)) - 1]["step"] for start in starts],
-        "columns": {name: values for name, values in columns.items() if name not in constants},
-        "constants": constants,
-        "steps_in_a_point": size,
-    }
+    series: dict[str, Any] = {"step": [point[-1]["step"] for point in points], "columns": {}, "constants": {}}
+    for name in in_order(names - {"step"}):
+        values = [mean_of([row.get(name) for row in point]) for point in points]
+        if len(values) > 1 and len(set(values)) == 1:
+            series["constants"][name] = values[0]
+        else:
+            series["columns"][name] = values
+    return series | {"steps_in_a_point": size}
 
 
 def mean_of(values: Sequence[Any]) -> float | None:
-    """Of the numbers among them, to six digits; None where there is none."""
+    """The mean of the numbers in `values`, to six digits; None without any."""
     numbers = [value for value in values if is_number(value)]
     return rounded(fsum(numbers) / len(numbers)) if numbers else None
 

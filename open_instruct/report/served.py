@@ -16,7 +16,7 @@ HOST = "127.0.0.1"
 
 
 class Pages:
-    """The newest page of some runs, and the mark by which a reader knows that it has changed."""
+    """The newest page about some runs, and the mark that changes with it."""
 
     def __init__(self, folders: Sequence[Path], *, max_rollouts: int) -> None:
         self._folders = folders
@@ -27,7 +27,7 @@ class Pages:
         self._made: tuple[str, str] = ("", "")
 
     def mark(self) -> str:
-        """Another one once a file of the runs has."""
+        """A text that changes when a file of the runs does."""
         names = ("metrics.jsonl", "eval.jsonl", "config.yaml", "plan.json", "hf_model", "traces")
         paths = [folder / name for folder in self._folders for name in names]
         return "-".join(f"{_changed_ns(path):x}" for path in paths)
@@ -74,7 +74,7 @@ def server_of(pages: Pages, *, port: int) -> ThreadingHTTPServer:
                 self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nobody asks for a line a request."""
+            """Do not print a line for each request."""
 
     try:
         return ThreadingHTTPServer((HOST, port), Handler)
@@ -85,7 +85,10 @@ def server_of(pages: Pages, *, port: int) -> ThreadingHTTPServer:
 
 
 def serve(folders: Sequence[Path], *, port: int, max_rollouts: int) -> None:
-    """Until it is interrupted."""
+    """Serve the page of the runs to this machine, until Ctrl-C.
+
+    :raises InputError: a folder holds no run, or the port is taken.
+    """
     pages = Pages(folders, max_rollouts=max_rollouts)
     pages.page()  # a folder without a run is refused before anything is served
     with server_of(pages, port=port) as server:

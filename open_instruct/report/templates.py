@@ -22,7 +22,7 @@ MAX_RANKS_DRAWN = 16
 
 
 def rendered(template: str, **values: Any) -> str:
-    """A page of this folder with `values` in it."""
+    """The text of a template in this folder, with `values` in it."""
     folder = Path(__file__).parent
     pages = Environment(
         loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
@@ -37,12 +37,12 @@ def rendered(template: str, **values: Any) -> str:
 
 
 def _with_flags(text: str) -> Markup:
-    """Flags as code, which no line end cuts."""
+    """The escaped text with its flags as `<code>`, which are not broken at line ends."""
     return Markup(re.sub(r"--\w+", r"<code>\g<0></code>", str(escape(text))))
 
 
 def nodes_drawn(gpus_per_node: Sequence[int], shard_groups: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
-    """Of each node its title, and its first ranks with the number and the letters of their shard group."""
+    """Yields each drawn node with its `title` and, for its first `ranks`, number and letters of the shard group."""
     groups = {rank: index for index, group in enumerate(shard_groups) for rank in group}
     nodes = [range(start, stop) for start, stop in pairwise(accumulate(gpus_per_node, initial=0))]
     drawn = list(range(len(nodes)))

@@ -50,15 +50,16 @@ def draw_curve(values: Sequence[float], *, width: int = 60, height: int = 8, tit
 
 
 def _means(values: Sequence[float], num_columns: int) -> Iterator[float]:
-    """Of the finite ones among the values that fall into each column; not a number where there is none."""
+    """Yields the mean of the finite values in each column, or NaN if there are none."""
     for column in range(num_columns):
-        start, stop = (edge * len(values) // num_columns for edge in (column, column + 1))
+        start = column * len(values) // num_columns
+        stop = (column + 1) * len(values) // num_columns
         finite = [value for value in values[start : max(stop, start + 1)] if math.isfinite(value)]
         yield math.fsum(finite) / len(finite) if finite else math.nan
 
 
 def _level(value: float, low: float, high: float, num_levels: int) -> int:
-    """From 1 to all of them; 0 for a gap. A flat curve is half as high as the plot."""
+    """The height of a value, from 1 to `num_levels`, or 0 for a gap. A flat curve is half as high as the plot."""
     if not math.isfinite(value):
         return 0
     share = (value - low) / (high - low) if high > low else 0.5

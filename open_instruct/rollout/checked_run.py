@@ -12,27 +12,27 @@ import torch
 
 from open_instruct.config.backends import backend_named
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.losses import ADVANTAGES, POLICY_LOSSES
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
 from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.reference_policy import open_teacher
+from open_instruct.learner.rows.datasets import reading
+from open_instruct.losses.advantages import ADVANTAGES
+from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
+from open_instruct.planning.shown.start_check import check_plan
 from open_instruct.records import ShardLayout
-from open_instruct.rollout.conversations import load_conversations
+from open_instruct.rollout.samples import load_conversations
 from open_instruct.run.console import Console
-from open_instruct.run.datasets import reading
-from open_instruct.run.metrics_log import Tracker
-from open_instruct.run.opened import made_ready, shared_by
-from open_instruct.run.plan_check import memory_of, say_plan, with_chosen
+from open_instruct.run.metrics_log import Tracker, build_trackers
+from open_instruct.run.opened import made_ready, memory_of, say_plan, shared_by, with_chosen
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
-from open_instruct.run.trackers import build_trackers
 from open_instruct.users_code import own_function
-from open_instruct.verifiers.judge_models import JudgeModel
 from open_instruct.verifiers.registry import known_verifiers
+from open_instruct.verifiers.reward_models import RewardModel
 from open_instruct.verifiers.verifier import Verifier
 
 
@@ -139,16 +139,14 @@ def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunD
             )
         return config
     memory_bytes = memory_of(torch.device("cuda", 0) if on_cuda else torch.device("cpu"), num_sharing=sum(learners))
-    chosen = say_plan(
-        config, learners, folder, memory_bytes=memory_bytes, on_cuda=on_cuda, console=console, directory=directory
-    )
-    return with_chosen(config, chosen)
+    check = check_plan(config, learners, model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda)
+    return with_chosen(config, say_plan(check, console, directory))
 
 
 def _other_templates(verifiers: Mapping[str, Verifier], chat: ChatFormat) -> Iterator[str]:
     """A warning for each judge that was trained with another chat template than the policy's."""
     for judge in verifiers.values():
-        if isinstance(judge, JudgeModel) and has_other_template(judge.folder, chat):
+        if isinstance(judge, RewardModel) and has_other_template(judge.folder, chat):
             yield (
                 f"--verifier {judge.name}: the model in {judge.folder} was trained with another chat template than "
                 "the policy's: it is given the policy's prompts as they are, and may judge what it has never seen"

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
-from open_instruct.episodes.requests import samples_of
-from open_instruct.episodes.walk import Answer, AskedGroup, Episodes
+from open_instruct.episodes.walk import Answer, AskedGroup, Episodes, samples_of
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.records import Prompt, RolloutGroup

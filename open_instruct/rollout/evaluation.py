@@ -12,8 +12,7 @@ from typing import Any
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import SamplingSettings
-from open_instruct.episodes.requests import samples_of
-from open_instruct.episodes.walk import AskedGroup, Episodes
+from open_instruct.episodes.walk import AskedGroup, Episodes, samples_of
 from open_instruct.errors import RunError
 from open_instruct.records import Prompt, RolloutGroup
 from open_instruct.rollout.samples import length_metrics, mean, num_right, verdict_metrics

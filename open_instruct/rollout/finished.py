@@ -10,7 +10,6 @@ from open_instruct.learner.export import write_model
 from open_instruct.models.load import parameter_shapes
 from open_instruct.parallel.peers import doing
 from open_instruct.rollout.checked_run import RolloutRun
-from open_instruct.run.start_model import fingerprint_of
 
 
 def export_finished(run: RolloutRun) -> bool:
@@ -31,7 +30,7 @@ def export_finished(run: RolloutRun) -> bool:
     doing("exporting the trained model")
     if damage_of(checkpoints[0]):
         return False
-    refuse_another_start_model(checkpoints[0], fingerprint_of(run.pretrained))
+    refuse_another_start_model(checkpoints[0], run.pretrained.fingerprint)
     run.console.say(f"all {config.num_steps:,} steps were taken: exporting the model of {checkpoints[0]}")
     model = run.pretrained.build(init_device="meta")
     weights = SavedWeights(checkpoints[0], parameter_shapes(model))

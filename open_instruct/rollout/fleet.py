@@ -15,10 +15,9 @@ from open_instruct.cluster.process_environment import allocator_environment, wit
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.prompts import PromptStream
-from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool
-from open_instruct.engines.requests import EngineSettings
+from open_instruct.engines.requests import Batching, EngineSettings
 from open_instruct.engines.vllm_core import engine_environment
 from open_instruct.parallel.launch import threads_of_each
 from open_instruct.parallel.peers import doing
@@ -167,8 +166,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         stack.callback(verifiers.close)
         doing("starting learners and engines")
         logs_folder = run.directory.path / LOGS_FOLDER
-        cluster = stack.enter_context(start_cluster(config.fleet, shape, say=console.say, logs_folder=logs_folder))
-        placement = stack.enter_context(cluster.placing(shape))
+        placement = stack.enter_context(start_cluster(config.fleet, shape, say=console.say, logs_folder=logs_folder))
         who = f"{counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}"
         console.say(f"starting {who}: they load their libraries, then the model")
         same_host = placement.whereabouts().share_memory()

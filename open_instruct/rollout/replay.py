@@ -14,7 +14,7 @@ from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
 from open_instruct.records import RolloutGroup
 from open_instruct.run.metrics_log import MetricsLog
-from open_instruct.run.plan_check import with_chosen
+from open_instruct.run.opened import with_chosen
 from open_instruct.run.run_directory import RunDirectory
 
 # Metrics that depend on the layout and the length of the run rather than on the step.

@@ -7,16 +7,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.losses import ADVANTAGES
 from open_instruct.config.rollout_sections import RolloutSection
-from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.losses.advantages import advantages_of, has_signal
+from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.learner.rows.datasets import reading
+from open_instruct.losses.advantages import ADVANTAGES, advantages_of, has_signal
 from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.records import Completion, Document, RolloutGroup, RolloutSample, Span, Verdict
-from open_instruct.rollout.conversations import conversations_of
+from open_instruct.run.console import Console
 from open_instruct.users_code import own_function
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +71,7 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
     """
     name = config.advantage_normalization_type
     own = own_function(name, flag="--advantages", known=ADVANTAGES)
-    advantages = advantages_of(batch.groups, name, pass_k=config.advantage_pass_k, own=own)
+    advantages = advantages_of(batch.groups, name, config, own=own)
     is_used: list[tuple[bool, ...]] = []
     samples: list[RolloutSample] = []
     for group, group_advantages in zip(batch.groups, advantages, strict=True):
@@ -153,3 +160,39 @@ def _sample(group: RolloutGroup, completion: Completion, advantage: float) -> Ro
         engine_logprobs=completion.logprobs,
         advantage=advantage,
     )
+
+
+def load_conversations(
+    config: GRPOConfig, tokenizer: PreTrainedTokenizerFast, *, console: Console | None = None
+) -> TokenDataset | None:
+    """The rows of --sft_mixer_list, none where there is none; the `console` reports what becomes of them.
+
+    Raises:
+        InputError: for a bad row, a missing file, a bad amount.
+    """
+    data = config.data
+    if not data.sft_mixer_list:
+        return None
+    given = reading(config, tokenizer, "--sft_mixer_list", data.sft_mixer_list, data.sft_mixer_list_splits)
+    dataset, report = load_token_dataset(SFTBuilder, max_seq_length=data.max_seq_length, **given)
+    if console is not None:
+        console.report("conversations", report.lines())
+    return dataset
+
+
+def conversations_of(dataset: TokenDataset | None, *, step: int, config: GRPOConfig) -> list[RolloutSample]:
+    """The conversations of `step` (1-based): the next of a shuffled epoch, a function of the step alone."""
+    if dataset is None:
+        return []
+    last = step * config.data.sft_rows_per_step
+    samples = []
+    for position in range(last - config.data.sft_rows_per_step, last):
+        epoch, place = divmod(position, len(dataset))
+        row = np.random.default_rng([config.optim.seed, epoch]).permutation(len(dataset))[place]
+        (document,) = dataset[int(row)]
+        labels = document.num_label_tokens
+        weights = {"rl": (0.0,) * labels, "ce": (1.0,) * labels, "kl": (0.0,) * labels}
+        samples.append(
+            RolloutSample(document=document, engine_logprobs=(0.0,) * labels, advantage=0.0, weights=weights)
+        )
+    return samples

@@ -34,7 +34,7 @@ class Console:
     def __init__(self, *, speaks: bool) -> None:
         self.speaks = speaks
         self.rich = RichConsole(highlight=False, soft_wrap=True)
-        self._of_training: Progress | None = None
+        self._training_bar: Progress | None = None
 
     @property
     def is_live(self) -> bool:
@@ -42,7 +42,8 @@ class Console:
 
     def say(self, text: str, style: str | None = None) -> None:
         """One line for people."""
-        self.log(text := escaped(text, "\n\t"))
+        text = escaped(text, "\n\t")
+        log.info(text)
         self._print(text, style)
 
     def log(self, text: str) -> None:
@@ -51,7 +52,8 @@ class Console:
 
     def warn(self, text: str) -> None:
         """One line that people should not miss."""
-        log.warning(text := escaped(text, "\n\t"))
+        text = escaped(text, "\n\t")
+        log.warning(text)
         self._print(f"{WARNING}{text}", "yellow")
 
     def _print(self, text: str, style: str | None) -> None:
@@ -63,16 +65,16 @@ class Console:
             self.rich.print(text, style=style, markup=False)
 
     def report(self, title: str, lines: Iterable[str]) -> None:
-        """The lines of a `DataReport`, its warnings as what they are."""
+        """Say the lines of a `DataReport`, and warn of those that are warnings."""
         for line in lines:
             say = self.warn if line.startswith(WARNING) else self.say
             say(f"{title}: {line.removeprefix(WARNING)}")
 
     @contextmanager
     def counting(self, title: str) -> Iterator[OnProgress]:
-        """Show how far a long loop is: yields a function of (done, total)."""
+        """Show the progress of a long loop: yields a function of (done, total)."""
         if self.is_live:
-            above = self._of_training  # a terminal has room for one drawing
+            above = self._training_bar  # a terminal has room for one drawing
             with self._bar() if above is None else nullcontext(above) as bar:
                 task = bar.add_task(title, total=None, detail="")
                 yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -94,12 +96,13 @@ class Console:
         """Show the training loop: yields a function of (step, detail)."""
         if self.is_live:
             with self._bar() as bar:
-                self._of_training = bar
+                self._training_bar = bar
                 task = bar.add_task("training", total=num_steps, completed=first_step, detail="")
                 yield lambda step, detail: bar.update(task, completed=step, detail=detail)
-            self._of_training = None
+            self._training_bar = None
             return
-        interval, began_s = max(1, num_steps // 20), time.monotonic()
+        interval = max(1, num_steps // 20)
+        began_s = time.monotonic()
 
         def line(step: int, detail: str) -> None:
             if num_steps > step > first_step + 1:  # the first step is a slow one

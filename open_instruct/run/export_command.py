@@ -24,7 +24,11 @@ from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.run.run_directory import RunDirectory, card_of
 
 if TYPE_CHECKING:
+    from olmo_core.nn.transformer import Transformer
+
+    from open_instruct.models.shards import Held
     from open_instruct.objectives.objective import Objective
+    from open_instruct.run.pretrained import Pretrained
 
 
 @dataclass(kw_only=True)
@@ -48,7 +52,7 @@ class ExportFlags:
     export: ExportSection
 
 
-def export_command(words: Sequence[str]) -> int:
+def main(words: Sequence[str]) -> int:
     """:raises InputError: the folder holds no run, or no such checkpoint, or the model it began with has gone."""
     if asks_for_help(words):
         print_help(ExportFlags, "open-instruct export RUN")
@@ -56,54 +60,61 @@ def export_command(words: Sequence[str]) -> int:
     if not words or words[0].startswith("-"):
         raise InputError("the first word is the folder of a run: open-instruct export RUN --output_dir DIR")
     run, flags = Path(words[0]), parse(ExportFlags, words[1:]).export
-    named = "" if flags.step is None else f"step{flags.step}"
-    if not named and run.match("step[0-9]*") and not RunDirectory(path=run).config.exists():
-        run, named = run.parent, run.name
+    step_name = "" if flags.step is None else f"step{flags.step}"
+    if not step_name and run.match("step[0-9]*") and not RunDirectory(path=run).config.exists():
+        run, step_name = run.parent, run.name
     config, objective = settings_of(run)
 
-    from open_instruct.checkpoints.saved_weights import SavedWeights
-    from open_instruct.checkpoints.step_folder import refuse_another_start_model, step_of
-    from open_instruct.models.export import export_hf
-    from open_instruct.models.hf.names import LM_HEAD, clean_name
-    from open_instruct.models.lora.adapters import MergedWeights, adapt
-    from open_instruct.models.shards import Held, held
+    from open_instruct.checkpoints.step_folder import step_of
+    from open_instruct.models.lora.adapters import adapt
     from open_instruct.run.pretrained import open_pretrained
-    from open_instruct.run.start_model import fingerprint_of
 
-    folder, lora = checkpoint_of(run, named), config.adapters
+    folder = checkpoint_of(run, step_name)
     pretrained = open_pretrained(
-        replace(config, lora=LoRASection()),  # the adapter that it began with is not asked for
+        replace(config, lora=LoRASection()),  # the adapter that training began with is not needed
         Path(flags.output_dir),
         head="vocabulary" if objective is None else objective.head,
     )
     dtype = pretrained.dtype_named(flags.export_dtype or config.run.export_dtype)
     model = pretrained.build(init_device="meta")
-    if lora is not None:
-        adapt(model, lora, dtype=dtype)
-    trained = {clean_name(name): tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
-    saved = SavedWeights(folder, trained)
-    weights: Mapping[str, Held] = saved
-    if lora is not None:
-        refuse_another_start_model(folder, fingerprint_of(pretrained))
-        plain = {name: held(pretrained.files.read(hf_name)) for name, hf_name in pretrained.names}
-        plain |= {LM_HEAD: saved[LM_HEAD]} if LM_HEAD in saved else {}
-        weights = MergedWeights(plain, {name: each.local for name, each in saved.items()}, scale=lora.scale)
-    trained_by = objective.name if objective else "grpo"
-    report = export_hf(
+    if config.adapters is not None:
+        adapt(model, config.adapters, dtype=dtype)
+    weights = _trained_weights(folder, model, pretrained, config.adapters)
+    command, more_config = "grpo", None
+    if objective is not None:
+        command = objective.name
+        more_config = objective.exported(config, pretrained.tokenizer, pretrained.hf_config)
+    report = pretrained.export(
         model.to(dtype),
-        pretrained.hf_config,
-        pretrained.names,
-        source_folder=pretrained.folder,
-        tokenizer_folder=pretrained.tokenizer_folder,
-        out_folder=flags.output_dir,
-        dtype=dtype,
-        chat_template=pretrained.chat_template,
-        card=partial(card_of, RunDirectory(path=run), trained_by=trained_by, until=step_of(folder)),
-        more_config=objective.exported(config, pretrained.tokenizer, pretrained.hf_config) if objective else None,
+        flags.output_dir,
         weights=weights,
+        dtype=dtype,
+        card=partial(card_of, RunDirectory(path=run), trained_by=command, until=step_of(folder)),
+        more_config=more_config,
     )
     print(f"{folder} is in {report.folder} ({report.num_bytes / 1e6:,.1f} MB)")
     return 0
+
+
+def _trained_weights(
+    folder: Path, model: Transformer, pretrained: Pretrained, lora: LoRASection | None
+) -> Mapping[str, Held]:
+    """The weights in a checkpoint; of adapters, those of the start model with the adapters added."""
+    from open_instruct.checkpoints.saved_weights import SavedWeights
+    from open_instruct.checkpoints.step_folder import refuse_another_start_model
+    from open_instruct.models.hf.names import LM_HEAD, clean_name
+    from open_instruct.models.lora.adapters import MergedWeights
+    from open_instruct.models.shards import held
+
+    trained = {clean_name(name): tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    saved = SavedWeights(folder, trained)
+    if lora is None:
+        return saved
+    refuse_another_start_model(folder, pretrained.fingerprint)
+    plain = {name: held(pretrained.files.read(hf_name)) for name, hf_name in pretrained.names}
+    if LM_HEAD in saved:
+        plain[LM_HEAD] = saved[LM_HEAD]
+    return MergedWeights(plain, {name: each.local for name, each in saved.items()}, scale=lora.scale)
 
 
 def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
@@ -113,13 +124,15 @@ def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
 
     :raises InputError: there is no such run, or it had an objective of one's own.
     """
-    (directory := RunDirectory(path=run)).refuse_others()
-    path, classes = directory.config, dict[str, type[LearnerConfig]](grpo=GRPOConfig)
-    classes |= {name: objective_named(name).config_class for name in OBJECTIVES}
+    directory = RunDirectory(path=run)
+    directory.refuse_others()
+    path = directory.config
     try:
         saved = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
         raise InputError(f"{run} is not the --output_dir of a run: {path} cannot be read ({one_line(error)})") from None
+    classes: dict[str, type[LearnerConfig]] = {"grpo": GRPOConfig}
+    classes |= {name: objective_named(name).config_class for name in OBJECTIVES}
     known = {name: flags_of(config_class).keys() for name, config_class in classes.items()}
     # Older files do not name the command: guess the one with the fewest unknown flags, and then the fewest missing.
     guessed = min(known, key=lambda name: (len(saved.keys() - known[name]), len(known[name] - saved.keys())))
@@ -134,16 +147,19 @@ def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
     return config, objective_named(command) if command in OBJECTIVES else None
 
 
-def checkpoint_of(run: Path, named: str) -> Path:
-    """The folder of that name, or of the newest step if it is empty.
+def checkpoint_of(run: Path, name: str) -> Path:
+    """The folder of the checkpoint with that name, or of the newest if it is empty.
 
     :raises InputError: there is none, or it is damaged.
     """
     from open_instruct.checkpoints.step_folder import damage_of, find_checkpoints
 
     folders = {path.name: path for path in find_checkpoints(run)}
-    if (name := named or next(reversed(folders), "")) not in folders:
-        raise InputError(f"{run} has {', '.join(folders) or 'no checkpoint'}" + (f", and not {named}" if named else ""))
-    if damage := damage_of(folders[name]):
-        raise InputError(f"the checkpoint {folders[name]} is damaged: {damage[0]}; take another step of the run")
-    return folders[name]
+    if not folders:
+        raise InputError(f"{run} has no checkpoint")
+    folder = folders.get(name or next(reversed(folders)))
+    if folder is None:
+        raise InputError(f"{run} has {', '.join(folders)}, and not {name}")
+    if damage := damage_of(folder):
+        raise InputError(f"the checkpoint {folder} is damaged: {damage[0]}; take another step of the run")
+    return folder

@@ -70,8 +70,9 @@ def look_at_rows(
         InputError: some are malformed, and are not to be skipped.
     """
     flag, mixer_list, splits = listed
-    entries = parse_mixer_list(mixer_list, splits, flag=flag) if mixer_list else ()
-    for entry in entries if config.data.on_bad_row == "error" else ():
+    if not mixer_list or config.data.on_bad_row != "error":
+        return
+    for entry in parse_mixer_list(mixer_list, splits, flag=flag):
         path = Path(entry.name).expanduser()
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
             continue

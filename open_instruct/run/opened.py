@@ -1,12 +1,13 @@
-"""Every training run first opens its process group, its layout, its run directory and its console."""
+"""Every training run first opens its process group, its layout, its run directory and its console, and is planned."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -20,14 +21,17 @@ from open_instruct.errors import InputError
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import idle_gpus, refuse_other_number
 from open_instruct.parallel.layout import layout_of
-from open_instruct.parallel.process import Process, on_main_process, start_process, stop_process
+from open_instruct.parallel.process import Process, gathered, on_main_process, start_process, stop_process
+from open_instruct.planning.shown.start_check import StartCheck, check_plan
+from open_instruct.planning.subject.workload import RunConfig
 from open_instruct.records import ShardLayout
 from open_instruct.run.console import Console
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.run_lock import locked
 from open_instruct.wording import counted
 
-log = logging.getLogger(__name__)
+ConfigT = TypeVar("ConfigT", bound=LearnerConfig)
+CHOSEN_BY_PLAN = ("activation_checkpointing", "activation_checkpointing_modules")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +62,7 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
         on_main_process(lambda: held.enter_context(made_ready(directory, config, layout, console, command)))
         log_to(directory.log, rank=process.rank)
         idle = idle_gpus(config.parallel, num_ranks=layout.world_size, num_gpus=torch.cuda.device_count())
-        for warning in (*layout.warnings, *([idle] if idle else [])):
+        for warning in filter(None, [*layout.warnings, idle]):
             console.warn(warning)
         console.say(f"{shared_by(layout, config.parallel)} on {process.device.type}")
         yield Run(process=process, layout=layout, directory=directory, console=console)
@@ -68,11 +72,12 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
 
 def shared_by(layout: ShardLayout, parallel: ParallelSection, *, who: str = "rank") -> str:
     """The layout in words, with the number of ranks: `2 ranks: DeepSpeed ZeRO-3`."""
-    return (
-        f"{counted(layout.world_size, who)}: {backend_named(parallel.backend).sharing(parallel, layout)}"
-        + (f" x {layout.context_parallel_degree} context" if layout.context_parallel_degree > 1 else "")
-        + (f" x {layout.tensor_parallel_degree} tensor" if layout.tensor_parallel_degree > 1 else "")
-    )
+    degrees = [backend_named(parallel.backend).sharing(parallel, layout)]
+    if layout.context_parallel_degree > 1:
+        degrees.append(f"{layout.context_parallel_degree} context")
+    if layout.tensor_parallel_degree > 1:
+        degrees.append(f"{layout.tensor_parallel_degree} tensor")
+    return f"{counted(layout.world_size, who)}: {' x '.join(degrees)}"
 
 
 def join_run(config: LearnerConfig) -> Run:
@@ -110,6 +115,54 @@ def made_ready(
         yield
 
 
+def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
+    """Print the plan of a run whose ranks have met; `folder` holds the model's config.json.
+
+    Returns the flags with the plan's choices for the smallest device, the same on every rank.
+
+    :raises InputError: if it surely cannot fit, on every rank.
+    """
+    device = run.process.device
+    nodes = run.layout.gpus_per_node
+    num_sharing = nodes[run.layout.node_of(run.process.rank)]
+    memory_bytes = min(gathered(memory_of(device, num_sharing=num_sharing)))
+    on_cuda = device.type == "cuda"
+    planned = cast(RunConfig, config)  # the planner looks at its type
+
+    def say() -> dict[str, Any]:
+        check = check_plan(planned, nodes, model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda)
+        return say_plan(check, run.console, run.directory)
+
+    return with_chosen(config, on_main_process(say))
+
+
+def say_plan(check: StartCheck, console: Console, directory: RunDirectory) -> dict[str, Any]:
+    """Print the plan of a run and write it to the run's folder; `with_chosen` reads the result.
+
+    One process does this for all.
+    """
+    console.say(check.line, style="yellow" if check.warning else None)
+    if check.warning:
+        console.warn(check.warning)
+    directory.write_plan(check.memory)
+    return check.memory
+
+
+def with_chosen(config: ConfigT, plan: Mapping[str, Any]) -> ConfigT:
+    """The flags with the saved plan's choice for --activation_checkpointing auto; unchanged without a plan."""
+    if config.memory.activation_checkpointing != "auto":
+        return config
+    chosen = {"activation_checkpointing": "none"} | {name: plan[name] for name in CHOSEN_BY_PLAN if plan.get(name)}
+    return replace(config, memory=replace(config.memory, **chosen))
+
+
+def memory_of(device: torch.device, *, num_sharing: int) -> int:
+    """Bytes of a GPU; without CUDA `num_sharing` processes share the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return _host_bytes() // num_sharing
+
+
 def _refuse_another_run(
     config: LearnerConfig, directory: RunDirectory, layout: ShardLayout, step: int, console: Console
 ) -> None:
@@ -131,16 +184,22 @@ def _refuse_another_run(
         data_parallel_world_size=layout.data_parallel_world_size,
         ended_after=step if directory.hf_model.is_dir() or directory.adapter.is_dir() else None,
     )
-    was, now = (backend_named(of.backend).sharing(of, layout) for of in (before.parallel, config.parallel))
+    was = backend_named(before.parallel.backend).sharing(before.parallel, layout)
+    now = backend_named(config.parallel.backend).sharing(config.parallel, layout)
     if was != now:
         console.say(
             f"the run in {directory.path} was on {was}, and goes on on {now} with the same weights and optimizer "
             "states; sums are taken in another order, so losses may differ in their last digits"
         )
     if lengths := changed_lengths(saved, config):
-        changes, schedule = "; ".join(lengths.values()), config.optim.lr_scheduler_type
+        schedule = config.optim.lr_scheduler_type
         console.warn(
-            f"the run in {directory.path} had ended after step {step}, and goes on from there ({changes}). "
-            f"--lr_scheduler_type {schedule} and --warmup_ratio stretch over all steps of a run: the learning rate is "
-            "from now on that of a run of the new length, which is higher than it was at the end"
+            f"the run in {directory.path} had ended after step {step}, and goes on from there "
+            f"({'; '.join(lengths.values())}). --lr_scheduler_type {schedule} and --warmup_ratio stretch over all "
+            "steps of a run: the learning rate is from now on that of a run of the new length, which is higher than it "
+            "was at the end"
         )
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from olmo_core.nn.transformer import Transformer
+from torch import nn
 from transformers import PretrainedConfig
 
+from open_instruct.checkpoints.step_folder import Damaged, find_checkpoints, refuse_another_start_model
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import DataSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import choose_chat_template, load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
-from open_instruct.models.export import check_destination, check_exportable
+from open_instruct.models.export import ExportReport, check_destination, check_exportable, export_hf
 from open_instruct.models.family import unknown_fields
-from open_instruct.models.fingerprint import weights_fingerprint
+from open_instruct.models.fingerprint import weights_fingerprint, with_config
 from open_instruct.models.heads.value_head import open_score_files
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
@@ -30,11 +34,14 @@ from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.files import open_adapter
 from open_instruct.parallel.layout import check_heads
 from open_instruct.parallel.peers import doing
+from open_instruct.parallel.process import on_main_process
 from open_instruct.records import ShardLayout
 from open_instruct.run.first_look import local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from open_instruct.run.opened import Run
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: one property is kept
@@ -54,10 +61,53 @@ class Pretrained:
         """The model, without weights."""
         return build_model(self.hf_config, init_device=init_device, head=self.names.head)
 
+    def check_sizes(self, data: DataSection | PromptDataSection) -> None:
+        """:raises InputError: the tokenizer has more tokens, or the rows have more positions, than the model."""
+        num_tokens = max(len(self.tokenizer), 1 + max(self.tokenizer.get_vocab().values()))
+        if num_tokens > self.hf_config.vocab_size:
+            raise InputError(
+                f"the tokenizer in {self.tokenizer_folder} has {num_tokens} tokens, but the model in {self.folder} has "
+                f"vocab_size {self.hf_config.vocab_size}: they do not belong together"
+            )
+        longest = getattr(self.hf_config, "max_position_embeddings", None)
+        if longest is not None and data.max_seq_length > longest:
+            raise InputError(
+                f"{data.length_flags} {data.max_seq_length} is more than the {longest} positions the model in "
+                f"{self.folder} has; use at most {longest}"
+            )
+
+    def export(self, model: nn.Module, out_folder: str | Path, **settings: Any) -> ExportReport:
+        """Write `model` with this checkpoint's configuration, names, tokenizer and chat template. Collective.
+
+        :param settings: the other arguments of `export_hf`.
+        """
+        return export_hf(
+            model,
+            self.names,
+            source_folder=self.folder,
+            tokenizer_folder=self.tokenizer_folder,
+            chat_template=self.chat_template,
+            out_folder=out_folder,
+            **settings,
+        )
+
     @cached_property
     def weights_fingerprint(self) -> str:
         """Fingerprint of all bytes of the checkpoint's weights. Collective at the first call, which reads them once."""
         return weights_fingerprint(self.files)
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the weights and of config.json. Collective at the first call.
+
+        The text of config.json counts, not the object that transformers parses: a newer version has more defaults.
+        """
+        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        return with_config(self.weights_fingerprint, config)
+
+    def is_same_as(self, other: Pretrained) -> bool:
+        """Whether both have the same weights and config.json. Collective; reads every byte if the shapes are equal."""
+        return self.files.shapes == other.files.shapes and self.fingerprint == other.fingerprint
 
     @property
     def warnings(self) -> list[str]:
@@ -98,7 +148,7 @@ def open_pretrained(
 
     :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
     """
-    model, data, lora = config.model, config.data, config.adapters
+    model, lora = config.model, config.adapters
     doing("reading what is in the start model's folder")
     folder = tokenizer_folder = local_folder(model.model_name_or_path, revision=model.model_revision)
     if model.tokenizer_name_or_path:
@@ -112,41 +162,45 @@ def open_pretrained(
             model=f"the model in {folder}",
         )
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    num_tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
-    if num_tokens > hf_config.vocab_size:
-        raise InputError(
-            f"the tokenizer in {tokenizer_folder} has {num_tokens} tokens, but the model in {folder} has "
-            f"vocab_size {hf_config.vocab_size}: they do not belong together"
-        )
-    longest = getattr(hf_config, "max_position_embeddings", None)
-    if longest is not None and data.max_seq_length > longest:
-        raise InputError(
-            f"{data.length_flags} {data.max_seq_length} is more than the {longest} positions the model in {folder} "
-            f"has; use at most {longest}"
-        )
     names = TensorNames(hf_config, head=head)
     if head == "score":
         files = open_score_files(folder, hf_config, seed=config.optim.seed)
     else:
         files = CheckpointFiles.open(folder)
-    bare = build_model(hf_config, init_device="meta", head=head)
-    shapes = parameter_shapes(bare)
-    check_cover(names, files, shapes)
-    check_exportable(names, shapes)
-    check_destination(folder, export_folder)
-    adapter = None
-    if lora is not None and lora.adapter_name_or_path is not None:
-        adapter = open_adapter(local_folder(lora.adapter_name_or_path), bare, names, lora)
-    return Pretrained(
+    opened = Pretrained(
         folder=folder,
         tokenizer_folder=tokenizer_folder,
         hf_config=hf_config,
         files=files,
         names=names,
         tokenizer=tokenizer,
-        adapter=adapter,
-        chat_template=_other_template(tokenizer, data),
+        chat_template=_other_template(tokenizer, config.data),
     )
+    opened.check_sizes(config.data)
+    bare = opened.build(init_device="meta")
+    shapes = parameter_shapes(bare)
+    check_cover(names, files, shapes)
+    check_exportable(names, shapes)
+    check_destination(folder, export_folder)
+    if lora is None or lora.adapter_name_or_path is None:
+        return opened
+    return replace(opened, adapter=open_adapter(local_folder(lora.adapter_name_or_path), bare, names, lora))
+
+
+def start_model_of(pretrained: Pretrained, run: Run) -> str:
+    """Fingerprint of the start model, which the checkpoints of the run must have too. Collective.
+
+    :raises InputError: the run began with another start model, or its files were changed in place.
+    """
+    own = pretrained.fingerprint
+
+    def compare() -> None:
+        for folder in find_checkpoints(run.directory.path):
+            with suppress(Damaged):  # `resume` warns of it
+                refuse_another_start_model(folder, own)
+
+    on_main_process(compare)
+    return own
 
 
 def _other_template(tokenizer: PreTrainedTokenizerFast, data: DataSection | PromptDataSection) -> str | None:

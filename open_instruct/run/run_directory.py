@@ -133,8 +133,9 @@ class RunDirectory:
 
 def exported_by(config: LearnerConfig) -> Path:
     """The folder that the run of these flags ends with."""
-    directory, lora = RunDirectory(path=Path(config.run.output_dir)), config.adapters
-    return directory.adapter if lora is not None and lora.export == "adapter" else directory.hf_model
+    directory = RunDirectory(path=Path(config.run.output_dir))
+    exports_adapter = config.adapters is not None and config.adapters.export == "adapter"
+    return directory.adapter if exports_adapter else directory.hf_model
 
 
 def card_of(
@@ -158,7 +159,9 @@ def is_number(value: Any) -> bool:
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file that has one JSON object with its `step` a line; damaged and half lines are passed over."""
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+    if not path.exists():
+        return
+    for line in path.read_bytes().split(b"\n"):
         try:
             row = json.loads(line)
             is_row = is_number(row["step"])

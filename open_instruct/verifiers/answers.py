@@ -1,4 +1,4 @@
-"""Verifiers that compare texts and numbers: fast, and with nothing foreign in them."""
+"""Verifiers that compare texts and numbers, fast and in the caller's process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class GSM8K(Verifier):
     isolated: ClassVar[bool] = False
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        expected, given = last_number(str(ground_truth)), last_number(completion)
-        return float(expected is not None and given == expected)
+        expected = last_number(str(ground_truth))
+        return float(expected is not None and last_number(completion) == expected)
 
 
 class StringMatcher(Verifier):
@@ -121,5 +121,6 @@ def _f1(given: list[str], expected: list[str]) -> float:
     num_shared = sum((Counter(given) & Counter(expected)).values())
     if num_shared == 0:
         return 0.0
-    precision, recall = num_shared / len(given), num_shared / len(expected)
+    precision = num_shared / len(given)
+    recall = num_shared / len(expected)
     return 2 * precision * recall / (precision + recall)

@@ -99,6 +99,14 @@ def is_in_language(text: str, *, language: str) -> bool:
         return False
 
 
+def is_uppercase(text: str) -> bool:
+    return text.isupper()
+
+
+def is_lowercase(text: str) -> bool:
+    return text.islower()
+
+
 def capital_word_frequency(text: str, *, count: int, relation: str) -> bool:
     """Words without a small letter; what a hyphen or an apostrophe joins is one word."""
     return RELATIONS[relation](sum(word.isupper() for word in _JOINED_WORD.findall(text)), count)

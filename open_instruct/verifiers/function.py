@@ -18,9 +18,9 @@ ABOVE = '"""The reward of this run, as it was given to fit()."""\n\nfrom __futur
 
 
 class RewardFunction(Verifier):
-    """Calls the function once for all completions of a prompt, with lists of as many of whatever else it takes by name.
+    """Calls the function once for all completions of a prompt. The rewards may be any numbers.
 
-    That is `prompts`, the text that was given, and the columns of the row. The rewards may be any numbers.
+    Its arguments are lists with an entry for each completion: `completions`, `prompts`, and columns of the row by name.
     """
 
     sees_thinking: ClassVar[bool] = True
@@ -58,10 +58,10 @@ class RewardFunction(Verifier):
 
 
 def file_with(function: Callable[..., Any]) -> str:
-    """The text of a file that has this function and nothing else: verifiers run in processes of their own.
+    """The text of a file that has this function and nothing else, for the processes in which verifiers run.
 
     Raises:
-        InputError: its source cannot be read, or has not all that it uses.
+        InputError: its source cannot be read, or the function uses a name from outside of it.
     """
     name = getattr(function, "__name__", repr(function))
     way_out = f"write it to a file, and pass reward='mine.py:{name}'"
@@ -82,7 +82,7 @@ def file_with(function: Callable[..., Any]) -> str:
 
 
 def _names_read(file: CodeType) -> set[str]:
-    """Names that its code reads, at any depth, and does not define; all of a function's own scope are no names here."""
+    """The global names that the code of a file reads, at any depth, and does not define; builtins are among them."""
     codes = [file]
     for code in codes:
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]

@@ -68,7 +68,7 @@ def find_answer(completion: str) -> str | None:
 
 
 def _closed_at(text: str, start: int, opening: str = "([{", closing: str = ")]}") -> int | None:
-    """Where the bracket at `start` is closed, by one of whatever kind of `closing`; None where it never is."""
+    """The index of the bracket that closes the one at `start`, of any kind in `closing`; None if there is none."""
     depth = 0
     for index in range(start, len(text)):
         depth += (text[index] in opening) - (text[index] in closing)
@@ -78,21 +78,24 @@ def _closed_at(text: str, start: int, opening: str = "([{", closing: str = ")]}"
 
 
 def are_equal(answer: str, expected: str) -> bool:
-    """Whether two answers say the same. May take for ever on malicious ones: call it where it can be killed."""
+    """Whether two answers are equal. Malicious ones may take forever: call it in a process that can be killed."""
     if max(len(answer), len(expected)) > MAX_CHARACTERS:
         return answer.split() == expected.split()
-    ours, theirs = _plain(answer), _plain(expected)
+    ours = _plain(answer)
+    theirs = _plain(expected)
     return bool(ours) and bool(theirs) and _are_equal(ours, theirs)
 
 
 def _are_equal(one: str, other: str) -> bool:
     if _key(one) == _key(other):
         return True
-    (kind, parts), (other_kind, other_parts) = _parts(one), _parts(other)
+    kind, parts = _parts(one)
+    other_kind, other_parts = _parts(other)
     if kind != other_kind or len(parts) != len(other_parts):
         return False
     if kind == "expression":
-        left, right = _parse(one), _parse(other)
+        left = _parse(one)
+        right = _parse(other)
         if left is None or right is None:
             return False
         import sympy
@@ -109,7 +112,7 @@ def _are_equal(one: str, other: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Without layout; a unit in words after a number is left out, other words stay, and so is "x =" before values."""
+    """The text without layout, without units behind a number, and without "x =" before values. Other words stay."""
     text = _DROPPED.sub("", text.replace("{,}", ""))
     for pattern, sign in _RELATIONS.items():
         text = re.sub(pattern, sign, text)
@@ -126,20 +129,21 @@ def _plain(text: str) -> str:
 
 
 def _key(text: str) -> str:
-    """The same for texts that differ in spaces, braces around one character, or the case of words."""
+    """A key that is equal for texts that differ in spaces, braces around one character, or the case of words."""
     text = re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", re.sub(r"([_^])\{(\w)\}", r"\1\2", text))
     return text.lower() if re.fullmatch(r"[A-Za-z ]{3,}", text) else text
 
 
 def _parts(text: str) -> tuple[str, list[str]]:
-    """What kind of thing this is, with its brackets or relations, and what it is made of."""
+    """The kind of an answer, which includes its brackets or relations, and its parts."""
     text = text.strip()
     if matrix := _MATRIX.fullmatch(text):
         rows = [row.split("&") for row in re.split(r"\\\\", matrix[1]) if row.strip()]
         return f"matrix with rows of {list(map(len, rows))}", [cell for row in rows for cell in row]
     if len(sets := re.split(r"\\cup(?![a-z])|∪", text)) > 1:
         return "union", sets
-    inner, brackets = re.sub(r"^\\(?=\{)", "", text), ""
+    inner = re.sub(r"^\\(?=\{)", "", text)
+    brackets = ""
     if inner[:1] in "([{" and len(_split(inner)) == 1 and _closed_at(inner, 0) == len(inner) - 1:
         brackets = inner[0] + inner[-1]
         inner = inner[1:-1].removesuffix("\\")
@@ -147,7 +151,9 @@ def _parts(text: str) -> tuple[str, list[str]]:
     if brackets and brackets != "{}" and len(items) > 1:
         return brackets, items
     if brackets in ("", "{}"):
-        items = [item.replace("\\pm", sign) for item in items for sign in ("+-" if "\\pm" in item else "+")]
+        for item in [item for item in items if "\\pm" in item]:
+            items.remove(item)
+            items += [item.replace("\\pm", "+"), item.replace("\\pm", "-")]
         if len(items) > 1:
             return "list", items
     relations = re.findall(r"[<>]=?|=", text)
@@ -161,8 +167,9 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas that stand in no brackets."""
-    parts, depth = [""], 0
+    """The pieces between the commas that stand in no brackets."""
+    parts = [""]
+    depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth == 0:
@@ -173,7 +180,7 @@ def _split(text: str) -> list[str]:
 
 
 def _parse(text: str) -> Any | None:
-    """The expression, or None where this is no mathematics that we know."""
+    """The expression, or None if the text is not one that we can read."""
     source = _to_python(text)
     if source is None:
         return None
@@ -194,7 +201,7 @@ def _mixed_number(match: re.Match[str]) -> str:
 
 
 def _to_python(text: str) -> str | None:
-    """LaTeX or plain arithmetic as words that only name numbers, operators, known functions and one-letter symbols."""
+    """LaTeX or plain arithmetic as Python that has only numbers, operators, known functions and one-letter symbols."""
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     text = re.sub(r"\\frac\s*(\d)", r"\\frac{\1}", text)
     text = re.sub(r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", text)

@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import queue
-import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
 from open_instruct.parallel.launch import threads_of_each
@@ -28,8 +28,8 @@ from open_instruct.verifiers.worker import verdicts
 WORKER = Path(__file__).resolve().with_name("worker.py")
 PIECE_BYTES = 1 << 16
 GUARD_TIMEOUT_S = 10.0
-# What a verifier that was late this often in a row is given from then on, until one of its verdicts comes: a share of
-# the time, or a multiple of what its slowest verdict took where that is more; and every so often all of it.
+# A verifier that was late this often in a row gets less time until one of its verdicts comes: a share of
+# --verifier_timeout_s, or a multiple of the time of its slowest verdict if that is more. Every 16th gets all of it.
 LATE_IN_A_ROW = 2
 SHARE_OF_TIME = 0.2
 TIMES_THE_SLOWEST = 3
@@ -38,30 +38,37 @@ WHOLE_TIME_EVERY = 16
 
 @dataclass(slots=True)
 class _Pace:
-    """Of one verifier: how often in a row it was late, and the most seconds that a verdict of it took."""
+    """How often in a row one verifier was late, and the time of its slowest verdict."""
 
     late_in_a_row: int = 0
     slowest_s: float = 0.0
 
     def time_s(self, timeout_s: float) -> float:
-        """What its next verdict may take."""
+        """The time that its next verdict may take."""
         if self.late_in_a_row < LATE_IN_A_ROW or self.late_in_a_row % WHOLE_TIME_EVERY == 0:
             return timeout_s
         return min(timeout_s, max(SHARE_OF_TIME * timeout_s, TIMES_THE_SLOWEST * self.slowest_s))
 
+    def note(self, took_s: float, *, is_late: bool, has_answered: bool) -> None:
+        if has_answered:
+            self.late_in_a_row = 0
+            self.slowest_s = max(self.slowest_s, took_s)
+        elif is_late:
+            self.late_in_a_row += 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A score from 0 to 1, and what kept it from being a real one, if anything did."""
+    """A score, and the problem because of which it is 0, if there was one."""
 
     score: float
     problem: str | None = None
 
 
 class VerifierPool:
-    """`num_processes` workers for the isolated verifiers; the others are called where the caller is.
+    """Asks verifiers for scores: isolated ones in `num_processes` processes, the others in the caller's.
 
-    `say` is told of the first problem of each verifier, with its traceback.
+    `say` gets a message about the first problem of each verifier, with its traceback.
 
     Raises:
         InputError: a verifier of `user_verifiers` (words of `--verifier`) cannot be loaded.
@@ -76,17 +83,17 @@ class VerifierPool:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.verifiers = known_verifiers(user_verifiers)
-        # By its path and with -P: neither the working folder nor ours is where its imports are looked for. An empty
-        # entry would mean the working folder.
+        # Started by its path and with -P, a worker imports nothing from the working folder or from ours. An empty entry
+        # of PYTHONPATH would mean the working folder.
         paths = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-        environment = {**os.environ, **threads_of_each(num_processes), "PYTHONPATH": paths}  # judges compute at once
+        environment = {**os.environ, **threads_of_each(num_processes), "PYTHONPATH": paths}
         self._start = partial(Popen, [sys.executable, "-P", WORKER, *user_verifiers], env=environment)
         self._timeout_s = timeout_s
         self._start_timeout_s = max(verifier.start_timeout_s for verifier in self.verifiers.values())
         self._say = say
-        self._told: set[str] = set()
+        self._said: set[str] = set()
         self._paces = {name: _Pace() for name in self.verifiers}
-        self._telling = threading.Lock()  # guards both
+        self._lock = threading.Lock()  # of both
         # Linux ends a worker with the thread that started it, so that must be one that lives as long as the pool.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="verifier-starter")
         # A place is a worker, or None until somebody needs one.
@@ -96,33 +103,35 @@ class VerifierPool:
             self._places.put(None)
 
     def scores(self, check: Check, prompt: str, completions: Sequence[Completion]) -> list[Outcome]:
-        """Judge completions of one prompt, the text that was given.
+        """The scores of completions of one prompt, which is the text that the engine was given.
 
-        A verifier that raises, dies or takes too long gives each of them 0, and says so.
+        Where a verifier raises, dies or takes too long, the score is 0 and the outcome has the problem.
         """
-        name, verifier = check.verifier, self.verifiers[check.verifier]
+        name = check.verifier
+        verifier = self.verifiers[name]
+        texts = [each.text for each in completions]
         asked = {
-            "completions": [
-                each.text if verifier.sees_thinking else without_thinking(each.text) for each in completions
-            ],
+            "completions": texts if verifier.sees_thinking else list(map(without_thinking, texts)),
             "are_truncated": [each.is_truncated for each in completions],
             "ground_truth": check.ground_truth,
             "prompt": prompt,
         }
         answer = self._ask_worker(name, asked) if verifier.isolated else verdicts(verifier, **asked)
-        low, high = (0, 1) if verifier.is_bounded else (-sys.float_info.max, sys.float_info.max)
         if "problem" in answer:
             return [self._without_score(name, answer["problem"], answer.get("traceback", ""))] * len(completions)
-        return [
-            Outcome(score=score)
-            if low <= score <= high
-            else self._without_score(name, f"gave {score}, which is not between {low:g} and {high:g}")
-            for score in answer["scores"]
-        ]
+        low, high = verifier.bounds
+        outcomes = []
+        for score in answer["scores"]:
+            if low <= score <= high:
+                outcomes.append(Outcome(score=score))
+            else:
+                problem = f"gave {score}, which is not between {low:g} and {high:g}"
+                outcomes.append(self._without_score(name, problem))
+        return outcomes
 
     def _without_score(self, name: str, problem: str, traceback: str = "") -> Outcome:
         shown = f"the verifier {name}: {problem}\n{traceback}".rstrip()
-        self._tell(name, f"{shown}\nIts score is 0. Further ones are only counted, as num_verifier_problems.")
+        self._say_once(name, f"{shown}\nIts score is 0. Further ones are only counted, as num_verifier_problems.")
         return Outcome(score=0.0, problem=f"{name}: {problem}")
 
     def _ask_worker(self, name: str, asked: Mapping[str, object]) -> dict[str, Any]:
@@ -132,7 +141,10 @@ class VerifierPool:
             time_s = self._paces[name].time_s(self._timeout_s)
             began_s = time.monotonic()
             answer = worker.ask({"verifier": name, **asked}, timeout_s=time_s)
-            self._note(name, time.monotonic() - began_s, time_s, has_answered=answer is not None)
+            took_s = time.monotonic() - began_s
+            with self._lock:
+                self._paces[name].note(took_s, is_late=took_s >= time_s, has_answered=answer is not None)
+            self._say_if_late(name)
             if answer is None:
                 worker.kill()
                 worker = None
@@ -141,17 +153,11 @@ class VerifierPool:
             self._places.put(worker)
         return answer
 
-    def _note(self, name: str, took_s: float, time_s: float, *, has_answered: bool) -> None:
-        """Give a verifier that is late again and again less time, and say so once."""
-        pace = self._paces[name]
-        with self._telling:
-            if has_answered:
-                pace.late_in_a_row, pace.slowest_s = 0, max(pace.slowest_s, took_s)
-            elif took_s >= time_s:
-                pace.late_in_a_row += 1
-            next_s, whole_s = pace.time_s(self._timeout_s), self._timeout_s
+    def _say_if_late(self, name: str) -> None:
+        whole_s = self._timeout_s
+        next_s = self._paces[name].time_s(whole_s)
         if next_s < whole_s:
-            self._tell(
+            self._say_once(
                 f"{name} is late",
                 f"the verifier {name} took more than {whole_s:g} s several times in a row. So that a step does not "
                 f"wait as long for each of its verdicts, they now have {next_s:.3g} s, until one comes (every "
@@ -159,10 +165,10 @@ class VerifierPool:
                 "as num_verifier_problems. Mend the verifier, or raise --verifier_timeout_s where it needs longer",
             )
 
-    def _tell(self, what: str, text: str) -> None:
-        with self._telling:
-            is_first = what not in self._told
-            self._told.add(what)
+    def _say_once(self, what: str, text: str) -> None:
+        with self._lock:
+            is_first = what not in self._said
+            self._said.add(what)
         if is_first:
             self._say(text)
 
@@ -176,17 +182,18 @@ class VerifierPool:
 
 
 class _Worker:
-    """A process with a session of its own; what its verifiers start, in whichever session, is ended with it."""
+    """A process with a session of its own, and a socket that is its stdin and stdout.
+
+    All processes that its verifiers start, in whichever session, are ended with it.
+    """
 
     def __init__(
         self, start: Callable[..., Popen[Any]], starter: ThreadPoolExecutor, *, start_timeout_s: float
     ) -> None:
-        self._process = starter.submit(
-            start, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, bufsize=0, start_new_session=True
-        ).result()
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._requests, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._requests, False)
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            start_it = partial(start, stdin=theirs, stdout=theirs, stderr=DEVNULL, start_new_session=True)
+            self._process = starter.submit(start_it).result()
         self._unread = b""
         self._num_asked = 0
         self._greeting = self._exchange(b"", timeout_s=start_timeout_s)
@@ -199,33 +206,31 @@ class _Worker:
         line = json.dumps({"id": self._num_asked, **request}).encode() + b"\n"
         return self._exchange(line, timeout_s=timeout_s)
 
-    def _exchange(self, unsent: bytes, *, timeout_s: float) -> dict[str, Any] | None:
-        """Send a line; the line that answers it. What else arrives is of a verdict that was waited for in vain."""
+    def _exchange(self, request: bytes, *, timeout_s: float) -> dict[str, Any] | None:
+        """Send a request, and return the line that answers it. Lines that do not answer it are dropped."""
         deadline_s = time.monotonic() + timeout_s
-        while True:
-            line, ends, rest = self._unread.partition(b"\n")
-            if ends:
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.sendall(request)
+            while True:
+                line, ends, rest = self._unread.partition(b"\n")
+                if not ends:
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0:
+                        return None
+                    self._socket.settimeout(left_s)
+                    piece = self._socket.recv(PIECE_BYTES)
+                    if not piece:
+                        return None  # it has ended
+                    self._unread += piece
+                    continue
                 self._unread = rest
-                with contextlib.suppress(ValueError, AttributeError):  # not ours: a verifier found the pipe
+                with contextlib.suppress(ValueError, AttributeError):  # not ours: a verifier found the socket
                     answer: dict[str, Any] = json.loads(line)
                     if answer.get("id") == self._num_asked:
                         return answer
-                continue
-            polled = select.poll()
-            polled.register(self._answers, select.POLLIN)
-            if unsent:
-                polled.register(self._requests, select.POLLOUT)
-            left_s = deadline_s - time.monotonic()
-            ready = dict(polled.poll(left_s * 1000)) if left_s > 0 else {}
-            try:
-                if self._requests in ready:
-                    unsent = unsent[os.write(self._requests, unsent[:PIECE_BYTES]) :]
-                piece = os.read(self._answers, PIECE_BYTES) if self._answers in ready else b""
-            except OSError:
-                return None
-            self._unread += piece
-            if not piece and self._requests not in ready:
-                return None  # late, or at its end
+        except OSError:  # among them TimeoutError
+            return None
 
     def kill(self) -> None:
         """End it, and all that its verifiers have started."""
@@ -237,6 +242,4 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of it
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._socket.close()

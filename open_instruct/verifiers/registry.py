@@ -12,31 +12,32 @@ from open_instruct.users_code import load_named
 from open_instruct.verifiers.answers import GSM8K, Passthrough, R1Format, StringF1, StringMatcher
 from open_instruct.verifiers.function import RewardFunction
 from open_instruct.verifiers.ifeval import IFEval
-from open_instruct.verifiers.judge_models import ProcessRewardVerifier, RewardModelVerifier
 from open_instruct.verifiers.math_answers import Math
+from open_instruct.verifiers.reward_models import OutcomeRewardModel, ProcessRewardModel
 from open_instruct.verifiers.verifier import Verifier
 
 BUILT_IN: tuple[type[Verifier], ...] = (GSM8K, IFEval, Math, StringMatcher, StringF1, Passthrough, R1Format)
-OF_FOLDERS = {kind.name: kind for kind in (RewardModelVerifier, ProcessRewardVerifier)}
+REWARD_MODELS = {kind.name: kind for kind in (OutcomeRewardModel, ProcessRewardModel)}
 ENTRY_POINT_GROUP = "open_instruct.verifiers"
 
 
 def known_verifiers(user: Sequence[str] = ()) -> dict[str, Verifier]:
-    """Verifiers by name; `user` are words of `--verifier`, each the name of one, or `FILE.py:NAME` or
-    `module:NAME` of a class or a function.
+    """All verifiers by name, with those that the words `user` of `--verifier` add.
 
-    `reward_model:FOLDER` and `prm:FOLDER` are verifiers too: what a run of ours has exported.
+    A word is the name of a verifier, `FILE.py:NAME` or `module:NAME` of a class or a function, or `reward_model:FOLDER`
+    or `prm:FOLDER` with the exported model of a run.
 
     Raises:
-        InputError: one cannot be imported, is not a `Verifier`, or has the name of another; a folder will not do.
+        InputError: a word cannot be imported, is not a `Verifier`, or has the name of another; or a folder has no such
+            model.
     """
     verifiers = {kind.name: kind() for kind in BUILT_IN}
     for point in entry_points(group=ENTRY_POINT_GROUP):
         _add(verifiers, f"the entry point {point.name} = {point.value}", point.value)
     for word in user:
         name, colon, settings = word.partition(":")
-        if name in OF_FOLDERS and name not in verifiers:
-            verifiers[name] = OF_FOLDERS[name](settings)
+        if name in REWARD_MODELS and name not in verifiers:
+            verifiers[name] = REWARD_MODELS[name](settings)
         elif colon:
             _add(verifiers, f"--verifier {word}", word)
     if unknown := [word for word in user if ":" not in word and word not in verifiers]:
@@ -48,12 +49,13 @@ def known_verifiers(user: Sequence[str] = ()) -> dict[str, Verifier]:
 
 
 def judges_named(user: Sequence[str]) -> list[str]:
-    """The names of the verifiers that `--verifier` has words of: they judge rows that name none."""
-    names = [word.partition(":")[0] for word in user]
-    return [
-        name if name == word or name in OF_FOLDERS else _own(word, f"--verifier {word}").name
-        for name, word in zip(names, user, strict=True)
-    ]
+    """The names of the verifiers that the words of `--verifier` stand for: they judge rows that name no verifier."""
+    names = []
+    for word in user:
+        name, colon, _ = word.partition(":")
+        is_own = colon and name not in REWARD_MODELS
+        names.append(_own(word, f"--verifier {word}").name if is_own else name)
+    return names
 
 
 def _add(verifiers: dict[str, Verifier], origin: str, word: str) -> None:
@@ -64,7 +66,7 @@ def _add(verifiers: dict[str, Verifier], origin: str, word: str) -> None:
 
 
 def _own(word: str, origin: str) -> Verifier:
-    """What somebody has written: a class of verifiers, or a function that gives rewards."""
+    """The verifier of a class or a function that somebody else has written."""
     named = load_named(word, origin=origin, what="NAME")
     if inspect.isfunction(named):
         return RewardFunction(named)

@@ -20,17 +20,17 @@ class RewardManager:
         self._config = config
 
     def judges_groups(self, prompt: Prompt) -> bool:
-        """Whether completions of this prompt are to be judged together."""
+        """Whether a verifier of this prompt scores all of its completions at once."""
         return any(self._pool.verifiers[check.verifier].judges_groups for check in prompt.checks)
 
     def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Verdict]:
-        """The verdict on each of some completions of a prompt; callable from many threads.
+        """The verdict on each completion of a prompt; callable from many threads.
 
         The reward is `verification_reward` times the mean (or the sum: `several_verifiers`) of the scores, weighted by
-        the checks' weights. With the format reward, `r1_style_format_reward` is added where the form is right, and the
-        verifiers' part counts
-        only there, unless `additive_format_reward`. With the non-stop penalty a completion that was cut gets
-        `non_stop_penalty_value` instead of all that. Scores of a verifier that appears twice are averaged.
+        the checks' weights. With the format reward, `r1_style_format_reward` is added where the form is right;
+        elsewhere the verifiers' part does not count, unless `additive_format_reward`. With the non-stop penalty a
+        completion that was cut gets `non_stop_penalty_value` instead. Scores of a verifier that appears twice are
+        averaged.
         """
         checks = [*prompt.checks, FORM] if self._config.apply_r1_style_format_reward else prompt.checks
         check_outcomes = [self._pool.scores(check, prompt.text, completions) for check in checks]
@@ -40,8 +40,9 @@ class RewardManager:
         ]
 
     def _verdict(self, prompt: Prompt, completion: Completion, outcomes: Sequence[Outcome]) -> Verdict:
-        """Of a completion, from the outcomes of its checks and, where that counts, of its form."""
-        config, judged = self._config, list(zip(prompt.checks, outcomes, strict=False))
+        """The verdict on a completion, from the outcomes of its checks, and behind them that of its form, if any."""
+        config = self._config
+        judged = list(zip(prompt.checks, outcomes, strict=False))
         by_name: dict[str, list[float]] = {}
         for check, outcome in judged:
             by_name.setdefault(check.verifier, []).append(outcome.score)
@@ -57,6 +58,5 @@ class RewardManager:
                 reward = 0.0
         if config.non_stop_penalty and completion.is_truncated:
             reward = config.non_stop_penalty_value
-        return Verdict(
-            reward=reward, scores=scores, problems=tuple(outcome.problem for outcome in outcomes if outcome.problem)
-        )
+        problems = tuple(outcome.problem for outcome in outcomes if outcome.problem)
+        return Verdict(reward=reward, scores=scores, problems=problems)

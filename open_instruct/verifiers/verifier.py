@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -10,30 +11,36 @@ THINKING_ENDS = "</think>"
 
 
 class Verifier(ABC):
-    """One kind of answer. `isolated` verifiers run foreign or unbounded code, so they get a process that can be killed.
+    """One kind of answer.
 
-    Most are asked about the answer alone; one that `sees_thinking` is given the whole completion. The score of one that
-    is not `is_bounded` may be any number. The ground truth of one that `reads_row` is the whole row. One that
-    `judges_groups` is asked once about all completions of a prompt, in `judge_all`.
-
-    A verifier of your own is a subclass with a `name` of its own, which rows give as their `dataset`. One that cannot
-    compare with everything says so in `check_ground_truth`, which is asked when rows are loaded.
+    A verifier of your own is a subclass with a `name` of its own, which rows give as their `dataset`.
     """
 
     name: ClassVar[str]
     isolated: ClassVar[bool] = True
+    """Whether it runs in a process that can be killed, because its code is foreign or may never end."""
     sees_thinking: ClassVar[bool] = False
+    """Whether it gets the whole completion; otherwise it gets the answer behind the thoughts."""
     is_bounded: ClassVar[bool] = True
+    """Whether its scores are between 0 and 1; otherwise they may be any numbers."""
     reads_row: ClassVar[bool] = False
+    """Whether its ground truth is the whole row."""
     judges_groups: ClassVar[bool] = False
-    start_timeout_s: ClassVar[float] = 60.0  # of `load`
+    """Whether it is asked once about all completions of a prompt, by `judge_all`."""
+    start_timeout_s: ClassVar[float] = 60.0
+    """The time that `load` may take."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest valid score."""
+        return (0.0, 1.0) if self.is_bounded else (-sys.float_info.max, sys.float_info.max)
 
     def load(self) -> None:
-        """What takes long, before the first verdict: called once in every process that is going to ask."""
+        """Prepare for the first verdict, such as by loading a model; called once in every process that scores."""
         return
 
     def check_ground_truth(self, ground_truth: Any) -> None:
-        """Refuses a row's ground truth that `score` could not use.
+        """Refuse a ground truth that `score` could not use; called when rows are loaded.
 
         Raises:
             ValueError: with the reason, for the author of the row.
@@ -42,10 +49,10 @@ class Verifier(ABC):
 
     @abstractmethod
     def score(self, completion: str, ground_truth: Any) -> float:
-        """How right the answer is, from 0 to 1; `completion` is without what was thought before it."""
+        """How right the answer is; `completion` is what follows the thoughts, unless `sees_thinking`."""
 
     def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
-        """`score`, for verifiers that look at what was asked too, or at whether the answer came to its end."""
+        """`score` for verifiers that also look at the prompt, or at whether the completion was cut off."""
         del prompt, is_truncated
         return self.score(completion, ground_truth)
 
@@ -60,5 +67,5 @@ class Verifier(ABC):
 
 
 def without_thinking(completion: str) -> str:
-    """What follows the last `</think>`; all of it where there is none."""
+    """The text behind the last `</think>`, or all of it if there is none."""
     return completion.rpartition(THINKING_ENDS)[2]

@@ -1,9 +1,9 @@
 """A process that scores one completion after another: JSON lines in, JSON lines out, until its input ends.
 
-Started by `VerifierPool`, by this file's path, and ended when a verdict takes too long. On Linux that process is a
-guard, and the worker is its child: the guard is a parent to all that the worker's verifiers start, daemons too, and
-kills it when the worker ends, when the pool ends it, or when the pool's process is gone. Elsewhere the worker ends with
-its parent, and its group with the pool.
+`VerifierPool` starts it by this file's path, and ends it when a verdict takes too long. On Linux the process that the
+pool starts is a guard, and the worker is its child. All processes that the worker's verifiers start, daemons too,
+become children of the guard, which kills them when the worker ends, when the pool ends the guard, or when the pool's
+process is gone. Elsewhere the worker ends with its parent, and its process group with the pool.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ MAX_TRACEBACK_CHARACTERS = 4000
 
 
 def verdicts(verifier: Verifier, **asked: Any) -> dict[str, Any]:
-    """`{"scores": […]}`, or `{"problem": …, "traceback": …}` where the verifier raised; `asked` is `judge_all`'s."""
+    """`{"scores": […]}`, or `{"problem": …, "traceback": …}` where the verifier raised.
+
+    `asked` are the arguments of `Verifier.judge_all`.
+    """
     try:
         return {"scores": [float(score) for score in verifier.judge_all(**asked)]}
     except BaseException as error:  # foreign code, which may raise anything, and exit
@@ -49,10 +52,10 @@ def verdicts(verifier: Verifier, **asked: Any) -> dict[str, Any]:
 
 
 def end_with_parent() -> None:
-    """From here on this process is killed when its parent ends, also from within a verifier that never returns.
+    """Have this process killed when its parent ends, also while a verifier runs that never returns.
 
-    On Linux the kernel sees to it. Elsewhere a thread does, which a verifier that holds on to the interpreter, as one
-    very long addition would, can keep waiting.
+    On Linux the kernel does it. Elsewhere a thread does, which has to wait for a verifier that keeps the interpreter,
+    such as one with a very long multiplication.
     """
     parent = os.getppid()
     if sys.platform == "linux":
@@ -67,10 +70,11 @@ def end_with_parent() -> None:
 
 
 def leave_a_guard() -> None:
-    """Go on as a child of this process, which from here on only guards: see the top of this file. Linux only."""
+    """Continue as a child of this process, which becomes the guard: see the top of this file. Linux only."""
     if sys.platform != "linux":
         return
-    prctl, parent = ctypes.CDLL(None).prctl, os.getppid()
+    prctl = ctypes.CDLL(None).prctl
+    parent = os.getppid()
     usual = signal.pthread_sigmask(signal.SIG_BLOCK, GUARD_SIGNALS)
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whose own parent has ended becomes our child, in any session
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -92,7 +96,7 @@ def leave_a_guard() -> None:
 
 
 def _reaped(options: int) -> list[int]:
-    """Children that have ended; without WNOHANG, once one has."""
+    """The ids of children that have ended; without WNOHANG it waits for the first."""
     ended: list[int] = []
     with contextlib.suppress(ChildProcessError):
         while child := os.waitpid(-1, options)[0]:
@@ -108,8 +112,9 @@ def _children() -> list[int]:
 def main(user_verifiers: list[str]) -> None:
     leave_a_guard()
     end_with_parent()
-    # What a verifier prints must not be taken for a verdict, nor may it read what is asked.
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    # Requests and answers get descriptors of their own, so that a verifier that prints or reads does not meet them.
+    requests = os.fdopen(os.dup(0))
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     worker = os.getpid()
@@ -123,7 +128,8 @@ def main(user_verifiers: list[str]) -> None:
     print(json.dumps(greeting), file=answers, flush=True)
     for line in requests:
         request = json.loads(line)
-        number, verifier = request.pop("id"), verifiers[request.pop("verifier")]
+        number = request.pop("id")
+        verifier = verifiers[request.pop("verifier")]
         answer = verdicts(verifier, **request)
         if os.getpid() != worker:
             os._exit(0)  # the verifier forked, and this is its child, which has nothing to answer

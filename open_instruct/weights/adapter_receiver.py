@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from open_instruct.engines.held_adapter import ADAPTER_ID
+from open_instruct.engines.vllm_core import ADAPTER_ID
 from open_instruct.errors import RunError
 from open_instruct.weights.receiver import WeightReceiver
 

@@ -40,10 +40,11 @@ class Part:
 class Bucket:
     """Tensors that travel together: by name their shapes, and by rank and name their parts.
 
-    Example: the second of three pieces of an embedding is `Bucket(shapes={"wte": (9, 4)}, parts=…, num_bytes=24,
-    piece=1, num_pieces=3)`; a bucket of whole tensors has one piece.
+    Example: the second of three pieces of an embedding is `Bucket(dtype=torch.bfloat16, shapes={"wte": (9, 4)},
+    parts=…, num_bytes=24, piece=1, num_pieces=3)`; a bucket of whole tensors has one piece.
     """
 
+    dtype: torch.dtype
     shapes: Mapping[str, tuple[int, ...]]
     parts: Mapping[int, Mapping[str, Part]]
     num_bytes: int
@@ -56,34 +57,29 @@ class Bucket:
         return (parts[0].start, parts[-1].start + parts[-1].num_bytes) if parts else (0, 0)
 
     def pack(
-        self,
-        flat: torch.Tensor,
-        local_of: Callable[[str], torch.Tensor],
-        *,
-        rank: int,
-        dtype: torch.dtype,
-        first_byte: int = 0,
+        self, flat: torch.Tensor, local_of: Callable[[str], torch.Tensor], *, rank: int, first_byte: int = 0
     ) -> None:
-        """Copy the parts of `rank`, cast to `dtype`, to their places in the bucket.
+        """Copy the parts of `rank`, cast to the bucket's dtype, to their places in the bucket.
 
         Args:
             flat: bytes of the bucket, from `first_byte` on.
             local_of: returns the rank's local tensor of a name.
         """
         for name, part in self.parts.get(rank, {}).items():
-            part.view(flat, dtype, first_byte).copy_(local_of(name)[part.own])
+            part.view(flat, self.dtype, first_byte).copy_(local_of(name)[part.own])
 
-    def num_bytes_of_wholes(self, dtype: torch.dtype) -> int:
+    @property
+    def num_bytes_of_wholes(self) -> int:
         """Bytes of the whole tensors, more than those of the bucket if it is a piece."""
-        return sum(map(math.prod, self.shapes.values())) * dtype.itemsize
+        return sum(map(math.prod, self.shapes.values())) * self.dtype.itemsize
 
-    def wholes(self, into: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def wholes(self, into: torch.Tensor) -> dict[str, torch.Tensor]:
         """The whole tensors by name, as consecutive views of `into`."""
         wholes: dict[str, torch.Tensor] = {}
         start = 0
         for name, shape in self.shapes.items():
-            stop = start + math.prod(shape) * dtype.itemsize
-            wholes[name] = into[start:stop].view(dtype).view(shape)
+            stop = start + math.prod(shape) * self.dtype.itemsize
+            wholes[name] = into[start:stop].view(self.dtype).view(shape)
             start = stop
         return wholes
 
@@ -95,7 +91,7 @@ class Bucket:
         """
         for name, part in self.parts.get(rank, {}).items():
             whole = at(wholes[name], part.box)
-            whole.copy_(part.view(flat, whole.dtype, first_byte))
+            whole.copy_(part.view(flat, self.dtype, first_byte))
 
 
 class WeightManifest:
@@ -119,7 +115,9 @@ class WeightManifest:
             boxes: the part of each tensor that each rank sends; the parts cover the tensor.
             slabs: the number of slabs that a tensor is cut into along its columns, if values are counted slab by slab.
         """
-        self.shapes, self.boxes, self.slabs = shapes, boxes, slabs or {}
+        self.shapes = shapes
+        self.boxes = boxes
+        self.slabs = slabs or {}
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
         self.buckets = tuple(self._lay_out(*run) for run in self._runs())
@@ -132,7 +130,7 @@ class WeightManifest:
     @property
     def most_bytes_of_wholes(self) -> int:
         """The most bytes of the whole tensors of one bucket."""
-        return max(bucket.num_bytes_of_wholes(self.dtype) for bucket in self.buckets)
+        return max(bucket.num_bytes_of_wholes for bucket in self.buckets)
 
     @property
     def num_bytes(self) -> int:
@@ -142,6 +140,14 @@ class WeightManifest:
         """The most bytes that `rank` sends of one bucket."""
         spans = [bucket.span(rank) for bucket in self.buckets]
         return max(stop - start for start, stop in spans)
+
+    def bucket_at(self, position: int) -> Bucket:
+        """The bucket at a position of a channel's life, in which every version sends all buckets."""
+        return self.buckets[position % len(self.buckets)]
+
+    def number_at(self, position: int) -> str:
+        """The number of that bucket within its version, for people: "3 of 9"."""
+        return f"{position % len(self.buckets) + 1} of {len(self.buckets)}"
 
     def described(self) -> dict[str, Any]:
         """The arguments that build an equal manifest: plain types, to be pickled."""
@@ -155,7 +161,8 @@ class WeightManifest:
             more = math.prod(shape) * self.dtype.itemsize
             if run and num_bytes + more > self.bucket_bytes:
                 yield run, 0, 1
-                run, num_bytes = [], 0
+                run = []
+                num_bytes = 0
             num_pieces = min(-(-more // self.bucket_bytes), self._most_rows(name))
             if num_pieces > 1:
                 yield from (([name], piece, num_pieces) for piece in range(num_pieces))
@@ -182,7 +189,7 @@ class WeightManifest:
                     parts.setdefault(rank, {})[name] = Part(box=box, own=own, start=start, num_bytes=num_bytes)
                     start += num_bytes
         shapes = {name: self.shapes[name] for name in names}
-        return Bucket(shapes=shapes, parts=parts, num_bytes=start, piece=piece, num_pieces=num_pieces)
+        return Bucket(dtype=self.dtype, shapes=shapes, parts=parts, num_bytes=start, piece=piece, num_pieces=num_pieces)
 
 
 def _cut(box: Box, piece: int, num_pieces: int) -> tuple[Box, Box]:

@@ -22,6 +22,11 @@ def receiver_name(index: int) -> str:
     return f"receiver {index}"
 
 
+def receivers_of(info: Mapping[str, Any]) -> list[str]:
+    """The names of all receivers of a channel."""
+    return [receiver_name(index) for index in range(info["num_receivers"])]
+
+
 HOST_RANK = 0
 HOST = learner_name(HOST_RANK)
 """The member whose process keeps the store."""
@@ -60,7 +65,9 @@ class SyncProgress:
         Raises:
             RunError: nothing answers there.
         """
-        address, port, timeout_s = info["address"], info["port"], info["timeout_s"] + patience_s
+        address = info["address"]
+        port = info["port"]
+        timeout_s = info["timeout_s"] + patience_s
         try:
             limit = timedelta(seconds=timeout_s)
             store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
@@ -113,7 +120,8 @@ class SyncProgress:
     ) -> None:
         """Return when `condition` holds; `who` names the missing members after a time-out. Raises as `wait` does."""
         deadline = time.monotonic() + self.timeout_s
-        nap_s, next_check = SHORTEST_NAP_S, 0.0
+        nap_s = SHORTEST_NAP_S
+        next_check = 0.0
         try:
             while not condition():
                 now = time.monotonic()
@@ -152,3 +160,14 @@ class SyncProgress:
 
     def _host_is_gone(self) -> RunError:
         return RunError(f"weight sync: {self.member} lost {HOST}: its process is gone, or it closed the channel")
+
+
+def abandon(info: Mapping[str, Any], reason: str) -> None:
+    """Have all members of a channel give it up at once, and not at the time-out, after a member is known to be gone.
+
+    Args:
+        info: as `WeightSender.open` gave it.
+        reason: the message of their errors: "engine 1 died".
+    """
+    with suppress(RunError):  # learner 0 is gone, and with it the channel
+        SyncProgress.join(info, member="the driver").fail(reason)

@@ -17,7 +17,7 @@ from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.errors import RunError
-from open_instruct.weights.sender import abandon
+from open_instruct.weights.progress import abandon
 
 log = logging.getLogger(__name__)
 
@@ -153,10 +153,12 @@ class WeightPublisher:
 
     def _deliver(self) -> None:
         timeout_s = self._fleet.weight_sync_timeout_s
-        engines, version = self._engines, self._learners_version
+        engines = self._engines
+        version = self._learners_version
         assert version is not None, "the learners were lost"
+        is_connected = self._is_connected
         self.version = None
-        is_connected, self._is_connected = self._is_connected, False
+        self._is_connected = False  # unless all goes well
         engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
         if not is_connected:
             self._connect(engines, timeout_s)

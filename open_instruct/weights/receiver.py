@@ -7,31 +7,22 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from open_instruct.errors import RunError
 from open_instruct.models.shards import in_order
-from open_instruct.weights.manifest import Bucket, WeightManifest
-from open_instruct.weights.progress import HOST, SyncProgress, learner_name, receiver_name
-from open_instruct.weights.ways import ON_DEVICE, SHARED
-from open_instruct.weights.wire import (
-    broadcast,
-    broadcast_group,
-    import_device_slots,
-    map_shared_file,
-    slot_of,
-    wait_for_device,
-)
+from open_instruct.weights.manifest import WeightManifest
+from open_instruct.weights.progress import SyncProgress, learner_name, receiver_name, receivers_of
+from open_instruct.weights.way import wait_for_device
+from open_instruct.weights.ways import WAYS
 
 # Added to a receiver's time-out, so that the learners' time-out, which names the missing receiver, comes first.
 EXTRA_PATIENCE_S = 5.0
 
 CPU = torch.device("cpu")
-NOTHING = Bucket(shapes={}, parts={}, num_bytes=0)  # follows the last one
 PRIVATE_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -71,31 +62,18 @@ class IncomingWeights:
         Raises:
             RunError: some did not come within the time-out; names them.
         """
-        backend = info["backend"]
+        way = WAYS[info["backend"]]
         self._manifest = WeightManifest(**info["manifest"])
-        self._writers = [learner_name(rank) for rank in self._manifest.ranks]
-        self._device = device if backend in ON_DEVICE else CPU
+        self._device = device if way.on_device else CPU
         self._position = 0
-        self._slots_SN: torch.Tensor | None = None
-        self._groups: dict[int, Any] = {}
-        self._flats: dict[int, torch.Tensor] = {}
-        self._arriving: dict[int, dist.Work] = {}
         self._memory = ReusedMemory(self._manifest.most_bytes_of_wholes, self._device)
         self._progress = SyncProgress.join(info, member=receiver_name(index), patience_s=EXTRA_PATIENCE_S)
-        slot_bytes = self._manifest.largest_bucket_bytes
-        if backend == "shm":
-            self._slots_SN = map_shared_file(info["path"], slot_bytes)
-        elif backend == "ipc":
-            self._slots_SN = import_device_slots(info["device_slots"], device)
+        self._incoming = way.incoming(self._manifest, index=index, device=self._device)
+        self._incoming.join(info)
         self._progress.report("joined")
-        receivers = [receiver_name(other) for other in range(info["num_receivers"])]
-        self._progress.wait("joined", [*self._writers, *receivers], to="join")
-        if backend not in SHARED:
-            # Receivers join the groups in the same order; the learner of each group waits for no other group.
-            for rank in self._manifest.ranks:
-                sender, most_bytes, where = learner_name(rank), self._manifest.most_bytes_of(rank), self._device
-                self._groups[rank] = broadcast_group(info, self._progress, sender=sender, rank=index + 1, device=where)
-                self._flats[rank] = torch.empty(most_bytes, dtype=torch.uint8, device=where)
+        writers = [learner_name(rank) for rank in self._manifest.ranks]
+        self._progress.wait("joined", [*writers, *receivers_of(info)], to="join")
+        self._incoming.connect(info, self._progress)
 
     def buckets(self) -> Iterator[Weights]:
         """One version, bucket by bucket: names with tensors that own their memory. Take all of each, in order.
@@ -103,20 +81,18 @@ class IncomingWeights:
         Raises:
             RunError: a learner did not bring its part within the time-out (names it), or somebody failed.
         """
-        dtype, buckets = self._manifest.dtype, self._manifest.buckets
         self._progress.new_round()
         self._progress.report(f"began/{self._position}")
         wholes: dict[str, torch.Tensor] = {}
-        for index, bucket in enumerate(buckets):
+        for position, bucket in enumerate(self._manifest.buckets, start=self._position):
             if bucket.piece == 0:
-                wholes = bucket.wholes(self._memory.take(bucket.num_bytes_of_wholes(dtype)), dtype)
-            take = self._take_slot if self._slots_SN is not None else self._take_broadcasts
-            take(index, wholes)
+                wholes = bucket.wholes(self._memory.take(bucket.num_bytes_of_wholes))
+            self._incoming.take(position, wholes)
             wait_for_device(self._device)
-            self._progress.report(f"done/{self._position + index}")
+            self._progress.report(f"done/{position}")
             if bucket.piece == bucket.num_pieces - 1:
                 yield _handed_over(wholes, self._manifest.slabs)
-        self._position += len(buckets)
+        self._position += len(self._manifest.buckets)
 
     def fail(self, error: BaseException) -> None:
         """Tell everybody that this receiver has failed, and leave the channel."""
@@ -126,56 +102,7 @@ class IncomingWeights:
 
     def close(self) -> None:
         """Release memory and connections, even if other references to this object remain."""
-        # Destroying a group waits for its open operations, until its peers are gone too.
-        for group in self._groups.values():
-            group.abort()
-        self._slots_SN = None
-        self._arriving.clear()
-        self._groups.clear()
-
-    def _take_slot(self, index: int, wholes: Mapping[str, torch.Tensor]) -> None:
-        assert self._slots_SN is not None
-        position, bucket = self._position + index, self._manifest.buckets[index]
-        self._progress.wait(f"filled/{position}", self._writers, to=f"write bucket {self._number(index)}")
-        for rank in bucket.parts:
-            bucket.unpack(slot_of(self._slots_SN, position, bucket), wholes, rank=rank)
-
-    def _take_broadcasts(self, index: int, wholes: Mapping[str, torch.Tensor]) -> None:
-        bucket, *further = self._manifest.buckets[index:]
-        following = further[0] if further else NOTHING
-        if index == 0:
-            self._progress.wait(f"go/{self._position}", [HOST], to="begin to send")
-            self._begin(bucket, self._manifest.ranks)
-        self._begin(following, set(self._manifest.ranks) - bucket.parts.keys())
-        for number, rank in enumerate(bucket.parts):
-            self._finish(list(bucket.parts)[number:], to=f"send bucket {self._number(index)}")
-            bucket.unpack(self._flats[rank], wholes, rank=rank, first_byte=bucket.span(rank)[0])
-            # The next bucket travels while the other parts are unpacked and the whole bucket is loaded.
-            self._begin(following, [rank])
-
-    def _begin(self, bucket: Bucket, ranks: Iterable[int]) -> None:
-        """Begin to receive these ranks' parts of a bucket."""
-        for rank in ranks:
-            start, stop = bucket.span(rank)
-            if start < stop:
-                self._arriving[rank] = broadcast(self._groups[rank], self._flats[rank][: stop - start])
-
-    def _finish(self, ranks: Sequence[int], *, to: str) -> None:
-        """Return when the parts of the first of `ranks` have arrived; the others are still to come."""
-
-        def absent() -> list[str]:
-            return [learner_name(rank) for rank in ranks if not self._arriving[rank].is_completed()]
-
-        work = self._arriving[ranks[0]]
-        self._progress.wait_until(work.is_completed, who=absent, to=to)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            lost = f"{self._progress.member} waited for {learner_name(ranks[0])} to {to}, and lost it: {error}"
-            raise self._progress.lost(lost) from error
-
-    def _number(self, index: int) -> str:
-        return f"{index + 1} of {len(self._manifest.buckets)}"
+        self._incoming.close()
 
 
 def _handed_over(wholes: dict[str, torch.Tensor], slabs: Mapping[str, int]) -> Weights:

@@ -1,13 +1,7 @@
 """Weights from the learners' shards to the engines, bucket by bucket; no rank ever holds the whole model.
 
 Learners and receivers count buckets through the life of a channel, and report their progress in a small key-value
-store that rank 0 keeps. The bytes go
-
-- "shm": from every rank of one copy of the model straight into one of two slots in shared memory, from which
-  all receivers copy. Nothing is gathered, nothing is sent;
-- "ipc": the same in two slots on the one device of a learner and an engine;
-- "gloo", "nccl": broadcast by every rank of one copy of the model, each its own parts in one message, the next ones
-  packed meanwhile. Nothing is gathered here either.
+store that rank 0 keeps. How the bytes travel is a way's business (`way.py`).
 
 For each rank of the learners::
 
@@ -19,8 +13,6 @@ For each rank of the learners::
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,30 +27,11 @@ from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.shards import held_of, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.weights.manifest import WeightManifest
-from open_instruct.weights.outgoing import Outgoing, PartBroadcaster, SharedMemoryWriter
-from open_instruct.weights.progress import HOST_RANK, SyncProgress, learner_name, receiver_name
-from open_instruct.weights.ways import ON_DEVICE, SHARED
-from open_instruct.weights.wire import (
-    NUM_SLOTS,
-    broadcast_group,
-    create_shared_file,
-    export_device_slots,
-    map_shared_file,
-    remove_shared_file,
-)
+from open_instruct.weights.progress import HOST_RANK, SyncProgress, learner_name, receivers_of
+from open_instruct.weights.way import NUM_SLOTS, LocalOf, Outgoing
+from open_instruct.weights.ways import WAYS
 
 CPU = torch.device("cpu")
-
-
-def abandon(info: Mapping[str, Any], reason: str) -> None:
-    """Have all members of a channel give it up at once, and not at the time-out, after a member is known to be gone.
-
-    Args:
-        info: as `WeightSender.open` gave it.
-        reason: the message of their errors: "engine 1 died".
-    """
-    with contextlib.suppress(RunError):  # learner 0 is gone, and with it the channel
-        SyncProgress.join(info, member="the driver").fail(reason)
 
 
 class WeightSender:
@@ -101,7 +74,6 @@ class WeightSender:
         self._backend = backend
         self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
         self._timeout_s = timeout_s
-        self._device = next(model.parameters()).device if backend in ON_DEVICE else CPU
         held = {hf_name: held_by_name[name] for hf_name, name in self._name_of.items()}
         self.manifest = WeightManifest(
             {name: each.shape for name, each in held.items()},
@@ -110,10 +82,10 @@ class WeightSender:
             bucket_bytes=bucket_bytes,
             slabs={name: each.num_slabs for name, each in held.items()},
         )
+        on_device = WAYS[backend].on_device
+        self._device = next(model.parameters()).device if on_device else CPU
         self._progress: SyncProgress | None = None
         self._outgoing: Outgoing | None = None
-        self._slots_SN: torch.Tensor | None = None
-        self._path: str | None = None
 
     def open(self, num_receivers: int) -> dict[str, Any]:
         """Offer a channel, after closing an earlier one; then call `join`.
@@ -128,13 +100,14 @@ class WeightSender:
             RunError: there is no room in shared memory.
         """
         self.close()
+        kind = WAYS[self._backend].outgoing if self._rank in self.manifest.ranks else Outgoing
+        self._outgoing = kind(self.manifest, rank=self._rank, device=self._device)
         info: dict[str, Any] = on_main_process(lambda: self._offer(num_receivers))
         self._info = info
-        self._receivers = [receiver_name(index) for index in range(num_receivers)]
+        self._receivers = receivers_of(info)
         if self._rank != HOST_RANK:
             self._progress = SyncProgress.join(info, member=learner_name(self._rank))
-        if self._backend == "shm":
-            self._slots_SN = map_shared_file(info["path"], self.manifest.largest_bucket_bytes)
+        self._outgoing.join(info)
         return info
 
     def join(self) -> None:
@@ -143,14 +116,14 @@ class WeightSender:
         Raises:
             RunError: some did not within the time-out; names them.
         """
-        progress = self._progress
-        assert progress is not None, "open() comes before join()"
+        assert self._progress is not None and self._outgoing is not None, "open() comes before join()"
         try:
-            progress.report("joined")
-            progress.wait("joined", [*self._learners, *self._receivers], to="join")
-        finally:
-            self._remove_file()  # all have it mapped, or never will
-        self._outgoing = self._make_outgoing(progress)
+            self._progress.report("joined")
+            self._progress.wait("joined", [*self._learners, *self._receivers], to="join")
+            self._outgoing.connect(self._info, self._progress)
+        except BaseException:
+            self._close_outgoing()
+            raise
         self._position = 0
 
     @torch.no_grad()
@@ -161,33 +134,18 @@ class WeightSender:
             RunError: a receiver did not take its part within the time-out (names it), or failed. The channel is of
                 no use then: open another one.
         """
-        progress, outgoing = self._progress, self._outgoing
-        if progress is None or outgoing is None:
+        progress = self._progress
+        if progress is None or self._outgoing is None:
             raise RunError("weight sync: there is no channel, or it broke; open() and join() first")
         reshard(self._model)
         weights = scaled_adapters(self._model) if self._adapter_alone else weights_of(self._model)
-
-        def local_of(hf_name: str) -> torch.Tensor:
-            return weights[self._name_of[hf_name]].local
-
-        buckets, first = self.manifest.buckets, self._position
-        taking = f"of {len(buckets)} of version {version}"
+        first = self._position
         try:
             progress.new_round()
             progress.wait(f"began/{first}", self._receivers, to=f"begin to receive version {version}")
             if self._rank == HOST_RANK:
                 progress.report(f"go/{first}")
-            for index in range(len(buckets) + NUM_SLOTS):
-                taken = index - NUM_SLOTS  # no further ahead of the receivers than there are slots
-                if taken >= 0:
-                    progress.wait(
-                        f"done/{first + taken}",
-                        self._receivers,
-                        to=f"take bucket {taken + 1} {taking}",
-                        meanwhile=outgoing.check,
-                    )
-                if index < len(buckets):
-                    outgoing.put(first + index, buckets[index], local_of)
+            self._send_buckets(progress, self._outgoing, lambda hf_name: weights[self._name_of[hf_name]].local, version)
             progress.report(f"sent/{first}")
             if self._rank == HOST_RANK:  # the others still look into the store that this rank keeps
                 progress.wait(f"sent/{first}", self._learners, to=f"finish sending version {version}")
@@ -196,51 +154,41 @@ class WeightSender:
                 progress.fail(f"{progress.member} failed: {type(error).__name__}: {error}")
             self._close_outgoing()  # the store stays, to tell the others why
             raise
-        self._position += len(buckets)
+        self._position += len(self.manifest.buckets)
 
     def close(self) -> None:
         """Give up the channel, if there is one; members that wait on it fail with the reason."""
-        self._remove_file()
         self._close_outgoing()
-        self._slots_SN = self._progress = None
+        self._progress = None
 
     def _offer(self, num_receivers: int) -> dict[str, Any]:
-        """On rank 0: keep the store, make the memory, and describe both."""
+        """On rank 0: keep the store, make what the way needs, and describe both."""
+        assert self._outgoing is not None
         address = outward_address()  # reachable by all peers and by the driver, which may be on another host
         self._progress = SyncProgress.host(address, timeout_s=self._timeout_s)
-        info: dict[str, Any] = {
+        return {
             "backend": self._backend,
             "address": address,
             "port": self._progress.store.port,
             "num_receivers": num_receivers,
             "timeout_s": self._timeout_s,
             "manifest": self.manifest.described(),
+            **self._outgoing.offer(),
         }
-        slot_bytes = self.manifest.largest_bucket_bytes
-        if self._backend == "shm":
-            info["path"] = self._path = create_shared_file(slot_bytes)
-        elif self._backend == "ipc":
-            self._slots_SN = torch.empty(NUM_SLOTS, slot_bytes, dtype=torch.uint8, device=self._device)
-            info["device_slots"] = export_device_slots(self._slots_SN)
-        return info
 
-    def _make_outgoing(self, progress: SyncProgress) -> Outgoing:
-        if self._rank not in self.manifest.ranks:
-            return Outgoing()
-        own: dict[str, Any] = {"progress": progress, "dtype": self.manifest.dtype, "rank": self._rank}
-        if self._backend in SHARED:
-            assert self._slots_SN is not None
-            return SharedMemoryWriter(slots_SN=self._slots_SN, **own)
-        group = broadcast_group(self._info, progress, sender=learner_name(self._rank), rank=0, device=self._device)
-        own_bytes = self.manifest.most_bytes_of(self._rank)
-        own_SN = torch.empty(NUM_SLOTS, own_bytes, dtype=torch.uint8, device=self._device)
-        return PartBroadcaster(own_SN=own_SN, group=group, receivers=self._receivers, **own)
+    def _send_buckets(self, progress: SyncProgress, outgoing: Outgoing, local_of: LocalOf, version: int) -> None:
+        """Put one bucket after the other, no further ahead of the receivers than there are slots."""
+        num_buckets = len(self.manifest.buckets)
+        for index in range(num_buckets + NUM_SLOTS):
+            position = self._position + index
+            if index >= NUM_SLOTS:
+                taken = position - NUM_SLOTS
+                to = f"take bucket {self.manifest.number_at(taken)} of version {version}"
+                progress.wait(f"done/{taken}", self._receivers, to=to, meanwhile=outgoing.check)
+            if index < num_buckets:
+                outgoing.put(position, local_of)
 
     def _close_outgoing(self) -> None:
         if self._outgoing is not None:
             self._outgoing.close()
             self._outgoing = None
-
-    def _remove_file(self) -> None:
-        if self._path is not None:
-            remove_shared_file(self._path)

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from open_instruct.cluster.watchdog import SHARED_MEMORY
 from open_instruct.errors import InputError
+from open_instruct.weights.broadcasts import PartBroadcaster, PartReceiver
+from open_instruct.weights.slots import SlotReader, SlotWriter
+from open_instruct.weights.way import Incoming, Outgoing
 
-SHARED = ("shm", "ipc")
-"""Learners write a bucket into memory that the receivers read too; the other ways broadcast it."""
-ON_DEVICE = ("nccl", "ipc")
-"""Weights go from CUDA device to CUDA device; the other ways pass through the CPU."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Both ends of a way; weights that are `on_device` go from CUDA device to CUDA device, others through the CPU."""
+
+    outgoing: type[Outgoing]
+    incoming: type[Incoming]
+    on_device: bool
+
+
+WAYS = {
+    "nccl": Way(outgoing=PartBroadcaster, incoming=PartReceiver, on_device=True),
+    "gloo": Way(outgoing=PartBroadcaster, incoming=PartReceiver, on_device=False),
+    "ipc": Way(outgoing=SlotWriter, incoming=SlotReader, on_device=True),
+    "shm": Way(outgoing=SlotWriter, incoming=SlotReader, on_device=False),
+}
+"""By the values of `--weight_sync_backend`."""
 
 
 def choose_backend(flag: str, *, on_cuda: bool, single_device: bool, same_host: bool) -> str:
@@ -28,7 +46,7 @@ def choose_backend(flag: str, *, on_cuda: bool, single_device: bool, same_host: 
     if flag == "auto":
         return "shm" if same_host and SHARED_MEMORY.is_dir() else "gloo"
     problem = ""
-    if flag in ON_DEVICE and not on_cuda:
+    if WAYS[flag].on_device and not on_cuda:
         problem = "there is no CUDA device; use auto, shm or gloo"
     elif flag == "ipc" and not single_device:
         problem = "learner and engine share a device only with --single_gpu_mode; use auto or nccl"

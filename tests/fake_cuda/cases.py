@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import traceback
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from tests.fake_cuda.device import WAITS, load_hooks, pretend_cuda, pretended_gpu
 
@@ -26,13 +28,13 @@ MICROBATCHES_TAKEN = NUM_STEPS - 1 + MICROBATCHES
 TakeSteps = Callable[[], dict[str, int]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """`objective`: of the registry, or "grpo". `kept_of_teacher`: of a distribution, in place of a teacher beside.
     `is_idle`: this rank has nothing to learn from. `only_scores`: rows are scored, in place of a step."""
 
+    flags: str = ""
     objective: str = "dpo"
-    flags: tuple[str, ...] = ()
     family: str = "olmo2"
     world: int = 8
     kept_of_teacher: int = 0
@@ -40,63 +42,49 @@ class Case:
     only_scores: bool = False
 
 
-OFFLOAD = ("--activation_checkpointing", "offload")
-MUON, SKIP_STEP = ("--optimizer", "muon"), ("--optimizer", "skip_step_adamw")
-ZERO = ("--backend", "deepspeed", "--deepspeed_stage")
+OFFLOAD = "--activation_checkpointing offload"
+HSDP = "--fsdp_num_replicas 2 --fsdp_shard_degree 4"
+MODULES = "--activation_checkpointing selected_modules --activation_checkpointing_modules blocks.*.feed_forward"
+ZERO = "--backend deepspeed --deepspeed_stage"
 CASES = {
     "dpo": Case(),
-    "dpo_unshared": Case(flags=("--prefix_sharing", "off")),
-    "dpo_padded": Case(flags=("--no_packing",)),
-    "dpo_hsdp": Case(family="olmo3", flags=("--fsdp_num_replicas", "2", "--fsdp_shard_degree", "4")),
-    "dpo_tensor_parallel": Case(family="llama", flags=("--tensor_parallel_degree", "2")),
-    "dpo_context_parallel": Case(family="qwen3", flags=("--context_parallel_degree", "2")),
-    "dpo_one_device": Case(flags=("--single_gpu_mode",), world=1),
-    "dpo_float32": Case(flags=("--param_dtype", "float32")),
-    "dpo_checkpointed": Case(flags=("--activation_checkpointing", "full")),
-    "dpo_checkpointed_modules": Case(
-        flags=(
-            *("--activation_checkpointing", "selected_modules"),
-            *("--activation_checkpointing_modules", "blocks.*.feed_forward"),
-        )
-    ),
-    "dpo_reduced_last": Case(
-        flags=("--gradient_reduction", "last", "--fsdp_num_replicas", "2", "--fsdp_shard_degree", "4")
-    ),
-    "dpo_offloaded": Case(flags=OFFLOAD, family="olmo3"),
-    "dpo_offloaded_tensor_parallel": Case(flags=(*OFFLOAD, "--tensor_parallel_degree", "2"), family="llama"),
-    "dpo_offloaded_one_device": Case(flags=(*OFFLOAD, "--single_gpu_mode"), world=1),
-    "dpo_skip_step": Case(flags=SKIP_STEP),
-    "dpo_muon": Case(flags=(*MUON, "--fsdp_num_replicas", "2", "--fsdp_shard_degree", "4")),
-    "dpo_ld": Case(flags=("--loss_type", "dpo", "--ld_alpha", "0.5")),
-    "dpo_aot": Case(flags=("--loss_type", "aot")),
-    "dpo_wpo": Case(flags=("--loss_type", "wpo")),
-    "dpo_moving_reference": Case(flags=("--ref_policy_update_freq", "1")),
-    "zero_1": Case(flags=(*ZERO, "1", "--activation_checkpointing", "offload")),
-    "zero_2_on_host": Case(flags=(*ZERO, "2", "--adam_offload")),
-    "zero_3_tensor_parallel": Case(
-        flags=(*ZERO, "3", "--tensor_parallel_degree", "2", "--ref_policy_update_freq", "1"), world=4
-    ),
-    "zero_3_adapters": Case(flags=(*ZERO, "3", "--use_lora")),
+    "dpo_unshared": Case("--prefix_sharing off"),
+    "dpo_padded": Case("--no_packing"),
+    "dpo_hsdp": Case(HSDP, family="olmo3"),
+    "dpo_tensor_parallel": Case("--tensor_parallel_degree 2", family="llama"),
+    "dpo_context_parallel": Case("--context_parallel_degree 2", family="qwen3"),
+    "dpo_one_device": Case("--single_gpu_mode", world=1),
+    "dpo_float32": Case("--param_dtype float32"),
+    "dpo_checkpointed": Case("--activation_checkpointing full"),
+    "dpo_checkpointed_modules": Case(MODULES),
+    "dpo_reduced_last": Case(f"--gradient_reduction last {HSDP}"),
+    "dpo_offloaded": Case(OFFLOAD, family="olmo3"),
+    "dpo_offloaded_tensor_parallel": Case(f"{OFFLOAD} --tensor_parallel_degree 2", family="llama"),
+    "dpo_offloaded_one_device": Case(f"{OFFLOAD} --single_gpu_mode", world=1),
+    "dpo_skip_step": Case("--optimizer skip_step_adamw"),
+    "dpo_muon": Case(f"--optimizer muon {HSDP}"),
+    "dpo_ld": Case("--loss_type dpo --ld_alpha 0.5"),
+    "dpo_aot": Case("--loss_type aot"),
+    "dpo_wpo": Case("--loss_type wpo"),
+    "dpo_moving_reference": Case("--ref_policy_update_freq 1"),
+    "zero_1": Case(f"{ZERO} 1 {OFFLOAD}"),
+    "zero_2_on_host": Case(f"{ZERO} 2 --adam_offload"),
+    "zero_3_tensor_parallel": Case(f"{ZERO} 3 --tensor_parallel_degree 2 --ref_policy_update_freq 1", world=4),
+    "zero_3_adapters": Case(f"{ZERO} 3 --use_lora"),
     "reference_logprobs": Case(only_scores=True),
     "sft": Case(objective="sft"),
     "kto": Case(objective="kto"),
-    "kto_apo": Case(objective="kto", flags=("--loss_type", "apo_zero_unpaired")),
+    "kto_apo": Case("--loss_type apo_zero_unpaired", "kto"),
     "reward_model": Case(objective="reward_model"),
-    "prm": Case(objective="prm"),
-    "distill": Case(objective="distill"),
-    "distill_kept": Case(objective="distill", flags=("--teacher_top_k", "3"), kept_of_teacher=3),
-    "grpo": Case(objective="grpo", flags=("--record_entropy",)),
-    "grpo_idle_rank": Case(objective="grpo", flags=("--record_entropy",), is_idle=True),
-    "grpo_one_device": Case(objective="grpo", flags=("--single_gpu_mode",), world=1),
-    "grpo_mini_batches": Case(
-        objective="grpo",
-        flags=("--loss_fn", "gspo", "--num_mini_batches", "2", "--rho_correction", "sequence_mask"),
-        world=2,
-    ),
-    "grpo_reference": Case(
-        objective="grpo", flags=("--beta", "0.1", "--ref_policy_update_freq", "1", "--loss_fn", "cispo"), world=2
-    ),
-    "grpo_marked_tokens": Case(objective="grpo", flags=("--loss_fn", "clip_cov"), world=2),
+    "prm": Case("--step_separator -", "prm"),
+    "distill": Case("--teacher_model_name_or_path none", "distill"),
+    "distill_kept": Case("--teacher_model_name_or_path none --teacher_top_k 3", "distill", kept_of_teacher=3),
+    "grpo": Case("--record_entropy", "grpo"),
+    "grpo_idle_rank": Case("--record_entropy", "grpo", is_idle=True),
+    "grpo_one_device": Case("--single_gpu_mode", "grpo", world=1),
+    "grpo_mini_batches": Case("--loss_fn gspo --num_mini_batches 2 --rho_correction sequence_mask", "grpo", world=2),
+    "grpo_reference": Case("--beta 0.1 --ref_policy_update_freq 1 --loss_fn cispo", "grpo", world=2),
+    "grpo_marked_tokens": Case("--loss_fn clip_cov", "grpo", world=2),
 }
 
 
@@ -104,8 +92,8 @@ def main(names: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         load_hooks(Path(folder))
         pretend_cuda()
+
         _leave_weights_alone()
-        _remember_rules()
         results: dict[str, Any] = {}
         if not names:
             results["waits noted"] = _waits_noted()
@@ -154,7 +142,6 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         seen["attention"] = seen["attention"] or [[*query.shape], [*key.shape], str(query.dtype), str(query.device)]
         return kernel(query, key, *rest, **more)
 
-    attention.varlen_attn = varlen_attn
     seen["on_host"] = []
     unpack = InputsOnHost.unpack
 
@@ -163,7 +150,6 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         seen["on_host"].append([_kind(kept.shown_as), _kind(tensor), [*kept.shown_as.shape]])
         return tensor
 
-    InputsOnHost.unpack = looked_at_unpack  # type: ignore[method-assign]
     try:
         config = _config(case)
         run = Run(
@@ -173,7 +159,11 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
             console=Console(speaks=False),
         )
         run.directory.create()
-        with pretended_gpu():
+        with (
+            patch.object(attention, "varlen_attn", varlen_attn),
+            patch.object(InputsOnHost, "unpack", looked_at_unpack),
+            pretended_gpu(),
+        ):
             of_run = _grpo if case.objective == "grpo" else _offline
             policy, take_steps = of_run(case, config, run)
             update = policy.update
@@ -193,7 +183,6 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
             seen["saved"] = _saved(policy.backend)
         return seen
     finally:
-        attention.varlen_attn, InputsOnHost.unpack = kernel, unpack  # type: ignore[method-assign]
         dist.destroy_process_group()
         parallel._WORLD_MESH = None
 
@@ -265,19 +254,14 @@ def _config(case: Case) -> Any:
     from open_instruct.config.parser import parse
     from open_instruct.objectives.registry import objective_named
 
-    words = ["--model_name_or_path", "none", "--output_dir", "none", "--compile_model", "false", *case.flags]
+    words = f"--model_name_or_path none --output_dir none --compile_model false {case.flags}"
     if case.objective == "grpo":
-        words += ["--dataset_mixer_list", "none", "1.0", "--num_learners_per_node", str(case.world)]
-        words += ["--max_prompt_token_length", "24", "--response_length", "24", "--pack_length", "96"]
-        return parse(GRPOConfig, words)
-    words += ["--mixer_list", "none", "1.0", "--max_seq_length", str(MAX_SEQ_LENGTH)]
-    words += ["--per_device_train_batch_size", str(ROWS_OF_MICROBATCH)]
-    words += ["--gradient_accumulation_steps", str(MICROBATCHES)]
-    if case.objective == "distill":
-        words += ["--teacher_model_name_or_path", "none"]
-    if case.objective == "prm":
-        words += ["--step_separator", "-"]
-    return parse(objective_named(case.objective).config_class, words)
+        words += f" --dataset_mixer_list none 1.0 --num_learners_per_node {case.world}"
+        words += " --max_prompt_token_length 24 --response_length 24 --pack_length 96"
+        return parse(GRPOConfig, words.split())
+    words += f" --mixer_list none 1.0 --max_seq_length {MAX_SEQ_LENGTH}"
+    words += f" --per_device_train_batch_size {ROWS_OF_MICROBATCH} --gradient_accumulation_steps {MICROBATCHES}"
+    return parse(objective_named(case.objective).config_class, words.split())
 
 
 def _pretrained(family: str, head: Any = "vocabulary") -> Any:
@@ -316,7 +300,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     if config.parallel.backend == "olmo_core":
         from open_instruct.learner.olmo_core.build import build_backend
     else:
-        from tests.fake_cuda.zero import build_backend
+        build_backend = _build_zero
 
     objective = objective_named(case.objective)
     form = objective.rows_of(config)
@@ -392,6 +376,33 @@ class EnoughError(Exception):
     """Ends the loop before it saves."""
 
 
+def _build_zero(*arguments: Any, **more: Any) -> Any:
+    """DeepSpeed with PyTorch's AdamW: its own optimizers are kernels, which nobody can pretend."""
+    import torch
+
+    from open_instruct.learner.deepspeed import build
+    from open_instruct.learner.deepspeed.library import deepspeed
+
+    os.environ["LOCAL_RANK"] = "0"
+    deepspeed.utils.logger.setLevel("ERROR")  # it warns, where results are printed, of a memory that is pretended
+    coordinator = deepspeed.runtime.zero.partitioned_param_coordinator
+    # Ranks compare what they did: all others have said 0.
+    coordinator.assert_ints_same_as_other_ranks = lambda numbers: None
+    move = torch.nn.Module.to
+
+    def stays(module: torch.nn.Module, *where: Any, **more: Any) -> torch.nn.Module:
+        """A fake tensor is on its device already, and cannot be put in the place of another."""
+        is_device = any(isinstance(each, torch.device) for each in where)
+        return module if is_device else move(module, *where, **more)
+
+    with (
+        patch.object(build, "stream_load", _read_nothing),
+        patch.object(build, "adam_for", lambda *_, **__: "AdamW"),
+        patch.object(torch.nn.Module, "to", stays),
+    ):
+        return build.build_backend(*arguments, **more)
+
+
 def _rows(case: Case, form: Any, num_rows: int) -> Any:
     """Rows of the form that is wanted, prompts of 12 tokens and replies of 5 to 11."""
     import numpy as np
@@ -449,21 +460,19 @@ def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     return learner.policy, take_steps
 
 
-def _remember_rules() -> None:
-    from tests.ranks.remembered_rules import remember_rules
-
-    remember_rules()
-
-
 def _leave_weights_alone() -> None:
     """There are no files: let what would read them do nothing."""
     from open_instruct.learner import grpo, reference_policy
     from open_instruct.learner.olmo_core import build
+
+    build.stream_load = reference_policy.stream_load = _read_nothing
+    grpo.start_model_of = lambda *arguments: ""
+
+
+def _read_nothing(*arguments: Any) -> Any:
     from open_instruct.models.load import LoadReport
 
-    nothing = LoadReport(num_bytes_read=0, num_tensors=0, wall_time_s=0.0)
-    build.stream_load = reference_policy.stream_load = lambda *arguments: nothing
-    grpo.start_model_of = lambda *arguments: ""
+    return LoadReport(num_bytes_read=0, num_tensors=0, wall_time_s=0.0)
 
 
 if __name__ == "__main__":

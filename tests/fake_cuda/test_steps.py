@@ -25,8 +25,8 @@ HOST_WAITS = {name: 3 if name == "grpo_mini_batches" else 2 for name in CASES if
 HOST_WAITS |= {"zero_1": 5, "zero_2_on_host": 8, "zero_3_adapters": 7, "zero_3_tensor_parallel": 7}
 """What is not listed waits once: for every update, where loss and gradient are read. GRPO waits for its optimizer too:
 the weights go to the engines next. DeepSpeed waits in its step, for what its norm and its overflow are."""
-WITHOUT_KERNEL = {"dpo_padded", "dpo_float32"}
-"""Padded rows are plain causal attention; in float32 there is no kernel for documents of several lengths."""
+WITHOUT_KERNEL = {"dpo_float32"}
+"""In float32 there is no kernel for documents of several lengths."""
 ON_ONE_DEVICE = {name for name in CASES if name.endswith("_one_device")}
 ON_ZERO = {name for name in CASES if name.startswith("zero")}
 OTHER_OPTIMIZERS = {"dpo_skip_step", "dpo_muon"}

@@ -13,10 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.fleet.forked_workers import OF_RAY, python_that_forks
-
 NUM_CPU_SLOTS = 16  # slots that actors are placed on, not cores
-# Or Ray would leave one in HOME, for all that look there. A process reads it once.
+# Without it Ray would leave one in HOME, for all that look there. A process reads it once.
 TOKEN = secrets.token_hex(32)
 OBJECT_STORE_BYTES = 128 << 20
 
@@ -29,7 +27,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 def local_ray() -> Iterator[None]:
     """A Ray of this machine alone, connected to; every port binds to loopback.
 
-    It ends with the module: its processes are at work while nothing is asked of them, for a minute as much as a start.
+    It ends with the module: its idle processes use in a minute what a start costs.
     """
     import ray
 
@@ -38,8 +36,7 @@ def local_ray() -> Iterator[None]:
 
     folder = short_folder()
     watchdog = Watchdog(folder, logs_folder=None)
-    executable = patch.object(sys, "executable", python_that_forks())
-    with watchdog.marking(), executable, patch.dict(os.environ, OF_RAY | {"RAY_AUTH_TOKEN": TOKEN}):
+    with watchdog.marking(), patch.dict(os.environ, RAY_AUTH_TOKEN=TOKEN):
         ray.init(
             address="local",
             num_cpus=NUM_CPU_SLOTS,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.verifiers.verifier import Verifier
-from tests.fleet.forked_workers import OF_RAY, python_that_forks
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY, Forked
 
@@ -47,7 +46,7 @@ Process = subprocess.Popen[str] | Forked
 
 @dataclass(kw_only=True)
 class GRPOCase:
-    """One command, run as its users run it; driver and Ray's workers are forked where all is imported already."""
+    """One command, run as its users run it; the driver is forked where torch is imported already."""
 
     model: Path
     prompts: Path
@@ -103,13 +102,8 @@ class GRPOCase:
 
 
 def started(words: list[str], *, cwd: Path) -> Forked:
-    """`python WORDS` in `cwd`, whose Ray gets forks."""
-    return programs.start(
-        words,
-        environment={"PYTHONPATH": str(REPOSITORY), **OF_RAY},
-        cwd=cwd,
-        constants={"sys:executable": python_that_forks()},
-    )
+    """`python WORDS` in `cwd`."""
+    return programs.start(words, environment={"PYTHONPATH": str(REPOSITORY)}, cwd=cwd)
 
 
 def finished(process: Process, *, exit_code: int) -> str:

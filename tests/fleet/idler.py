@@ -1,4 +1,4 @@
-"""A learner that imports no library, for where Ray's workers are started as it starts them for its users."""
+"""A learner that imports no library, so that it is there at once."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import os
 import signal
 import time
 
+from open_instruct.errors import InputError
+
 
 class Idler:
     """Takes part in nothing."""
 
-    def fail(self, kind: str, rank: int) -> None:
+    def __init__(self, *, refuses: bool = False) -> None:
+        if not refuses:
+            return
+        if os.environ["RANK"] == "0":
+            raise InputError("the checkpoint lacks blocks.0.w1")
+        time.sleep(600)  # for the others, as in a process group
+
+    def freeze(self, rank: int) -> None:
         """One rank is stopped; the others are busy."""
-        assert kind == "freeze"
         print("idle", flush=True)  # logs are kept of those that have said something
         if os.environ["RANK"] == str(rank):
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -11,19 +11,15 @@ import torch
 import torch.distributed as dist
 
 from open_instruct.errors import InputError, RunError
-from open_instruct.parallel.layout import resolve_layout
 from open_instruct.parallel.process import start_process
 
 
 class Recruit:
     """Joins the process group when it is constructed."""
 
-    def __init__(self, *, greeting: str = "", fault: str = "") -> None:
-        self.greeting = greeting
+    def __init__(self) -> None:
         self.seen_gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if fault == "input" and os.environ["RANK"] == "0":
-            raise InputError("the checkpoint lacks blocks.0.w1")
-        self.process = start_process(timeout_s=60, seed=0)
+        self.process = start_process(timeout_s=600, seed=0)
 
     def whereabouts(self) -> dict[str, Any]:
         import ray
@@ -37,9 +33,6 @@ class Recruit:
             "own_gpus": ray.get_runtime_context().get_accelerator_ids()["GPU"],
             "environment": {name: os.environ.get(name) for name in ("NUM_NODES", "MASTER_ADDR", "OMP_NUM_THREADS")},
         }
-
-    def shard_groups(self) -> tuple[tuple[int, ...], ...]:
-        return resolve_layout(self.process.gpus_per_node).shard_groups
 
     def sum_of_ranks(self) -> int:
         ranks = torch.tensor(self.process.rank)
@@ -70,4 +63,9 @@ class Recruit:
             if kind == "freeze":
                 os.kill(os.getpid(), signal.SIGSTOP)
         if kind in ("run", "freeze"):
+            dist.barrier()
+
+    def catch_up(self, kind: str, rank: int) -> None:
+        """The rank that failed meets those that wait for it."""
+        if kind == "run" and self.process.rank == rank:
             dist.barrier()

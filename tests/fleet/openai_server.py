@@ -1,19 +1,17 @@
-"""vLLM's OpenAI server on loopback, as the docs start it: python tests/fleet/openai_server.py MODEL PORT PID_FILE"""
+"""vLLM's OpenAI server on loopback, as the docs start it: python tests/fleet/openai_server.py MODEL PORT"""
 
 from __future__ import annotations
 
 import os
 import runpy
 import sys
-from pathlib import Path
 
 from open_instruct.engines.vllm_core import engine_environment
 
 if __name__ == "__main__":
-    model, port, pid_file = sys.argv[1:]
+    model, port = sys.argv[1:]
     os.environ.update(engine_environment(on_cuda=False))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # the server's engine is a process of its own
-    Path(pid_file).write_text(str(os.getpid()))
     sys.argv = ["api_server", "--model", model, "--served-model-name", "mine", "--host", "127.0.0.1", "--port", port]
     sys.argv += [
         "--dtype",

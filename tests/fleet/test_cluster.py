@@ -1,18 +1,15 @@
-"""Places on a simulated cluster of several nodes, on this machine, and on machines that have too little."""
+"""Clusters that a run joins or starts: simulated nodes, tokens, refusals."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,37 +17,24 @@ from typing import Any
 import pytest
 
 from open_instruct.cluster import ray_cluster
-from open_instruct.cluster.placement import FleetShape, place
-from open_instruct.cluster.ray_cluster import short_folder, start_cluster
-from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
+from open_instruct.cluster.placement import FleetShape
+from open_instruct.cluster.ray_cluster import start_cluster
+from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.errors import InputError, RunError
-from open_instruct.parallel.layout import layout_of
-from tests.fleet.forked_workers import OF_RAY, RAY, python_that_forks
 from tests.fleet.grpo_case import finished
 from tests.ranks import programs
-from tests.ranks.train_case import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TOKEN = "a" * 64
+GUARDED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}
+ONE_LEARNER = FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False)
 
-
-def shape_of(*learners_per_node: int, engines: int = 1, devices: int = 1, shares_device: bool = False) -> FleetShape:
-    return FleetShape(
-        learners_per_node=learners_per_node,
-        num_engines=engines,
-        devices_per_engine=devices,
-        shares_device=shares_device,
-    )
-
-
-# A process can be connected to one Ray only, so the simulated cluster has processes of its own. Its nodes have 4 and
-# 3 pretended GPUs; the smaller one comes second, so that the order of the list is not the order of the nodes.
+# A process can be connected to one Ray only, so the simulated cluster has processes of its own. Its nodes have 3 and
+# 1 pretended GPUs; the smaller one comes second, so that the order of the list is not the order of the nodes.
 SIMULATED_CLUSTER = """
 import os, sys
 from open_instruct.cluster.ray_cluster import short_folder
 from open_instruct.cluster.watchdog import Watchdog
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # stay on the loopback interface
-sys.executable = sys.argv[1]
 folder = short_folder()
 options = {"object_store_memory": 80 << 20, "temp_dir": str(folder)}
 # Whatever `temp_dir` says, `Cluster` leaves its address in a folder of this name, and does not make it.
@@ -61,7 +45,7 @@ watchdog = Watchdog(folder, logs_folder=None)
 with watchdog.marking():
     cluster = Cluster()
     cluster.add_node(num_cpus=1, num_gpus=0, include_dashboard=False, **options)
-    for num_gpus in (4, 3):
+    for num_gpus in (3, 1):
         cluster.add_node(num_cpus=6, num_gpus=num_gpus, **options)
 print(cluster.address, flush=True)
 sys.stdin.read()
@@ -84,115 +68,92 @@ def shape_of(*nodes):
 
 said = []
 fleet = FleetSection(ray_address=sys.argv[1], cluster_timeout_s=3)
-with start_cluster(fleet, shape_of(2, 4), say=said.append) as cluster:
-    with cluster.placing(shape_of(2, 4)) as placement:
-        group = LearnerGroup(Recruit, placement)
-        group.wait_ready(120)
-        learners = group.start(Recruit.whereabouts).result(60)
-        shard_groups = group.start(Recruit.shard_groups).result(60)
-        sums = group.start(Recruit.sum_of_ranks).result(60)
-        group.shutdown()
-    try:
-        with cluster.placing(shape_of(4, 4)):
-            refusal = "none"
-    except RunError as error:
-        refusal = str(error)
-print(json.dumps({"learners": learners, "shard_groups": shard_groups, "sums": sums, "refusal": refusal, "said": said}))
-"""
-
-
-# What a later program finds.
-VISITOR = """
-import json, sys, time, ray
-ray.init(address=sys.argv[1], log_to_driver=False)
-deadline = time.monotonic() + 20
-while ray.available_resources().get("GPU") != 7 and time.monotonic() < deadline:
-    time.sleep(0.2)
-print(json.dumps({"nodes": sum(node["Alive"] for node in ray.nodes()), "free": ray.available_resources()["GPU"]}))
+with start_cluster(fleet, shape_of(1, 2), say=said.append) as placement:
+    group = LearnerGroup(Recruit, placement)
+    group.wait_ready(600)
+    learners = group.start(Recruit.whereabouts).result(600)
+    sums = group.start(Recruit.sum_of_ranks).result(600)
+    group.shutdown()
+try:
+    with start_cluster(fleet, shape_of(3, 3), say=said.append):
+        refusal = "none"
+except RunError as error:
+    refusal = str(error)
+patient = FleetSection(ray_address=sys.argv[1], cluster_timeout_s=60)
+with start_cluster(patient, shape_of(1, 2), say=said.append):  # it is running, and the places are free again
+    pass
+print(json.dumps({"learners": learners, "sums": sums, "refusal": refusal, "said": said}))
 """
 
 
 def run(
     program: str, *arguments: str, environment: dict[str, str] | None = None, cwd: Path | None = None, tmp_path: Path
 ) -> Any:
-    """The last line that a Python program prints, as JSON; it is forked, and so is what its Ray starts."""
+    """The last line that a Python program prints, as JSON."""
     file = tmp_path / "program.py"
     file.write_text(program)
     process = programs.start(
         [str(file), *arguments],
-        environment={"PYTHONPATH": str(REPOSITORY)} | OF_RAY | (environment or {}),
+        environment={"PYTHONPATH": str(REPOSITORY)} | (environment or {}),
         cwd=cwd or tmp_path,
-        constants={"sys:executable": python_that_forks()},
     )
     return json.loads(finished(process, exit_code=0).splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def simulated() -> Iterator[str]:
+    """The address of a cluster with a token."""
+    cluster = subprocess.Popen(
+        [sys.executable, "-c", SIMULATED_CLUSTER],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | GUARDED,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert cluster.stdout is not None
+    try:
+        yield next(line.strip() for line in cluster.stdout if line.startswith("127.0.0.1:"))
+    finally:
+        cluster.communicate()
+
+
 class TestSimulatedNodes:
     @pytest.fixture(scope="class")
-    def report(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-        """What a driver saw of the cluster that it joined, and what it left behind."""
-        without_token = {"RAY_AUTH_MODE": "disabled"}  # whether or not there is one in HOME
-        cluster = subprocess.Popen(
-            [sys.executable, "-c", SIMULATED_CLUSTER, python_that_forks()],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | OF_RAY | without_token,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert cluster.stdout is not None
-        try:
-            address = next(line.strip() for line in cluster.stdout if line.startswith("127.0.0.1:"))
-            run_there = partial(run, environment=without_token, tmp_path=tmp_path_factory.mktemp("programs"))
-            return run_there(DRIVER, address) | {"left": run_there(VISITOR, address)}
-        finally:
-            cluster.communicate()
+    def report(self, simulated: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+        """What a driver saw of the cluster that it joined."""
+        return run(DRIVER, simulated, environment=GUARDED, tmp_path=tmp_path_factory.mktemp("programs"))
 
     def test_learners_of_a_node_are_on_one_node(self, report: dict[str, Any]) -> None:
-        nodes = [learner["node_id"] for learner in report["learners"]]
-        assert len(set(nodes[:2])) == 1
-        assert len(set(nodes[2:])) == 1
-        assert nodes[0] != nodes[2]
+        first, *others = (learner["node_id"] for learner in report["learners"])
+        assert len(set(others)) == 1 and first not in others
 
     def test_ranks_are_node_major_and_the_sizes_arrive_as_they_are(self, report: dict[str, Any]) -> None:
         learners = report["learners"]
-        assert [learner["rank"] for learner in learners] == list(range(6))
-        assert [learner["local_rank"] for learner in learners] == [0, 1, 0, 1, 2, 3]
-        assert all(learner["gpus_per_node"] == [2, 4] for learner in learners)
-
-    def test_six_ranks_meet_and_shard_within_nodes(self, report: dict[str, Any]) -> None:
-        assert report["sums"] == [15] * 6
-        assert report["shard_groups"] == [[[0, 1], [2, 3], [4, 5]]] * 6
+        assert [learner["rank"] for learner in learners] == [0, 1, 2]
+        assert [learner["local_rank"] for learner in learners] == [0, 0, 1]
+        assert all(learner["gpus_per_node"] == [1, 2] for learner in learners)
+        assert report["sums"] == [3, 3, 3]
 
     def test_a_learner_sees_the_gpus_of_its_node_and_finds_its_own(self, report: dict[str, Any]) -> None:
         for learner in report["learners"]:
             seen = learner["seen_gpus"].split(",")
-            assert len(set(seen)) == [2, 4][learner["rank"] >= 2]
+            assert len(set(seen)) == (1 if learner["rank"] == 0 else 2)
             assert [seen[learner["local_rank"]]] == learner["own_gpus"]
 
     def test_what_never_fits_is_said_in_the_end(self, report: dict[str, Any]) -> None:
         assert (
-            "asked: 2 nodes of 4 GPUs for learners, and 1 engine of 1 GPU; the cluster has nodes of 3 and 4 "
+            "asked: 2 nodes of 3 GPUs for learners, and 1 engine of 1 GPU; the cluster has nodes of 1 and 3 "
             "GPUs, of which" in report["refusal"]
         )
         assert "--cluster_timeout_s" in report["refusal"]
 
-    def test_progress_is_told(self, report: dict[str, Any]) -> None:
-        assert report["said"][0].startswith("joined Ray at 127.0.0.1:")
-
     def test_a_joined_cluster_is_left_running_and_its_places_free(self, report: dict[str, Any]) -> None:
-        assert report["left"] == {"nodes": 3, "free": 7}
+        assert [words for words in report["said"] if words.startswith("joined Ray at 127.0.0.1:")] == (
+            [report["said"][0]] * 3
+        )
 
 
 class TestRefusals:
-    def test_sharding_flags_are_refused_without_ray(self) -> None:
-        parallel = LearnerParallelSection(num_learners_per_node=[8], fsdp_shard_degree=3)
-        with pytest.raises(InputError, match="--fsdp_shard_degree 3 does not divide 8 learner GPUs; use 1, 2, 4 or 8"):
-            layout_of(parallel, parallel.num_learners_per_node)
-
-    def test_node_sizes_reach_the_layout_as_they_are(self) -> None:
-        layout = layout_of(LearnerParallelSection(), [2, 4])
-        assert (layout.gpus_per_node, layout.shard_degree, layout.num_replicas) == ((2, 4), 2, 3)
-
     @pytest.mark.parametrize(
         ("address", "message"),
         [
@@ -224,7 +185,7 @@ class TestRefusals:
         """What Ray says last, and what to do."""
         monkeypatch.setattr(ray_cluster, "_object_store_bytes", lambda: 1)
         words = r"^the local Ray did not start: ValueError: .* Give the same command again, .* --ray_address auto$"
-        starting = start_cluster(FleetSection(), shape_of(1), say=lambda text: None)
+        starting = start_cluster(FleetSection(), ONE_LEARNER, say=lambda text: None)
         with pytest.raises(RunError, match=words), starting:
             pass
 
@@ -232,7 +193,7 @@ class TestRefusals:
 def refuse(address: str, message: str) -> None:
     with (
         pytest.raises(InputError, match=message),
-        start_cluster(FleetSection(ray_address=address), shape_of(1), say=lambda text: None),
+        start_cluster(FleetSection(ray_address=address), ONE_LEARNER, say=lambda text: None),
     ):
         pass
 
@@ -254,7 +215,7 @@ for num_learners in (1, 4):
     shape = FleetShape(
         learners_per_node=(num_learners,), num_engines=1, devices_per_engine=1, shares_device=False
     )
-    with start_cluster(FleetSection(), shape, say=print) as cluster, cluster.placing(shape):
+    with start_cluster(FleetSection(), shape, say=print):
         import psutil, ray
         actors.append(ray.get(ray.remote(num_cpus=0)(what_an_actor_has).remote(), timeout=60))
         token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
@@ -325,31 +286,6 @@ class TestALocalRay:
 
 
 class TestWhoMayTalkToRay:
-    @pytest.fixture(scope="class")
-    def guarded(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-        """The address of a cluster with a token."""
-        folder = str(short_folder())
-        address = f"127.0.0.1:{free_ports(1)[0]}"
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-        words = ["start", "--head", "--block", "--include-dashboard=false"]
-        words += ["--node-ip-address=127.0.0.1", f"--port={address.rpartition(':')[2]}", f"--temp-dir={folder}"]
-        head = subprocess.Popen(
-            [sys.executable, "-c", RAY, python_that_forks(), *words, "--num-cpus=2", "--object-store-memory=80000000"],
-            env=environment | OF_RAY | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "HOME": folder},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            deadline = time.monotonic() + 120
-            while not answers(address) and time.monotonic() < deadline:
-                time.sleep(0.2)
-            assert head.poll() is None, "Ray did not start"
-            yield address
-        finally:
-            head.terminate()
-            head.wait(60)
-            shutil.rmtree(folder, ignore_errors=True)
-
     @pytest.mark.parametrize(
         ("given", "said"),
         [
@@ -357,19 +293,18 @@ class TestWhoMayTalkToRay:
             ({"RAY_AUTH_MODE": "token"}, r"\(now: none\)"),
             ({"RAY_AUTH_TOKEN": "b" * 64}, r"\(now: RAY_AUTH_TOKEN\)"),
             ({"RAY_AUTH_TOKEN_PATH": "/nowhere"}, r"\(now: RAY_AUTH_TOKEN_PATH\)"),
-            ({"RAY_AUTH_TOKEN": TOKEN}, "joined Ray at "),
         ],
-        ids=["no token", "mode alone", "another token", "no file", "the token"],
+        ids=["no token", "mode alone", "another token", "no file"],
     )
     def test_a_joined_cluster_wants_its_token(
-        self, guarded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], said: str
+        self, simulated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], said: str
     ) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
             monkeypatch.delenv(name, raising=False)
         for name, value in given.items():
             monkeypatch.setenv(name, value)
-        assert re.search(said, run(JOINING, guarded, tmp_path=tmp_path))
+        assert re.search(said, run(JOINING, simulated, tmp_path=tmp_path))
 
 
 JOINING = """
@@ -379,53 +314,9 @@ from open_instruct.errors import InputError
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.cluster.placement import FleetShape
 shape = FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False)
-said = []
 try:
-    with start_cluster(FleetSection(ray_address=sys.argv[1]), shape, say=said.append):
+    with start_cluster(FleetSection(ray_address=sys.argv[1]), shape, say=print):
         pass
 except InputError as error:
-    said.append(str(error))
-print(json.dumps(said[-1]))
+    print(json.dumps(str(error)))
 """
-
-
-def answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-class TestOneMachine:
-    def test_a_cpu_stands_for_several_nodes_and_says_so(self, local_ray: None) -> None:
-        said: list[str] = []
-        with place(shape_of(2, 1), timeout_s=30, say=said.append, is_one_machine=True) as placement:
-            pass
-        assert said == ["this machine stands for 2 nodes of learners"]
-        assert [placement.node_and_local_rank(rank) for rank in range(3)] == [(0, 0), (0, 1), (1, 0)]
-
-    def test_nodes_of_a_joined_cluster_are_never_pretended(self, local_ray: None) -> None:
-        with pytest.raises(RunError, match=r"nodes of 2 and 1 CPU slots for learners.*has 1 node of 16 CPU slots"):
-            place(shape_of(2, 1), timeout_s=0.5, say=lambda text: None, is_one_machine=False).__enter__()
-
-    def test_progress_is_told_while_it_waits(self, local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("open_instruct.cluster.placement.SECONDS_BETWEEN_REPORTS", 0.2)
-        said: list[str] = []
-        with pytest.raises(RunError):
-            place(shape_of(17), timeout_s=1, say=said.append, is_one_machine=False).__enter__()
-        assert said[0].startswith("waiting for the cluster (0 of 1 s): asked: 1 node of 17 CPU slots")
-
-    def test_too_much_is_refused_at_once(self, local_ray: None) -> None:
-        with pytest.raises(
-            InputError, match=r"1 engine of 2 CPU slots; this machine has 16 CPU slots\. .*--ray_address"
-        ):
-            place(shape_of(15, devices=2), timeout_s=60, say=lambda text: None, is_one_machine=True).__enter__()
-
-    def test_learner_and_engine_share_a_device(self, local_ray: None) -> None:
-        shape = shape_of(1, shares_device=True)
-        with place(shape, timeout_s=30, say=lambda text: None, is_one_machine=True) as placement:
-            learner, engine = placement.learner_options(0), placement.engine_options(0)
-        assert learner == engine | {"scheduling_strategy": learner["scheduling_strategy"]}
-        assert learner["scheduling_strategy"].placement_group.id == engine["scheduling_strategy"].placement_group.id

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +17,6 @@ import pytest
 
 from open_instruct import cli
 from open_instruct.toys.tiny import write_tiny_model
-from tests.fleet.forked_workers import python_that_forks
 from tests.ranks.train_case import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -43,10 +41,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def address(model: Path, tmp_path: Path) -> Iterator[str]:
     pytest.importorskip("vllm", reason="needs vLLM")
     (port,) = free_ports(1)
-    program, pid_file = str(REPOSITORY / "tests" / "fleet" / "openai_server.py"), tmp_path / "pid"
+    program = str(REPOSITORY / "tests" / "fleet" / "openai_server.py")
     with (tmp_path / "log").open("w") as log:
-        command = [python_that_forks(), program, str(model), str(port), str(pid_file)]
-        server = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+        command = [sys.executable, program, str(model), str(port)]
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        server = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
     deadline = time.monotonic() + TIMEOUT_S
     address = f"http://127.0.0.1:{port}"
     try:
@@ -59,8 +58,7 @@ def address(model: Path, tmp_path: Path) -> Iterator[str]:
                 time.sleep(0.2)
         yield address
     finally:
-        if pid_file.exists():
-            os.kill(int(pid_file.read_text()), signal.SIGTERM)
+        server.terminate()
         server.wait(60)
 
 

@@ -17,7 +17,6 @@ import pytest
 
 from open_instruct.cluster.ray_cluster import short_folder
 from tests.fleet import two_hosts
-from tests.fleet.forked_workers import OF_RAY, RAY, python_that_forks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -66,7 +65,6 @@ def hosts() -> Iterator[list[list[str]]]:
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return ours | {
-        **OF_RAY,
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
         "HOME": str(tmp_path_factory.mktemp("home")),
@@ -79,7 +77,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def cluster(hosts: list[list[str]], environment: dict[str, str]) -> Iterator[str]:
     """Ray on both, with two CPU slots on the first host, which is the driver's, and one on the other."""
-    ray = [sys.executable, "-c", RAY, python_that_forks()]
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
     folder = short_folder()
     address = f"{ADDRESSES[0]}:{PORT}"
     head = ["--head", f"--port={PORT}", f"--temp-dir={folder}", "--include-dashboard=false", "--num-cpus=2"]
@@ -97,6 +95,7 @@ def cluster(hosts: list[list[str]], environment: dict[str, str]) -> Iterator[str
             answers = f"import socket, time\nwhile True:\n try: socket.create_connection({ADDRESSES[0], PORT}); break\n"
             answers += " except OSError: time.sleep(0.2)"
             subprocess.run([*hosts[0], sys.executable, "-c", answers], check=True, timeout=START_TIMEOUT_S)
+        assert all(node.poll() is None for node in nodes), [log.read_text()[-2000:] for log in folder.glob("*.log")]
         yield address
     finally:
         for node in reversed(nodes):
@@ -119,7 +118,7 @@ def test_weights_reach_engines_wherever_they_are(
     of_engine: str,
 ) -> None:
     done = subprocess.run(
-        [*hosts[0], python_that_forks(), str(Path(two_hosts.__file__)), cluster, *learners_per_node],
+        [*hosts[0], sys.executable, str(Path(two_hosts.__file__)), cluster, *learners_per_node],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.models.build import build_model, materialize
+from open_instruct.models.build import build_model
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames
@@ -23,7 +24,6 @@ from open_instruct.models.load import stream_load
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Completion, Document, Span
 from open_instruct.toys.tiny import write_tiny_model
-from tests.fleet.forked_workers import python_that_forks
 from tests.fleet.vllm_session import (
     MAX_TOKENS,
     NUM_REQUESTS,
@@ -65,9 +65,9 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     with (folder / "log").open("w") as log:
         program, answers = str(REPOSITORY / "tests" / "fleet" / "vllm_session.py"), folder / "answers.json"
         subprocess.run(
-            [python_that_forks(), program, *map(str, folders), str(answers)],
+            [sys.executable, program, *map(str, folders), str(answers)],
             cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=log,
             timeout=SESSION_TIMEOUT_S,
@@ -80,7 +80,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
 def learner(folder: Path) -> Any:
     hf_config = load_hf_config(folder)
     model = build_model(hf_config)
-    materialize(model, device=CPU, max_seq_len=128)
+    model.init_weights(device=CPU, max_seq_len=128)
     with CheckpointFiles.open(folder) as files:
         stream_load(model, files, TensorNames(hf_config))
     return model

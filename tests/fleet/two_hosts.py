@@ -19,7 +19,7 @@ from torch import nn
 from open_instruct.models.hf.names import TensorNames
 from tests.fleet.learners import Recruit
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
 BACKEND = "gloo"
 
 
@@ -74,14 +74,14 @@ def main(address: str, learners_per_node: tuple[int, ...]) -> None:
     from open_instruct.config.rollout_sections import FleetSection
 
     shape = FleetShape(learners_per_node=learners_per_node, num_engines=1, devices_per_engine=1, shares_device=False)
-    fleet = FleetSection(ray_address=address, cluster_timeout_s=60)
-    with start_cluster(fleet, shape, say=lambda text: None) as cluster, cluster.placing(shape) as placement:
+    fleet = FleetSection(ray_address=address, cluster_timeout_s=600)
+    with start_cluster(fleet, shape, say=lambda text: None) as placement:
         import ray
 
         actor: Any = ray.remote(Receiver)
         engine = actor.options(**placement.engine_options(0)).remote()
         learners = LearnerGroup(Sender, placement)
-        learners.wait_ready(120)
+        learners.wait_ready(TIMEOUT_S)
         channel = learners.start(Sender.open_channel).result(TIMEOUT_S)[0]
         sending = learners.start(Sender.send)
         meeting_address = placement.whereabouts().meeting_address()

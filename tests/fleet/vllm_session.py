@@ -24,9 +24,8 @@ from unittest.mock import Mock, patch
 
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines import vllm_core
-from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine import Engine
-from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
+from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.engines.vllm_core import VLLMCore, engine_environment
 from open_instruct.records import Completion
 

@@ -22,9 +22,8 @@ import torch
 
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine import Engine
-from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
+from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.engines.vllm_core import engine_environment
 from open_instruct.errors import RunError
 from open_instruct.weights.adapter_receiver import AdapterReceiver
@@ -32,7 +31,7 @@ from tests.fleet.vllm_session import HaltingCore, answers_of, during_generation
 from tests.ranks.files import tell, told
 from tests.ranks.jobs.weight_sync import LORA
 
-NUM_VERSIONS = 10
+NUM_VERSIONS = 5
 IN_FLIGHT = NUM_VERSIONS + 1
 OWN_NAME, KEPT_NAME = NUM_VERSIONS + 2, NUM_VERSIONS + 3
 MAX_MODEL_LEN = 192

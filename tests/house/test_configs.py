@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from open_instruct.cluster.placement import FleetShape
-from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
@@ -27,20 +24,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MAGNITUDES = {"M": 1e6, "B": 1e9}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """What the files of one folder are read as."""
-
-    config_class: type[Any]
-    validate: Callable[[Any], list[str]]
-    script: str
-
-
-GRPO = Kind(config_class=GRPOConfig, validate=validate_grpo, script="open_instruct/grpo_olmo_core_actor.py")
-KINDS = {"grpo": GRPO} | {
-    name: Kind(config_class=objective.config_class, validate=objective.validate, script=f"open_instruct/{name}.py")
-    for name, objective in ((name, objective_named(name)) for name in OBJECTIVES)
-}
+KINDS = {name: objective_named(name) for name in (*OBJECTIVES, "grpo")}
+SCRIPTS = {name: f"open_instruct/{name}.py" for name in OBJECTIVES} | {"grpo": "open_instruct/grpo_olmo_core_actor.py"}
 CLUSTER_SCRIPT = "scripts/launch_ray_slurm.sh"
 FILES = sorted(path for kind in KINDS for path in (REPOSITORY / "configs" / kind).glob("*.yaml"))
 TORCHRUN_FILES = [path for path in FILES if path.parent.name != "grpo"]
@@ -97,7 +82,7 @@ def launch_words(path: Path) -> tuple[list[str], list[str]]:
     if command.startswith(ours):
         return words[:2], words[2:]
     on_deepspeed = path in GRPO_FILES and read(path).parallel.backend == "deepspeed"
-    script = words.index("open_instruct/grpo_fast.py" if on_deepspeed else KINDS[path.parent.name].script)
+    script = words.index("open_instruct/grpo_fast.py" if on_deepspeed else SCRIPTS[path.parent.name])
     return words[:script], words[script + 1 :]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
@@ -19,33 +19,34 @@ from open_instruct.config.parser import parse
 from open_instruct.objectives.sft import SFT, SFTConfig
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-PROGRAMS = ["demo_dpo", "demo_grpo"]
+WIDTHS = [72, 80, 140]
+Load = Callable[[str], ModuleType]
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    def load(name: str) -> ModuleType:
-        monkeypatch.syspath_prepend(str(SCRIPTS))
-        return importlib.import_module(name)
-
-    return load
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.chdir(SCRIPTS.parent)
+    return importlib.import_module
 
 
-@pytest.fixture
-def demo(load: Callable[[str], ModuleType]) -> ModuleType:
-    return load("demo_dpo")
+def printed(drawing: RenderableType, width: int) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(drawing)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    return text
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", ["demo_dpo", "demo_grpo"])
 def test_importing_a_demo_does_not_load_torch(name: str) -> None:
     code = f"import runpy, sys; sys.path.insert(0, 'scripts'); runpy.run_path('scripts/{name}.py'); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent, env={"PYTHONPATH": "."}).returncode == 0
 
 
-def test_grpo_uses_what_sft_leaves(load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grpo_uses_what_sft_leaves(load: Load) -> None:
     demo = load("demo_grpo")
-    monkeypatch.chdir(SCRIPTS.parent)
     sft, grpo = parse(SFTConfig, demo.sft_flags()), parse(GRPOConfig, demo.grpo_flags())
     assert SFT.validate(sft) == [] and validate_grpo(grpo) == []
     assert sft.model.model_name_or_path == str(demo.MODEL)
@@ -57,8 +58,8 @@ def test_grpo_uses_what_sft_leaves(load: Callable[[str], ModuleType], monkeypatc
     assert grpo.evaluation.eval_on_step_0
 
 
-@pytest.mark.parametrize("width", [72, 80, 140])
-def test_grpo_summary_fits(load: Callable[[str], ModuleType], width: int) -> None:
+@pytest.mark.parametrize("width", WIDTHS)
+def test_grpo_summary_fits(load: Load, width: int) -> None:
     demo = load("demo_grpo")
     times = {"time/generate": 0.5, "time/train": 0.25, "time/sync": 0.125}
     metrics = [
@@ -66,27 +67,22 @@ def test_grpo_summary_fits(load: Callable[[str], ModuleType], width: int) -> Non
         for reward in (0.25, 0.5, 0.75)
     ]
     evaluations = [{"eval/reward": 0.3}, {"eval/reward": 0.85}]
-    console = Console(width=width, record=True, file=io.StringIO())
-    console.print(demo.summary(metrics=metrics, evaluations=evaluations, elapsed_s=240.0, width=width))
-    lines = console.export_text().splitlines()
-    assert max(map(len, lines)) <= width
-    text = " ".join("\n".join(lines).replace("│", " ").split())
+    text = printed(demo.summary(metrics=metrics, evaluations=evaluations, elapsed_s=240.0, width=width), width)
+    words = " ".join(text.replace("│", " ").split())
     for fact in ("30.0% -> 85.0%", "in 3 steps", "2.0 -> 6.0 tokens", "0.50 waiting", "2.0e-06", "4.0 minutes"):
-        assert fact in text
+        assert fact in words
     assert text.count("┤") == demo.CURVE_HEIGHT
 
 
-def test_grpo_samples_show_both_answers(load: Callable[[str], ModuleType]) -> None:
-    demo = load("demo_grpo")
+def test_grpo_samples_show_both_answers(load: Load) -> None:
     sample = {"prompt": "<|bos|><|user|>\nWhat is 1 + 2?\n<|assistant|>\n", "ground_truth": ["3"]}
     before, after = sample | {"completion": " 4", "reward": 0.0}, sample | {"completion": "1+2=3 3", "reward": 1.0}
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(demo.samples([before], [after]))
-    text = console.export_text()
+    text = printed(load("demo_grpo").samples([before], [after]), 100)
     assert "What is 1 + 2?" in text and "4 ✗" in text and "1+2=3 3 ✓" in text
 
 
-def test_dpo_accepts_the_flags(demo: ModuleType) -> None:
+def test_dpo_accepts_the_flags(load: Load) -> None:
+    demo = load("demo_dpo")
     config = parse(DPOConfig, demo.dpo_flags())
     assert validate_dpo(config) == []
     assert config.run.output_dir == str(demo.RUN)
@@ -96,30 +92,19 @@ def test_dpo_accepts_the_flags(demo: ModuleType) -> None:
     assert demo.NUM_RANKS == 4
 
 
-@pytest.mark.parametrize("width", [72, 80, 140])
-def test_summary_fits_and_says_what_happened(demo: ModuleType, width: int) -> None:
+@pytest.mark.parametrize("width", WIDTHS)
+def test_dpo_summary_fits(load: Load, width: int) -> None:
+    demo = load("demo_dpo")
     metrics = [
-        {
-            "step": index + 1,
-            "loss": 0.7 / (index + 1),
-            "rewards/margin": 0.1 * index,
-            "tokens_per_second": [1.0, 500.0, 700.0][index],
-            "num_tokens": 1000 * (index + 1),
-        }
-        for index in range(3)
+        {"step": step, "loss": 0.7 / step, "rewards/margin": 0, "tokens_per_second": speed, "num_tokens": 1000 * step}
+        for step, speed in ((1, 1.0), (2, 500.0), (3, 700.0))
     ]
-    evaluations = [
-        {"step": step, "eval/preference_accuracy": accuracy, "eval/num_pairs": 128}
-        for step, accuracy in ((0, 0.5), (3, 0.875))
-    ]
+    scores = [{"step": 0, "eval/preference_accuracy": 0.5}, {"step": 3, "eval/preference_accuracy": 0.875}]
+    evaluations = [score | {"eval/num_pairs": 128} for score in scores]
     layout = {"num_replicas": 2, "shard_degree": 2, "shard_groups": [[0, 1], [2, 3]]}
-    console = Console(width=width, record=True, file=io.StringIO())
-    console.print(
-        demo.summary(metrics=metrics, evaluations=evaluations, layout=layout, elapsed_s=90.0, width=console.width)
+    text = printed(
+        demo.summary(metrics=metrics, evaluations=evaluations, layout=layout, elapsed_s=90.0, width=width), width
     )
-    lines = console.export_text().splitlines()
-    assert max(map(len, lines)) <= width
-    text = "\n".join(lines)
     for fact in (
         "50.0% -> 87.5% of 128 pairs",
         "0.7000 -> 0.2333 in 3 steps",

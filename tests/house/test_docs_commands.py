@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from open_instruct.cli import COMMANDS
-from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.learner.deepspeed.grpo_flags import GRPOFastConfig
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
@@ -55,11 +54,8 @@ def check_flags_of_a_run(name: str, words: list[str]) -> None:
     needed["--dataset_mixer_list" if of_grpo else "--mixer_list"] = ["R.jsonl", "1.0"]
     for flag, values in needed.items():
         words += [] if flag in words else [flag, *values]
-    if of_grpo:
-        validate_grpo(parse(GRPOFastConfig if name == "grpo_fast" else GRPOConfig, words))
-    else:
-        objective = objective_named(name)
-        objective.validate(parse(objective.config_class, words))
+    objective = objective_named("grpo" if of_grpo else name)
+    objective.validate(parse(GRPOFastConfig if name == "grpo_fast" else objective.config_class, words))
 
 
 def test_blocks_are_found() -> None:

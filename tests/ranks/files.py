@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pickle
-import time
 from pathlib import Path
 from typing import Any
 
-FILE_TIMEOUT_S = 600.0
+from tests.waiting import eventually
 
 
 def tell(path: Path, info: dict[str, Any]) -> None:
@@ -19,9 +18,6 @@ def tell(path: Path, info: dict[str, Any]) -> None:
 
 def told(path: Path) -> dict[str, Any]:
     """Wait for it."""
-    deadline = time.monotonic() + FILE_TIMEOUT_S
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} never came"
-        time.sleep(0.01)
+    eventually(path.exists, what=f"{path} never came")
     info: dict[str, Any] = pickle.loads(path.read_bytes())
     return info

@@ -59,6 +59,11 @@ class Forked:
         assert self._process.pid is not None
         self.pid = self._process.pid
 
+    @property
+    def sentinel(self) -> int:
+        """Ready, for `multiprocessing.connection.wait`, once the process has ended."""
+        return self._process.sentinel
+
     def poll(self) -> int | None:
         return self._process.exitcode
 

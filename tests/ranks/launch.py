@@ -1,11 +1,11 @@
-"""Start a function on several real ranks (processes that can talk over gloo), and collect what they return.
+"""Runs a function on several ranks at once, each a process of its own that talks to the others over gloo.
 
 In a test, use the `run_ranks` fixture::
 
     def test_sum(run_ranks):
         assert run_ranks(2, "tests.ranks.jobs.sums:all_reduced", scale=3) == [9, 9]
 
-and in `tests/ranks/jobs/sums.py` a plain function, that starts the process group itself (so that its
+A job lives in tests/ranks/jobs/. It is a plain function, that starts the process group itself (so that its
 start can be tested too) and returns something JSON can say::
 
     def all_reduced(scale: int) -> int:
@@ -14,10 +14,8 @@ start can be tested too) and returns something JSON can say::
         torch.distributed.all_reduce(number)
         return int(number)
 
-The job's module is imported once, in a launcher from the fork server, which forks the ranks: import at
-the top of it what every rank needs, but start no thread and no process group there.
-All ranks are killed at the first failure or at the timeout, and the failing rank's stderr (at the
-timeout: every rank's, with the line it hangs in) is shown.
+All ranks are killed at the first failure or at the timeout, and the failing rank's stderr (at the timeout: every
+rank's, with the line it hangs in) is shown.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ import faulthandler
 import importlib
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
+import time
 import traceback
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -68,43 +66,49 @@ def run_ranks(
         RanksFailed: a rank raised or died (its stderr is in the message), or `timeout_s` passed.
     """
     assert num_ranks % num_nodes == 0, "ranks must split evenly over nodes"
+    per_node = num_ranks // num_nodes
+    port = _free_port()
+    ranks: list[Forked] = []
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        job = {
-            "num_ranks": num_ranks,
-            "num_nodes": num_nodes,
-            "target": target,
-            "arguments": arguments,
-            "folder": folder,
-            "dump_after_s": max(1.0, timeout_s - DUMP_BEFORE_TIMEOUT_S),
-        }
-        launcher = Forked(_main, json.dumps(job), environment=environment)
         try:
-            output, _ = launcher.communicate(timeout_s)
-        except subprocess.TimeoutExpired:
-            launcher.end()
-            logs = "\n".join(_log_of(folder, rank) for rank in range(num_ranks))
-            raise RanksFailed(f"{target} on {num_ranks} ranks did not finish in {timeout_s:g} s\n{logs}") from None
+            for rank in range(num_ranks):
+                place = {
+                    "RANK": rank,
+                    "WORLD_SIZE": num_ranks,
+                    "LOCAL_RANK": rank % per_node,
+                    "LOCAL_WORLD_SIZE": per_node,
+                    "NUM_NODES": num_nodes,
+                    "FS_LOCAL_RANK": rank,
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                }
+                theirs = {**(environment or {}), **{name: str(value) for name, value in place.items()}}
+                job = (target, json.dumps(arguments), f"{folder}/{rank}", timeout_s)
+                ranks.append(Forked(_run_rank, *job, environment=theirs))
+            _wait_for_all(ranks, target, timeout_s)
         finally:
-            launcher.end()
-        if launcher.returncode != 0:
-            failed = Path(folder, "failed_rank")
-            log = _log_of(folder, int(failed.read_text())) if failed.exists() else output[-SHOWN_CHARACTERS:]
-            raise RanksFailed(f"{target} on {num_ranks} ranks failed\n{log}")
-        return [json.loads(_result_path(folder, rank).read_text()) for rank in range(num_ranks)]
+            for each in ranks:
+                each.end()
+        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(num_ranks)]
 
 
-def _result_path(folder: str, rank: int) -> Path:
-    return Path(folder, f"rank{rank}.json")
+def _wait_for_all(ranks: list[Forked], target: str, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    running = {process.sentinel: rank for rank, process in enumerate(ranks)}
+    while running:
+        ended = connection.wait(list(running), deadline_s - time.monotonic())
+        if not ended:
+            logs = "\n".join(_log(ranks, rank) for rank in range(len(ranks)))
+            raise RanksFailed(f"{target} on {len(ranks)} ranks did not finish in {timeout_s:g} s\n{logs}")
+        for sentinel in ended:
+            rank = running.pop(sentinel)  # type: ignore[call-overload]
+            if code := ranks[rank].wait():
+                log = _log(ranks, rank)
+                raise RanksFailed(f"{target} on {len(ranks)} ranks failed\n{log}\nended with exit code {code}")
 
 
-def _log_path(folder: str, rank: int) -> Path:
-    return Path(folder, f"rank{rank}.log")
-
-
-def _log_of(folder: str, rank: int) -> str:
-    path = _log_path(folder, rank)
-    text = path.read_text(errors="replace")[-SHOWN_CHARACTERS:] if path.exists() else "(did not start)"
-    return f"--- rank {rank} ---\n{text}"
+def _log(ranks: list[Forked], rank: int) -> str:
+    return f"--- rank {rank} ---\n{ranks[rank].said()[-SHOWN_CHARACTERS:]}"
 
 
 def _free_port() -> int:
@@ -113,61 +117,21 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _run_rank(job: dict[str, Any], function: Any, rank: int, port: int) -> int:
-    """In a forked rank: point stdout and stderr at the rank's log, call, write the result; the exit code."""
-    log = os.open(_log_path(job["folder"], rank), os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+def _run_rank(target: str, arguments: str, result: str, timeout_s: float) -> int:
+    """In a forked rank: call, and write the result."""
     faulthandler.enable()
-    faulthandler.dump_traceback_later(job["dump_after_s"])
-    ranks_per_node = job["num_ranks"] // job["num_nodes"]
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(job["num_ranks"]),
-        LOCAL_RANK=str(rank % ranks_per_node),
-        LOCAL_WORLD_SIZE=str(ranks_per_node),
-        NUM_NODES=str(job["num_nodes"]),
-        FS_LOCAL_RANK=str(rank),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    faulthandler.dump_traceback_later(max(1.0, timeout_s - DUMP_BEFORE_TIMEOUT_S))
+    code = 1
     try:
-        result = json.dumps(function(**job["arguments"]))
-        _result_path(job["folder"], rank).write_text(result)
+        module, _, name = target.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        Path(result).write_text(json.dumps(function(**json.loads(arguments))))
+        code = 0
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 1
+        code = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
-        return 1
-    return 0
-
-
-def _main(words: str) -> int:
-    """The launcher; the exit code."""
-    job: dict[str, Any] = json.loads(words)
-    module, _, name = job["target"].partition(":")
-    function = getattr(importlib.import_module(module), name)
-    port = _free_port()
-    rank_of_pid: dict[int, int] = {}
-    for rank in range(job["num_ranks"]):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                code = _run_rank(job, function, rank, port)
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)  # neither the launcher's clean-up nor a slow interpreter exit belongs to a rank
-        rank_of_pid[pid] = rank
-    while rank_of_pid:
-        pid, status = os.wait()
-        rank = rank_of_pid.pop(pid)
-        if status != 0:
-            with _log_path(job["folder"], rank).open("a") as log:
-                log.write(f"\nended with exit code {os.waitstatus_to_exitcode(status)}\n")
-            Path(job["folder"], "failed_rank").write_text(str(rank))
-            for other in rank_of_pid:
-                os.kill(other, signal.SIGKILL)
-            return 1
-    return 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # a slow interpreter exit belongs to no rank

@@ -12,7 +12,7 @@ from open_instruct.learner.rows import sample_loader  # noqa: F401
 from open_instruct.losses import preference  # noqa: F401
 from open_instruct.objectives import distill, dpo, kto, prm, reward_model, sft  # noqa: F401
 from open_instruct.parallel import training_state  # noqa: F401
-from open_instruct.run import plan_check, trackers  # noqa: F401
+from open_instruct.run import metrics_log, opened  # noqa: F401
 from tests.ranks.jobs import (  # noqa: F401
     checkpoints,
     deepspeed_grpo,
@@ -23,7 +23,6 @@ from tests.ranks.jobs import (  # noqa: F401
     train_runs,
     weight_sync,
 )
-from tests.ranks.remembered_rules import remember_rules
 
 # isort: split
 # What DeepSpeed and transformers import at their first use.
@@ -35,7 +34,6 @@ from transformers.models.olmo2 import modeling_olmo2  # noqa: F401
 from transformers.models.olmo3 import modeling_olmo3  # noqa: F401
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
-remember_rules()
 nvtx.enable_nvtx = False  # marks for a profiler of CUDA, around each of DeepSpeed's calls
 assert torch.get_num_threads() == 1, "threads do not live through a fork"
 

@@ -14,21 +14,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import load_token_dataset
-from tests.ranks.launch import run_ranks
+from tests.ranks.objective_case import (
+    assert_opens_whole,
+    assert_resumed_bitwise,
+    assert_same,
+    read,
+    stopped_and_not,
+    train,
+)
 from tests.ranks.shallow import write_shallow_model
-from tests.ranks.test_sft import read, write_conversations
-from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, TrainCase, free_ports
+from tests.ranks.test_sft import write_conversations
+from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, TrainCase
 
-JOB = "tests.ranks.jobs.train_runs:run_each"
 COEF, TEMPERATURE = 0.7, 2.0
 TOP_K: dict[str, Any] = {"teacher_top_k": 40, "eval_mixer_list": []}
 OWN = ("loss", "ce", "kl")
 LORA: dict[str, Any] = {"use_lora": "true", "lora_r": 4, "learning_rate": 5e-3}
-
-
-def train(num_ranks: int, *commands: list[str]) -> None:
-    ports = free_ports(len(commands))
-    run_ranks(num_ranks, JOB, commands=list(commands), ports=ports, entry="distill")
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +56,12 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
 @pytest.fixture(scope="module")
 def one_process(case: TrainCase) -> TrainCase:
     heldout = {"eval_mixer_list": [case.folder / "held_out.jsonl", "1.0"]}
-    steady: dict[str, Any] = {"lr_scheduler_type": "constant", "checkpointing_steps": 2}
     itself = {"teacher_model_name_or_path": case.model, "kd_coef": 1, "max_train_steps": 1}
     begun = TOP_K | {"adapter_name_or_path": case.folder / "shared" / "adapter", "cache_dir": case.folder / "begun"}
     shared, apart = (LORA | {"teacher_model_name_or_path": each} for each in (case.model, stored_otherwise(case.model)))
     whole = {"max_train_steps": 1, "per_device_train_batch_size": NUM_ROWS, "learning_rate": 1e-9}
     train(
+        "distill",
         1,
         case.command("base", **heldout),
         case.command("padded_one_row_at_a_time", batch=1, packing=False, **heldout),
@@ -73,9 +74,7 @@ def one_process(case: TrainCase) -> TrainCase:
         case.command("apart", **apart),
         case.command("top_k_shared", **shared | begun),
         case.command("top_k_apart", **apart | begun),
-        case.command("undisturbed", **steady),
-        case.command("resumed", **steady | {"max_train_steps": 2}),
-        case.command("resumed", **steady),
+        *stopped_and_not(case),
     )
     return case
 
@@ -96,6 +95,7 @@ def on_ranks(one_process: TrainCase) -> TrainCase:
     itself = {"teacher_model_name_or_path": case.model, "kd_coef": 1, "max_train_steps": 1}
     elsewhere = {"cache_dir": case.folder / "cache_of_ranks"}
     train(
+        "distill",
         2,
         case.command("fsdp_2", ranks=2, **heldout),
         case.command("tensor_2", tensor_parallel_degree=2, batch=4, **heldout),
@@ -106,28 +106,22 @@ def on_ranks(one_process: TrainCase) -> TrainCase:
         case.command("shared_fsdp_2", ranks=2, **LORA | {"teacher_model_name_or_path": case.model}),
         case.command("itself_fsdp_2_bf16", ranks=2, **itself, param_dtype="bfloat16"),
     )
-    train(4, case.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2, batch=1, **heldout))
+    train("distill", 4, case.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2, batch=1, **heldout))
     return case
 
 
-def assert_same(case: TrainCase, name: str, base: str) -> None:
-    assert len(case.metrics(name)) == 3
-    for ours, theirs in zip(case.metrics(name), case.metrics(base), strict=True):
-        for number in (*OWN, "grad_norm"):
-            assert ours[number] == pytest.approx(theirs[number], rel=1e-5), f"{name}: {number} at step {ours['step']}"
+def assert_same_as(case: TrainCase, base: str, name: str) -> None:
+    assert_same(case, name, base, OWN, num_steps=3)
 
 
 @pytest.mark.parametrize("name", ["padded_one_row_at_a_time", "fsdp_2", "tensor_2", "context_2", "hsdp_2x2"])
 def test_neither_cut_nor_sharding_matters(on_ranks: TrainCase, name: str) -> None:
-    assert_same(on_ranks, name, "base")
-    ours, theirs = (read(on_ranks.folder / run / "eval.jsonl") for run in (name, "base"))
-    for our_row, their_row in zip(ours, theirs, strict=True):
-        assert our_row == pytest.approx(their_row, rel=1e-5)
+    assert_same_as(on_ranks, "base", name)
 
 
 @pytest.mark.parametrize("name", ["top_k_fsdp_2", "top_k_tensor_2", "top_k_context_2"])
 def test_nor_does_it_with_what_was_kept_of_the_teacher(on_ranks: TrainCase, name: str) -> None:
-    assert_same(on_ranks, name, "top_k")
+    assert_same_as(on_ranks, "top_k", name)
 
 
 def test_what_is_kept_is_computed_once(on_ranks: TrainCase) -> None:
@@ -151,12 +145,12 @@ def test_a_student_that_is_its_own_teacher_is_at_zero(on_ranks: TrainCase, name:
 @pytest.mark.parametrize(("name", "base"), [("shared", "apart"), ("top_k_shared", "top_k_apart")])
 def test_without_its_adapters_a_student_may_be_its_own_teacher(on_ranks: TrainCase, name: str, base: str) -> None:
     """Which is loaded where it is another, and else is not."""
-    assert_same(on_ranks, name, base)
+    assert_same_as(on_ranks, base, name)
     assert on_ranks.metrics(name)[-1]["kl"] > 1e-4
     for run, is_shared in ((name, True), (base, False)):
         log = (on_ranks.folder / run / "run.log").read_text()
         assert ("the teacher is the start model" in log, "loaded the teacher" in log) == (is_shared, not is_shared)
-    assert_same(on_ranks, "shared_fsdp_2", "apart")
+    assert_same_as(on_ranks, "apart", "shared_fsdp_2")
 
 
 @pytest.mark.parametrize(("name", "beta"), [("whole_data", 0.0), ("jsd", 0.3)])
@@ -208,13 +202,10 @@ def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
 
 
 def test_a_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
-    assert one_process.trajectory("resumed") == one_process.trajectory("undisturbed")
-    assert one_process.weights_digest("resumed") == one_process.weights_digest("undisturbed")
+    assert_resumed_bitwise(one_process)
 
 
 def test_the_student_opens_in_transformers(one_process: TrainCase) -> None:
-    folder = one_process.folder / "base" / "hf_model"
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
+    model = assert_opens_whole(one_process.folder / "base")
     start = AutoModelForCausalLM.from_pretrained(one_process.model).state_dict()
     assert any(not weight.equal(start[name]) for name, weight in model.state_dict().items())

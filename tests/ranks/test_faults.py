@@ -141,15 +141,6 @@ class TestLostRanks:
         assert f"rank 1 (host {os.uname().nodename}, pid {pid}) was lost while " in line
         assert "its process is stopped" in line
 
-    def test_a_rank_that_fails_alone_is_quoted_by_rank_0(self, dpo_case: TrainCase) -> None:
-        out = dpo_case.folder / "fails_alone"
-        command = dpo_case.command(out.name, ranks=2, batch=1, max_train_steps=MANY_STEPS)
-        with running(start(command, ranks=2)) as process:
-            once(lambda: rows_in(out) >= 2, process)
-            os.kill(pids_of(process)[1], signal.SIGUSR1)  # ends a process that has no handler for it
-            said = said_by(process)
-        assert "rank 1 (host " in said and "gloo" not in said
-
 
 class TestSignals:
     def stopped(self, command: list[str], out: Path, words: str, number: int) -> tuple[int, str]:

@@ -98,7 +98,7 @@ def test_the_page_trains_a_model_and_says_what_a_row_lacks(tmp_path: Path) -> No
         "num_samples_per_prompt_rollout 1",
         "verifier",
         "1 row of 1 cannot be used (not_messages 1)",
-        "report_to pigeon",
+        "report_to takes any of wandb, trackio, tensorboard, not 'pigeon'",
         "callbacks",
         "own/reward.py has another reward",
         "ray was imported in this process before a run began, and has settled then with which token it talks",

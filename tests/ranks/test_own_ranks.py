@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY, Forked
 from tests.ranks.test_faults import MANY_STEPS, once, pids_of, rows_in, running, said_by
 from tests.ranks.train_case import TrainCase
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -79,13 +80,12 @@ def test_ranks_end_with_a_launcher_that_is_killed(dpo_case: TrainCase) -> None:
         ranks = pids_of(process)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        deadline = time.monotonic() + 60
-        while not all(map(has_ended, ranks)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        left = [rank for rank in ranks if not has_ended(rank)]
-        for rank in left:
-            os.kill(rank, signal.SIGKILL)
-        assert not left, "they train on"
+        try:
+            eventually(lambda: all(map(has_ended, ranks)), timeout_s=60, what="they train on")
+        finally:
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
         said = process.said()
     (line,) = [line for line in said.splitlines() if "launcher" in line]
     assert f"(pid {process.pid}) was killed or crashed while " in line and line == said.splitlines()[-1], said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.ranks.launch import run_ranks as start
+from tests.ranks.objective_case import (
+    assert_opens_whole,
+    assert_resumed_bitwise,
+    assert_same,
+    read,
+    stopped_and_not,
+    train,
+    write,
+)
 from tests.ranks.shallow import write_shallow_model
-from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase, free_ports
-
-RunRanks = Callable[..., list[Any]]
-JOB = "tests.ranks.jobs.train_runs:run_each"
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase
 
 
 def write_solutions(path: Path, *, num_rows: int, seed: int) -> None:
@@ -36,7 +36,7 @@ def write_solutions(path: Path, *, num_rows: int, seed: int) -> None:
             labels.append(draw.choice([right, 0.9 if right else 0.2]))
             total += summand
         rows.append({"prompt": f"{' + '.join(map(str, numbers))}?\n", "completions": steps, "labels": labels})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(path, rows)
 
 
 @pytest.fixture(scope="module")
@@ -51,52 +51,35 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
 
 @pytest.fixture(scope="module")
 def one_process(case: TrainCase) -> TrainCase:
-    constant: dict[str, Any] = {"lr_scheduler_type": "constant", "checkpointing_steps": 2}
-    commands = [
+    train(
+        "prm",
+        1,
         case.command("base"),
         case.command("padded", packing=False, batch=2),
-        case.command("undisturbed", **constant),
-        case.command("resumed", **constant, max_train_steps=2),
-        case.command("resumed", **constant),
+        *stopped_and_not(case),
         case.command("whole_data", max_train_steps=1, per_device_train_batch_size=NUM_ROWS, learning_rate=1e-9),
-    ]
-    start(1, JOB, commands=commands, ports=free_ports(len(commands)), entry="prm")
+    )
     return case
 
 
-def assert_same(case: TrainCase, name: str) -> None:
-    assert len(case.trajectory(name)) == STEPS_OF_AN_EPOCH
-    for ours, theirs in zip(case.metrics(name), case.metrics("base"), strict=True):
-        for metric in ("loss", "grad_norm", "accuracy"):
-            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-5), f"{name}: {metric}"
-    ours_held_out, theirs_held_out = (read(case.folder / run / "eval.jsonl") for run in (name, "base"))
-    for ours_row, theirs_row in zip(ours_held_out, theirs_held_out, strict=True):
-        assert ours_row == pytest.approx(theirs_row, rel=1e-5)
+def assert_same_as_base(case: TrainCase, *names: str) -> None:
+    for name in names:
+        assert_same(case, name, "base", ("loss", "accuracy"), num_steps=STEPS_OF_AN_EPOCH)
 
 
 def test_cutting_does_not_matter(one_process: TrainCase) -> None:
-    assert_same(one_process, "padded")
+    assert_same_as_base(one_process, "padded")
 
 
-def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
-    commands = [
-        one_process.command("fsdp_2", ranks=2),
-        one_process.command("context_2", ranks=1, context_parallel_degree=2, batch=4),
-    ]
-    run_ranks(2, JOB, commands=commands, ports=free_ports(2), entry="prm")
-    for name in ("fsdp_2", "context_2"):
-        assert_same(one_process, name)
-
-
-def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
-    command = one_process.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2, batch=1)
-    run_ranks(4, JOB, commands=[command], ports=free_ports(1), entry="prm")
-    assert_same(one_process, "hsdp_2x2")
+def test_ranks_do_not_matter(one_process: TrainCase) -> None:
+    context = {"context_parallel_degree": 2, "batch": 4}
+    train("prm", 2, one_process.command("fsdp_2", ranks=2), one_process.command("context_2", **context))
+    train("prm", 4, one_process.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2, batch=1))
+    assert_same_as_base(one_process, "fsdp_2", "context_2", "hsdp_2x2")
 
 
 def test_a_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
-    assert one_process.trajectory("resumed") == one_process.trajectory("undisturbed")
-    assert one_process.weights_digest("resumed") == one_process.weights_digest("undisturbed")
+    assert_resumed_bitwise(one_process)
 
 
 def test_the_loss_is_that_of_transformers_where_the_steps_end(one_process: TrainCase) -> None:
@@ -117,8 +100,6 @@ def test_the_loss_is_that_of_transformers_where_the_steps_end(one_process: Train
 
 def test_metrics_have_the_names_scripts_read_and_transformers_opens_the_model(one_process: TrainCase) -> None:
     assert all(set(row) == OF_EVERY_RUN | {"accuracy"} for row in one_process.metrics("base"))
-    folder = one_process.folder / "base" / "hf_model"
-    _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    config = json.loads((folder / "config.json").read_text())
+    assert_opens_whole(one_process.folder / "base")
+    config = json.loads((one_process.folder / "base" / "hf_model" / "config.json").read_text())
     assert (config["prm_step_end"], config["prm_reward_tokens"]) == ("\n", ["+", "-"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,18 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from open_instruct.cli import main
 from open_instruct.toys.synthetic import write_synthetic_preferences
-from tests.ranks.launch import run_ranks as start
+from tests.ranks.objective_case import assert_resumed_bitwise, assert_same, read, stopped_and_not, train, write
 from tests.ranks.shallow import write_shallow_model
-from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase, free_ports
+from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase
 
-RunRanks = Callable[..., list[Any]]
-JOB = "tests.ranks.jobs.train_runs:run_each"
 OTHER_FAMILIES = {"olmo3": False, "qwen3": True, "llama": True}  # and whether their embeddings are tied
 CENTER = 0.1
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_pairs(path: Path, *, num_rows: int, seed: int) -> None:
     """Every third pair has no margin."""
     write_synthetic_preferences(path, num_rows=num_rows, seed=seed)
-    rows = [row | ({"margin": 0.25 * n} if n % 3 else {}) for n, row in enumerate(read(path))]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(path, [row | ({"margin": 0.25 * n} if n % 3 else {}) for n, row in enumerate(read(path))])
 
 
 @pytest.fixture(scope="module")
@@ -56,59 +48,43 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
 
 @pytest.fixture(scope="module")
 def one_process(case: TrainCase) -> TrainCase:
-    constant: dict[str, Any] = {"lr_scheduler_type": "constant", "checkpointing_steps": 2}
     once: dict[str, Any] = {"max_train_steps": 1, "per_device_train_batch_size": NUM_ROWS, "learning_rate": 1e-9}
-    commands = [
+    train(
+        "reward_model",
+        1,
         case.command("base", prefix_sharing="on"),
         case.command("unshared", batch=1, prefix_sharing="off"),
         case.command("padded", batch=2, packing=False),
-        case.command("undisturbed", **constant),
-        case.command("resumed", **constant, max_train_steps=2),
-        case.command("resumed", **constant),
+        *stopped_and_not(case),
         case.command("goes_on", **once, model_name_or_path=case.folder / "base" / "hf_model", eval_mixer_list=[]),
         case.command("in_bfloat16", single_gpu_mode=True, param_dtype="bfloat16", max_train_steps=1),
         *(
             case.command(f"from_{family}", **once | {"max_train_steps": 1}, model_name_or_path=case.folder / family)
             for family in OTHER_FAMILIES
         ),
-    ]
-    start(1, JOB, commands=commands, ports=free_ports(len(commands)), entry="reward_model")
+    )
     return case
 
 
-def assert_same(case: TrainCase, name: str) -> None:
-    assert len(case.trajectory(name)) == STEPS_OF_AN_EPOCH
-    for ours, theirs in zip(case.metrics(name), case.metrics("base"), strict=True):
-        for metric in ("loss", "grad_norm", "rewards/accuracy", "rewards/margin", "rewards/mean", "rewards/std"):
-            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-5, abs=1e-6), f"{name}: {metric}"
-    ours_held_out, theirs_held_out = (read(case.folder / run / "eval.jsonl") for run in (name, "base"))
-    for ours_row, theirs_row in zip(ours_held_out, theirs_held_out, strict=True):
-        assert ours_row["eval/rewards/mean"] == pytest.approx(theirs_row["eval/rewards/mean"], rel=1e-5, abs=1e-6)
-        assert ours_row["eval/rewards/std"] == pytest.approx(theirs_row["eval/rewards/std"], rel=1e-5)
+NUMBERS = ("loss", *(f"rewards/{name}" for name in ("accuracy", "margin", "mean", "std")))
 
 
 @pytest.mark.parametrize("name", ["unshared", "padded"])
 def test_cutting_does_not_matter(one_process: TrainCase, name: str) -> None:
-    assert_same(one_process, name)
+    assert_same(one_process, name, "base", NUMBERS, num_steps=STEPS_OF_AN_EPOCH)
 
 
-def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
-    commands = [
-        one_process.command("fsdp_2", ranks=2),
-        one_process.command("context_2", ranks=1, context_parallel_degree=2, batch=4),
-    ]
-    run_ranks(2, JOB, commands=commands, ports=free_ports(2), entry="reward_model")
-    for name in ("fsdp_2", "context_2"):
-        assert_same(one_process, name)
-
-
-def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
-    commands = [
+def test_ranks_do_not_matter(one_process: TrainCase) -> None:
+    context = {"context_parallel_degree": 2, "batch": 4}
+    train("reward_model", 2, one_process.command("fsdp_2", ranks=2), one_process.command("context_2", **context))
+    train(
+        "reward_model",
+        4,
         one_process.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2, batch=1),
         one_process.command("bfloat16_4", ranks=4, param_dtype="bfloat16", max_train_steps=1),
-    ]
-    run_ranks(4, JOB, commands=commands, ports=free_ports(2), entry="reward_model")
-    assert_same(one_process, "hsdp_2x2")
+    )
+    for name in ("fsdp_2", "context_2", "hsdp_2x2"):
+        assert_same(one_process, name, "base", NUMBERS, num_steps=STEPS_OF_AN_EPOCH)
     # Rewards in bfloat16 would have 8 bits: here they differ from those in float32 by the model's rounding alone.
     loss, exact = (one_process.metrics(name)[0]["loss"] for name in ("bfloat16_4", "base"))
     assert loss == pytest.approx(exact, rel=2e-2) and loss != exact
@@ -116,8 +92,7 @@ def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
 
 
 def test_a_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
-    assert one_process.trajectory("resumed") == one_process.trajectory("undisturbed")
-    assert one_process.weights_digest("resumed") == one_process.weights_digest("undisturbed")
+    assert_resumed_bitwise(one_process)
 
 
 def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
@@ -146,9 +121,7 @@ def rewards_by_transformers(folder: Path, conversations: list[list[dict[str, str
 def test_transformers_gives_the_rewards_that_we_give(one_process: TrainCase, tmp_path: Path, run: str) -> None:
     folder = one_process.folder / run / "hf_model"
     chats = [row["chosen"] for row in read(one_process.rows)][:8]
-    (tmp_path / "chats.jsonl").write_text(
-        "".join(json.dumps({"messages": chat, "n": n}) + "\n" for n, chat in enumerate(chats))
-    )
+    write(tmp_path / "chats.jsonl", [{"messages": chat, "n": n} for n, chat in enumerate(chats)])
     assert main(["score", str(folder), str(tmp_path / "chats.jsonl"), "--output", str(tmp_path / "out.jsonl")]) == 0
     rows = read(tmp_path / "out.jsonl")
     assert [row["n"] for row in rows] == list(range(8)) and [row["messages"] for row in rows] == chats
@@ -170,20 +143,10 @@ def test_the_loss_is_that_of_the_paper_on_the_rewards_of_transformers(one_proces
     rows = read(one_process.rows)
     start_model = one_process.folder / "base" / "hf_model"
     tokenizer = AutoTokenizer.from_pretrained(start_model)
-    pairs = [
-        (row["chosen"], row["rejected"], row.get("margin", 0.0))
-        for row in rows
-        if max(
-            len(
-                tokenizer(tokenizer.apply_chat_template(row[key], tokenize=False), add_special_tokens=False)[
-                    "input_ids"
-                ]
-            )
-            for key in ("chosen", "rejected")
-        )
-        <= 448
-    ]
-    assert len(pairs) == len(rows), "no reply is cut"
+    texts = [tokenizer.apply_chat_template(row[key], tokenize=False) for row in rows for key in ("chosen", "rejected")]
+    lengths = map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])
+    assert max(lengths) <= 448, "no reply is cut"
+    pairs = [(row["chosen"], row["rejected"], row.get("margin", 0.0)) for row in rows]
     rewards = rewards_by_transformers(start_model, [turns for pair in pairs for turns in pair[:2]])
     losses = [
         math.log(1 + math.exp(lost - won + margin)) + CENTER * (won + lost) ** 2
@@ -191,12 +154,10 @@ def test_the_loss_is_that_of_the_paper_on_the_rewards_of_transformers(one_proces
     ]
     (first,) = one_process.metrics("goes_on")
     assert first["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    kept = [
-        json.loads((one_process.folder / run / "hf_model" / "config.json").read_text()) for run in ("base", "goes_on")
-    ]
-    assert ["score_mean" in config for config in kept] == [True, False], (
-        "a mean of held-out rewards, where there are any"
-    )
+    # The mean of held-out rewards is written where there are any.
+    for run, has_mean in (("base", True), ("goes_on", False)):
+        config = json.loads((one_process.folder / run / "hf_model" / "config.json").read_text())
+        assert ("score_mean" in config) == has_mean
     mean = sum(rewards) / len(rewards)
     assert first["rewards/mean"] == pytest.approx(mean, rel=1e-4)
     assert first["rewards/std"] ** 2 == pytest.approx(sum((r - mean) ** 2 for r in rewards) / len(rewards), rel=1e-4)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ranks.grpo_case import GRPOCase, Rows, RunRanks
+from tests.ranks.launch import REPOSITORY
+from tests.ranks.objective_case import write
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_grpo_step import assert_same_trajectory
 from tests.ranks.train_case import free_ports
@@ -18,17 +21,7 @@ COMPLETIONS = [9, 2]
 CONVERSATIONS = 5
 # Two updates a step, so that the policy at its start is another than that of the second.
 MARKED = {"loss_fn": "kl_cov", "cov_fraction": 0.1, "top_entropy_quantile": 0.5, "num_mini_batches": 2}
-OWN = """
-def squared(inputs, loss):
-    from open_instruct.losses.policy import PolicyLossOutputs
-
-    losses_N = (inputs.log_ratio_N - inputs.advantages_N).square() / 2
-    return PolicyLossOutputs(losses_N=losses_N, is_clipped_N=(losses_N * 0).detach())
-
-
-def signs(groups):
-    return [[1.0 if reward > 0.5 else -1.0 for reward in group.rewards] for group in groups]
-"""
+PAGE = REPOSITORY / "docs" / "losses.md"
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +120,9 @@ def test_replay(grpo_case: GRPOCase, tmp_path: Path, run_ranks: RunRanks) -> Non
     """Of a run with conversations: as it was, with another loss, and with a loss and advantages of one's own."""
     rows, own = tmp_path / "conversations.jsonl", tmp_path / "own.py"
     turns = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "5"}]
-    rows.write_text(
-        "".join(json.dumps({"messages": [*turns[:1], {**turns[1], "content": str(i)}]}) + "\n" for i in range(7))
-    )
-    own.write_text(OWN)
+    write(rows, [{"messages": [turns[0], turns[1] | {"content": str(i)}]} for i in range(7)])
+    # The examples of that page, `squared` and `signs`.
+    own.write_text("\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)))
     flags: dict[str, Any] = {
         "num_unique_prompts_rollout": 4,
         "num_samples_per_prompt_rollout": 3,

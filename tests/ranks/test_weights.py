@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from open_instruct.errors import InputError
-from open_instruct.models.build import build_model, materialize
+from open_instruct.models.build import build_model
 from open_instruct.models.export import check_destination, check_exportable, export_hf
 from open_instruct.models.export_files import partial_folder_of, prepare_folder
 from open_instruct.models.fingerprint import weights_fingerprint
@@ -25,6 +25,7 @@ from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import parameter_shapes
 from open_instruct.models.shards import box_shape, shard_box
 from tests.ranks.shallow import write_shallow_model
+from tests.unit.test_checkpoint_files import write_indexed
 
 JOB = "tests.ranks.jobs.weights"
 UNSHARDED = None
@@ -40,18 +41,6 @@ TP_2 = {"replicas": 1, "shards": 1, "tensor": 2, "checkpointing": False}
 ODD_VOCABULARY = 263  # shards of 66, 66, 66 and 65 rows
 
 
-def split_into_files(folder: Path, num_files: int) -> None:
-    tensors = load_file(folder / SINGLE_NAME)
-    weight_map = {}
-    for number in range(num_files):
-        file_name = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
-        part = dict(list(tensors.items())[number::num_files])
-        save_file(part, folder / file_name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file_name)
-    (folder / SINGLE_NAME).unlink()
-    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Families, tied and not, three dtypes on disk, one file and several, even and uneven vocabularies."""
@@ -65,8 +54,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama_fp32": {"family": "llama", "tie": False},
     }
     folders = {name: write_shallow_model(root / name, **kind) for name, kind in kinds.items()}
-    split_into_files(folders["olmo2_odd_bf16"], 3)
-    split_into_files(folders["qwen3_tied_bf16"], 2)
+    for name, num_files in (("olmo2_odd_bf16", 3), ("qwen3_tied_bf16", 2)):
+        write_indexed(folders[name], load_file(folders[name] / SINGLE_NAME), num_files)
+        (folders[name] / SINGLE_NAME).unlink()
     # An old habit: a tied model that stores its head once more.
     tensors = load_file(folders["olmo3_tied_fp16"] / SINGLE_NAME)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -235,11 +225,9 @@ def test_a_chosen_chat_template_is_the_one_that_tokenizers_find(checkpoints, tmp
     folder = checkpoints["llama_fp32"]
     hf_config = load_hf_config(str(folder))
     model, names = build_model(hf_config), TensorNames(hf_config)
-    materialize(model, device=torch.device("cpu"))
+    model.init_weights(device=torch.device("cpu"))
     template = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
-    export_hf(
-        model, hf_config, names, source_folder=folder, out_folder=tmp_path / "out", dtype=None, chat_template=template
-    )
+    export_hf(model, names, source_folder=folder, out_folder=tmp_path / "out", dtype=None, chat_template=template)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[hi]"
     assert (tmp_path / "out" / SINGLE_NAME).is_file()

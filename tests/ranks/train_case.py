@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from open_instruct.run.export_command import export_command
+from open_instruct.run import export_command
 
 NUM_ROWS = 22
 ROWS_PER_STEP = 8
@@ -81,7 +81,7 @@ class TrainCase:
     def is_exported_again(self, name: str) -> bool:
         """Whether `open-instruct export` makes of the newest checkpoint, byte for byte, what the run has left."""
         left, again = self.folder / name / "hf_model", self.folder / f"{name}_again"
-        assert export_command([str(self.folder / name), "--output_dir", str(again)]) == 0
+        assert export_command.main([str(self.folder / name), "--output_dir", str(again)]) == 0
         of_both = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (left, again)]
         assert of_both[0]
         return of_both[0] == of_both[1]

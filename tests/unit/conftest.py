@@ -20,10 +20,6 @@ def join_as() -> Iterator[JoinAs]:
     from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from tests.ranks.remembered_rules import remember_rules
-
-    remember_rules()
-
     def leave() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()

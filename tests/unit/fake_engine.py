@@ -10,9 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine import Engine
-from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
+from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
 

@@ -46,20 +46,15 @@ class FakeHub:
             self.is_private.setdefault(name, asked.get("visibility") == "private")
             return {"url": f"{self.endpoint}/{name}"}
         if path.endswith("/preupload/main"):
-            paths = [file["path"] for file in json.loads(body)["files"]]
-            modes = {path: "lfs" if path.endswith(".safetensors") else "regular" for path in paths}
-            return {
-                "files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
-            }
+            files = [{"path": file["path"], "shouldIgnore": False} for file in json.loads(body)["files"]]
+            for file in files:
+                file["uploadMode"] = "lfs" if file["path"].endswith(".safetensors") else "regular"
+            return {"files": files}
         if path.endswith("/info/lfs/objects/batch"):
-            upload = {
-                each["oid"]: {"upload": {"href": f"{self.endpoint}/large/{each['oid']}"}}
-                for each in json.loads(body)["objects"]
-            }
-            return {
-                "transfer": "basic",
-                "objects": [{"oid": oid, "size": 1, "actions": do} for oid, do in upload.items()],
-            }
+            objects = [{"oid": each["oid"], "size": 1} for each in json.loads(body)["objects"]]
+            for each in objects:
+                each["actions"] = {"upload": {"href": f"{self.endpoint}/large/{each['oid']}"}}
+            return {"transfer": "basic", "objects": objects}
         if path.startswith("/large/"):
             self.large[path.removeprefix("/large/")] = body
             return {}

@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from olmo_core.nn.transformer import Transformer
 
+from open_instruct.families import FAMILIES
 from open_instruct.models.build import build_model
+from open_instruct.models.transformer import SegmentTransformer
+
+Model = TypeVar("Model", bound=Transformer)
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 89
 WINDOW = 7
 
 
-def hf_config(family: str) -> transformers.PretrainedConfig:
-    fields: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "pad_token_id": 0,
-    }
-    if family == "olmo3":
-        return transformers.Olmo3Config(sliding_window=WINDOW, **fields)
-    if family == "olmo2":
-        return transformers.Olmo2Config(**fields)
-    if family == "qwen3":
-        return transformers.Qwen3Config(head_dim=24, **fields)
-    return transformers.Qwen2Config(**fields) if family == "qwen2" else transformers.LlamaConfig(**fields)
+def hf_config(family: str, **fields: Any) -> transformers.PretrainedConfig:
+    """A configuration with other `fields` than the usual."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    usual = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, **sizes, **heads}
+    if FAMILIES[family].has_windows:
+        usual["sliding_window"] = WINDOW
+    if FAMILIES[family].default_head_dim is not None:
+        usual["head_dim"] = 24
+    return getattr(transformers, FAMILIES[family].config_class)(**(usual | fields))
 
 
-def with_random_weights(model: Transformer) -> Transformer:
+def with_random_weights(model: Model) -> Model:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -43,8 +40,8 @@ def with_random_weights(model: Transformer) -> Transformer:
     return model
 
 
-def new_model(family: str) -> Transformer:
-    model = build_model(hf_config(family))
+def new_model(family: str, **fields: Any) -> SegmentTransformer:
+    model = build_model(hf_config(family, **fields))
     model.init_weights(device=CPU, max_seq_len=64)
     return with_random_weights(model)
 

@@ -7,18 +7,18 @@ import statistics
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from open_instruct.config.losses import ADVANTAGES
 from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.errors import InputError
-from open_instruct.losses.advantages import advantages_of
+from open_instruct.losses.advantages import ADVANTAGES, advantages_of, group_advantages, has_signal
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 
 PASS_K = 3
+FLAGS = RolloutSection(advantage_pass_k=PASS_K)
 WEIGHTS = {"math": 2.0, "form": 0.5}
 
 
@@ -121,7 +121,7 @@ def test_every_way_has_a_formula() -> None:
 def test_the_formula(name: str) -> None:
     for seed in range(8):
         groups = [*random_groups(seed), same(4, 1.0, 1.0), same(3, 0.0, 0.0)]
-        ours = advantages_of(groups, name, pass_k=PASS_K)
+        ours = advantages_of(groups, name, FLAGS)
         assert [len(of_group) for of_group in ours] == [len(each.completions) for each in groups]
         assert [a for of_group in ours for a in of_group] == pytest.approx(FORMULAS[name](groups), abs=1e-6)
 
@@ -129,8 +129,17 @@ def test_the_formula(name: str) -> None:
 @pytest.mark.parametrize("name", FORMULAS)
 def test_nothing_to_prefer_is_exactly_zero(name: str) -> None:
     for groups in ([], [same(1, 1.0, 1.0)], [same(4, 0.0, 0.0), same(3, 0.0, 0.0)], [same(3, 0.1 * 3, 1.0)]):
-        ours = advantages_of(groups, name, pass_k=PASS_K)
+        ours = advantages_of(groups, name, FLAGS)
         assert all(value == 0.0 for of_group in ours for value in of_group)
+
+
+@pytest.mark.parametrize("normalization", ["standard", "centered"])
+def test_a_rounding_error_is_no_signal(normalization: Literal["standard", "centered"]) -> None:
+    """0.1 * 3 is not 0.3 in floating point, and the difference must not be divided by itself."""
+    for rewards in ([], [1.0], [0.0, 0.0], [0.1 * 3, 0.3]):
+        assert not has_signal(rewards)
+        assert group_advantages(rewards, normalization) == (0.0,) * len(rewards)
+    assert has_signal([0.0, 0.1])
 
 
 def test_verifiers_that_cancel_have_a_signal_for_gdpo_alone() -> None:

@@ -23,18 +23,21 @@ from open_instruct.models.load import check_cover
 
 HIDDEN, MLP, VOCAB = 4, 6, 8
 LLAMA = SimpleNamespace(model_type="llama", num_hidden_layers=1, tie_word_embeddings=False)
+TIED = SimpleNamespace(model_type="llama", num_hidden_layers=1, tie_word_embeddings=True)
 HEAD = "lm_head.weight"
-Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+Q_PROJ, Q_BIAS = (f"model.layers.0.self_attn.q_proj.{kind}" for kind in ("weight", "bias"))
+FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 
 
 def test_a_thread_that_saves_is_on_its_callers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new thread is on GPU 0: what it calls there would make a context of every rank on that one."""
     done: list[object] = []
+    main = threading.main_thread()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0 if done else 5)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((device, threading.current_thread().name)))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: done.append((gpu, threading.current_thread() is main)))
     in_background(lambda: done.append("work")).result(timeout=60)
-    assert done == [(5, "checkpoint"), "work"]
+    assert done == [(5, False), "work"]
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         in_background(lambda: None).result(timeout=60)
@@ -65,11 +68,11 @@ def write_single(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
-def write_indexed(folder: Path, tensors: dict[str, torch.Tensor], num_files: int = 2) -> dict[str, str]:
+def write_indexed(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """In two files, of which `FIRST` has every second tensor from the first."""
     weight_map = {}
-    for number in range(num_files):
-        part = dict(list(tensors.items())[number::num_files])
-        file_name = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+    for start, file_name in enumerate((FIRST, SECOND)):
+        part = dict(list(tensors.items())[start::2])
         save_file(part, folder / file_name)
         weight_map |= dict.fromkeys(part, file_name)
     (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -79,14 +82,6 @@ def write_indexed(folder: Path, tensors: dict[str, torch.Tensor], num_files: int
 def refused(folder: Path, *words: str) -> None:
     with pytest.raises(InputError) as caught:
         CheckpointFiles.open(folder)
-    for word in words:
-        assert word in str(caught.value), str(caught.value)
-
-
-def not_covered(folder: Path, *words: str, config: SimpleNamespace = LLAMA) -> None:
-    names = TensorNames(config)
-    with CheckpointFiles.open(folder) as files, pytest.raises(InputError) as caught:
-        check_cover(names, files, expected_shapes(names))
     for word in words:
         assert word in str(caught.value), str(caught.value)
 
@@ -120,70 +115,52 @@ def test_empty_tensors_are_read(tmp_path):
         assert files.read("empty", (slice(0, 0), slice(0, 3))).shape == (0, 3)
 
 
-def test_missing_folder(tmp_path):
+def test_what_holds_no_weights(tmp_path):
     refused(tmp_path / "nowhere", "nowhere", "not a folder")
-
-
-def test_no_weights(tmp_path):
     refused(tmp_path, SINGLE_NAME, INDEX_NAME)
-
-
-def test_pickle_is_not_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     refused(tmp_path, "pickle", "convert")
 
 
-def test_shards_without_their_index(tmp_path):
-    write_indexed(tmp_path, llama_tensors())
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("{not json", "not JSON"),
+        ("{}", "weight_map"),
+        ('{"weight_map": [1]}', "weight_map"),
+        ('{"weight_map": {"a": 1}}', "weight_map"),
+    ],
+)
+def test_index_that_is_none(tmp_path, text, word):
+    (tmp_path / INDEX_NAME).write_text(text)
+    refused(tmp_path, INDEX_NAME, word)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "words"),
+    [
+        ("model.layers.7.ghost.weight", FIRST, ("model.layers.7.ghost.weight", FIRST)),  # no file holds it
+        (HEAD, FIRST, (HEAD, FIRST)),  # the other file holds it
+        (HEAD, None, (HEAD, INDEX_NAME)),  # a file holds it, and the index leaves it out
+    ],
+)
+def test_index_that_contradicts_its_files(tmp_path, name, file, words):
+    weight_map = write_indexed(tmp_path, llama_tensors()) | {name: file}
+    kept = {name: file for name, file in weight_map.items() if file is not None}
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": kept}))
+    refused(tmp_path, *words)
+
+
+def test_files_that_contradict_their_index(tmp_path):
+    tensors = llama_tensors()
+    embeddings = "model.embed_tokens.weight"
+    write_indexed(tmp_path, tensors)
+    save_file({**dict(list(tensors.items())[1::2]), embeddings: tensors[embeddings]}, tmp_path / SECOND)
+    refused(tmp_path, embeddings, "two files")
+    (tmp_path / SECOND).unlink()
+    refused(tmp_path, SECOND, "missing")
     (tmp_path / INDEX_NAME).unlink()
     refused(tmp_path, "index is missing")
-
-
-def test_index_is_not_json(tmp_path):
-    write_indexed(tmp_path, llama_tensors())
-    (tmp_path / INDEX_NAME).write_text("{not json")
-    refused(tmp_path, INDEX_NAME, "not JSON")
-
-
-@pytest.mark.parametrize("text", ["{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'])
-def test_index_without_a_map(tmp_path, text):
-    (tmp_path / INDEX_NAME).write_text(text)
-    refused(tmp_path, INDEX_NAME, "weight_map")
-
-
-def test_indexed_file_is_missing(tmp_path):
-    write_indexed(tmp_path, llama_tensors())
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    refused(tmp_path, "model-00002-of-00002.safetensors", "missing")
-
-
-def test_index_names_a_tensor_that_no_file_holds(tmp_path):
-    weight_map = write_indexed(tmp_path, llama_tensors())
-    weight_map["model.layers.7.ghost.weight"] = "model-00001-of-00002.safetensors"
-    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
-    refused(tmp_path, "model.layers.7.ghost.weight", "model-00001-of-00002.safetensors")
-
-
-def test_index_names_the_wrong_file(tmp_path):
-    weight_map = write_indexed(tmp_path, llama_tensors())
-    weight_map[HEAD] = next(name for name in weight_map.values() if name != weight_map[HEAD])
-    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
-    refused(tmp_path, HEAD, weight_map[HEAD])
-
-
-def test_file_holds_a_tensor_that_the_index_leaves_out(tmp_path):
-    weight_map = write_indexed(tmp_path, llama_tensors())
-    del weight_map[HEAD]
-    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
-    refused(tmp_path, HEAD, INDEX_NAME)
-
-
-def test_tensor_in_two_files(tmp_path):
-    tensors = llama_tensors()
-    write_indexed(tmp_path, tensors)
-    second = {**dict(list(tensors.items())[1::2]), "model.embed_tokens.weight": tensors["model.embed_tokens.weight"]}
-    save_file(second, tmp_path / "model-00002-of-00002.safetensors")
-    refused(tmp_path, "model.embed_tokens.weight", "two files")
 
 
 @pytest.mark.parametrize("num_kept", [0, 5, 9, 200, -1])
@@ -192,24 +169,22 @@ def test_truncated_file(tmp_path, num_kept):
     data = (tmp_path / SINGLE_NAME).read_bytes()
     (tmp_path / SINGLE_NAME).write_bytes(data[:num_kept])
     refused(tmp_path, SINGLE_NAME, "truncated")
-
-
-def test_file_with_something_behind_it(tmp_path):
-    write_single(tmp_path, llama_tensors())
-    with (tmp_path / SINGLE_NAME).open("ab") as file:
-        file.write(b"more")
+    (tmp_path / SINGLE_NAME).write_bytes(data + b"more")
     refused(tmp_path, SINGLE_NAME, "not fully covered", "damaged")
 
 
-@pytest.mark.parametrize("garbage", [b"x" * 4096, b"\x10" + b"\0" * 7 + b"{not json at all}", b"PK\3\4" * 9])
-def test_not_safetensors(tmp_path, garbage):
-    (tmp_path / SINGLE_NAME).write_bytes(garbage)
-    refused(tmp_path, SINGLE_NAME, "not a safetensors file")
-
-
-def test_git_lfs_pointer(tmp_path):
-    (tmp_path / SINGLE_NAME).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
-    refused(tmp_path, SINGLE_NAME, "git lfs pull")
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"x" * 4096, "not a safetensors file"),
+        (b"\x10" + b"\0" * 7 + b"{not json at all}", "not a safetensors file"),
+        (b"PK\3\4" * 9, "not a safetensors file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n", "git lfs pull"),
+    ],
+)
+def test_not_safetensors(tmp_path, content, words):
+    (tmp_path / SINGLE_NAME).write_bytes(content)
+    refused(tmp_path, SINGLE_NAME, words)
 
 
 @pytest.mark.parametrize(
@@ -228,44 +203,39 @@ def test_header_that_contradicts_itself(tmp_path, entry):
     refused(tmp_path, SINGLE_NAME)
 
 
-def test_missing_tensor(tmp_path):
-    tensors = llama_tensors()
-    del tensors[Q_PROJ]
-    not_covered(write_single(tmp_path, tensors), Q_PROJ, "no tensor")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({Q_PROJ: None}, (Q_PROJ, "no tensor")),
+        ({HEAD: None}, (HEAD, "no tensor")),
+        ({Q_BIAS: torch.zeros(HIDDEN)}, (Q_BIAS, SINGLE_NAME)),
+        ({Q_PROJ: torch.zeros(HIDDEN, HIDDEN + 1)}, (Q_PROJ, f"({HIDDEN}, {HIDDEN + 1})", f"({HIDDEN}, {HIDDEN})")),
+        ({Q_PROJ: torch.zeros(HIDDEN, HIDDEN, dtype=torch.int8)}, (Q_PROJ, "torch.int8", "quantised")),
+        (dict.fromkeys(list(llama_tensors())[:-1]), ("no tensor", "model.embed_tokens.weight", "and 7 more")),
+    ],
+)
+def test_tensors_that_the_model_has_not(tmp_path, changes, words):
+    not_covered(tmp_path, LLAMA, changes, *words)
 
 
-def test_missing_head_of_an_untied_model(tmp_path):
-    tensors = llama_tensors()
-    del tensors[HEAD]
-    not_covered(write_single(tmp_path, tensors), HEAD, "no tensor")
+def test_tied_head_of_another_shape(tmp_path):
+    not_covered(tmp_path, TIED, {HEAD: torch.zeros(VOCAB + 1, HIDDEN)}, HEAD, f"expected ({VOCAB}, {HIDDEN})")
 
 
-def test_extra_tensor(tmp_path):
-    tensors = {**llama_tensors(), "model.layers.0.self_attn.q_proj.bias": torch.zeros(HIDDEN)}
-    not_covered(write_single(tmp_path, tensors), "model.layers.0.self_attn.q_proj.bias", SINGLE_NAME)
-
-
-def test_wrong_shape(tmp_path):
-    tensors = {**llama_tensors(), Q_PROJ: torch.zeros(HIDDEN, HIDDEN + 1)}
-    not_covered(write_single(tmp_path, tensors), Q_PROJ, f"({HIDDEN}, {HIDDEN + 1})", f"({HIDDEN}, {HIDDEN})")
-
-
-def test_quantised_tensor(tmp_path):
-    tensors = {**llama_tensors(), Q_PROJ: torch.zeros(HIDDEN, HIDDEN, dtype=torch.int8)}
-    not_covered(write_single(tmp_path, tensors), Q_PROJ, "torch.int8", "quantised")
-
-
-def test_many_problems_are_counted_not_listed(tmp_path):
-    tensors = llama_tensors()
-    not_covered(write_single(tmp_path, {HEAD: tensors[HEAD]}), "no tensor", "model.embed_tokens.weight", "and 7 more")
+def not_covered(folder: Path, config: SimpleNamespace, changes: dict[str, torch.Tensor | None], *words: str) -> None:
+    tensors = {name: tensor for name, tensor in (llama_tensors() | changes).items() if tensor is not None}
+    names = TensorNames(config)
+    with CheckpointFiles.open(write_single(folder, tensors)) as files, pytest.raises(InputError) as caught:
+        check_cover(names, files, expected_shapes(names))
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
 
 
 def test_complete_checkpoints_pass(tmp_path):
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
-    tied = SimpleNamespace(**{**vars(LLAMA), "tie_word_embeddings": True})
     without_head = {name: tensor for name, tensor in llama_tensors().items() if name != HEAD}
     for number, (config, tensors) in enumerate(
-        [(LLAMA, llama_tensors()), (LLAMA, {**llama_tensors(), **extra}), (tied, llama_tensors()), (tied, without_head)]
+        [(LLAMA, llama_tensors()), (LLAMA, {**llama_tensors(), **extra}), (TIED, llama_tensors()), (TIED, without_head)]
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -274,18 +244,12 @@ def test_complete_checkpoints_pass(tmp_path):
             check_cover(names, files, expected_shapes(names))
 
 
-def test_tied_head_of_another_shape(tmp_path):
-    tied = SimpleNamespace(**{**vars(LLAMA), "tie_word_embeddings": True})
-    tensors = {**llama_tensors(), HEAD: torch.zeros(VOCAB + 1, HIDDEN)}
-    not_covered(write_single(tmp_path, tensors), HEAD, f"expected ({VOCAB}, {HIDDEN})", config=tied)
-
-
 def test_fingerprint_follows_the_bytes_alone(tmp_path):
     folders = [tmp_path / name for name in ("one", "same", "changed")]
     for folder in folders:
         folder.mkdir()
         write_indexed(folder, llama_tensors())
-    file = folders[2] / "model-00002-of-00002.safetensors"
+    file = folders[2] / SECOND
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

@@ -25,8 +25,9 @@ from open_instruct.learner.model.activation_checkpointing import build_activatio
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.learner.model.inputs_on_host import keep_inputs_on_host
 from open_instruct.models import compiled
-from open_instruct.models.build import build_model, local_part
-from open_instruct.models.heads.logprob_head import losses_of_logits
+from open_instruct.models.build import build_model
+from open_instruct.models.heads.logprob_head import compiled_losses, losses_of_logits
+from open_instruct.models.shards import local_part
 from open_instruct.packing.documents import empty_batch, pack_documents
 from open_instruct.parallel.listening import LOOPBACK_INTERFACE
 from open_instruct.records import PackedBatch
@@ -189,40 +190,31 @@ def test_what_the_compiler_differentiates_and_writes_is_the_same(request: pytest
         pytest.skip("no C++ compiler here")
     model, shared = new_model("olmo3"), pack_documents(DOCUMENTS, groups=GROUPS)
     expected = results(model, shared)
-    model.lm_head.compute_losses = compiled.compiled_losses()
+    model.lm_head.compute_losses = compiled_losses()
     model.blocks["0"].apply_compile()
     assert_same(results(model, shared), expected)
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
-def test_compiled_blocks_are_recomputed_from_inputs_on_the_host() -> None:
-    """What is compiled is within what is recomputed, and that within what keeps its input elsewhere."""
+@pytest.mark.parametrize("parts", [(), ("*norm", "attention.*_norm", "feed_forward"), ("*norm", "attention")], ids=str)
+def test_compiled_blocks_are_recomputed(parts: tuple[str, ...]) -> None:
+    """Parts of them, as the plan may choose these: checkpointing is then within what is compiled. Or whole blocks, from
+    inputs that wait on the host: there it is around it."""
     plain, model = new_model("qwen3"), new_model("qwen3")
-    model.apply_activation_checkpointing(TransformerActivationCheckpointingMode.full)
+    if parts:
+        memory = MemorySection(
+            activation_checkpointing="selected_modules",
+            activation_checkpointing_modules=[f"blocks.*.{part}" for part in parts],
+        )
+        config, _ = build_activation_checkpointing(memory, model=model, device=CPU)
+        assert config is not None
+        model.apply_activation_checkpointing(config.mode, modules=config.modules)
+    else:
+        model.apply_activation_checkpointing(TransformerActivationCheckpointingMode.full)
     model.apply_compile()
-    keep_inputs_on_host(model, CPU)
-    rng = random.Random(0)
+    if not parts:
+        keep_inputs_on_host(model, CPU)
     for shares in (True, False):
-        batch = row(rng, shares=shares)
-        assert_same(outcome(model, batch, learned=True), outcome(plain, batch, learned=True))
-    assert versions_of_blocks(model) > 0 and compiled.FALLBACKS.count == 0
-
-
-@pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
-@pytest.mark.parametrize("parts", [("*norm", "attention.*_norm", "feed_forward"), ("*norm", "attention")], ids=str)
-def test_parts_of_compiled_blocks_are_recomputed(parts: tuple[str, ...]) -> None:
-    """As the plan may choose them for a run: here checkpointing is within what is compiled."""
-    plain, model = new_model("qwen3"), new_model("qwen3")
-    memory = MemorySection(
-        activation_checkpointing="selected_modules",
-        activation_checkpointing_modules=[f"blocks.*.{part}" for part in parts],
-    )
-    config, _ = build_activation_checkpointing(memory, model=model, device=CPU)
-    assert config is not None
-    model.apply_activation_checkpointing(config.mode, modules=config.modules)
-    model.apply_compile()
-    rng = random.Random(0)
-    for shares in (True, False):
-        batch = row(rng, shares=shares)
+        batch = row(random.Random(0), shares=shares)
         assert_same(outcome(model, batch, learned=True), outcome(plain, batch, learned=True))
     assert versions_of_blocks(model) > 0 and compiled.FALLBACKS.count == 0

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.prompts import PromptStream
-from open_instruct.episodes.requests import sampling_seed
+from open_instruct.episodes.walk import sampling_seed
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.conductor import MAX_REJECTED_PER_PROMPT, Conductor
+from open_instruct.rollout.conductor import MAX_REJECTED_PER_PROMPT, Conductor, is_rejected, requests_of, solved_rows
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from tests.unit.fake_rollouts import BusyPool, FakeDataset, FakePool, FakeReward, coin, grpo_config, without_versions
-from tests.unit.plain_rollouts import plain_batches
 
 NUM_PROMPTS = 3  # of a step
 NUM_SAMPLES = 2  # of a group
@@ -82,10 +81,33 @@ def compositions(batches: Iterator[RolloutStepBatch]) -> list[tuple[list[Any], l
     ]
 
 
+def plain_batches(
+    prompts: PromptStream, pool: FakePool, reward: FakeReward, config: GRPOConfig
+) -> Iterator[RolloutStepBatch]:
+    """The batch of every step, one after the other, without overlap: ask, wait, judge."""
+    while True:
+        groups: dict[bool, list[RolloutGroup]] = {False: [], True: []}  # by whether they are rejected
+        while num_missing := config.rollout.num_unique_prompts_rollout - len(groups[False]):
+            tickets = [prompts.next() for _ in range(num_missing)]
+            asked = [
+                [pool.submit(request) for request in requests_of(ticket, prompt, config=config)]
+                for ticket, prompt in tickets
+            ]
+            for (ticket, prompt), futures in zip(tickets, asked, strict=True):
+                completions = tuple(future.result() for future in futures)
+                verdicts = tuple(reward.judge(prompt, completions))
+                group = RolloutGroup(ticket=ticket, prompt=prompt, completions=completions, verdicts=verdicts)
+                groups[is_rejected(group, config.rollout)].append(group)
+        batch = RolloutStepBatch(groups=tuple(groups[False]), rejected=tuple(groups[True]))
+        for row_id in solved_rows(batch, config.rollout):
+            prompts.exclude(row_id)
+        yield batch
+
+
 def plainly(*words: str) -> list[tuple[list[Any], list[Any]]]:
     stream = PromptStream(FakeDataset(11), SEED)
     with BusyPool() as pool:
-        batches = plain_batches(stream, pool, FakeReward(coin), config=config_of(*words))
+        batches = plain_batches(stream, pool, FakeReward(coin), config_of(*words))
         return compositions(islice(batches, NUM_STEPS))
 
 

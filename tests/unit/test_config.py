@@ -19,11 +19,11 @@ from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.flags import LARGEST_INT, NONE_WORDS, Flag, flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import help_lines
-from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import _git_state, as_flat_dict, refuse_conflicts, resume_conflicts, write_config
 from open_instruct.config.suites.upstream_flags import taken, upstream_table
 from open_instruct.errors import InputError
+from open_instruct.losses.preference import PREFERENCE_LOSSES
 from open_instruct.objectives.sft import SFTConfig
 from open_instruct.parallel.layout_command import LayoutFlags
 
@@ -243,7 +243,7 @@ class TestYaml:
             ("beta: {x: 1}\n", ["line 4: beta takes one value"]),
             ("dpo_beta: &a [*a]\n", ["line 4: dpo_beta takes a number, or none, not a list of lists"]),
             ("beta: &a {x: *a}\n", ["line 4: beta takes a number"]),
-            ("report_to: [[wandb]]\n", ["line 4: report_to takes a list of words", "not a list of lists"]),
+            ("report_to: [[wandb]]\n", ["line 4: report_to takes any of wandb", "not a list of lists"]),
             ("eval_mixer_list: null\nstop_strings: ~\n", ["line 5: stop_strings is not a flag"]),
             ("[a, b]: 1\n", ["line 4: a flag's name is one word, not a list"]),
             ("packing: yes\n", ["line 4: packing takes true or false, not 'yes'"]),
@@ -350,6 +350,8 @@ def values_of(flag: Flag) -> st.SearchStrategy[Any]:
         strategy = st.sampled_from(flag.choices)
         if flag.or_one:
             strategy = st.one_of(strategy, st.lists(strategy, min_size=2))
+        elif flag.kind is list:
+            strategy = st.lists(strategy)
     else:
         number = st.floats(allow_nan=False, allow_infinity=False)
         of_kinds = {

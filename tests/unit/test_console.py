@@ -12,9 +12,17 @@ from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import step_words
 
 
-def test_a_warning_of_the_rows_is_one_on_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
+def console_of(width: int, *, is_terminal: bool = False) -> Console:
+    """A console whose text is recorded."""
     console = Console(speaks=True)
-    console.rich = RichConsole(file=io.StringIO(), record=True, width=100, soft_wrap=True)
+    console.rich = RichConsole(
+        file=io.StringIO(), record=True, width=width, force_terminal=is_terminal, highlight=False, soft_wrap=True
+    )
+    return console
+
+
+def test_a_warning_of_the_rows_is_one_on_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    console = console_of(100)
     with caplog.at_level(logging.INFO):
         console.report("training data", ["240 pairs", "warning: 203 of 240 rows are cut"])
     assert console.rich.export_text().splitlines() == [
@@ -36,14 +44,9 @@ def test_a_line_steers_no_terminal(capsys: pytest.CaptureFixture[str], caplog: p
 
 def test_a_terminal_of_80_columns_cuts_nothing_and_splits_no_word() -> None:
     path = "/cache" + "/folder" * 15
-    said = (
-        f"a line of words that is longer than the terminal is wide, with a path in it, {path} and  two  blanks\n\there"
-    )
+    said = f"a line of words that is longer than the terminal is wide, with a path in it: {path} and  two  blanks\n\tx"
     for is_terminal in (True, False):
-        console = Console(speaks=True)
-        console.rich = RichConsole(
-            file=io.StringIO(), record=True, force_terminal=is_terminal, width=80, highlight=False, soft_wrap=True
-        )
+        console = console_of(80, is_terminal=is_terminal)
         console.say(said)
         text = console.rich.export_text()
         lines = text.splitlines()
@@ -55,8 +58,7 @@ def test_a_terminal_of_80_columns_cuts_nothing_and_splits_no_word() -> None:
 def test_the_bar_of_the_training_shows_all_numbers_in_80_columns() -> None:
     row = {"loss": 0.6931, "rewards/margin": 0.5, "rewards/accuracy": 0.5, "tokens_per_second": 12345}
     words = step_words(row | {"peak_memory_gib": 12.25})
-    console = Console(speaks=True)
-    console.rich = RichConsole(file=io.StringIO(), record=True, force_terminal=True, width=80, soft_wrap=True)
+    console = console_of(80, is_terminal=True)
     with console.training(first_step=0, num_steps=1000) as show:
         show(123, words)
     text = console.rich.export_text()
@@ -66,8 +68,7 @@ def test_the_bar_of_the_training_shows_all_numbers_in_80_columns() -> None:
 
 def test_rows_are_counted_below_the_bar_of_the_training() -> None:
     """A terminal has room for one live drawing: two of them are an error of rich's."""
-    console = Console(speaks=True)
-    console.rich = RichConsole(file=io.StringIO(), record=True, force_terminal=True, width=100, soft_wrap=True)
+    console = console_of(100, is_terminal=True)
     with console.training(first_step=0, num_steps=4) as show:
         for step in (1, 2):
             show(step, "loss 0.69")

@@ -55,10 +55,3 @@ def test_gradients_of_many_branches_are_added_up_in_float32() -> None:
     (gradient,) = torch.autograd.grad(gathered.sum(), prompt)
     assert gradient.dtype == torch.bfloat16
     assert gradient[:, 0, 0].tolist() == [1000, 1]
-
-
-def test_only_later_branches_gather_their_prompt() -> None:
-    """Eight pairs of a prompt of 1,000 and replies of 1,000 tokens: 32 thousand keys; each reply with its own, 40."""
-    of = segments([(1000, (1000, 1000))] * 8)
-    assert of.key_index_K is not None
-    assert (sum(of.lengths), len(of.key_index_K)) == (24_000, 32_000)

@@ -9,16 +9,17 @@ import torch
 from olmo_core.config import DType
 from olmo_core.distributed.parallel import DataParallelType, build_world_mesh, get_dp_mesh, get_dp_model_mesh
 from olmo_core.nn.attention import AttentionBackendName
-from olmo_core.nn.transformer import TransformerConfig
-from olmo_core.train.train_module.transformer import (
-    TransformerContextParallelConfig,
-    TransformerDataParallelWrappingStrategy,
-)
+from olmo_core.nn.transformer import Transformer, TransformerConfig
+from olmo_core.train.train_module.transformer import TransformerDataParallelWrappingStrategy
 from olmo_core.train.train_module.transformer.common import parallelize_model
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
+from open_instruct.parallel.data_parallel import (
+    build_context_parallel_config,
+    build_data_parallel_config,
+    build_tensor_parallel_config,
+)
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.records import ShardLayout
 from tests.unit.conftest import JoinAs
@@ -37,11 +38,27 @@ LAYOUTS = {
 
 
 def build_mesh(layout: ShardLayout) -> DeviceMesh:
-    context = None
-    if layout.context_parallel_degree > 1:
-        context = TransformerContextParallelConfig.ulysses(degree=layout.context_parallel_degree)
     return build_world_mesh(
-        dp=build_data_parallel_config(layout), tp=build_tensor_parallel_config(layout), cp=context, device_type="cpu"
+        dp=build_data_parallel_config(layout),
+        tp=build_tensor_parallel_config(layout),
+        cp=build_context_parallel_config(layout),
+        device_type="cpu",
+    )
+
+
+def parallelized(layout: ShardLayout, *, prefetch_factor: int = 0) -> Transformer:
+    """Four blocks on the meta device: what they hold is not looked at here."""
+    config = TransformerConfig.olmo2_190M(vocab_size=96, n_layers=4, attn_backend=AttentionBackendName.torch)
+    model = config.build(init_device="meta")
+    model.init_weights = lambda **_: None  # type: ignore[assignment, method-assign]
+    return parallelize_model(
+        model,
+        world_mesh=build_mesh(layout),
+        device=torch.device("meta"),
+        max_sequence_length=16,
+        rank_microbatch_size=16,
+        dp_config=build_data_parallel_config(layout, prefetch_factor=prefetch_factor),
+        tp_config=build_tensor_parallel_config(layout),
     )
 
 
@@ -82,69 +99,33 @@ def test_olmo_core_keeps_the_degrees(name: str) -> None:
 def test_fsdp_shards_a_model_by_the_shard_degree(name: str, join_as: JoinAs) -> None:
     layout = LAYOUTS[name]
     join_as(layout.world_size - 1, layout.world_size)
-    config = TransformerConfig.olmo2_190M(vocab_size=96, n_layers=2, attn_backend=AttentionBackendName.torch)
-    model = config.build(init_device="meta")
-    whole = model.get_parameter("blocks.0.feed_forward.w1.weight").numel()
-    # Materialising is not what is looked at here: keep the parameters on the meta device.
-    model.init_weights = lambda **_: None  # type: ignore[assignment, method-assign]
-    model = parallelize_model(
-        model,
-        world_mesh=build_mesh(layout),
-        device=torch.device("meta"),
-        max_sequence_length=16,
-        rank_microbatch_size=16,
-        dp_config=build_data_parallel_config(layout),
-        tp_config=build_tensor_parallel_config(layout),
-    )
-    weight = model.get_parameter("blocks.0.feed_forward.w1.weight")
+    weight = parallelized(layout).get_parameter("blocks.0.feed_forward.w1.weight")
     assert isinstance(weight, DTensor)
     split = layout.shard_degree * layout.tensor_parallel_degree
-    assert weight.to_local().numel() == whole / split
+    assert weight.to_local().numel() == weight.numel() / split
 
 
 def test_blocks_are_gathered_ahead_of_their_turn(join_as: JoinAs) -> None:
     layout = LAYOUTS["two nodes"]
     join_as(0, layout.world_size)
-    model = TransformerConfig.olmo2_190M(vocab_size=96, n_layers=4, attn_backend=AttentionBackendName.torch).build(
-        init_device="meta"
-    )
-    model.init_weights = lambda **_: None  # type: ignore[assignment, method-assign]
-    model = parallelize_model(
-        model,
-        world_mesh=build_mesh(layout),
-        device=torch.device("meta"),
-        max_sequence_length=16,
-        rank_microbatch_size=16,
-        dp_config=build_data_parallel_config(layout, prefetch_factor=2),
-    )
+    model = parallelized(layout, prefetch_factor=2)
     states: list[Any] = [block._get_fsdp_state() for block in model.blocks.values()]  # type: ignore[operator, union-attr]
     ahead = [[states.index(other) for other in state._states_to_forward_prefetch] for state in states]
     assert ahead == [[1, 2], [2, 3], [3], []]
 
 
-def test_config_is_hsdp_over_blocks() -> None:
-    config = build_data_parallel_config(resolve_layout([8, 8]))
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
+def test_config_is_hsdp_over_blocks(param_dtype: str) -> None:
+    config = build_data_parallel_config(resolve_layout([8, 8]), param_dtype=param_dtype)
     assert config is not None
     assert config.name == DataParallelType.hsdp
     assert config.wrapping_strategy == TransformerDataParallelWrappingStrategy.blocks
     assert (config.num_replicas, config.shard_degree) == (2, 8)
-    assert (config.param_dtype, config.reduce_dtype) == (DType.bfloat16, DType.float32)
+    assert (config.param_dtype, config.reduce_dtype) == (param_dtype, DType.float32)
 
 
-def test_the_dtype_of_parameters_is_chosen_by_name() -> None:
-    config = build_data_parallel_config(resolve_layout([2]), param_dtype="float32")
-    assert config is not None
-    assert (config.param_dtype, config.reduce_dtype) == (DType.float32, DType.float32)
-
-
-def test_one_device_has_no_config() -> None:
-    layout = resolve_layout([1], single_device=True)
-    assert build_data_parallel_config(layout) is None
-    assert build_tensor_parallel_config(layout) is None
-
-
-def test_no_tensor_config_without_a_tensor_degree() -> None:
-    assert build_tensor_parallel_config(resolve_layout([8])) is None
-    config = build_tensor_parallel_config(resolve_layout([8], tensor_parallel_degree=4))
-    assert config is not None
-    assert config.degree == 4
+def test_what_is_not_split_has_no_config() -> None:
+    one_device = resolve_layout([1], single_device=True)
+    assert build_data_parallel_config(one_device) is None
+    assert build_tensor_parallel_config(one_device) is None
+    assert build_context_parallel_config(resolve_layout([8])) is None

@@ -51,18 +51,6 @@ def test_every_stage_goes_with_float32_and_all_but_the_first_with_bfloat16(stage
         assert settings_of("", stage)["bf16"] == {"enabled": True}
 
 
-OFFLOADED = {"optimizer": "adam_offload", "param": "offload"}
-
-
-def test_upstreams_names_are_known() -> None:
-    known = {"deepspeed_stage": "3", "deepspeed_zpg": "2", "adam_offload": "true", "offload": "true"}
-    names = [("zero_stage", "deepspeed_stage"), ("zpg", "deepspeed_zpg"), ("zero_hpz_partition_size", "deepspeed_zpg")]
-    names += [(f"{ds}offload_{what}", ours) for ds in ("", "deepspeed_") for what, ours in OFFLOADED.items()]
-    for theirs, ours in names:
-        config = config_of(f"--{theirs} {known[ours]}", stage=None)
-        assert str(getattr(config.parallel, ours)).lower() == known[ours]
-
-
 @pytest.mark.parametrize("words", ["--zero_stage 2", "--offload_optimizer", "--backend olmo_core --deepspeed_zpg 8"])
 def test_under_fsdp2_they_are_not_needed_and_said_so_in_one_line(words: str) -> None:
     (line,) = validate_dpo(config_of(words, stage=None))
@@ -197,12 +185,6 @@ def test_offload_and_second_copies_reach_it() -> None:
         "offload_param": in_host_memory,
     }
     assert settings_of("--adam_offload", 1)["zero_optimization"]["offload_optimizer"]["pin_memory"] is False
-
-
-def test_blocks_are_recomputed_unless_that_is_turned_off() -> None:
-    assert config_of("").memory.activation_checkpointing == "full"
-    assert config_of("--activation_checkpointing none").memory.activation_checkpointing == "none"
-    assert config_of("", stage=None).memory.activation_checkpointing == "auto"
 
 
 SPLIT, DEVICE, RATES = "split matrices", "leave the device", "learning rates"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import shutil
 from collections.abc import Mapping
@@ -15,13 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
-from open_instruct.config.parser import parse
-from open_instruct.config.sections import OptimSection
 from open_instruct.errors import InputError, RunError
 from open_instruct.learner.model.forward import beside_labels, hidden_at_labels, token_logprobs
-from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.learner.rows.row_cache import RowCache
 from open_instruct.learner.teacher import Comparison, OpenedTeacher
 from open_instruct.losses.distillation import divergence, keep_top_k, top_k_divergence
@@ -29,20 +24,17 @@ from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import LogprobHead, Measure
 from open_instruct.objectives.distill import DISTILL, DistillConfig, bind, evaluate, teacher_of
 from open_instruct.objectives.objective import LossOutputs, TokenLogprobs
-from open_instruct.olmo_core_train_modules import ObjectiveTrainModule
 from open_instruct.packing.documents import pack_documents, pad_documents
 from open_instruct.parallel.layout import layout_of
-from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
-from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import Scoring
 from open_instruct.records import ROW_VALUES, Batch, Document, PackedBatch, Span, StepBatch
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.toys.tiny import write_tiny_model
+from tests.unit.objective_runs import config_of, train_module
 from tests.unit.small_models import CPU, VOCAB_SIZE, hf_config, new_model, random_model, with_random_weights
-from tests.unit.test_finite import Recorder
 
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 EXTREMES = {
@@ -81,23 +73,22 @@ def test_values_and_gradients_are_the_papers(of_student: str, of_teacher: str) -
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_the_gradient_is_that_of_small_differences(beta: float) -> None:
+def test_the_gradient_over_kept_tokens_is_that_of_small_differences(beta: float) -> None:
     torch.manual_seed(0)
     logits, teacher = torch.randn(3, 7, dtype=torch.float64, requires_grad=True), torch.randn(3, 7).double()
-    torch.autograd.gradcheck(lambda logits: divergence(logits, teacher, beta=beta, temperature=1.7), (logits,))
     kept = keep_top_k(teacher, 3, temperature=1.7).double()
     torch.autograd.gradcheck(lambda logits: top_k_divergence(logits, kept, beta=beta, temperature=1.7), (logits,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("beta", BETAS)
-def test_a_student_that_equals_its_teacher_is_at_zero(beta: float, dtype: torch.dtype) -> None:
+def test_a_student_that_equals_its_teacher_is_at_zero(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     teacher = (20 * torch.randn(5, 1000)).to(dtype).float()
-    logits = teacher.clone().requires_grad_()
-    values = divergence(logits, teacher, beta=beta, temperature=0.7)
-    (gradient,) = torch.autograd.grad(values.sum(), logits)
-    assert not values.any() and not gradient.any()
+    for beta in BETAS:
+        logits = teacher.clone().requires_grad_()
+        values = divergence(logits, teacher, beta=beta, temperature=0.7)
+        (gradient,) = torch.autograd.grad(values.sum(), logits)
+        assert not values.any() and not gradient.any()
 
 
 def test_tokens_that_cannot_happen_count_nothing() -> None:
@@ -153,10 +144,9 @@ LAID_OUT = {"packed": pack_documents, "padded": partial(pad_documents, pad_token
 
 
 def flags(*words: str) -> DistillConfig:
-    needed = {"--model_name_or_path": "S", "--teacher_model_name_or_path": "T", "--output_dir": "out"}
-    given = needed | dict(zip(words[::2], words[1::2], strict=True))
-    spelled = [word for pair in given.items() for word in pair]
-    return parse(DistillConfig, ["--mixer_list", "rows.jsonl", "1.0", *spelled])
+    teacher = [] if "--teacher_model_name_or_path" in words else ["--teacher_model_name_or_path", "T"]
+    config: DistillConfig = config_of(DISTILL, *teacher, *words)
+    return config
 
 
 def comparison_of(config: DistillConfig, *, vocab_size: int = VOCAB_SIZE) -> Comparison:
@@ -295,7 +285,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folders: Path, *words: str) -> OpenedTeacher:
-    config = flags("--model_name_or_path", str(folders / "student"), *words)
+    config = flags(*words)
+    config.model.model_name_or_path = str(folders / "student")
     student = open_pretrained(config, folders / "out")
     return OpenedTeacher.of(teacher_of(config), student, config=config, layout=layout_of(config.parallel, (1,)))
 
@@ -344,10 +335,6 @@ def test_the_plan_counts_the_teacher() -> None:
     gathered = [sum(e.num_bytes for e in each.exchanges if e.collective == "all_gather") for each in (plan, without)]
     assert gathered[0] - gathered[1] == pytest.approx(2 * shape.num_params, rel=1e-2)
     assert plan.time.compute_s > 5 * without.time.compute_s
-    shown = io.StringIO()
-    print_plan(plan, Advice(plan), Console(file=shown, width=200))
-    told = " ".join(shown.getvalue().split())
-    assert "teacher: this GPU's share of the teacher" in told
 
 
 # Flags and evaluation.
@@ -384,13 +371,6 @@ def test_held_out_numbers_are_means_over_tokens() -> None:
     assert "held-out loss at step 0: 2.0000" in told.sentence.format(when="at step 0")
 
 
-def test_the_loss_without_a_teacher_is_a_mistake_of_ours() -> None:
-    scores = TokenLogprobs(logprobs_N=torch.zeros(1), sequence_ids_N=torch.zeros(1, dtype=torch.long))
-    batch = Batch(packed=pack_documents(DOCUMENTS), row_ids=(0, 1))
-    with pytest.raises(AssertionError, match="there is no teacher"):
-        bind(flags().distillation).function(scores, batch, {"labels": 1})
-
-
 @pytest.mark.parametrize(("kl", "is_refused"), [(-0.01, True), (-1e-6, False)])
 def test_a_divergence_below_zero_ends_the_run(tmp_path: Path, kl: float, is_refused: bool) -> None:
     settings = bind(flags().distillation)
@@ -399,17 +379,9 @@ def test_a_divergence_below_zero_ends_the_run(tmp_path: Path, kl: float, is_refu
         measured_N = torch.full_like(scores.logprobs_N, kl)
         return settings.function(replace(scores, measured_N=measured_N), batch, counts)
 
-    module = ObjectiveTrainModule(
-        loss=replace(settings, function=function),
-        model=with_random_weights(build_model(hf_config("olmo2"), init_device="cpu")),
-        optim=build_optimizer_config(OptimSection(), device=CPU),
-        rank_microbatch_size=32,
-        max_sequence_length=32,
-        max_grad_norm=1e9,
-        device=CPU,
-    )
+    model = with_random_weights(build_model(hf_config("olmo2"), init_device="cpu"))
+    module, _ = train_module(replace(settings, function=function), model, tmp_path)
     with_random_weights(module.model)
-    module._trainer = Recorder(tmp_path)  # type: ignore[assignment]
     batch = Batch(packed=pack_documents(DOCUMENTS), row_ids=(0, 1))
     step = StepBatch(microbatches=(batch,), counts={"rows": 2, "labels": 9, "tokens": 17})
     if is_refused:

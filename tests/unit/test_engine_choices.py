@@ -6,9 +6,8 @@ import pytest
 
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.engines.batching import Batching
-from open_instruct.engines.held_adapter import check_targets, options_of
-from open_instruct.engines.vllm_core import check_temperature, refusal_of_memory
+from open_instruct.engines.requests import Batching
+from open_instruct.engines.vllm_core import adapter_options, check_targets, check_temperature, refusal_of_memory
 from open_instruct.errors import InputError, RunError
 from tests.unit.fake_engine import SETTINGS
 
@@ -70,7 +69,7 @@ class TestBatching:
 class TestAdapter:
     @pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (16, 16), (17, 32), (300, 320), (512, 512)])
     def test_an_engine_has_room_for_its_rank(self, rank: int, room: int) -> None:
-        options = options_of(LoRASection(use_lora=True, lora_r=rank, lora_target_modules=["q_proj", "up_proj"]))
+        options = adapter_options(LoRASection(use_lora=True, lora_r=rank, lora_target_modules=["q_proj", "up_proj"]))
         assert options["max_lora_rank"] == room
         assert options["lora_target_modules"] == ["q_proj", "up_proj"]
 

@@ -13,14 +13,14 @@ from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
-from open_instruct.run.export_command import checkpoint_of, export_command, settings_of
+from open_instruct.run.export_command import checkpoint_of, main, settings_of
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"is not the --output_dir of a run: .*config\.yaml"):
-        export_command([str(tmp_path), "--output_dir", str(tmp_path / "out")])
+        main([str(tmp_path), "--output_dir", str(tmp_path / "out")])
     with pytest.raises(InputError, match="the first word is the folder of a run"):
-        export_command(["--output_dir", str(tmp_path / "out")])
+        main(["--output_dir", str(tmp_path / "out")])
 
 
 COMMANDS = {"grpo": GRPOConfig, **{name: objective_named(name).config_class for name in OBJECTIVES}}
@@ -48,6 +48,7 @@ def test_a_run_of_another_version_is_read_too(
         path.write_text("\n".join(kept) + "\n")
         config, objective = settings_of(tmp_path)
         assert type(config) is COMMANDS[name]
+        assert parse(COMMANDS[name], [str(path)]).optim.seed == 7  # the file can be given to its command again
         assert (objective.name if objective else "grpo") == name
         assert (config.optim.seed, config.optim.adam_epsilon) == (7, 1e-8)
     assert capsys.readouterr().err == ""
@@ -72,42 +73,35 @@ def test_what_is_no_run_of_a_command_is_refused(tmp_path: Path) -> None:
         settings_of(tmp_path)
 
 
-def test_a_run_says_its_command_and_its_file_can_be_given_to_it_again(tmp_path: Path) -> None:
-    path = wrote(tmp_path, "dpo", says_command=True)
-    assert "\ncommand: dpo\n" in f"\n{path.read_text()}"
-    assert parse(DPOConfig, [str(path)]).optim.seed == 7
+def write_step(run: Path, step: int) -> None:
+    (run / f"step{step}").mkdir()
+    write_manifest(run / f"step{step}", Manifest(step=step, num_ranks=1, start_model="", files={}))
 
 
-def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+def test_a_step_that_is_not_there_or_damaged_is_refused_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has no checkpoint$"):
         checkpoint_of(tmp_path, "")
     for step in (3, 10):
-        (tmp_path / f"step{step}").mkdir()
-        write_manifest(tmp_path / f"step{step}", Manifest(step=step, num_ranks=1, start_model="", files={}))
+        write_step(tmp_path, step)
     assert checkpoint_of(tmp_path, "").name == "step10"
     assert checkpoint_of(tmp_path, "step3").name == "step3"
     with pytest.raises(InputError, match=r"has step3, step10, and not step4$"):
         checkpoint_of(tmp_path, "step4")
+    (tmp_path / "step10" / "checkpoint.json").write_text("{}")
+    with pytest.raises(InputError, match=r"is damaged: .*; take another step of the run"):
+        checkpoint_of(tmp_path, "")
 
 
 def test_a_checkpoint_may_be_named_by_its_folder(tmp_path: Path) -> None:
     words = ["--model_name_or_path", "m", "--mixer_list", "r.jsonl", "1.0", "--output_dir", str(tmp_path)]
-    (tmp_path / "step3").mkdir()
-    write_manifest(tmp_path / "step3", Manifest(step=3, num_ranks=1, start_model="", files={}))
+    write_step(tmp_path, 3)
     for run in (tmp_path, tmp_path / "step7"):  # the folder of a run may have any name
         run.mkdir(exist_ok=True)
         write_config(parse(DPOConfig, words), run / "config.yaml")
     out = ["--output_dir", str(tmp_path / "out")]
     with pytest.raises(InputError, match=rf"^{tmp_path} has step3, and not step4$"):
-        export_command([str(tmp_path / "step4"), *out])
+        main([str(tmp_path / "step4"), *out])
     with pytest.raises(InputError, match=r"step7 has no checkpoint$"):
-        export_command([str(tmp_path / "step7"), *out])
+        main([str(tmp_path / "step7"), *out])
     with pytest.raises(InputError, match=r"step3 is not the --output_dir of a run"):
-        export_command([str(tmp_path / "step3"), "--step", "4", *out])
-
-
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "step3").mkdir()
-    (tmp_path / "step3" / "checkpoint.json").write_text("{}")
-    with pytest.raises(InputError, match=r"is damaged: .*; take another step of the run"):
-        checkpoint_of(tmp_path, "")
+        main([str(tmp_path / "step3"), "--step", "4", *out])

@@ -23,7 +23,6 @@ from open_instruct.rollout.finished import export_finished
 from open_instruct.run.console import Console
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.run.run_directory import RunDirectory
-from open_instruct.run.start_model import fingerprint_of
 from open_instruct.toys.tiny import write_tiny_model
 
 NUM_STEPS = 3
@@ -74,7 +73,7 @@ def trained(run: RolloutRun) -> dict[str, torch.Tensor]:
 def test_it_is_the_checkpoint_tensor_by_tensor(run: RolloutRun, capsys: pytest.CaptureFixture[str]) -> None:
     weights = trained(run)
     step = run.directory.path / f"step{NUM_STEPS}"
-    write_checkpoint(step, weights, fingerprint_of(run.pretrained))
+    write_checkpoint(step, weights, run.pretrained.fingerprint)
     assert set(SavedWeights(step, {name: tuple(each.shape) for name, each in weights.items()})) == set(weights)
     assert export_finished(run)
     assert f"all {NUM_STEPS} steps were taken: exporting the model of" in " ".join(capsys.readouterr().out.split())
@@ -88,7 +87,7 @@ def test_it_is_the_checkpoint_tensor_by_tensor(run: RolloutRun, capsys: pytest.C
 
 def test_learners_are_needed_for_the_rest(run: RolloutRun) -> None:
     assert not export_finished(run)  # nothing was learned yet
-    weights, own = trained(run), fingerprint_of(run.pretrained)
+    weights, own = trained(run), run.pretrained.fingerprint
     write_checkpoint(run.directory.path / f"step{NUM_STEPS - 1}", weights, own)
     assert not export_finished(run)  # one step is left
     last = run.directory.path / f"step{NUM_STEPS}"

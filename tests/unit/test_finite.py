@@ -196,5 +196,5 @@ def test_adapters_are_looked_at_where_ranks_hold_ranges_of_them() -> None:
 
 def test_what_is_told_of_the_last_checkpoint_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpoints.last_checkpoint(tmp_path) == "This run has no checkpoint"
-    monkeypatch.setattr(checkpoints, "latest_step", lambda folder: 40)
+    monkeypatch.setattr(checkpoints.step_folder, "latest_step", lambda folder: 40)
     assert f"{tmp_path}/step40, is from before" in checkpoints.last_checkpoint(tmp_path)

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from open_instruct.config.dpo import DPOConfig, validate_dpo
-from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.errors import InputError
+from open_instruct.objectives.registry import objective_named
 
 CASES: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "flag_cases.yaml").read_text(encoding="utf-8"))
-ROWS = {"dpo": "--mixer_list rows.jsonl 1.0", "grpo": "--dataset_mixer_list prompts.jsonl 1.0"}
 
 
 def cases(kind: str) -> Iterator[tuple[Any, ...]]:
@@ -25,14 +23,14 @@ def cases(kind: str) -> Iterator[tuple[Any, ...]]:
             yield (command, case) if isinstance(case, str) else (command, *case)
 
 
-def config_of(command: str, words: str) -> DPOConfig | GRPOConfig:
-    line = f"--model_name_or_path model --output_dir out {ROWS[command]} {words}".split()
-    return parse(DPOConfig, line) if command == "dpo" else parse(GRPOConfig, line)
+def config_of(command: str, words: str) -> Any:
+    rows = "--dataset_mixer_list prompts.jsonl 1.0" if command == "grpo" else "--mixer_list rows.jsonl 1.0"
+    line = f"--model_name_or_path model --output_dir out {rows} {words}"
+    return parse(objective_named(command).config_class, line.split())
 
 
 def warnings_of(command: str, words: str) -> list[str]:
-    config = config_of(command, words)
-    return validate_grpo(config) if isinstance(config, GRPOConfig) else validate_dpo(config)
+    return objective_named(command).validate(config_of(command, words))
 
 
 @pytest.mark.parametrize(("command", "words", "parts"), cases("refused"))

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.flags import Flag, flags_of
-from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, refuse_conflicts, write_config
 from open_instruct.errors import InputError
-from open_instruct.objectives.kto import KTO
-from open_instruct.objectives.sft import SFT
+from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.layout_command import layout_command
 from open_instruct.planning.request import plan_configs
 from open_instruct.report import plan_command
 
-RUNS: dict[str, tuple[type, Callable[[Any], list[str]]]] = {
-    "dpo": (DPOConfig, validate_dpo),
-    "kto": (KTO.config_class, KTO.validate),
-    "sft": (SFT.config_class, SFT.validate),
-    "grpo": (GRPOConfig, validate_grpo),
-}
+RUNS = {name: objective_named(name) for name in ("dpo", "kto", "sft", "grpo")}
 NUMBERS = [
     *("0", "1", "2", "3", "4", "8", "16", "64", "-1", "1_0", "+4", " 5 ", "٣", "²", "1e3", "1.5", "0.5", "1.0", "-0.0"),
     *("1e-300", "1e308", "-1e308", "1e999", "nan", "inf", "2147483647", "2147483648", "9223372036854775808"),
@@ -80,9 +71,9 @@ def line_of(config_class: type, draw: random.Random) -> list[str]:
 
 
 def run(line: Sequence[str], name: str, draw: random.Random, folder: Path) -> None:
-    config_class, validate = RUNS[name]
+    config_class = RUNS[name].config_class
     config = parse(config_class, line)
-    validate(config)
+    RUNS[name].validate(config)
     nodes = config.parallel.num_learners_per_node if name == "grpo" else draw.choice([(1,), (8,), (8, 8), (2, 4)])
     layout_of(config.parallel, nodes)
     write_config(config, folder / "config.yaml")
@@ -121,7 +112,7 @@ def test_every_refusal_is_an_input_error(
     for seed in range(block * 400, (block + 1) * 400):
         draw = random.Random(seed)
         name, walk = draw.choice([*RUNS]), draw.choice([run, run, run, run, from_yaml, plan, None])
-        line = line_of(plan_configs()[name] if walk is plan else RUNS[name][0], draw)
+        line = line_of(plan_configs()[name] if walk is plan else RUNS[name].config_class, draw)
         try:
             if walk is None:
                 show_layout(draw)

@@ -51,8 +51,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         placement = SimpleNamespace(
             on_gpus=on_gpus, whereabouts=lambda: where, shape=FleetShape.of(config.fleet, config.parallel)
         )
-        cluster = SimpleNamespace(placing=lambda shape: nullcontext(placement))
-        monkeypatch.setattr(fleet, "start_cluster", lambda *args, **kwargs: nullcontext(cluster))
+        monkeypatch.setattr(fleet, "start_cluster", lambda *args, **kwargs: nullcontext(placement))
         monkeypatch.setattr(fleet, "LearnerGroup", it.learner_group)
         monkeypatch.setattr(fleet, "RayEngine", it.engine)
         pool = SimpleNamespace(close=lambda: None, pids=list)

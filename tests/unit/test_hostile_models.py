@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -34,6 +35,7 @@ from open_instruct.run.first_look import look_at
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.toys.tiny import write_tiny_model
 from tests.unit.mutations import mutated, mutated_bytes
+from tests.unit.test_checkpoint_files import write_indexed
 
 FLAGS = ("--mixer_list", __file__, "1.0", "--output_dir", "out")
 
@@ -47,14 +49,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good")
     write_tiny_model(folder / "llama", family="llama")
     write_tiny_model(folder / "olmo3", family="olmo3")
-    tensors = load_file(folder / "llama" / SINGLE_NAME)
     shutil.copytree(folder / "llama", folder / "indexed", ignore=shutil.ignore_patterns(SINGLE_NAME))
-    weight_map = {}
-    for number in range(2):
-        part = dict(list(tensors.items())[number::2])
-        save_file(part, folder / "indexed" / f"model-{number}.safetensors")
-        weight_map |= dict.fromkeys(part, f"model-{number}.safetensors")
-    (folder / "indexed" / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    write_indexed(folder / "indexed", load_file(folder / "llama" / SINGLE_NAME))
     return folder
 
 
@@ -173,38 +169,32 @@ def test_any_bytes_are_read_or_refused(
     assert refused > 0
 
 
-def header_file(folder: Path, header: bytes, data: bytes = b"\0" * 8) -> None:
-    (folder / SINGLE_NAME).write_bytes(len(header).to_bytes(8, "little") + header + data)
+ENTRY = b'"dtype": "F32", "shape": [2], "data_offsets": [0, 8]'
 
 
 @pytest.mark.parametrize(
-    ("header", "told"),
+    ("in_place_of", "header", "told"),
     [
-        (b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8.0]}}', "damaged .*floating point"),
-        (b'{"w": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}', "damaged .* integer `-1`"),
-        (b'{"w": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 8]}}', "out of range"),
-        (b'{"w": {"dtype": "F32", "shape": [true, 2], "data_offsets": [0, 8]}}', "damaged .* boolean `true`"),
-        (b'{"w": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}', "damaged"),
-        (b'{"w": {"dtype": "F32", "shape": [%s], "data_offsets": [0, 8]}}' % (b"9" * 5000), "out of range"),
-        (b'{"w": ' + b"[" * 100_000, "damaged"),
-        (b'{"w": {"dtype": "F32", "shape": [2], "shape": [1, 2], "data_offsets": [0, 8]}}', "duplicate field `shape`"),
-        (b'{"\\u001b[31m": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', "cannot be printed"),
+        (b"[0, 8]", b"[0.0, 8.0]", "damaged .*floating point"),
+        (b"[2]", b"[-1, -2]", "damaged .* integer `-1`"),
+        (b"[2]", b"[1e400]", "out of range"),
+        (b"[2]", b"[true, 2]", "damaged .* boolean `true`"),
+        (b'"F32"', b'["F32"]', "damaged"),
+        (b"[2]", b"[" + b"9" * 5000 + b"]", "out of range"),
+        (ENTRY, b"[" * 100_000, "damaged"),
+        (b"[2]", b'[2], "shape": [1, 2]', "duplicate field `shape`"),
+        (b'"w"', b'"\\u001b[31m"', "cannot be printed"),
     ],
 )
-def test_headers_that_json_allows_and_sense_does_not(tmp_path: Path, header: bytes, told: str) -> None:
-    header_file(tmp_path, header)
+def test_headers_that_json_allows_and_sense_does_not(
+    tmp_path: Path, in_place_of: bytes, header: bytes, told: str
+) -> None:
+    good = b'{"w": {' + ENTRY + b"}}"
+    text = good.replace(in_place_of, header, 1)
+    (tmp_path / SINGLE_NAME).write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(InputError, match=told) as caught:
         CheckpointFiles.open(tmp_path)
     assert SINGLE_NAME in str(caught.value)
-
-
-def test_an_empty_tensor_may_stand_anywhere(tmp_path: Path) -> None:
-    header_file(
-        tmp_path,
-        b'{"full": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},'
-        b' "none": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}',
-    )
-    assert len(CheckpointFiles.open(tmp_path).shapes) == 2
 
 
 @pytest.mark.parametrize(
@@ -212,29 +202,33 @@ def test_an_empty_tensor_may_stand_anywhere(tmp_path: Path) -> None:
 )
 def test_an_index_names_files_beside_it_alone(good: Path, tmp_path: Path, place: str) -> None:
     folder = copy_of(good / "indexed", tmp_path)
-    shutil.copyfile(good / "indexed" / "model-0.safetensors", tmp_path / "outside.safetensors")
+    first = "model-00001-of-00002.safetensors"
+    shutil.copyfile(good / "indexed" / first, tmp_path / "outside.safetensors")
     index = json.loads((folder / INDEX_NAME).read_text())
     for name, file_name in index["weight_map"].items():
-        if file_name == "model-0.safetensors":
+        if file_name == first:
             index["weight_map"][name] = place.format(folder=tmp_path)
     (folder / INDEX_NAME).write_text(json.dumps(index))
     with pytest.raises(InputError, match="only names of safetensors files beside the index"):
         CheckpointFiles.open(folder)
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_weights_that_are_no_numbers_are_named(good: Path, tmp_path: Path, value: float) -> None:
+def loaded(pretrained: Any) -> Any:
+    model = pretrained.build(init_device="cpu")
+    model.init_weights(device=torch.device("cpu"), max_seq_len=64)
+    stream_load(model, pretrained.files, pretrained.names)
+    return model
+
+
+@pytest.mark.parametrize(("value", "told"), [(math.inf, "inf"), (-math.inf, "inf"), (math.nan, "NaN")])
+def test_weights_that_are_no_numbers_are_named(good: Path, tmp_path: Path, value: float, told: str) -> None:
     folder = copy_of(good / "llama", tmp_path)
     tensors = load_file(folder / SINGLE_NAME)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
     (folder / SINGLE_NAME).unlink()
     save_file(tensors, folder / SINGLE_NAME)
-    pretrained = opened(folder)
-    model = pretrained.build(init_device="cpu")
-    model.init_weights(device=torch.device("cpu"), max_seq_len=64)
-    told = f"model.layers.1.mlp.up_proj.weight holds {'NaN' if value != value else 'inf'}: the checkpoint is damaged"
-    with pytest.raises(InputError, match=told):
-        stream_load(model, pretrained.files, pretrained.names)
+    with pytest.raises(InputError, match=rf"layers\.1\.mlp\.up_proj\.weight holds {told}: the checkpoint is damaged"):
+        loaded(opened(folder))
 
 
 def test_fields_that_name_code_are_left_out(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,11 +240,9 @@ def test_fields_that_name_code_are_left_out(good: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(transformers.modeling_utils, "lazy_import_flash_attention", reached)
     monkeypatch.setattr(transformers.dynamic_module_utils, "get_class_in_module", reached)
     folder = copy_of(good / "llama", tmp_path)
+    kernels = ("_attn_implementation", "attn_implementation", "_attn_implementation_internal")
     named = {
-        "_attn_implementation": "evil/kernel",
-        "attn_implementation": "evil/kernel",
-        "_attn_implementation_internal": "evil/kernel",
-        "_experts_implementation": "evil/kernel",
+        **dict.fromkeys((*kernels, "_experts_implementation"), "evil/kernel"),
         "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil/repo--evil.Model"},
         "_name_or_path": "evil/repo",
     }
@@ -269,26 +261,13 @@ def test_fields_that_name_code_are_left_out(good: Path, tmp_path: Path, monkeypa
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
 
     pretrained = opened(folder)
+    pretrained.hf_config._attn_implementation = "evil/kernel"
+    check_exportable(pretrained.names, parameter_shapes(build_model(pretrained.hf_config)))
     assert len(pretrained.tokenizer) == 512
-    model = pretrained.build(init_device="cpu")
-    model.init_weights(device=torch.device("cpu"), max_seq_len=64)
-    stream_load(model, pretrained.files, pretrained.names)
     out = tmp_path / "out"
-    export_hf(model, pretrained.hf_config, pretrained.names, source_folder=folder, out_folder=out, dtype=None)
+    export_hf(loaded(pretrained), pretrained.names, source_folder=folder, out_folder=out, dtype=None)
     assert json.loads((out / "config.json").read_text()) == fields
     assert not (out / "pytorch_model.bin").exists() and not (tmp_path / "ran").exists()
-
-
-def test_a_kernel_that_a_config_object_names_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reached(*_: Any, **__: Any) -> None:
-        raise AssertionError("a loader of kernels was reached")
-
-    monkeypatch.setattr(transformers.modeling_utils, "lazy_import_flash_attention", reached)
-    config = transformers.LlamaConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
-    )
-    config._attn_implementation = "evil/kernel"
-    check_exportable(TensorNames(config), parameter_shapes(build_model(config)))
 
 
 @pytest.mark.parametrize(

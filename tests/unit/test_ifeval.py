@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,160 +14,11 @@ import pytest
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.verifiers.constraints import RELATIONS, has_postscript, num_sentences
-from open_instruct.verifiers.ifeval import IFEVAL, RLVR_IFEVAL, IFEval, parse
+from open_instruct.verifiers.ifeval import IFEval, parse, rules_of
 from open_instruct.verifiers.registry import known_verifiers
 
-IFEVAL_CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
-    # instruction, kwargs, texts that follow it, texts that do not
-    ("keywords:existence", {"keywords": ["cat", "dog"]}, ["Dogs chase CATS."], ["Dogs bark."]),
-    (
-        "keywords:frequency",
-        {"keyword": "cat", "frequency": 2, "relation": "at least"},
-        ["cat Cats", "cat cat cat"],
-        ["cat"],
-    ),
-    ("keywords:frequency", {"keyword": "cat", "frequency": 2, "relation": "less than"}, ["cat"], ["cat cat"]),
-    ("keywords:forbidden_words", {"forbidden_words": ["rock", "c++"]}, ["rocket c"], ["a ROCK", "in C++."]),
-    (
-        "keywords:letter_frequency",
-        {"letter": "T", "let_frequency": 2, "let_relation": "less than"},
-        ["one T"],
-        ["tT", "ttt"],
-    ),
-    ("keywords:letter_frequency", {"letter": "#", "let_frequency": 2, "let_relation": "at least"}, ["#a #b"], ["#a"]),
-    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"}, ["A b. C?"], ["A b c."]),
-    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"}, ["A b c."], ["A b. C?"]),
-    (
-        "length_constraints:number_paragraphs",
-        {"num_paragraphs": 2},
-        ["one\n***\ntwo", "***\none\n***\ntwo\n***", "one *** two"],
-        ["one", "one\n***\n\n***\ntwo", "one\n***\ntwo\n***\nthree"],
-    ),
-    ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, ["one, two - three"], ["one two"]),
-    ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, ["one two"], ["one two three"]),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"},
-        ["First.\n\nThen, more.", 'First.\n\n\n"Then"'],
-        ["First.\n\nThence.", "Then.\n\nFirst.", "First.\n\nThen.\n\nLast.", "First. Then."],
-    ),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 1, "nth_paragraph": 2, "first_word": "then"},
-        [],
-        ["then", "then\n\nthen"],
-    ),
-    (
-        "detectable_content:number_placeholders",
-        {"num_placeholders": 2},
-        ["[a] [b]", "[a][b] [c c]"],
-        ["[a]", "[a] []", "[a\nb] [c]"],
-    ),
-    (
-        "detectable_content:postscript",
-        {"postscript_marker": "P.S."},
-        ["Text.\n\nP.S. More", "text (p. s. more)"],
-        ["Text.", "Text.\n\nP.S.", "Text. P.P.S. More"],
-    ),
-    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, ["Text. P.P.S. More"], ["Text. P.S. More"]),
-    (
-        "detectable_format:number_bullet_lists",
-        {"num_bullets": 2},
-        ["* a\n* b", "Two:\n- a\n  - b\n***\n---\n* * *\n**bold** and * no"],
-        ["* a", "* a\n* b\n- c"],
-    ),
-    (
-        "detectable_format:constrained_response",
-        {},
-        ["My answer is yes.", "I think. My answer is maybe."],
-        ["Yes.", "My answer is yes"],
-    ),
-    (
-        "detectable_format:number_highlighted_sections",
-        {"num_highlights": 2},
-        ["*a* and *b c*", "**a** **b**"],
-        ["**a**", "*a\nb* *c*", "* * *a*"],
-    ),
-    (
-        "detectable_format:multiple_sections",
-        {"section_spliter": "SECTION", "num_sections": 2},
-        ["SECTION 1\na\nSECTION 2\nb", "SECTION1 SECTION2 SECTION3"],
-        ["SECTION 1\na", "Section 1\na\nSection 2\nb", "SECTION one SECTION two"],
-    ),
-    (
-        "detectable_format:json_format",
-        {},
-        ['{"a": [1]}', '```json\n{"a": 1}\n```', "```\n[]\n```"],
-        ["{'a': 1}", 'Here: {"a": 1}', "[" * 100_000],
-    ),
-    ("detectable_format:title", {}, ["<<Ode>>\ntext", "x <<A b>>"], ["<Ode>", "<<\nOde>>", "<< >>"]),
-    (
-        "combination:two_responses",
-        {},
-        ["a\n******\nb", "******\na\n******\nb\n******"],
-        ["a", "a ****** a", "a ****** b ****** c", "a ************ b"],
-    ),
-    ("combination:repeat_prompt", {"prompt_to_repeat": " Say hi. "}, ["say hi. Hi!"], ["Hi!", "Sure. Say hi. Hi!"]),
-    (
-        "startend:end_checker",
-        {"end_phrase": "Any questions?"},
-        ["Done. any questions?", '"Done. Any questions?"'],
-        ["Any questions? No."],
-    ),
-    ("startend:quotation", {}, ['"a"', '"a" b "c"'], ['"a', "a", '"', "'a'"]),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": "at least"},
-        ["GO NOW", "I say GPT-4"],
-        ["GO now", "WELL-KNOWN"],
-    ),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": "less than"},
-        ["GO"],
-        ["GO ON"],
-    ),
-    ("change_case:english_capital", {}, ["YES, 1."], ["YES, one.", "1."]),
-    ("change_case:english_lowercase", {}, ["yes, 1."], ["Yes, 1.", "1."]),
-    ("punctuation:no_comma", {}, ["a; b"], ["a, b"]),
-]
-RLVR_CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
-    ("verify_keywords", {"keyword_list": ["cat", "dog"]}, ["dog, Cat"], ["dog"]),
-    ("verify_keyword_frequency", {"word": "cat", "N": 2}, ["Cat, cat. Cats"], ["cat", "cat cat cat"]),
-    ("validate_forbidden_words", {"forbidden_words": ["rock"]}, ["rocket"], ["Rock!"]),
-    ("verify_letter_frequency", {"letter": "t", "N": 2}, ["Tt"], ["t", "ttt"]),
-    ("verify_sentence_constraint", {"N": 2, "quantifier": "at most"}, ["A. B c.", "A c."], ["A c. D e. F g."]),
-    ("verify_sentence_constraint", {"N": 3, "quantifier": "around"}, ["Ab. Cd.", "A b. C d. E f. G h."], ["Ab."]),
-    ("verify_paragraph_count", {"N": 2}, ["one\n* * *\ntwo"], ["one", "one * * * * * * two"]),
-    ("validate_word_constraint", {"N": 2, "quantifier": "at least"}, ["a b", "a b c"], ["a"]),
-    ("validate_word_constraint", {"N": 2, "quantifier": "at most"}, ["a b", "a"], ["a b c"]),
-    ("validate_word_constraint", {"N": 20, "quantifier": "around"}, ["a " * 18, "a " * 22], ["a " * 17, "a " * 23]),
-    ("validate_paragraphs", {"N": 2, "i": 1, "first_word": "so"}, ["So it\n\nis"], ["Soon\n\nis", "so"]),
-    ("validate_placeholders", {"N": 1}, ["[a]"], ["a"]),
-    (
-        "verify_postscript",
-        {"postscript_marker": "Before I forget:"},
-        ["A. Before I forget: b"],
-        ["A. Before I forget:"],
-    ),
-    ("verify_bullet_points", {"N": 1}, ["a\n* b"], ["a", "* a\n* b"]),
-    ("validate_choice", {"options": "yes/no/maybe"}, ["No.", "yes"], ["Nothing", "none"]),
-    ("validate_choice", {"options": "I know or I don't know"}, ["I don't know"], ["Who knows"]),
-    ("validate_choice", {"options": "a), b), c), d)"}, ["It is b) blue"], ["It is (e)", "b"]),
-    ("validate_choice", {"options": ["yes", "a/b"]}, ["a/b"], ["a"]),
-    ("validate_highlighted_sections", {"N": 1}, ["*a*"], ["a"]),
-    ("validate_sections", {"section_splitter": "Chapter:", "N": 1}, ["Chapter: 1"], ["Chapter 1"]),
-    ("validate_json_format", {}, ["[1]"], ["[1"]),
-    ("validate_title", {}, ["<<a>>"], ["a"]),
-    ("validate_two_responses", {}, ["a ****** b"], ["a b"]),
-    ("validate_repeat_prompt", {"original_prompt": "Hi"}, ["hi there"], ["there"]),
-    ("validate_end", {"end_phrase": "The end."}, ["a. The end."], ["The end. a"]),
-    ("validate_quotation", {}, ['"a"'], ["a"]),
-    ("validate_frequency_capital_words", {"N": 1, "quantifier": "at most"}, ["A b", "b"], ["A B"]),
-    ("validate_uppercase", {}, ["A"], ["a"]),
-    ("validate_lowercase", {}, ["a"], ["A"]),
-    ("validate_no_commas", {}, ["a"], [","]),
-]
+# For each constraint: its name, its arguments, texts that follow it, and texts that do not.
+CASES = json.loads(Path(__file__).with_name("ifeval_cases.json").read_text(encoding="utf-8"))
 # As published rows have it: all arguments of all constraints, null where they do not belong.
 NULLS = dict.fromkeys(["N", "quantifier", "end_phrase", "keyword_list", "word", "letter", "i", "options"])
 
@@ -179,14 +31,14 @@ def ifeval(name: str, kwargs: dict[str, Any] | None) -> dict[str, Any]:
     return {"instruction_id_list": [name], "kwargs": [kwargs]}
 
 
-@pytest.mark.parametrize(("name", "kwargs", "follow", "break_"), IFEVAL_CASES)
-def test_instructions_of_ifeval(name: str, kwargs: dict[str, Any], follow: list[str], break_: list[str]) -> None:
-    truth = ifeval(name, NULLS | kwargs)
+@pytest.mark.parametrize(("name", "arguments", "follow", "break_"), CASES["ifeval"])
+def test_instructions_of_ifeval(name: str, arguments: dict[str, Any], follow: list[str], break_: list[str]) -> None:
+    truth = ifeval(name, NULLS | arguments)
     assert [text for text in follow if score(text, truth) != 1.0] == []
     assert [text for text in break_ if score(text, truth) != 0.0] == []
 
 
-@pytest.mark.parametrize(("name", "arguments", "follow", "break_"), RLVR_CASES)
+@pytest.mark.parametrize(("name", "arguments", "follow", "break_"), CASES["rlvr_ifeval"])
 def test_functions_of_rlvr_ifeval(name: str, arguments: dict[str, Any], follow: list[str], break_: list[str]) -> None:
     truth = json.dumps(NULLS | arguments | {"func_name": name})
     assert [text for text in follow if score(text, truth) != 1.0] == []
@@ -194,9 +46,9 @@ def test_functions_of_rlvr_ifeval(name: str, arguments: dict[str, Any], follow: 
 
 
 def test_every_constraint_is_tried() -> None:
-    assert {name for name, *_ in IFEVAL_CASES} | {"language:response_language"} == IFEVAL.keys()
-    assert {name for name, *_ in RLVR_CASES} | {"validate_response_language"} == RLVR_IFEVAL.keys()
-    assert len(IFEVAL) == len(RLVR_IFEVAL) == 25
+    for suite, language in (("ifeval", "language:response_language"), ("rlvr_ifeval", "validate_response_language")):
+        assert {name for name, *_ in CASES[suite]} | {language} == rules_of(suite).keys()
+        assert len(rules_of(suite)) == 25
 
 
 @pytest.mark.parametrize(
@@ -309,6 +161,10 @@ def test_ground_truths_that_are_not_understood_are_found_with_the_row(truth: Any
     assert raised.value.kind == "bad_ground_truth"
     assert raised.value.reason.startswith("'ground_truth' for 'ifeval': ")
     assert told in raised.value.reason
+
+
+def test_json_of_any_depth_is_judged() -> None:
+    assert score("[" * 100_000, ifeval("detectable_format:json_format", {})) == 0.0
 
 
 def test_whole_numbers_may_come_as_floats() -> None:

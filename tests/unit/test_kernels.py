@@ -55,10 +55,6 @@ class TestCompiling:
         layout = resolve_layout([4], **degrees)
         assert compiles(MemorySection(**memory), layout=layout, device=device, problem=problem) is expected
 
-    def test_one_device_compiles_too(self) -> None:
-        layout = resolve_layout([1], single_device=True)
-        assert compiles(MemorySection(), layout=layout, device=CUDA, problem=works)
-
     @pytest.mark.parametrize(
         ("memory", "flag"),
         [
@@ -106,22 +102,23 @@ def test_by_default_one_gpu_computes_in_bfloat16_and_compiled(
     assert {parameter.dtype for parameter in asked[0]["model"].parameters()} == {torch.bfloat16}
 
 
-class TestWarnings:
-    def test_float32_on_cuda_says_what_it_costs_once(self) -> None:
-        (warning,) = kernel_warnings(MemorySection(), param_dtype="float32", device=CUDA, problem=works)
-        assert "8 to 10 times slower than --param_dtype bfloat16" in warning
-
-    def test_defaults_and_cpus_are_silent(self) -> None:
-        assert not list(kernel_warnings(MemorySection(), param_dtype="bfloat16", device=CUDA, problem=works))
-        assert not list(kernel_warnings(MemorySection(), param_dtype="float32", device=CPU, problem=is_broken))
-
-    def test_a_compiler_that_is_missing_is_told_unless_it_is_not_wanted(self) -> None:
-        def told(compile_model: bool | None) -> list[str]:
-            memory = MemorySection(compile_model=compile_model)
-            return list(kernel_warnings(memory, param_dtype="bfloat16", device=CUDA, problem=is_broken))
-
-        assert [("no Triton" in warning) for warning in told(None)] == [True]
-        assert told(False) == []
+@pytest.mark.parametrize(
+    ("param_dtype", "device", "problem", "compile_model", "words"),
+    [
+        ("float32", CUDA, works, None, "8 to 10 times slower than --param_dtype bfloat16"),
+        ("bfloat16", CUDA, works, None, None),
+        ("float32", CPU, is_broken, None, None),
+        ("bfloat16", CUDA, is_broken, None, "no Triton"),
+        ("bfloat16", CUDA, is_broken, False, None),
+    ],
+)
+def test_what_leaves_speed_unused_is_warned_of_once(
+    param_dtype: str, device: torch.device, problem: Any, compile_model: bool | None, words: str | None
+) -> None:
+    memory = MemorySection(compile_model=compile_model)
+    warnings = list(kernel_warnings(memory, param_dtype=param_dtype, device=device, problem=problem))
+    assert len(warnings) == (words is not None)
+    assert words is None or words in warnings[0]
 
 
 class TestFlashAttention3:

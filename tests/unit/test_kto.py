@@ -15,13 +15,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from open_instruct.config.parser import parse
-from open_instruct.config.sections import OptimSection
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.report import DataReport
-from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError, RunError
-from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.learner.policy import Policy
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.models.build import build_model
@@ -29,24 +26,22 @@ from open_instruct.objectives.kto import (
     KTO,
     KTOConfig,
     KTOLossSection,
-    MismatchedBuilder,
-    UnpairedBuilder,
     bind,
     check_rows,
     evaluate,
-    mismatched_replies,
-    parse_labelled_row,
     unpaired_losses,
 )
+from open_instruct.objectives.kto_rows import MismatchedBuilder, UnpairedBuilder, mismatched_replies, parse_labelled_row
 from open_instruct.objectives.objective import REFERENCE
-from open_instruct.olmo_core_train_modules import ObjectiveTrainModule
 from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.records import Document
 from open_instruct.toys.tiny import tiny_config, train_tokenizer
-from tests.unit.test_finite import CPU, SIZE, Recorder
+from tests.unit.objective_runs import all_gradients, load_rows, train_module, write_rows
+from tests.unit.objective_runs import config_of as flags_of
+from tests.unit.test_finite import CPU, SIZE
 
 Load = Callable[..., tuple[TokenDataset, DataReport]]
 VOCABULARY = 262
@@ -54,10 +49,8 @@ USER, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content":
 
 
 def config_of(**flags: Any) -> KTOConfig:
-    words = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
-    for name, value in flags.items():
-        words += [f"--{name}", str(value)]
-    return parse(KTOConfig, words)
+    config: KTOConfig = flags_of(KTO, *(word for name, value in flags.items() for word in (f"--{name}", str(value))))
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +64,7 @@ def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
     def load(
         *mixer_list: str | Path, form: type = MismatchedBuilder, **changes: Any
     ) -> tuple[TokenDataset, DataReport]:
-        arguments: dict[str, Any] = {
-            "mixer_list": list(map(str, mixer_list)),
-            "splits": ["train"],
-            "tokenizer": tokenizer,
-            "chat_template_name": "simple_chat",
-            "max_seq_length": 128,
-            "on_bad_row": "error",
-            "seed": 0,
-            "cache_dir": tmp_path / "cache",
-        }
-        return load_token_dataset(form, **(arguments | changes))
+        return load_rows(form, mixer_list, tokenizer, tmp_path, chat_template_name="simple_chat", **changes)
 
     return load
 
@@ -98,8 +81,7 @@ def pair(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
 
 
 def write(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(path, rows)
 
 
 def replies(tokenizer: PreTrainedTokenizerFast, dataset: TokenDataset) -> list[tuple[str, ...]]:
@@ -154,15 +136,6 @@ class TestRows:
         again, report = load(one, "2.0", two, "1.0")
         assert report.from_cache and again.fingerprint == dataset.fingerprint
 
-    def test_a_mismatched_reply_is_cut_to_the_room_behind_the_prompt(
-        self, load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-    ) -> None:
-        rows = write(tmp_path / "rows.jsonl", labelled("p" * 20, "short", True), labelled("q", "l" * 40, True))
-        dataset, _ = load(rows, "1.0", max_seq_length=50)
-        assert all(len(document) <= 50 for row in dataset for document in row)
-        own, mismatched = replies(tokenizer, dataset)[0]
-        assert own == "short" and set(mismatched) == {"l"} and len(dataset[0][1]) == 50
-
     def test_a_reply_that_only_the_cut_makes_equal_is_passed_over(
         self, load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
     ) -> None:
@@ -171,6 +144,7 @@ class TestRows:
         room = len("User: " + "p" * 20 + "\nAssistant:") + 4
         dataset, _ = load(write(tmp_path / "rows.jsonl", *rows), "1.0", max_seq_length=room)
         assert replies(tokenizer, dataset)[0] == ("sam", "oth")
+        assert all(len(document) <= room for row in dataset for document in row)
 
     def test_without_z0_there_is_one_document(self, load: Load, tmp_path: Path) -> None:
         rows = write(tmp_path / "rows.jsonl", labelled("p", "one", True))
@@ -179,38 +153,25 @@ class TestRows:
         for loss_type, form in (("kto", MismatchedBuilder), ("apo_zero_unpaired", UnpairedBuilder)):
             assert KTO.rows_of(config_of(loss_type=loss_type)) is form
 
-    @pytest.mark.parametrize("num_rows", [1, 3])
-    def test_one_distinct_reply_is_refused(self, load: Load, tmp_path: Path, num_rows: int) -> None:
-        rows = write(tmp_path / "rows.jsonl", *(labelled(f"p{i}", "yes", True) for i in range(num_rows)))
-        with pytest.raises(InputError, match=rf"rows.jsonl: {num_rows} rows?, all with the same reply.*apo_zero_unpai"):
+    def test_one_distinct_reply_is_refused(self, load: Load, tmp_path: Path) -> None:
+        rows = write(tmp_path / "rows.jsonl", *(labelled(f"p{i}", "yes", True) for i in range(3)))
+        with pytest.raises(InputError, match=r"rows.jsonl: 3 rows, all with the same reply.*apo_zero_unpaired"):
             load(rows, "1.0")
 
     @pytest.mark.parametrize(
         ("row", "kind", "reason"),
         [
             (labelled("a", "b", "good"), "bad_label", "'label' must be true or false (or 1 or 0), not 'good'"),
-            (labelled("a", "b", "yes"), "bad_label", "not 'yes'"),
             (labelled("a", "b", 2), "bad_label", "not 2"),
-            (labelled("a", "b", -1), "bad_label", "not -1"),
-            (labelled("a", "b", 0.5), "bad_label", "not 0.5"),
             (labelled("a", "b", math.nan), "bad_label", "not nan"),
             (labelled("a", "b", None), "bad_label", "not null"),
             (labelled("a", "b", [True]), "bad_label", "not a list"),
             ({"messages": [USER, REPLY]}, "missing_key", "no key 'label'; the row has 'messages'"),
-            (
-                {"text": "x", "label": True},
-                "missing_key",
-                "no key 'messages', nor 'conversations', 'prompt' with 'completion'",
-            ),
+            ({"text": "x", "label": True}, "missing_key", "no key 'messages', nor 'conversations'"),
             ({"prompt": [USER], "label": True}, "missing_key", "the row has 'prompt', 'label'"),
-            (
-                {"prompt": 1, "completion": "b", "label": True},
-                "not_messages",
-                "'prompt' must be text or a list of mess",
-            ),
+            ({"prompt": 1, "completion": "b", "label": True}, "not_messages", "'prompt' must be text or a list"),
             (labelled("a", "b", True) | {"completion": []}, "not_messages", "'completion' must be one message"),
             (labelled("a", "b", True) | {"completion": [USER]}, "roles_out_of_order", "turn 2: the role is 'user'"),
-            (labelled("a", "b", True) | {"prompt": [USER, REPLY]}, "roles_out_of_order", "turn 3"),
             (labelled("a", " ", True), "empty_reply", "the reply in 'prompt + completion' is empty"),
         ],
     )
@@ -241,31 +202,22 @@ class TestRows:
         assert load(rows, "1.0", on_bad_row="skip")[1].bad == {"chosen_equals_rejected": 2}
 
 
-class TestMismatched:
-    def test_examples(self) -> None:
-        assert mismatched_replies([(0, 0), (1, 1), (2, 2)]) == [1, 2, 0]
-        # Equal replies are passed over, and so are those to the same prompt.
-        assert mismatched_replies([(0, 0), (1, 0), (2, 1)]) == [1, 1, 0]
-        assert mismatched_replies([(0, 0), (0, 1), (1, 2), (1, 3)]) == [2, 2, 0, 0]
-        # A single prompt has no others.
-        assert mismatched_replies([(0, 0), (0, 1), (0, 2)]) == [1, 2, 0]
-        assert mismatched_replies([(0, 0), (1, 1), (1, 0)]) == [1, 0, 1]
-
-    def test_drawn_rows(self) -> None:
-        """By the definition, searched for one after the other."""
-        draw = random.Random(0)
-        for _ in range(300):
-            prompts = [draw.randrange(4) for _ in range(draw.randint(2, 12))]
-            raw = [draw.randrange(6) for _ in prompts]
-            order = list(dict.fromkeys(raw))
-            if len(order) == 1:
-                continue
-            rows = [(prompt, order.index(reply)) for prompt, reply in zip(prompts, raw, strict=True)]
-            came_with = [next(prompt for prompt, reply in rows if reply == number) for number in range(len(order))]
-            for (prompt, own), found in zip(rows, mismatched_replies(rows), strict=True):
-                in_turn = [(own + step) % len(order) for step in range(1, len(order))]
-                assert found == next((each for each in in_turn if came_with[each] != prompt), in_turn[0])
-                assert found != own
+def test_mismatched_replies_are_those_of_the_definition() -> None:
+    """Searched for one after the other, on drawn rows."""
+    draw = random.Random(0)
+    for _ in range(300):
+        prompts = [draw.randrange(4) for _ in range(draw.randint(2, 12))]
+        raw = [draw.randrange(6) for _ in prompts]
+        order = list(dict.fromkeys(raw))
+        if len(order) == 1:
+            continue
+        rows = [(prompt, order.index(reply)) for prompt, reply in zip(prompts, raw, strict=True)]
+        came_with = [next(prompt for prompt, reply in rows if reply == number) for number in range(len(order))]
+        for (prompt, own), chosen in zip(rows, mismatched_replies(rows), strict=True):
+            in_turn = [(own + step) % len(order) for step in range(1, len(order))]
+            assert chosen == next((each for each in in_turn if came_with[each] != prompt), in_turn[0]) != own
+    # A single prompt has no others.
+    assert mismatched_replies([(0, 0), (0, 1), (0, 2)]) == [1, 2, 0]
 
 
 def by_the_paper(r: float, z0: float, is_desirable: bool, loss: KTOLossSection) -> tuple[float, float]:
@@ -336,16 +288,7 @@ def step_of(
 ) -> tuple[dict[str, float], torch.Tensor]:
     """Metrics and gradient of one step over all rows, in so many microbatches."""
     config = config_of(**(flags or {}), **({} if shape.get("packing", True) else {"packing": False}))
-    module = ObjectiveTrainModule(
-        loss=bind(config),
-        model=policy,  # type: ignore[arg-type]
-        optim=build_optimizer_config(OptimSection(), device=CPU),
-        rank_microbatch_size=2048,
-        max_sequence_length=128,
-        max_grad_norm=1e9,
-        device=CPU,
-    )
-    module._trainer = recorder = Recorder(folder)  # type: ignore[assignment]
+    module, recorder = train_module(bind(config), policy, folder, max_seq_length=128)
     recorder.global_step = step
     batch_shape = BatchShape(
         documents_per_sample=dataset.documents_per_row,
@@ -356,14 +299,11 @@ def step_of(
         **({"packing": True} | shape),
     )
     filled(policy)  # the train module empties what it is given
-    scores = {REFERENCE: reference_ND}
     module.zero_grads()
-    rows = step_batch(
-        dataset, [(row,) for row in range(len(dataset))], shape=batch_shape, rank=0, num_ranks=1, scores=scores
-    )
-    metrics = dict(module.policy.forward_backward(rows))
-    gradient = torch.cat([each.grad.flatten() for each in policy.parameters() if each.grad is not None])
-    return metrics, gradient
+    every_row = [(row,) for row in range(len(dataset))]
+    scores = {REFERENCE: reference_ND}
+    rows = step_batch(dataset, every_row, shape=batch_shape, rank=0, num_ranks=1, scores=scores)
+    return dict(module.policy.forward_backward(rows)), all_gradients(policy)
 
 
 def logps_of(policy: Any, dataset: TokenDataset) -> np.ndarray:
@@ -421,7 +361,9 @@ class TestStep:
             assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5), cut
             torch.testing.assert_close(of_cut, gradient, rtol=1e-4, atol=1e-7)
 
-    def test_only_own_replies_are_learned(self, policy: torch.nn.Module, load: Load, tmp_path: Path) -> None:
+    def test_only_own_replies_are_learned(
+        self, policy: torch.nn.Module, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The step has half of the documents, and so no place for a gradient of the others."""
         dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0")
         seen: list[int] = []
@@ -432,9 +374,8 @@ class TestStep:
             assert batch.packed.num_tokens == sum(map(len, batch.documents))
             return function(self, batch, counts)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Policy, "microbatch_loss", watched)
-            step_of(policy, dataset, tmp_path, reference_ND=logps_of(policy, dataset), microbatches=2)
+        monkeypatch.setattr(Policy, "microbatch_loss", watched)
+        step_of(policy, dataset, tmp_path, reference_ND=logps_of(policy, dataset), microbatches=2)
         assert sorted(seen) == sorted(len(own) for own, _ in dataset)
 
     @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
@@ -508,8 +449,7 @@ class TestChecks:
         (warning,) = check_rows(dataset, 8, config_of())
         assert "5 desirable rows of weight 1 count 1.67 times as much as 3 undesirable ones of weight 1" in warning
         assert "--desirable_weight 0.6 to 0.8 would do, or --undesirable_weight 1.25 to 1.67" in warning
-        for flags in ({"desirable_weight": 0.6}, {"desirable_weight": 0.8}, {"undesirable_weight": 1.25}):
-            assert check_rows(dataset, 8, config_of(**flags)) == []
+        assert check_rows(dataset, 8, config_of(desirable_weight=0.6)) == []
         assert len(check_rows(dataset, 8, config_of(desirable_weight=0.59))) == 1
 
     def test_a_single_class(self, load: Load, tmp_path: Path) -> None:
@@ -519,16 +459,12 @@ class TestChecks:
 
     def test_flags(self) -> None:
         assert KTO.validate(config_of()) == []
-        assert (config_of().loss.beta, config_of().loss.desirable_weight) == (0.1, 1.0)
         for flags, message in (
-            ({"beta": 0}, "--beta 0.0: must be above 0"),
             ({"desirable_weight": -1}, "--desirable_weight -1.0: must be above 0"),
             ({"prefix_sharing": "on", "packing": False}, "--prefix_sharing on: only packed rows share prompts"),
         ):
             with pytest.raises(InputError, match=message):
                 KTO.validate(config_of(**flags))
-        with pytest.raises(InputError, match="loss_type"):
-            config_of(loss_type="ktoo")
 
 
 RUN = ["kto", "--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8"]

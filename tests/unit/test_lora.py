@@ -42,15 +42,11 @@ def adapted(lora: LoRASection, *, family: str = "llama", seed: int = 0) -> Any:
     return model
 
 
-def test_a_new_adapter_adds_nothing() -> None:
-    model, plain = adapted(LoRASection()), new_model("llama")
-    plain.load_state_dict(model.state_dict(), strict=False)
-    assert torch.equal(model(IDS), plain(IDS))
-
-
 def test_switched_off_it_is_the_model_that_it_was() -> None:
-    model = adapted(LoRASection(lora_r=3))
+    model, untouched = adapted(LoRASection(lora_r=3)), new_model("llama")
+    untouched.load_state_dict(model.state_dict(), strict=False)
     plain = model(IDS)
+    assert torch.equal(plain, untouched(IDS)), "a new adapter adds nothing"
     with torch.no_grad():
         for layer in layers_of(model).values():
             layer.lora_B.normal_(std=0.1)
@@ -129,7 +125,7 @@ FLAGS = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--ou
     [
         ("--lora_r 8", "--lora_r 8 is read only with --use_lora"),
         ("--use_lora --lora_r 0", "--lora_r 0"),
-        ("--use_lora --lora_target_modules lm_head", "--lora_target_modules lm_head: only matrices of the blocks"),
+        ("--use_lora --lora_target_modules lm_head", "--lora_target_modules takes any of q_proj"),
         ("--use_lora --optimizer muon", "--optimizer muon cannot go with --use_lora"),
         (
             "--use_lora --backend deepspeed --deepspeed_stage 2 --tensor_parallel_degree 2",
@@ -160,32 +156,40 @@ def opened(folder: Path, lora: LoRASection) -> dict[str, torch.Tensor]:
     return open_adapter(folder, build_model(config), TensorNames(config), lora)
 
 
+UP = LoRASection(lora_target_modules=["up_proj"])
+UP_AND_Q = LoRASection(lora_target_modules=["up_proj", "q_proj"])
+UP_OF_5 = LoRASection(lora_r=5, lora_target_modules=["up_proj"])
+
+
 def test_an_adapter_is_read_as_it_was_written(tmp_path: Path) -> None:
-    lora = LoRASection(lora_target_modules=["up_proj", "v_proj"])
-    written = dict(whole_adapter(adapted(lora)))
-    read = opened(stored(tmp_path / "adapter", lora), lora)
+    written, read = dict(whole_adapter(adapted(UP_AND_Q))), opened(stored(tmp_path / "adapter", UP_AND_Q), UP_AND_Q)
     assert written.keys() == read.keys()
     assert all(torch.equal(read[name], written[name]) for name in read)
 
 
-def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    lora = LoRASection(lora_target_modules=["up_proj"])
-    with pytest.raises(InputError, match=r"there is no adapter_config\.json in it"):
-        opened(tmp_path, lora)
-    with pytest.raises(InputError, match="use_dora = True is not supported"):
-        opened(stored(tmp_path / "dora", lora, use_dora=True), lora)
-    with pytest.raises(InputError, match=r"target_modules = \['lm_head'\]"):
-        opened(stored(tmp_path / "head", lora, target_modules=["lm_head"]), lora)
-    with pytest.raises(InputError, match="with other flags: give --lora_r 4"):
-        opened(stored(tmp_path / "rank", lora, r=4), lora)
-    with pytest.raises(InputError, match="r and lora_alpha must be numbers"):
-        opened(stored(tmp_path / "word", lora, r="many"), lora)
-    both = LoRASection(lora_target_modules=["up_proj", "q_proj"])
-    with pytest.raises(InputError, match=r"has no tensor base_model.*other --lora_target_modules"):
-        opened(stored(tmp_path / "fewer", lora, target_modules=["up_proj", "q_proj"]), both)
-    with pytest.raises(InputError, match=r"expected \(5, 32\)"):
-        opened(stored(tmp_path / "shape", lora, r=5), LoRASection(lora_r=5, lora_target_modules=["up_proj"]))
-    folder = stored(tmp_path / "cut", lora)
-    (folder / WEIGHTS_NAME).write_bytes((folder / WEIGHTS_NAME).read_bytes()[:-4])
-    with pytest.raises(InputError, match=WEIGHTS_NAME):
+@pytest.mark.parametrize(
+    ("changes", "lora", "problem"),
+    [
+        ({"use_dora": True}, UP, "use_dora = True is not supported"),
+        ({"target_modules": ["lm_head"]}, UP, r"target_modules = \['lm_head'\]"),
+        ({"r": 4}, UP, "with other flags: give --lora_r 4"),
+        ({"r": "many"}, UP, "r and lora_alpha must be numbers"),
+        ({"target_modules": list(UP_AND_Q.targets)}, UP_AND_Q, r"no tensor base_model.*other --lora_target_modules"),
+        ({"r": 5}, UP_OF_5, r"expected \(5, 32\)"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(
+    changes: dict[str, Any], lora: LoRASection, problem: str, tmp_path: Path
+) -> None:
+    folder = stored(tmp_path / "adapter", UP, **changes)
+    with pytest.raises(InputError, match=problem):
         opened(folder, lora)
+
+
+def test_what_is_no_whole_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"there is no adapter_config\.json in it"):
+        opened(tmp_path, UP)
+    weights = stored(tmp_path / "cut", UP) / WEIGHTS_NAME
+    weights.write_bytes(weights.read_bytes()[:-4])
+    with pytest.raises(InputError, match=WEIGHTS_NAME):
+        opened(weights.parent, UP)

@@ -100,8 +100,7 @@ class TestDefaults:
     )
     def test_each_default_is_of_a_flag_that_is_known(self, trainer: str) -> None:
         command = next(name for name, names in TRAINERS.items() if trainer in names)
-        config_class = GRPOConfig if command == "grpo" else objective_named(command).config_class
-        known = {*flags_of(config_class), *upstream_table(command), *upstream_table()}
+        known = {*flags_of(objective_named(command).config_class), *upstream_table(command), *upstream_table()}
         assert set(upstream_defaults(trainer)) <= known
 
 
@@ -117,8 +116,7 @@ class TestFlags:
     def test_they_mean_the_same_here(self, launch: str, words: str, expected: dict[str, Any]) -> None:
         migration = beside_needed(launch, words)
         assert migration.refused == {}
-        command = launch.split()[-1]
-        config_class: Any = GRPOConfig if command == "grpo" else objective_named(command).config_class
+        config_class = objective_named(launch.split()[-1]).config_class
         values = as_flat_dict(parse(config_class, migration.arguments))
         assert {name: values[name] for name in expected} == expected
 

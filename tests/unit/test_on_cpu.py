@@ -2,77 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from olmo_core.nn.transformer import Transformer
 
 from open_instruct.families import FAMILIES
-from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.attention import attention, blocks
 from open_instruct.models.attention.segments import Segment, documents_of
 from open_instruct.models.on_cpu import products
 from open_instruct.packing.documents import pack_documents, pad_documents
-from open_instruct.records import Document, PackedBatch, Span
-from tests.unit.small_models import CPU, VOCAB_SIZE, random_model
+from tests.unit.small_models import random_model
+from tests.unit.test_prefix_sharing import group, results
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-PROMPT, REPLIES = 14, (27, 40, 33)
 
 NEVER = blocks.FEWEST_KEYS * 1000
 
 
-def documents() -> list[Document]:
-    generator = torch.Generator().manual_seed(3)
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(0, VOCAB_SIZE, (count,), generator=generator).tolist())
-
-    prompt = ids(PROMPT)
-    return [
-        Document(token_ids=prompt + ids(length), responses=(Span(start=PROMPT, stop=PROMPT + length),))
-        for length in REPLIES
-    ]
-
-
-LAYOUTS: dict[str, Callable[[], PackedBatch]] = {
-    "packed": lambda: pack_documents(documents()),
-    "shared": lambda: pack_documents(documents(), groups=[(0, 1, 2)]),
-    "padded": lambda: pad_documents(documents(), pad_token_id=0),
+DOCUMENTS = group(14, (27, 40, 33), seed=3)
+LAYOUTS = {
+    "packed": pack_documents(DOCUMENTS),
+    "shared": pack_documents(DOCUMENTS, groups=[(0, 1, 2)]),
+    "padded": pad_documents(DOCUMENTS, pad_token_id=0),
 }
 
 
-def logprobs_and_gradients(model: Transformer, batch: PackedBatch) -> list[torch.Tensor]:
-    scores = token_logprobs(model, batch, device=CPU)
-    weights = torch.linspace(0.5, 1.5, len(scores.logprobs_N))
-    return [scores.logprobs_N, *torch.autograd.grad((scores.logprobs_N * weights).sum(), list(model.parameters()))]
+def assert_near(ours: Any, expected: Any) -> None:
+    """Log-probs and gradients, see `results`."""
+    for tensor, other in zip((ours[0], *ours[1].values()), (expected[0], *expected[1].values()), strict=True):
+        assert (tensor - other).norm() <= 1e-5 * other.norm()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_gradients_are_flash_attentions(family: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows (of 7 tokens, in OLMo 3's sliding layers), shared heads and shared prompts; several blocks a document."""
-    model, batch = random_model(family), LAYOUTS[layout]()
+    model, batch = random_model(family), LAYOUTS[layout]
     monkeypatch.setattr(blocks, "FEWEST_KEYS", NEVER)
-    expected = logprobs_and_gradients(model, batch)
+    expected = results(model, batch)
 
-    monkeypatch.setattr(blocks, "FEWEST_KEYS", 1)
-    monkeypatch.setattr(blocks, "MOST_SHARED_KEYS", 1.0)
-    monkeypatch.setattr(blocks, "MOST_QUERIES", 20)
-    monkeypatch.setattr(blocks, "FEWEST_TOKENS", 5)
-    calls = []
-
-    def counted(*args: object, **kwargs: object) -> torch.Tensor:
-        calls.append(args)
-        return blocks.attend_in_blocks(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(attention, "attend_in_blocks", counted)
-    ours = logprobs_and_gradients(model, batch)
-    assert len(calls) == 4
-    for tensor, other in zip(ours, expected, strict=True):
-        assert (tensor - other).norm() <= 1e-5 * other.norm()
+    for name, value in {"FEWEST_KEYS": 1, "MOST_SHARED_KEYS": 1.0, "MOST_QUERIES": 20, "FEWEST_TOKENS": 5}.items():
+        monkeypatch.setattr(blocks, name, value)
+    with patch.object(attention, "attend_in_blocks", wraps=blocks.attend_in_blocks) as in_blocks:
+        ours = results(model, batch)
+    assert in_blocks.call_count == 4
+    assert_near(ours, expected)
 
 
 def row(*lengths: int) -> tuple[Segment, ...]:
@@ -98,13 +74,8 @@ PAYS = {
 @pytest.mark.parametrize(("documents", "left", "expected"), PAYS.values(), ids=PAYS)
 def test_when_blocks_are_taken(documents: tuple[Segment, ...], left: int, expected: bool) -> None:
     assert blocks.pays(torch.empty(0, 6, 32), documents, left) is expected
-
-
-def test_only_float32_on_a_cpu() -> None:
-    long = row(1024)
-    assert blocks.pays(torch.empty(1024, 2, 8), long, -1)
-    assert not blocks.pays(torch.empty(1024, 2, 8, dtype=torch.bfloat16), long, -1)
-    assert not blocks.pays(torch.empty(1024, 2, 8, device="meta"), long, -1)
+    assert not blocks.pays(torch.empty(0, 6, 32, dtype=torch.bfloat16), documents, left)
+    assert not blocks.pays(torch.empty(0, 6, 32, device="meta"), documents, left)
 
 
 def test_no_more_scores_than_a_block_has() -> None:
@@ -122,16 +93,13 @@ def test_no_more_scores_than_a_block_has() -> None:
 def test_logprobs_and_gradients_are_those_of_plain_products(
     family: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch = random_model(family), LAYOUTS[layout]()
-    expected = logprobs_and_gradients(model, batch)
+    model, batch = random_model(family), LAYOUTS[layout]
+    expected = results(model, batch)
     monkeypatch.setattr(products, "FEWEST_TOKENS", 1)
-    calls = []
-    product = products._product
-    monkeypatch.setattr(products, "_product", lambda *args: calls.append(1) or product(*args))
-    ours = logprobs_and_gradients(model, batch)
-    assert len(calls) == 2 * (4 * 7 + 1)  # forward and backward of seven matrices a layer, and the head's
-    for tensor, other in zip(ours, expected, strict=True):
-        assert (tensor - other).norm() <= 1e-5 * other.norm()
+    with patch.object(products, "_product", wraps=products._product) as product:
+        ours = results(model, batch)
+    assert product.call_count == 2 * (4 * 7 + 1)  # forward and backward of seven matrices a layer, and the head's
+    assert_near(ours, expected)
 
 
 def test_when_products_are_onednns() -> None:

@@ -8,21 +8,19 @@ from typing import Any
 import pytest
 
 from open_instruct.config.flags import flags_of
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.suites.other_suites import names_of_other_suites
 from open_instruct.config.suites.upstream_flags import taken
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 
-CONFIGS = {"grpo": GRPOConfig} | {name: objective_named(name).config_class for name in OBJECTIVES}
+CONFIGS: dict[str, Any] = {name: objective_named(name).config_class for name in (*OBJECTIVES, "grpo")}
 FLAGS: dict[str, set[str]] = {name: set(flags_of(config_class)) for name, config_class in CONFIGS.items()}
 
 
 def refusal(command: str, name: str) -> str:
-    config_class: Any = CONFIGS[command]
     with pytest.raises(InputError) as caught:
-        parse(config_class, [f"--{name}", "1"])
+        parse(CONFIGS[command], [f"--{name}", "1"])
     (line,) = (line for line in str(caught.value).splitlines() if line.startswith(f"--{name} "))
     return line
 

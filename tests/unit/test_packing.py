@@ -14,7 +14,8 @@ from olmo_core.data.utils import InstancePacker
 
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.losses.logprobs import sum_by_sequence
-from open_instruct.losses.preference import PreferenceLossInputs, preference_loss
+from open_instruct.losses.preference import PreferenceLossInputs
+from open_instruct.objectives.dpo import preference_loss
 from open_instruct.packing.balance import best_fit
 from open_instruct.packing.documents import empty_batch, kept_positions, pack_documents, pad_documents
 from open_instruct.packing.steps import collate, plan_step

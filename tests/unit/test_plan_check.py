@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from open_instruct.planning import plan
 from open_instruct.planning.memory.phases import memory_by_phase
 from open_instruct.planning.shown.start_check import StartCheck, check_plan
 from open_instruct.rollout.checked_run import _planned
-from open_instruct.run import plan_check
+from open_instruct.run import opened
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
 from open_instruct.run.run_directory import RunDirectory
@@ -43,61 +43,51 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start_on_host(folder: Path, host_gib: float, nodes: tuple[int, ...], *words: str, monkeypatch: Any) -> None:
-    """What `dpo.py` does on the first rank of CPU nodes with so much memory."""
-    monkeypatch.setattr(plan_check, "_host_bytes", lambda: round(host_gib * GIB))
-    required = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", str(folder)]
-    small = ["--per_device_train_batch_size", "1", "--max_seq_length", "64"]
-    config = parse(DPOConfig, [*required, *([] if "--max_seq_length" in words else small), *words])
-    process = Process(rank=0, world_size=sum(nodes), local_rank=0, device=torch.device("cpu"), gpus_per_node=nodes)
-    run = Run(
-        process=process,
-        layout=layout_of(config.parallel, nodes),
-        directory=RunDirectory(path=folder),
-        console=Console(speaks=True),
-    )
-    plan_check.planned_run(config, run, folder)
+Start = Callable[..., str]
 
 
-def test_processes_of_a_node_share_its_memory(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_on_host(folder, 64, (2, 2), monkeypatch=monkeypatch)
-    said = capsys.readouterr().out
+@pytest.fixture
+def start(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Start:
+    """What `dpo.py` does, and says, on the first rank of CPU nodes with so much memory."""
+
+    def start(host_gib: float, nodes: tuple[int, ...], *words: str) -> str:
+        monkeypatch.setattr(opened, "_host_bytes", lambda: round(host_gib * GIB))
+        required = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+        small = ["--per_device_train_batch_size", "1", "--max_seq_length", "64"]
+        config = parse(DPOConfig, [*required, *([] if "--max_seq_length" in words else small), *words])
+        process = Process(rank=0, world_size=sum(nodes), local_rank=0, device=torch.device("cpu"), gpus_per_node=nodes)
+        layout, directory = layout_of(config.parallel, nodes), RunDirectory(path=folder)
+        run = Run(process=process, layout=layout, directory=directory, console=Console(speaks=True))
+        opened.planned_run(config, run, folder)
+        return " ".join(capsys.readouterr().out.split())  # lines go on at a word
+
+    return start
+
+
+def test_processes_of_a_node_share_its_memory(start: Start) -> None:
+    said = start(64, (2, 2))
     assert said.startswith("plan: needs ") and " of 32.0 GiB for each process of a node (most in: " in said
 
 
-def test_a_run_that_surely_cannot_fit_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        InputError, match=r"states alone need 17\.0 GiB.*The smallest change that fits: .*--no_plan_check"
-    ):
-        start_on_host(folder, 64, (4,), "--fsdp_shard_degree", "1", monkeypatch=monkeypatch)
-
-
-def test_it_goes_on_when_told_to(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["--fsdp_shard_degree", "1", "--no_plan_check"]
-    start_on_host(folder, 64, (4,), *words, monkeypatch=monkeypatch)
-    said = capsys.readouterr().out
+def test_a_run_that_surely_cannot_fit_is_refused_unless_told_to(start: Start) -> None:
+    words = ["--fsdp_shard_degree", "1"]
+    with pytest.raises(InputError, match=r"states alone need 17\.0 GiB.*smallest change that fits: .*--no_plan_check"):
+        start(64, (4,), *words)
+    said = start(64, (4,), *words, "--no_plan_check")
     assert "plan: needs" in said and "warning: the run cannot fit" in said
 
 
 def test_a_plan_that_does_not_fit_is_said_in_colour_with_the_change_that_fits(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    rows = ["--per_device_train_batch_size", "64", "--max_seq_length", "1024"]
-    start_on_host(folder, 4 * 20, (4,), *rows, monkeypatch=monkeypatch)  # states need 4.3 of 20 GiB
-    said, yellow = " ".join(capsys.readouterr().out.split()), "\x1b[33m"  # lines go on at a word
-    assert said.startswith(f"{yellow}plan: needs ")
-    _, warning = said.split(
-        f"{yellow}warning: the plan does not fit: memory will most likely run out. The smallest change that fits: "
-    )
+    yellow = "\x1b[33m"
+    said = start(4 * 20, (4,), "--per_device_train_batch_size", "64", "--max_seq_length", "1024")
+    assert said.startswith(f"{yellow}plan: needs ")  # states need 4.3 of 20 GiB
+    _, warning = said.split(f"{yellow}warning: the plan does not fit: memory will most likely run out. ")
     assert "--per_device_train_batch_size" in warning and "--gradient_accumulation_steps" in warning
-    start_on_host(folder, 4 * 20, (4,), "--activation_checkpointing", "full", monkeypatch=monkeypatch)
-    said = capsys.readouterr().out
+    said = start(4 * 20, (4,), "--activation_checkpointing", "full")
     assert said.startswith("plan: needs ") and "warning" not in said and yellow not in said
 
 
@@ -131,16 +121,10 @@ class TestCheckpointing:
     def chosen(self, folder: Path, gpu_gib: float, *words: str, on_cuda: bool = True) -> str:
         required = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
         config = parse(DPOConfig, [*required, *self.ROWS, *words])
-        mode = plan_check.say_plan(
-            config,
-            (8,),
-            folder,
-            memory_bytes=round(gpu_gib * GIB),
-            on_cuda=on_cuda,
-            console=Console(speaks=True),
-            directory=RunDirectory(path=folder),
-        )
-        self.memory = plan_check.with_chosen(config, mode).memory
+        memory_bytes = round(gpu_gib * GIB)
+        check = check_plan(config, (8,), model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda)
+        mode = opened.say_plan(check, Console(speaks=True), RunDirectory(path=folder))
+        self.memory = opened.with_chosen(config, mode).memory
         return self.memory.activation_checkpointing
 
     def test_the_plan_decides(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +166,7 @@ class TestLauncher:
     @pytest.fixture(autouse=True)
     def on_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(plan_check, "_host_bytes", lambda: 64 * GIB)
+        monkeypatch.setattr(opened, "_host_bytes", lambda: 64 * GIB)
 
     def config(self, folder: Path, *words: str) -> GRPOConfig:
         required = ["--model_name_or_path", str(folder), "--dataset_mixer_list", "rows.jsonl", "1.0"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import Scoring, Workload, adapted
 from open_instruct.records import ShardLayout
 from open_instruct.toys.tiny import Size, tiny_config
-from open_instruct.weights.wire import NUM_SLOTS
+from open_instruct.weights.way import NUM_SLOTS
 from tests.ranks.fork_server import Forked
 
 SIZE = Size(roughly="", hidden=256, mlp=640, layers=1, heads=8, kv_heads=4, vocab_size=512, window=4096)
@@ -158,13 +157,11 @@ def compare_block(
         model.apply_activation_checkpointing(config.mode, modules=config.modules)
     block = model.blocks["0"]
     x = torch.randn(1, sum(lengths), SIZE.hidden, dtype=dtype, requires_grad=True)
-    row: Any = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    if max(lengths) >= blocks.FEWEST_KEYS:
-        row = Segments.of(lengths, (0,) * len(lengths), device=x.device)
+    row = Segments.of(lengths, (0,) * len(lengths), device=x.device)
     block.attention.rope.warmup_cache(sum(lengths), torch.device("cpu"))
 
     with Live() as live:
-        output = block(x, cu_doc_lens=row, max_doc_len=max(lengths))
+        output = block(x, cu_doc_lens=row)
         # Beside what is kept there are the output and its gradient, which the profile counts from the backward on.
         kept, forward_peak = live.total - output.untyped_storage().nbytes(), live.peak
         gradient = torch.ones_like(output)

@@ -16,10 +16,10 @@ import pytest
 import torch
 from mpmath import mpf
 
-from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.losses.logprobs import sum_by_reply
-from open_instruct.losses.preference import PreferenceLossInputs, matched_pairs, preference_loss, to_match
+from open_instruct.losses.preference import PREFERENCE_LOSSES, PreferenceLossInputs, matched_pairs, to_match
+from open_instruct.objectives.dpo import preference_loss
 
 mpmath.mp.dps = 60
 BETA, E, GAMMA, ALPHA, TAU = (mpf(number) for number in ("0.35", "0.125", "0.75", "0.5", "0.25"))

@@ -55,16 +55,17 @@ def test_the_row_of_the_records_example() -> None:
     assert (batch.num_sequences, batch.num_tokens) == (2, 7)
 
 
-def test_prompts_that_end_differently_share_what_they_begin_with() -> None:
-    assert shared_prefix_length([document([5, 9, 2, 4], [7]), document([5, 9, 3], [8])]) == 1
-    assert shared_prefix_length([document([5, 9], [7, 7]), document([5, 9, 7], [7])]) == 1
-    assert shared_prefix_length([document([1, 9], [7]), document([2, 9], [7])]) == 0
-
-
-def test_replies_are_never_shared() -> None:
-    """However alike they begin: each token that is learned from has its own label."""
-    pair = [document([5, 9, 2], [7, 7, 1]), document([5, 9, 2], [7, 7, 4])]
-    assert shared_prefix_length(pair) == 2
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        (([5, 9, 2, 4], [7]), ([5, 9, 3], [8]), 1),  # prompts that end differently
+        (([5, 9], [7, 7]), ([5, 9, 7], [7]), 1),
+        (([1, 9], [7]), ([2, 9], [7]), 0),
+        (([5, 9, 2], [7, 7, 1]), ([5, 9, 2], [7, 7, 4]), 2),  # never replies: each token of one has its own label
+    ],
+)
+def test_what_prompts_begin_with_is_shared(one: Any, other: Any, shared: int) -> None:
+    assert shared_prefix_length([document(*one), document(*other)]) == shared
 
 
 def test_several_replies_share_up_to_the_first() -> None:
@@ -157,49 +158,38 @@ def rollout(document: Document) -> RolloutSample:
     )
 
 
-def tokens_of_ranks(documents: list[Document], num_ranks: int, sharing: PrefixSharing) -> list[int]:
+def rows_of_ranks(documents: list[Document], num_ranks: int, sharing: PrefixSharing, capacity: int) -> list[list[int]]:
+    """The number of tokens of each row of each rank."""
     work = plan_steps_of_ranks(
         [rollout(document) for document in documents],
         num_ranks=num_ranks,
-        max_tokens_per_microbatch=10_000,
+        max_tokens_per_microbatch=capacity,
         num_mini_batches=1,
         prefix_sharing=sharing,
     )
-    return [
-        sum(batch.packed.num_tokens for mb in rollout_minibatches(step, pad_token_id=0) for batch in mb.microbatches)
-        for step in work
-    ]
+    rows = []
+    for step in work:
+        (minibatch,) = rollout_minibatches(step, pad_token_id=0)
+        rows.append([batch.packed.num_tokens for batch in minibatch.microbatches])
+    return rows
 
 
-def test_groups_stay_together_where_ranks_have_enough_of_them() -> None:
-    documents = [each for i in range(4) for each in group(101, [20] * 8, seed=i)]
-    assert tokens_of_ranks(documents, 2, "auto") == [2 * (100 + 8 * 21)] * 2
-    assert tokens_of_ranks(documents, 2, "off") == [2 * 8 * 121] * 2
+def test_groups_are_cut_only_where_ranks_would_be_idle() -> None:
+    four = [each for i in range(4) for each in group(101, [20] * 8, seed=i)]
+    assert rows_of_ranks(four, 2, "auto", 10_000) == [[2 * (100 + 8 * 21)]] * 2
+    assert rows_of_ranks(four, 2, "off", 10_000) == [[2 * 8 * 121]] * 2
+    assert rows_of_ranks(group(101, [20] * 8, seed=0), 2, "auto", 10_000) == [[100 + 4 * 21]] * 2
+    # The prompt is most of it. Two ranks with a copy each, one of them idle for three groups: still less for the
+    # busiest than copies for all.
+    three = [each for i in range(3) for each in group(401, [2] * 8, seed=i)]
+    assert max(map(sum, rows_of_ranks(three, 2, "auto", 10_000))) <= 2 * (400 + 8 * 3)
 
 
-def test_a_group_is_cut_where_ranks_would_be_idle() -> None:
-    assert tokens_of_ranks(group(101, [20] * 8, seed=0), 2, "auto") == [100 + 4 * 21] * 2
-
-
-def test_a_group_is_not_cut_where_the_prompt_is_most_of_it() -> None:
-    """Two ranks with a copy each, one of them idle for three groups: still less for the busiest than copies for all."""
-    documents = [each for i in range(3) for each in group(401, [2] * 8, seed=i)]
-    assert max(tokens_of_ranks(documents, 2, "auto")) <= 2 * (400 + 8 * 3)
-
-
-def test_a_row_takes_no_more_than_was_planned() -> None:
+@pytest.mark.parametrize("capacity", [8400, 8440, 9000])
+def test_a_row_takes_no_more_than_was_planned(capacity: int) -> None:
     """Two short replies share their prompt; beside two long ones that is little of the row, and still planned so."""
-    documents = group(100, [20, 20, 4000, 4000], seed=0)
-    for capacity in (8400, 8440, 9000):
-        work = plan_steps_of_ranks(
-            [rollout(each) for each in documents],
-            num_ranks=1,
-            max_tokens_per_microbatch=capacity,
-            num_mini_batches=1,
-            prefix_sharing="auto",
-        )
-        rows = [batch.packed for each in rollout_minibatches(work[0], pad_token_id=0) for batch in each.microbatches]
-        assert all(row.num_tokens <= capacity for row in rows)
+    (rows,) = rows_of_ranks(group(100, [20, 20, 4000, 4000], seed=0), 1, "auto", capacity)
+    assert max(rows) <= capacity
 
 
 def test_runs_of_one_prompt() -> None:

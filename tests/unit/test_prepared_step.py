@@ -8,17 +8,14 @@ from pathlib import Path
 
 import torch
 
-from open_instruct.config.sections import OptimSection
-from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
 from open_instruct.objectives.objective import BoundLoss, Gather, LossOutputs, TokenLogprobs
-from open_instruct.olmo_core_train_modules import ObjectiveTrainModule
 from open_instruct.packing.steps import step_batch
 from open_instruct.parallel.reduce import gather_rows
 from open_instruct.records import Batch, Metric, StepBatch
 from open_instruct.toys.tiny import Size, tiny_config
-from tests.unit.test_finite import Recorder
-from tests.unit.test_training_pieces import CPU, make_pairs, shape_of
+from tests.unit.objective_runs import all_gradients, train_module
+from tests.unit.test_training_pieces import make_pairs, shape_of
 
 SIZE = Size(roughly="", hidden=64, mlp=64, layers=1, heads=2, kv_heads=2, vocab_size=64, window=16)
 
@@ -46,24 +43,14 @@ def step_of(microbatches: int, folder: Path) -> tuple[Centered, float, torch.Ten
     """The loss of a step of four pairs in so many microbatches, and its gradient."""
     torch.manual_seed(0)
     loss = Centered()
-    module = ObjectiveTrainModule(
-        loss=BoundLoss(function=loss.function, prepare=loss.prepare),
-        model=build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu"),
-        optim=build_optimizer_config(OptimSection(), device=CPU),
-        rank_microbatch_size=32,
-        max_sequence_length=32,
-        max_grad_norm=1e9,
-        device=CPU,
-    )
+    model = build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu")
+    module, recorder = train_module(BoundLoss(function=loss.function, prepare=loss.prepare), model, folder)
     with torch.no_grad():
         for index, parameter in enumerate(module.model.parameters()):
             parameter.copy_(torch.sin(torch.arange(parameter.numel()) + index).view_as(parameter))
-    module._trainer = recorder = Recorder(folder)  # type: ignore[assignment]
     shape = shape_of(max_samples_per_microbatch=4 // microbatches, max_microbatches=microbatches, packing=False)
-    module.zero_grads()
     module.train_batch({"step": step_batch(make_pairs(4), [(0,), (1,), (2,), (3,)], shape=shape, rank=0, num_ranks=1)})
-    gradients = [parameter.grad.flatten() for parameter in module.model.parameters() if parameter.grad is not None]
-    return loss, recorder.metrics["loss"], torch.cat(gradients)
+    return loss, recorder.metrics["loss"], all_gradients(module.model)
 
 
 def test_all_rows_are_scored_without_gradient_before_the_first_is_learned(tmp_path: Path) -> None:

@@ -14,15 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from open_instruct.cli import main
-from open_instruct.config.parser import parse
-from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.data.report import DataReport
+from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
 from open_instruct.objectives.objective import TokenLogprobs
-from open_instruct.objectives.prm import PRM, PRMConfig, StepBuilder, step_losses
+from open_instruct.objectives.prm import PRM, StepBuilder, step_losses
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.records import ROW_VALUES, Batch, Check
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.pool import VerifierPool
+from tests.unit.objective_runs import config_of, load_rows, write_rows
 from tests.unit.scored import score
 
 PLACEHOLDER = "@"
@@ -35,20 +36,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", family="qwen3", tie=True)
 
 
-def load_rows(
+def loaded(
     folder: Path, tmp_path: Path, rows: list[dict[str, Any]], *, placeholder: str | None = None, length: int = 200
-) -> tuple[TokenDataset, Any]:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_token_dataset(
+) -> tuple[TokenDataset, DataReport]:
+    return load_rows(
         StepBuilder,
-        mixer_list=[str(file), "1.0"],
-        splits=["train"],
-        tokenizer=AutoTokenizer.from_pretrained(folder),
-        chat_template_name=None,
-        on_bad_row="error",
-        seed=0,
-        cache_dir=tmp_path / "cache",
+        [write_rows(tmp_path / "rows.jsonl", rows), "1.0"],
+        AutoTokenizer.from_pretrained(folder),
+        tmp_path,
         max_seq_length=length,
         separator="\n",
         placeholder=placeholder,
@@ -82,7 +77,7 @@ def test_the_loss_is_the_cross_entropy_of_two_words(scale: float) -> None:
 def test_the_loss_is_a_mean_over_all_steps_however_they_are_cut(cut: list[int]) -> None:
     logits = torch.randn(7, 2, generator=torch.Generator().manual_seed(0))
     right = torch.tensor([1, 0, 0.5, 1, 0, 0.75, 0.25])
-    loss, total, start = PRM.bind(config_of()), 0.0, 0
+    loss, total, start = PRM.bind(config_of(PRM)), 0.0, 0
     for size in cut:
         part = slice(start, start + size)
         scores = TokenLogprobs(
@@ -94,16 +89,7 @@ def test_the_loss_is_a_mean_over_all_steps_however_they_are_cut(cut: list[int]) 
     assert total == pytest.approx(float(step_losses(logits, right).mean()), rel=1e-6)
 
 
-def test_what_is_said_without_knowing_has_ln_2() -> None:
-    assert float(step_losses(torch.zeros(1, 2), torch.tensor([0.3]))) == pytest.approx(math.log(2))
-
-
 # Flags and rows
-
-
-def config_of(*words: str) -> PRMConfig:
-    given = ["--model_name_or_path", "m", "--mixer_list", "r.jsonl", "1.0", "--output_dir", "o"]
-    return parse(PRMConfig, [*given, *words])
 
 
 @pytest.mark.parametrize(
@@ -112,26 +98,26 @@ def config_of(*words: str) -> PRMConfig:
         (["--tensor_parallel_degree", "2"], "--tensor_parallel_degree 2: two logits are read"),
         (["--reward_tokens", "+"], "takes two tokens"),
         (["--reward_tokens", "+", "+"], "takes two tokens"),
-        (["--step_separator", ""], "no text ends no step"),
+        (["--step_separator", ""], "an empty text ends no step"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(words: list[str], told: str) -> None:
     with pytest.raises(InputError, match=told):
-        PRM.validate(config_of(*words))
+        PRM.validate(config_of(PRM, *words))
 
 
 def test_a_word_of_several_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert PRM.bound(config_of(), tokenizer).class_ids == tuple(tokenizer.convert_tokens_to_ids(["+", "-"]))
+    assert PRM.bound(config_of(PRM), tokenizer).class_ids == tuple(tokenizer.convert_tokens_to_ids(["+", "-"]))
     with pytest.raises(InputError, match="'wrong' has to be one token"):
-        PRM.bound(config_of("--reward_tokens", "+", "wrong"), tokenizer)
+        PRM.bound(config_of(PRM, "--reward_tokens", "+", "wrong"), tokenizer)
     with pytest.raises(InputError, match="'ки' has to be one token, and this tokenizer makes 4 of it"):
-        load_rows(folder, tmp_path, [TEXT], placeholder="ки")
+        loaded(folder, tmp_path, [TEXT], placeholder="ки")
 
 
 @pytest.mark.parametrize("row", [STEPS, STEPS | {"prompt": [{"role": "user", "content": "1 + 2 + 3?"}]}])
 def test_a_step_is_read_at_the_last_token_of_its_separator(folder: Path, tmp_path: Path, row: dict[str, Any]) -> None:
-    dataset, _ = load_rows(folder, tmp_path, [row])
+    dataset, _ = loaded(folder, tmp_path, [row])
     (document,) = dataset[0]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     before = [tokenizer.decode(document.token_ids[: span.stop]) for span in document.responses]
@@ -142,7 +128,7 @@ def test_a_step_is_read_at_the_last_token_of_its_separator(folder: Path, tmp_pat
 
 
 def test_a_placeholder_is_where_it_is_read(folder: Path, tmp_path: Path) -> None:
-    dataset, _ = load_rows(folder, tmp_path, [TEXT], placeholder=PLACEHOLDER)
+    dataset, _ = loaded(folder, tmp_path, [TEXT], placeholder=PLACEHOLDER)
     (document,) = dataset[0]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     whole = TEXT["input"].rpartition(PLACEHOLDER)[0] + PLACEHOLDER
@@ -155,10 +141,10 @@ def test_a_placeholder_is_where_it_is_read(folder: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("placeholder", [None, PLACEHOLDER])
 def test_a_cut_takes_whole_steps_with_their_labels(folder: Path, tmp_path: Path, placeholder: str | None) -> None:
     row = STEPS if placeholder is None else TEXT
-    (whole,) = load_rows(folder, tmp_path, [row], placeholder=placeholder)[0][0]
+    (whole,) = loaded(folder, tmp_path, [row], placeholder=placeholder)[0][0]
     second = whole.responses[1].stop
     for length, num_steps in ((len(whole), 3), (len(whole) - 1, 2), (second, 2), (second - 1, 1)):
-        dataset, report = load_rows(folder, tmp_path, [row, row], placeholder=placeholder, length=length)
+        dataset, report = loaded(folder, tmp_path, [row, row], placeholder=placeholder, length=length)
         (document,) = dataset[0]
         assert len(document.responses) == num_steps == len(dataset.values(0))
         assert document.token_ids == whole.token_ids[: len(document)]
@@ -181,7 +167,6 @@ def test_a_cut_takes_whole_steps_with_their_labels(folder: Path, tmp_path: Path,
     ("row", "placeholder", "told"),
     [
         (STEPS | {"labels": [True, False]}, None, "'labels' has 2 labels for 3 steps"),
-        (STEPS | {"labels": [True]}, None, "'labels' has 1 label for 3 steps"),
         (STEPS | {"labels": [True, "?", False]}, None, "'labels', step 2: '\\?' is neither '\\+' nor '-'"),
         (STEPS | {"labels": [True, 1.5, False]}, None, "'labels', step 2: 1.5 is neither"),
         (STEPS | {"labels": True}, None, "'labels' must be a list with a label for each step, not a boolean"),
@@ -201,7 +186,7 @@ def test_a_row_that_will_not_do_is_told_with_its_line(
 ) -> None:
     good = STEPS if placeholder is None else TEXT
     with pytest.raises(InputError, match=f"line 2: {told}"):
-        load_rows(folder, tmp_path, [good, row], placeholder=placeholder)
+        loaded(folder, tmp_path, [good, row], placeholder=placeholder)
 
 
 def test_a_placeholder_that_the_tokenizer_joins_is_told_of(folder: Path, tmp_path: Path) -> None:
@@ -214,7 +199,7 @@ def test_a_placeholder_that_the_tokenizer_joins_is_told_of(folder: Path, tmp_pat
     row = {"input": f"one\n{joined} two {joined}", "label": ["+", "+"]}
     assert tokenizer.tokenize(f"two {joined}")[-1] == f"Ġ{joined}"
     with pytest.raises(InputError, match=r"1 of 2 placeholders .* are tokens of their own"):
-        load_rows(folder, tmp_path, [row], placeholder=joined)
+        loaded(folder, tmp_path, [row], placeholder=joined)
 
 
 # What is done with one
@@ -225,7 +210,7 @@ def exported_to(folder: Path, to: Path, *, placeholder: str | None) -> Path:
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
     words = [] if placeholder is None else ["--placeholder_token", placeholder]
-    more = PRM.exported(config_of(*words), AutoTokenizer.from_pretrained(folder), None)  # type: ignore[arg-type]
+    more = PRM.exported(config_of(PRM, *words), AutoTokenizer.from_pretrained(folder), None)  # type: ignore[arg-type]
     (to / "config.json").write_text(json.dumps(json.loads((to / "config.json").read_text()) | dict(more)))
     return to
 
@@ -259,7 +244,7 @@ def test_steps_of_a_file_and_of_a_completion_are_scored(folder: Path, tmp_path: 
         texts = [f"{prompt}{lines[0]} @", *(f"\n{line} @" for line in lines[1:])]
         row = {"input": "".join(texts)}
         expected = expected_scores(folder, texts)
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(tmp_path / "rows.jsonl", [row])
     assert main(["score", str(model), str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out.jsonl")]) == 0
     scored = json.loads((tmp_path / "out.jsonl").read_text())
     assert scored == row | {"scores": pytest.approx(expected, abs=1e-5)}

@@ -172,11 +172,9 @@ class TestPage:
         assert {each.get("type") for each in scripts[:-1]} == {"application/json", "text/plain"}
         digest = base64.b64encode(hashlib.sha256(parsed.scripts[None].encode()).digest()).decode()
         policy = next(each["content"] for tag, each in parsed.tags if each.get("http-equiv"))
-        assert (
-            policy is not None and policy.startswith("default-src 'none'") and f"script-src 'sha256-{digest}'" in policy
-        )
-        names = {tag for tag, _ in parsed.tags}
-        assert not names & {"link", "img", "iframe"}
+        assert policy is not None
+        assert policy.startswith("default-src 'none'") and f"script-src 'sha256-{digest}'" in policy
+        assert not {tag for tag, _ in parsed.tags} & {"link", "img", "iframe"}
         assert not [attributes for _, attributes in parsed.tags if attributes.keys() & {"src", "onclick", "onload"}]
         assert "innerHTML" not in parsed.scripts[None] and "insertAdjacentHTML" not in parsed.scripts[None]
 
@@ -194,20 +192,18 @@ class TestPage:
         assert held_out["step"] == [0, 3] and held_out["columns"] == {"eval/pass_at_1": [0.25, 0.55]}
         assert list(curves["columns"])[:2] == ["reward", "loss"]
 
-    def test_it_begins_with_what_was_trained_and_what_came_of_it(self, run: Path) -> None:
-        words = " ".join(" ".join(page_of(run).words).split())
+    def test_words_and_bars(self, run: Path) -> None:
+        parsed = page_of(run)
+        words = " ".join(" ".join(parsed.words).split())
         head = words[: words.index("Health")]
+        assert "step 3 of 3, ended" in head
         assert "first to last reward 0.25 → 0.75, loss 0.5 → 0.5" in head
         assert "held out pass_at_1 0.25 → 0.55" in head
-
-    def test_words_and_bars(self, run: Path) -> None:
-        words = " ".join(" ".join(page_of(run).words).split())
-        assert "step 3 of 3, ended" in words
         assert "Planned 3.0 MiB, most in backward; measured 512.0 MiB; there are 1.0 GiB." in words
         assert "1 replica of the model, shard degree 2" in words
-        assert "<code>--learning_rate</code>, or raise" in page.report_page([run], max_rollouts=0)  # in a remedy
-        tips = {attributes.get("title") for _, attributes in page_of(run).tags}
+        tips = {attributes.get("title") for _, attributes in parsed.tags}
         assert {"activations: 2.0 MiB", "generate: 1.00 s", "other: 500 ms"} <= tips
+        assert "<code>--learning_rate</code>, or raise" in page.report_page([run], max_rollouts=0)  # in a remedy
 
     def test_several_runs_are_compared(self, run: Path, tmp_path: Path) -> None:
         other = tmp_path / "deeper" / "run"
@@ -232,23 +228,27 @@ class TestPage:
         words = " ".join(page_of(tmp_path).words)
         assert "No step was taken yet." in words and "the run left no plan" in " ".join(words.split()).lower()
 
-    @pytest.mark.parametrize("plan", ["{", '{"phases": [{}]}', "[]"])
-    def test_a_layout_or_a_plan_of_another_version_is_none(self, run: Path, plan: str) -> None:
-        (run / "layout.json").write_text('{"gpus_per_node": [1], "shard_groups": [[0]]}')
+    @pytest.mark.parametrize(
+        ("layout", "plan"),
+        [
+            ('{"gpus_per_node": [1], "shard_groups": [[0]]}', "{"),
+            ('{"gpus_per_node": 3}', '{"phases": [{}]}'),
+            ("", "[]"),
+        ],
+    )
+    def test_damaged_files_and_those_of_another_version_are_passed_over(
+        self, run: Path, layout: str, plan: str
+    ) -> None:
+        (run / "layout.json").write_text(layout)
         (run / "plan.json").write_text(plan)
-        words = " ".join(page_of(run).words)
-        assert "The run left no layout." in words and "left no plan" in words
-
-    def test_damaged_files_are_passed_over(self, run: Path) -> None:
-        (run / "layout.json").write_text('{"gpus_per_node": 3}')
-        (run / "plan.json").write_text("{")
         (run / "traces" / "step2.parquet").write_bytes(b"PAR1 no")
         (run / "traces" / "stepX.parquet").write_bytes(b"")
         with (run / "metrics.jsonl").open("ab") as file:
             file.write(b'{"step": 4, "los\xff')
         parsed = page_of(run)
         words = " ".join(parsed.words)
-        assert "traces/step2.parquet cannot be read" in words and "The run left no layout." in words
+        assert "The run left no layout." in words and "left no plan" in words
+        assert "traces/step2.parquet cannot be read" in words and "traces/stepX.parquet cannot be read" in words
         assert json.loads(parsed.unpacked("text"))["columns"]["step"][:6] == [1, 1, 1, 3, 3, 3]
 
 
@@ -360,15 +360,11 @@ class TestHealth:
         found = [finding for finding in said_of(rows_with(**columns)) if words in finding.text]
         assert len(found) == 1 and found[0].level != "good" and found[0].remedy
 
-    @pytest.mark.parametrize("name", CASES)
-    def test_one_rule_does_not_speak_for_another(self, name: str) -> None:
-        _, words = CASES[name]
-        good = {"loss": lambda step: 1 / step, "grad_norm": 1.0, "reward": lambda step: step / 40}
-        assert not [finding for finding in said_of(rows_with(**good)) if words in finding.text]
-
     def test_of_a_good_run(self) -> None:
-        found = said_of(rows_with(loss=lambda step: 1 / step, grad_norm=lambda step: 30 / step))
-        assert [finding.level for finding in found] == ["good"]
+        good = {"loss": lambda step: 1 / step, "grad_norm": lambda step: 30 / step}
+        assert [finding.level for finding in said_of(rows_with(**good))] == ["good"]
+        of_grpo = said_of(rows_with(**good, reward=lambda step: step / 40))
+        assert [finding.level for finding in of_grpo] == ["good", "good"]
 
     @pytest.mark.parametrize(
         ("scores", "words"),
@@ -387,16 +383,17 @@ class TestHealth:
 
     def test_memory(self) -> None:
         plan = {"memory_bytes": 80 * 2**30, "phases": [{"total_bytes": 40 * 2**30}]}
-        on_gpu = {"peak_reserved_gib": 60.0}
-        assert any(
-            "60.0 GiB, not 40.0" in f.text for f in said_of(rows_with(peak_memory_gib=60.0, **on_gpu), plan=plan)
-        )
-        assert any("nearly used up" in f.text for f in said_of(rows_with(peak_memory_gib=79.0, **on_gpu), plan=plan))
-        # Of a process on a CPU, libraries count too.
-        assert not any("planned" in f.text for f in said_of(rows_with(peak_memory_gib=60.0), plan=plan))
+
+        def said(**columns: float) -> str:
+            return " ".join(finding.text for finding in said_of(rows_with(**columns), plan=plan))
+
+        assert "60.0 GiB, not 40.0" in said(peak_memory_gib=60.0, peak_reserved_gib=60.0)
+        assert "nearly used up" in said(peak_memory_gib=79.0, peak_reserved_gib=60.0)
+        assert "planned" not in said(peak_memory_gib=60.0)  # of a process on a CPU, libraries count too
 
     def test_flags_of_remedies_exist(self) -> None:
-        named = set(re.findall(r"--(\w+)", Path(health.__file__).read_text(encoding="utf-8")))
+        files = (Path(health.__file__), Path(health.__file__).with_name("limits.json"))
+        named = {name for file in files for name in re.findall(r"--(\w+)", file.read_text(encoding="utf-8"))}
         assert len(named) > 10
         assert named <= flags_of(GRPOConfig).keys() | flags_of(DPOConfig).keys()
 
@@ -442,12 +439,10 @@ class TestCommand:
         ("words", "said"),
         [
             ([], "the first words are the folders of runs"),
-            (["--follow"], "the first words are the folders of runs"),
             (["RUN/hf_model"], "holds no run: it has neither config.yaml nor metrics.jsonl"),
             (["RUN", "--follow", "--out", "a.html"], "--follow writes no file"),
             (["RUN", "--out", "RUN/none/a.html"], "none/a.html cannot be written"),
             (["RUN", "--max_rollouts", "-1"], "--max_rollouts"),
-            (["RUN", "--open"], "--open"),
         ],
     )
     def test_what_cannot_be_is_refused(
@@ -460,12 +455,11 @@ class TestCommand:
         ("settings", "said"),
         [
             ("a: " + "[" * 3000 + "]" * 3000, "nested too deep"),
-            ("a: 0x" + "f" * 5000, "digits"),
             ("a: " + "9" * 5000, "digits"),
             ("a: &a [1, 1]\n" + "".join(f"b{i}: [*a, *a]\n" for i in range(9)), "aliases"),
             ("a: " + "x" * 2**20, "more than 1 MiB"),
         ],
-        ids=["brackets", "hexadecimal", "digits", "aliases", "large"],
+        ids=["brackets", "digits", "aliases", "large"],
     )
     def test_settings_that_no_run_has_are_refused(
         self, settings: str, said: str, run: Path, capsys: pytest.CaptureFixture[str]
@@ -486,10 +480,6 @@ class TestCommand:
         assert main(["report", str(run)]) == 0
         page = (run / "report.html").read_text()
         assert digits in page and "step 4, ended" in page
-
-    def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["report", "--help"]) == 0
-        assert "open-instruct report RUN [RUN ...]" in capsys.readouterr().out
 
 
 class TestFollow:

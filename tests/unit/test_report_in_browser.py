@@ -13,7 +13,7 @@ import pytest
 from open_instruct.config.resolved import write_config
 from open_instruct.planning.advice import Advice
 from open_instruct.report.page import report_page
-from open_instruct.report.plan_page import html_page
+from open_instruct.report.plan_command import html_page
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.run_directory import RunDirectory
 from tests.house.test_docs_commands import REPOSITORY

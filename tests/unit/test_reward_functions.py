@@ -42,8 +42,6 @@ def too_many(completions, **columns):
 
 def nothing(completions):
     return [None]
-
-text = "text"
 """
 ROW = {"prompt": "Say hi.", "answer": "hi"}
 
@@ -97,20 +95,6 @@ def test_it_judges_rows_that_name_none_by_all_their_columns(mine: str) -> None:
     assert [check.ground_truth for check in checks][1] == "4"
     with pytest.raises(MalformedRow, match="no 'ground_truth'"):
         parse_prompt_row({**ROW, "dataset": ["same", "gsm8k"]}, known)
-
-
-@pytest.mark.parametrize(
-    ("name", "told"), [("text", "is neither a function nor a verifier"), ("gone", "cannot be loaded .* FILE.py:NAME")]
-)
-def test_what_is_no_function_is_refused(mine: str, name: str, told: Any) -> None:
-    with pytest.raises(InputError, match=told):
-        known_verifiers([f"{mine}:{name}"])
-
-
-def test_one_may_not_have_the_name_of_a_verifier(tmp_path: Path) -> None:
-    (tmp_path / "clash.py").write_text("def gsm8k(completions):\n    return [0.0]\n")
-    with pytest.raises(InputError, match="is called 'gsm8k', as another verifier is"):
-        known_verifiers([f"{tmp_path}/clash.py:gsm8k"])
 
 
 # --- a function that is in no file ------------------------------------------------------------------

@@ -12,7 +12,7 @@ from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
 from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_forms import conversation_of, guessed_columns, prompt_of
-from open_instruct.objectives.kto import parse_labelled_row
+from open_instruct.objectives.kto_rows import parse_labelled_row
 
 
 def turn(role: str, content: str) -> Any:

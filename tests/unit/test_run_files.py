@@ -31,14 +31,17 @@ def config_of(folder: Path, *words: str) -> DPOConfig:
     )
 
 
-ZERO = ("--backend", "deepspeed", "--deepspeed_stage")
+def start(config: DPOConfig, layout: ShardLayout = LAYOUT, *, speaks: bool = False) -> None:
+    """Open the run's folder, as every start does, and leave it."""
+    directory = RunDirectory(path=Path(config.run.output_dir))
+    with made_ready(directory, config, layout, Console(speaks=speaks), "dpo"):
+        pass
 
 
 def with_checkpoint(folder: Path, *words: str) -> DPOConfig:
     """The folder of a run that has taken two steps."""
     config = config_of(folder, *words)
-    with made_ready(RunDirectory(path=folder), config, LAYOUT, Console(speaks=False), "dpo"):
-        pass
+    start(config)
     (folder / "step2").mkdir()
     (folder / "step2" / "checkpoint.json").touch()
     return config
@@ -71,8 +74,8 @@ def test_a_full_disk_leaves_the_old_file(name: str, tmp_path: Path, monkeypatch:
 
 def test_what_is_in_place_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    sync, move = os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("sync"), sync(descriptor)))
+    move = Path.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: events.append("sync"))
     monkeypatch.setattr(Path, "replace", lambda path, to: (events.append("move"), move(path, to)))
     replace_text(tmp_path / "file", "content")
     assert events == ["sync", "move", "sync"]
@@ -86,28 +89,20 @@ def test_what_a_killed_run_had_not_finished_goes_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"num_replicas": "x"}'])
-def test_a_damaged_layout_blocks_no_later_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+def test_a_damaged_layout_blocks_no_later_start(tmp_path: Path, content: str) -> None:
     config = with_checkpoint(tmp_path)
-    monkeypatch.setattr("open_instruct.run.opened.latest_step", lambda path: 2)
     (tmp_path / "layout.json").write_text(content)
-    with made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=False), "dpo"):
-        assert json.loads((tmp_path / "layout.json").read_text())["shard_degree"] == 2
+    start(config)
+    assert json.loads((tmp_path / "layout.json").read_text())["shard_degree"] == 2
 
 
-def test_another_global_batch_is_still_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     config = with_checkpoint(tmp_path)
-    monkeypatch.setattr("open_instruct.run.opened.latest_step", lambda path: 2)
-    layout = ShardLayout(gpus_per_node=(4,), shard_degree=4, num_replicas=1)
     with pytest.raises(InputError, match="global batch"):
-        made_ready(RunDirectory(path=tmp_path), config, layout, Console(speaks=False), "dpo").__enter__()
-
-
-def test_a_damaged_config_names_the_way_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = with_checkpoint(tmp_path)
-    monkeypatch.setattr("open_instruct.run.opened.latest_step", lambda path: 2)
+        start(config, ShardLayout(gpus_per_node=(4,), shard_degree=4, num_replicas=1))
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(InputError, match=r"config\.yaml.*Remove that file"):
-        made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=False), "dpo").__enter__()
+        start(config)
 
 
 OTHERS: dict[str, Any] = {
@@ -137,7 +132,7 @@ def test_what_stands_in_a_files_place_is_named_and_not_waited_for(
     OTHERS[kind](path)
     told = f"{path} is {kind}, and a run has "
     with pytest.raises(InputError) as caught:
-        made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=False), "dpo").__enter__()
+        start(config)
     assert str(caught.value).startswith(told) and "move it away" in str(caught.value)
     for command in (["report", str(tmp_path)], ["export", str(tmp_path), "--output_dir", str(tmp_path / "model")]):
         assert main(command) == EXIT_INPUT
@@ -152,16 +147,12 @@ def test_a_file_that_is_called_like_a_checkpoint_is_named(tmp_path: Path) -> Non
         RunDirectory(path=tmp_path).create()
 
 
-def test_another_stage_of_zero_is_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with_checkpoint(tmp_path, *ZERO, "2")
-    monkeypatch.setattr("open_instruct.run.opened.latest_step", lambda path: 2)
-    for stage, told in (("2", ""), ("3", "was on DeepSpeed ZeRO-2, and goes on on DeepSpeed ZeRO-3")):
-        config = config_of(tmp_path, *ZERO, stage)
-        with made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=True), "dpo"):
-            out = capsys.readouterr().out
-            assert told in out and bool(told) == ("ZeRO" in out)
+def test_another_stage_of_zero_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = ("--backend", "deepspeed", "--deepspeed_stage")
+    start(with_checkpoint(tmp_path, *stage, "2"), speaks=True)
+    assert "ZeRO" not in capsys.readouterr().out
+    start(config_of(tmp_path, *stage, "3"), speaks=True)
+    assert "was on DeepSpeed ZeRO-2, and goes on on DeepSpeed ZeRO-3" in capsys.readouterr().out
 
 
 BAD_LINES = b'{"step": 2, "loss": \xff\xfe}\n\xff\n\n[1]\n{"loss": 1}\n{"step": null}\n{"step": 3, "lo'
@@ -193,9 +184,3 @@ def test_functions_that_run_uncompiled_are_warned_of_when_there_are_more(tmp_pat
     for step, number in enumerate((None, 0.0, 1.0, 1.0, 1.5, 2.0), 1):
         file.write({"step": step} | ({} if number is None else {"uncompiled_functions": number}))
     assert [warning.split(" a function")[0] for warning in warned] == ["since step 3", "since step 5", "since step 6"]
-
-
-def test_a_number_that_json_cannot_say_is_null(tmp_path: Path) -> None:
-    file = MetricsLog(tmp_path / "metrics.jsonl")
-    file.write({"step": 1, "grad_norm": float("nan"), "loss": 0.5})
-    assert file.path.read_text() == '{"step": 1, "grad_norm": null, "loss": 0.5}\n'

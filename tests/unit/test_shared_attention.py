@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from open_instruct.models.attention import blocks
+from open_instruct.models.attention.attention import attend_over_segments
 from open_instruct.models.attention.segments import QKV, Segments, documents_of, segments_of
 from open_instruct.models.attention.shared_attention import attend_in_tiles, attend_plainly, tile_batches
 
@@ -88,6 +89,20 @@ def test_tiles_blocks_and_the_plain_version_are_the_definition(
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=8).filter(sum),
+    st.sampled_from(LEFTS),
+    st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+)
+def test_so_are_documents_that_share_nothing(lengths: list[int], left: int, heads: tuple[int, int]) -> None:
+    of = Segments.of(tuple(lengths), (0,) * len(lengths), device=CPU)
+    q, k, v = tensors(sum(lengths), heads=heads[0], groups=heads[1])
+    torch.testing.assert_close(
+        attend_over_segments(QKV(q, k, v), of, left=left), defined(q, k, v, of, left), rtol=1e-10, atol=1e-12
+    )
+
+
 @pytest.mark.parametrize("attend", [attend_in_tiles, attend_in_small_blocks])
 def test_gradients_are_those_of_finite_differences(attend: Any) -> None:
     of = segments([(3, (2, 1)), (2, ())])
@@ -131,9 +146,7 @@ def test_positions_and_keys_of_the_example() -> None:
     assert of.key_index_K is not None
     assert of.key_index_K.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
     assert (of.max_queries, of.max_keys) == (6, 7)
-
-
-def test_a_row_of_one_branch_a_root_gathers_no_key() -> None:
+    # A row of one branch a root gathers no key.
     assert Segments.of((4, 2, 3), (0, 4, 0), device=CPU).key_index_K is None
 
 

@@ -11,24 +11,7 @@ from typing import Any
 import pytest
 
 from open_instruct.checkpoints import step_folder
-from open_instruct.checkpoints.step_folder import (
-    DAMAGED,
-    MANIFEST,
-    Damaged,
-    Manifest,
-    begin,
-    candidates,
-    damage_of,
-    find_checkpoints,
-    latest_step,
-    publish,
-    read_manifest,
-    refuse_earlier_format,
-    remove,
-    set_aside,
-    tidy,
-    write_manifest,
-)
+from open_instruct.checkpoints.step_folder import DAMAGED, MANIFEST, Damaged, Manifest
 from open_instruct.errors import InputError
 from open_instruct.models.box_files import write_hashed
 
@@ -37,10 +20,10 @@ FILES = {"index.json": b"{}", "rank0.json": b"[]", "rank0.safetensors": b"weight
 
 def save(folder: Path, step: int, *, contents: dict[str, bytes] = FILES) -> Path:
     final = folder / f"step{step}"
-    part = begin(final)
+    part = step_folder.begin(final)
     files = {name: write_hashed(part / name, [content]) for name, content in contents.items()}
-    write_manifest(part, Manifest(step=step, num_ranks=2, start_model="ab", files=files))
-    publish(part, final)
+    step_folder.write_manifest(part, Manifest(step=step, num_ranks=2, start_model="ab", files=files))
+    step_folder.publish(part, final)
     return final
 
 
@@ -56,10 +39,10 @@ def names(folder: Path) -> list[str]:
 
 def test_a_whole_one(tmp_path: Path) -> None:
     folder = save(tmp_path, 4)
-    manifest = read_manifest(folder)
+    manifest = step_folder.read_manifest(folder)
     assert (manifest.step, manifest.num_ranks, manifest.start_model) == (4, 2, "ab")
-    assert damage_of(folder) == [] and manifest.files.keys() == FILES.keys()
-    assert names(tmp_path) == ["step4"] and latest_step(tmp_path) == 4
+    assert step_folder.damage_of(folder) == [] and manifest.files.keys() == FILES.keys()
+    assert names(tmp_path) == ["step4"] and step_folder.latest_step(tmp_path) == 4
 
 
 def test_the_newest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
@@ -67,19 +50,19 @@ def test_the_newest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
         save(tmp_path, step)
     (tmp_path / "step99").mkdir()  # the user's own
     (tmp_path / "step_by_step").mkdir()
-    assert [path.name for path in candidates(tmp_path)] == ["step10", "step9", "step2"]
-    assert [path.name for path in find_checkpoints(tmp_path)] == ["step2", "step9", "step10"]
-    assert latest_step(tmp_path / "gone") is None and find_checkpoints(tmp_path / "gone") == []
+    assert [path.name for path in step_folder.candidates(tmp_path)] == ["step10", "step9", "step2"]
+    assert [path.name for path in step_folder.find_checkpoints(tmp_path)] == ["step2", "step9", "step10"]
+    assert step_folder.latest_step(tmp_path / "gone") is None and step_folder.find_checkpoints(tmp_path / "gone") == []
 
 
 def test_a_copy_under_another_name_is_damaged(tmp_path: Path) -> None:
     shutil.copytree(save(tmp_path, 4), tmp_path / "step9")
     with pytest.raises(Damaged, match="step9 is a copy of another checkpoint, that of step 4"):
-        read_manifest(tmp_path / "step9")
+        step_folder.read_manifest(tmp_path / "step9")
     (tmp_path / "step9").rename(tmp_path / "best")  # no name of a step says nothing of it
-    assert read_manifest(tmp_path / "best").step == 4
+    assert step_folder.read_manifest(tmp_path / "best").step == 4
     (tmp_path / "best").rename(tmp_path / "step7-tmp")
-    tidy(tmp_path)
+    step_folder.tidy(tmp_path)
     assert names(tmp_path) == ["step4"]
 
 
@@ -88,11 +71,11 @@ def test_any_byte_of_any_file_counts(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 4)
     for at in range(len(FILES[name])):
         flip(folder / name, at)
-        (told,) = damage_of(folder)
+        (told,) = step_folder.damage_of(folder)
         assert told == f"{folder / name} is not what was written"
         flip(folder / name, at)
     (folder / name).unlink()
-    assert damage_of(folder) == [f"{folder / name} is missing"]
+    assert step_folder.damage_of(folder) == [f"{folder / name} is missing"]
 
 
 def test_any_byte_of_the_manifest_counts(tmp_path: Path) -> None:
@@ -100,12 +83,14 @@ def test_any_byte_of_the_manifest_counts(tmp_path: Path) -> None:
     for at in range((folder / MANIFEST).stat().st_size - 1):  # but the line break at its end
         flip(folder / MANIFEST, at)
         with pytest.raises(Damaged, match=r"checkpoint\.json is not what was written"):
-            read_manifest(folder)
+            step_folder.read_manifest(folder)
         flip(folder / MANIFEST, at)
     (folder / MANIFEST).unlink()
     with pytest.raises(Damaged, match=r"checkpoint\.json is missing"):
-        read_manifest(folder)
-    assert [path.name for path in candidates(tmp_path)] == ["step4"] and find_checkpoints(tmp_path) == []
+        step_folder.read_manifest(folder)
+    assert [path.name for path in step_folder.candidates(tmp_path)] == ["step4"] and step_folder.find_checkpoints(
+        tmp_path
+    ) == []
 
 
 @pytest.mark.parametrize(
@@ -116,7 +101,7 @@ def test_a_manifest_that_is_none(tmp_path: Path, content: bytes) -> None:
     folder = save(tmp_path, 4)
     (folder / MANIFEST).write_bytes(content)
     with pytest.raises(Damaged, match="is not what was written"):
-        read_manifest(folder)
+        step_folder.read_manifest(folder)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "..", "", "a/b"])
@@ -127,14 +112,14 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str
     told = {"checkpoint": content, "xxh3": step_folder._digest(content)}
     (folder / MANIFEST).write_text(json.dumps(told))
     with pytest.raises(Damaged):
-        read_manifest(folder)
+        step_folder.read_manifest(folder)
 
 
 def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
     folder = save(tmp_path, 4)
     (folder / "rank0.json").unlink()
     os.mkfifo(folder / "rank0.json")  # whoever opens it waits for a writer
-    assert damage_of(folder) == [f"{folder / 'rank0.json'} is missing"]
+    assert step_folder.damage_of(folder) == [f"{folder / 'rank0.json'} is missing"]
 
 
 class Killed(BaseException):
@@ -172,11 +157,11 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path, monkeypatch: py
                 break
             except Killed:
                 pass
-        tidy(folder)
+        step_folder.tidy(folder)
         assert all(name in ("step2", "step4", "step6") for name in names(folder))
-        assert latest_step(folder) in (4, step)
-        for path in candidates(folder):
-            assert damage_of(path) == []
+        assert step_folder.latest_step(folder) in (4, step)
+        for path in step_folder.candidates(folder):
+            assert step_folder.damage_of(path) == []
     assert n > 5 and names(folder) == sorted({"step2", "step4", f"step{step}"})
     assert (folder / f"step{step}" / "rank0.json").read_bytes() == b"new"
 
@@ -185,17 +170,21 @@ def test_half_removed_ones_are_removed_whole(tmp_path: Path, monkeypatch: pytest
     folder = save(tmp_path, 4)
     with monkeypatch.context() as patch:
         patch.setattr(step_folder.shutil, "rmtree", lambda *_, **__: None)
-        remove(folder)
-    assert candidates(tmp_path) == [] and names(tmp_path) == ["step4-removed"]
-    tidy(tmp_path)
+        step_folder.remove(folder)
+    assert step_folder.candidates(tmp_path) == [] and names(tmp_path) == ["step4-removed"]
+    step_folder.tidy(tmp_path)
     assert names(tmp_path) == []
 
 
 def test_damaged_ones_lose_their_name_and_nothing_else(tmp_path: Path) -> None:
     for _ in range(2):
-        kept = set_aside(save(tmp_path, 4), DAMAGED)
-        tidy(tmp_path)
-        assert candidates(tmp_path) == [] and kept.name == "step4-damaged" and (kept / "rank0.safetensors").exists()
+        kept = step_folder.set_aside(save(tmp_path, 4), DAMAGED)
+        step_folder.tidy(tmp_path)
+        assert (
+            step_folder.candidates(tmp_path) == []
+            and kept.name == "step4-damaged"
+            and (kept / "rank0.safetensors").exists()
+        )
 
 
 def plant_earlier_format(folder: Path) -> None:
@@ -207,9 +196,9 @@ def plant_earlier_format(folder: Path) -> None:
 def test_the_format_before_is_refused_with_the_way_on(tmp_path: Path) -> None:
     plant_earlier_format(tmp_path / "step4")
     with pytest.raises(InputError, match=r"step4 is a checkpoint of the format before.*--overwrite_output_dir"):
-        refuse_earlier_format(tmp_path)
+        step_folder.refuse_earlier_format(tmp_path)
     with pytest.raises(Damaged, match="of the format before"):
-        read_manifest(tmp_path / "step4")
+        step_folder.read_manifest(tmp_path / "step4")
     # Beside one that can be read it is only damage.
     save(tmp_path, 2)
-    refuse_earlier_format(tmp_path)
+    step_folder.refuse_earlier_format(tmp_path)

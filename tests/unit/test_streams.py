@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from open_instruct.config.losses import POLICY_LOSSES
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.errors import InputError
 from open_instruct.learner.reference_policy import open_teacher
+from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import counts_of, plan_steps_of_ranks, rollout_batch, rollout_minibatches
 from open_instruct.records import Batch, Document, RolloutSample, ShardLayout, Span, StepBatch
-from open_instruct.rollout.conversations import conversations_of
+from open_instruct.rollout.samples import conversations_of
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.users_code import own_function
 from tests.unit.fake_rollouts import grpo_config
@@ -109,7 +109,7 @@ def loss_and_gradient(
 FROZEN = {"old": 0.1, "reference": -0.4, "teacher": -0.2}
 
 
-@pytest.mark.parametrize("kind", [kind for kind, known in POLICY_LOSSES.items() if not known.marks])
+@pytest.mark.parametrize("kind", [kind for kind, known in POLICY_LOSSES.items() if known.marks is None])
 def test_tokens_of_another_stream_leave_the_gradient_of_the_policy_loss_alone(kind: str) -> None:
     """To the last bit; with a reference and a teacher too."""
     loss = PolicyLossSection(loss_fn=kind, beta=0.1, rho_correction="sequence_mask")

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from open_instruct.chat.command import answer_one, converse
 from open_instruct.chat.folder import TalkingFolder, talking_folder
-from open_instruct.chat.talk import answer_one, converse
 from open_instruct.cli import main
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.models.fingerprint import weights_fingerprint
@@ -198,7 +198,7 @@ class Terminal(io.StringIO):
 
 def talk(parrot: Parrot, monkeypatch: pytest.MonkeyPatch, *questions: str) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal("\n".join(questions)))
-    converse(parrot, parrot.chat, system_prompt=None)
+    converse(parrot, parrot.chat, [])
 
 
 @pytest.fixture
@@ -230,12 +230,12 @@ def test_what_a_model_says_does_not_steer_the_terminal(
 ) -> None:
     parrot.pieces = ("\x1b[2J", "\x9b31m\u202e", "\tyes 👩‍🚀\n")
     talk(parrot, monkeypatch, "first")
-    answer_one("first", parrot, parrot.chat, system_prompt=None)
+    answer_one("first", parrot, parrot.chat, [])
     said = "".join(parrot.pieces)
     assert capsys.readouterr().out.count(said) == 2, "a file has what the model said"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     talk(parrot, monkeypatch, "first")
-    answer_one("first", parrot, parrot.chat, system_prompt=None)
+    answer_one("first", parrot, parrot.chat, [])
     assert capsys.readouterr().out.count("\\x1b[2J\\x9b31m\\u202e\tyes 👩‍🚀\n") == 2
 
 
@@ -247,7 +247,7 @@ def test_ctrl_c_at_a_question_ends_it(
         raise peers.stop
 
     monkeypatch.setattr("builtins.input", interrupted)
-    converse(parrot, parrot.chat, system_prompt="Be brief.")
+    converse(parrot, parrot.chat, [])
     assert peers.stop is None and capsys.readouterr().out == "\n"
 
 

@@ -35,9 +35,8 @@ from open_instruct.models.build import build_model
 from open_instruct.packing.steps import BatchShape, collate, step_batch
 from open_instruct.parallel.reduce import WeightedSums, reduce_metrics
 from open_instruct.records import Metric, ShardLayout
-from open_instruct.run.metrics_log import MetricsLog
+from open_instruct.run.metrics_log import MetricsLog, build_trackers
 from open_instruct.run.run_directory import RunDirectory
-from open_instruct.run.trackers import build_trackers
 from open_instruct.toys.tiny import SIZES, tiny_config
 
 CPU = torch.device("cpu")
@@ -391,7 +390,7 @@ def test_trackio_itself_has_every_step_once(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from open_instruct.config.sections import LoggingSection
-from open_instruct.run.trackers import build_trackers
+from open_instruct.run.metrics_log import build_trackers
 folder = Path({str(tmp_path / "run")!r})
 for step in (1, 2):
     (tracker,) = build_trackers(LoggingSection(report_to=["trackio"]), folder=folder, config={{}})

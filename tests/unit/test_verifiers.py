@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,90 +22,17 @@ from hypothesis import strategies as st
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
 from open_instruct.parallel.processes import has_ended
-from open_instruct.records import Check, Completion, Prompt
+from open_instruct.records import Check, Prompt
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers import pool as verifier_pool
 from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.pool import Outcome, VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.reward import RewardManager
-from tests.unit.scored import score
+from tests.unit.scored import completion_of, score
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-USER_MODULE = """
-import os, sys, time
-from open_instruct.verifiers.verifier import Verifier
-
-class Odd(Verifier):
-    name = "odd"
-    def score(self, completion, ground_truth):
-        print("not a verdict")
-        if completion == "hang":
-            while True:
-                time.sleep(1)
-        if completion == "spin":
-            print(os.getpid(), file=open("spinning", "w"), flush=True)
-            while True:
-                pass
-        if completion == "multiply":
-            print(os.getpid(), file=open("spinning", "w"), flush=True)
-            9 ** 9 ** 9 ** 9
-        if completion == "die":
-            os._exit(3)
-        if completion == "pid":
-            return 1 / os.getpid()
-        if completion == "leave a child and hang":
-            if os.fork() == 0:
-                print(os.getpid(), file=open("spinning", "w"), flush=True)
-            time.sleep(600)
-        if completion == "leave a child":
-            if os.fork() == 0:
-                print(os.getpid(), file=open("spinning", "w"), flush=True)
-                time.sleep(600)
-            return 1 / os.getpid()
-        if completion.startswith("leave a daemon"):
-            if os.fork() == 0:
-                os.setsid()
-                if os.fork() == 0:
-                    os.closerange(0, 30)
-                    print(os.getpid(), file=open("spinning", "w"), flush=True)
-                    time.sleep(600)
-                os._exit(0)
-            while not os.path.exists("spinning"):
-                time.sleep(0.01)
-            if completion.endswith("die"):
-                os._exit(3)
-            time.sleep(600 if completion.endswith("hang") else 0)
-            return 1 / os.getpid()
-        if completion == "threads":
-            return 1 / int(os.environ["OMP_NUM_THREADS"])
-        if completion == "twins":
-            return 0.25 if os.fork() else 0.5
-        if completion == "forge":
-            for descriptor in range(3, 30):
-                try:
-                    os.write(descriptor, b'{"score": 1.0}\\n7\\n{\\n')
-                except OSError:
-                    pass
-            return 0.25
-        if completion == "read":
-            return 0.25 if sys.stdin.readline() == "" else 1.0
-        if completion == "exit":
-            sys.exit()
-        return float(completion)
-
-class Inline(Odd):
-    name = "inline"
-    isolated = False
-
-class NotOne:
-    name = "not_one"
-
-class Clash(Verifier):
-    name = "gsm8k"
-    def score(self, completion, ground_truth):
-        return 0.0
-"""
+USER_MODULE = Path(__file__).with_name("odd_verifiers.py").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -116,20 +44,27 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "odd_verifiers"
 
 
+@contextmanager
+def open_pool(*words: str, timeout_s: float = 60, **settings: Any) -> Iterator[VerifierPool]:
+    """With one process. Within a minute nothing is taken for what does not end, also on a machine that is busy."""
+    pool = VerifierPool(words, **{"num_processes": 1, "timeout_s": timeout_s} | settings)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
 @pytest.fixture
 def pool(user_module: str) -> Iterator[VerifierPool]:
-    """Nothing in it is taken for what does not end, also on a machine that is busy."""
-    pool = VerifierPool([f"{user_module}:Odd", f"{user_module}:Inline"], num_processes=2, timeout_s=60)
-    yield pool
-    pool.close()
+    with open_pool(f"{user_module}:Odd", f"{user_module}:Inline", num_processes=2) as pool:
+        yield pool
 
 
 @pytest.fixture
 def hasty_pool(user_module: str) -> Iterator[VerifierPool]:
     """For what does not end."""
-    pool = VerifierPool([f"{user_module}:Odd", f"{user_module}:Inline"], num_processes=2, timeout_s=0.5)
-    yield pool
-    pool.close()
+    with open_pool(f"{user_module}:Odd", num_processes=2, timeout_s=0.5) as pool:
+        yield pool
 
 
 def check(verifier: str, ground_truth: Any = None, weight: float = 1.0) -> Check:
@@ -165,25 +100,16 @@ def test_scores(verifier: str, completion: str, ground_truth: Any, expected: flo
 @pytest.mark.parametrize(
     ("completion", "ground_truth", "expected"),
     [
-        (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
-        (r"\boxed{\dfrac12}", "1/2", 1.0),
-        (r"\boxed{1} no, \boxed{2}", "2", 1.0),
-        (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", 1.0),
-        (r"\boxed{(x+1)^2}", "x^2 + 2x + 1", 1.0),
-        (r"\boxed{x^2 + 1}", "x^2 + 2x + 1", 0.0),
-        (r"\boxed{(1, \pi)}", r"\left(1,\pi\right)", 1.0),
+        (r"\boxed{1} no, \boxed{\frac{1}{2}}", "0.5", 1.0),
         (r"\boxed{(\pi, 1)}", r"(1, \pi)", 0.0),
-        (r"\boxed{1{,}000\text{ cm}}", "1000", 1.0),
-        (r"\boxed{50\%}", "50", 1.0),
-        (r"\boxed{\text{even}}", "even", 1.0),
-        ("The final answer is 3/4.", r"\frac{3}{4}", 1.0),
+        ("The final answer is 3/4.", r"\boxed{\frac{3}{4}}", 1.0),
         ("I get $x=7$", "7", 1.0),
         ("I do not know", "7", 0.0),
         (r"\boxed{", "7", 0.0),
         (r"\boxed{__import__('os').getpid()}", "7", 0.0),
     ],
 )
-def test_answers_of_mathematics(completion: str, ground_truth: str, expected: float) -> None:
+def test_answers_of_mathematics_are_found(completion: str, ground_truth: str, expected: float) -> None:
     assert known_verifiers()["math"].score(completion, ground_truth) == expected
 
 
@@ -235,22 +161,20 @@ class TestPool:
     ) -> None:
         """It has a session of its own, and its parent has ended."""
         monkeypatch.chdir(tmp_path)
-        pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=5 if then == " and hang" else 60)
-        outcome = score(pool, check("odd"), f"leave a daemon{then}")
-        daemon = int(Path("spinning").read_text())
-        if then:
-            assert_ends(daemon)
-        else:
-            assert outcome.problem is None and not has_ended(daemon)
-        pool.close()
+        with open_pool(f"{user_module}:Odd", timeout_s=5 if then == " and hang" else 60) as pool:
+            outcome = score(pool, check("odd"), f"leave a daemon{then}")
+            daemon = int(Path("spinning").read_text())
+            if then:
+                assert_ends(daemon)
+            else:
+                assert outcome.problem is None and not has_ended(daemon)
         assert_ends(daemon)
 
     @pytest.mark.parametrize("completion", ["twins", "forge", "read"])
     def test_an_answer_is_that_to_the_question(self, user_module: str, completion: str) -> None:
         """Not that of a child that came back, nor what a verifier wrote wherever it could."""
-        pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=60)
-        scores = [score(pool, check("odd"), text).score for text in (completion, "0.75", "1", completion, "0", "1")]
-        pool.close()
+        with open_pool(f"{user_module}:Odd") as pool:
+            scores = [score(pool, check("odd"), text).score for text in (completion, "0.75", "1", completion, "0", "1")]
         assert scores == [0.25, 0.75, 1, 0.25, 0, 1]
 
     @pytest.mark.parametrize(("given", "num_threads"), [(None, 4), ("3", 3)])
@@ -261,15 +185,12 @@ class TestPool:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if given is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", given)
-        pool = VerifierPool([f"{user_module}:Odd"], num_processes=2, timeout_s=60)
-        outcome = score(pool, check("odd"), "threads")
-        pool.close()
+        with open_pool(f"{user_module}:Odd", num_processes=2) as pool:
+            outcome = score(pool, check("odd"), "threads")
         assert outcome.score == 1 / num_threads
 
-    def test_a_long_completion_arrives_whole(self, user_module: str) -> None:
-        pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=60)
+    def test_a_long_completion_arrives_whole(self, pool: VerifierPool) -> None:
         outcome = score(pool, check("odd"), "x" * 3_000_000)
-        pool.close()
         assert outcome.problem is not None and outcome.problem.startswith("odd: ValueError")
         assert len(outcome.problem) < 1000
 
@@ -277,10 +198,9 @@ class TestPool:
     def test_the_first_problem_is_told_once_with_its_traceback(self, user_module: str, kind: str) -> None:
         said: list[str] = []
         words = [f"{user_module}:Odd", f"{user_module}:Inline"]
-        pool = VerifierPool(words, num_processes=1, timeout_s=60, say=said.append)
-        for completion in ("good luck", "0.5", "worse luck"):
-            score(pool, check(kind), completion)
-        pool.close()
+        with open_pool(*words, say=said.append) as pool:
+            for completion in ("good luck", "0.5", "worse luck"):
+                score(pool, check(kind), completion)
         assert len(said) == 1
         assert f"the verifier {kind}: ValueError: could not convert string to float: 'good luck'" in said[0]
         assert "return float(completion)" in said[0]
@@ -297,13 +217,12 @@ class TestPool:
         assert outcome.problem == score(pool, check("odd"), completion).problem.replace("odd", "inline", 1)
 
     def test_a_worker_outlives_the_thread_that_needed_it_first(self, user_module: str) -> None:
-        pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=5)
         scores = []
-        for _ in range(2):
-            with ThreadPoolExecutor(1) as thread:
-                scores.append(thread.submit(score, pool, check("odd"), "pid").result().score)
-            time.sleep(0.2)
-        pool.close()
+        with open_pool(f"{user_module}:Odd") as pool:
+            for _ in range(2):
+                with ThreadPoolExecutor(1) as thread:
+                    scores.append(thread.submit(score, pool, check("odd"), "pid").result().score)
+                time.sleep(0.2)
         assert scores[0] == scores[1] > 0
 
     @pytest.mark.parametrize("completion", ["", "spin", "multiply", "leave a child", "leave a daemon"])
@@ -317,7 +236,7 @@ from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.pool import VerifierPool
 pool = VerifierPool(["{user_module}:Odd"], num_processes=1, timeout_s=300)
 odd = Check(verifier="odd", ground_truth=None)
-from tests.unit.scored import score
+from tests.unit.scored import completion_of, score
 print(round(1 / score(pool, odd, "pid").score), flush=True)
 if {completion!r}:
     threading.Thread(target=score, args=(pool, odd, {completion!r})).start()
@@ -444,6 +363,7 @@ def assert_ends(process_id: int) -> None:
         ("odd_verifiers:NoSuchClass", "cannot be loaded"),
         ("odd_verifiers:NotOne", "is neither a function nor a verifier"),
         ("odd_verifiers:Clash", "'gsm8k', as another verifier is"),
+        ("odd_verifiers:ifeval", "'ifeval', as another verifier is"),
     ],
 )
 def test_a_verifier_that_cannot_be_used_is_refused(user_module: str, word: str, message: str) -> None:
@@ -480,9 +400,8 @@ class TestOwnFiles:
 
     @pytest.mark.parametrize("word", ["mine.py:Odd", "./mine.py:Odd", "mine:Odd"])
     def test_a_file_of_the_working_folder(self, word: str) -> None:
-        pool = VerifierPool([word, word.replace("Odd", "Inline")], num_processes=1, timeout_s=60)
-        assert [score(pool, check(name), "0.25") for name in ("odd", "inline")] == [Outcome(score=0.25)] * 2
-        pool.close()
+        with open_pool(word, word.replace("Odd", "Inline")) as pool:
+            assert [score(pool, check(name), "0.25") for name in ("odd", "inline")] == [Outcome(score=0.25)] * 2
         assert "mine" not in sys.modules
 
     @pytest.mark.parametrize(
@@ -518,10 +437,9 @@ class TestOwnFiles:
 
     def test_a_worker_says_why_it_did_not_start(self) -> None:
         said: list[str] = []
-        pool = VerifierPool(["mine.py:Odd"], num_processes=1, timeout_s=60, say=said.append)
-        Path("mine.py").unlink()
-        outcomes = [score(pool, check("odd"), "0.5") for _ in range(2)]
-        pool.close()
+        with open_pool("mine.py:Odd", say=said.append) as pool:
+            Path("mine.py").unlink()
+            outcomes = [score(pool, check("odd"), "0.5") for _ in range(2)]
         assert all("FileNotFoundError" in str(outcome.problem) for outcome in outcomes)
         assert "Traceback" in said[0]
 
@@ -535,9 +453,8 @@ class TestOwnFiles:
             monkeypatch.delenv("PYTHONPATH", raising=False)
         else:
             monkeypatch.setenv("PYTHONPATH", paths)
-        pool = VerifierPool(["mine.py:Odd"], num_processes=1, timeout_s=300)
-        outcomes = [score(pool, check("math", "2x"), r"\boxed{x + x}"), score(pool, check("odd"), "1")]
-        pool.close()
+        with open_pool("mine.py:Odd", timeout_s=300) as pool:
+            outcomes = [score(pool, check("math", "2x"), r"\boxed{x + x}"), score(pool, check("odd"), "1")]
         assert not Path("planted_ran").exists()
         assert outcomes == [Outcome(score=1.0)] * 2
 
@@ -545,19 +462,15 @@ class TestOwnFiles:
 class TestReward:
     def reward(self, pool: VerifierPool, text: str, *checks: Check, truncated: bool = False, **config: Any) -> float:
         prompt = Prompt(row_id=0, token_ids=(1,), text="?", checks=checks)
-        completion = Completion(
-            token_ids=(), logprobs=(), versions=(), text=text, finish_reason="length" if truncated else "stop", seed=0
+        (verdict,) = RewardManager(pool, RewardSection(**config)).judge(
+            prompt, [completion_of(text, is_truncated=truncated)]
         )
-        return RewardManager(pool, RewardSection(**config)).judge(prompt, [completion])[0].reward
+        return verdict.reward
 
-    def test_scores_are_weighted(self, pool: VerifierPool) -> None:
+    def test_scores_are_weighted_or_added_up(self, pool: VerifierPool) -> None:
         checks = (check("gsm8k", "5", weight=3.0), check("string_matcher", "no", weight=1.0))
         assert self.reward(pool, "5", *checks, verification_reward=10.0) == pytest.approx(7.5)
-
-    def test_scores_may_be_added_up(self, pool: VerifierPool) -> None:
-        checks = (check("gsm8k", "5", weight=3.0), check("string_matcher", "5", weight=0.5))
-        assert self.reward(pool, "5", *checks, verification_reward=10.0) == pytest.approx(10.0)
-        assert self.reward(pool, "5", *checks, verification_reward=10.0, several_verifiers="sum") == pytest.approx(35.0)
+        assert self.reward(pool, "5", *checks, verification_reward=10.0, several_verifiers="sum") == pytest.approx(30.0)
 
     def test_the_format_gates_or_adds(self, pool: VerifierPool) -> None:
         good, bad = "x</think><answer>5</answer>", "5"
@@ -573,6 +486,5 @@ class TestReward:
 
     def test_problems_are_reported(self, pool: VerifierPool) -> None:
         prompt = Prompt(row_id=0, token_ids=(1,), text="?", checks=(check("odd"),))
-        completion = Completion(token_ids=(), logprobs=(), versions=(), text="die", finish_reason="stop", seed=0)
-        (verdict,) = RewardManager(pool, RewardSection()).judge(prompt, [completion])
+        (verdict,) = RewardManager(pool, RewardSection()).judge(prompt, [completion_of("die")])
         assert (verdict.reward, verdict.scores, len(verdict.problems)) == (0.0, {"odd": 0.0}, 1)

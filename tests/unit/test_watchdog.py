@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from open_instruct.cluster.watchdog import POLL_INTERVAL_S, SHARED_MEMORY, _keep_logs
+from tests.waiting import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60.0
@@ -51,13 +52,6 @@ def model() -> Iterator[Path]:
     path.write_bytes(b"weights")
     yield path
     path.unlink()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def test_nothing_stays_of_a_killed_driver_but_what_is_not_its_own(tmp_path: Path, model: Path) -> None:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from open_instruct.errors import RunError
 from open_instruct.parallel.listening import LOOPBACK
+from open_instruct.weights.broadcasts import ERROR_HANDLING, broadcast_group
 from open_instruct.weights.progress import SyncProgress, learner_name, receiver_name
 from open_instruct.weights.receiver import EXTRA_PATIENCE_S
-from open_instruct.weights.wire import ERROR_HANDLING, broadcast_group, wait_for_device
+from open_instruct.weights.way import wait_for_device
 
 CPU = torch.device("cpu")
 SENDER = learner_name(0)

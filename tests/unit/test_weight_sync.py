@@ -95,10 +95,10 @@ class TestBuckets:
             for rank in manifest.ranks:
                 start, stop = bucket.span(rank)
                 own = {name: tensors[name][box[rank]] for name, box in manifest.boxes.items() if rank in box}
-                bucket.pack(flat[start:stop], own.__getitem__, rank=rank, dtype=torch.bfloat16, first_byte=start)
+                bucket.pack(flat[start:stop], own.__getitem__, rank=rank, first_byte=start)
             if bucket.piece == 0:
-                memory = torch.zeros(bucket.num_bytes_of_wholes(torch.bfloat16), dtype=torch.uint8)
-                wholes = bucket.wholes(memory, torch.bfloat16)
+                memory = torch.zeros(bucket.num_bytes_of_wholes, dtype=torch.uint8)
+                wholes = bucket.wholes(memory)
             for rank in manifest.ranks:
                 start, stop = bucket.span(rank)
                 bucket.unpack(flat[start:stop], wholes, rank=rank, first_byte=start)

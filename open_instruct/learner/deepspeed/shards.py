@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from olmo_core.nn.transformer import Transformer
 from torch import nn
 
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.tensor_parallel import UNCUT, Cut, split_matrices
 from open_instruct.models.box_files import Part
-from open_instruct.models.build import warm_up_rope
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.shards import held_run
+from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.process import gathered
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -35,7 +34,9 @@ def without_weights(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Calla
     """
     degree, stage = settings["tensor_parallel"]["autotp_size"], settings["zero_optimization"]["stage"]
 
-    def init_weights(model: Transformer, *, max_seq_len: int | None = None, device: torch.device, **_: object) -> None:
+    def init_weights(
+        model: SegmentTransformer, *, max_seq_len: int | None = None, device: torch.device, **_: object
+    ) -> None:
         group = None
         if degree > 1:
             split_matrices(model, degree)
@@ -51,8 +52,7 @@ def without_weights(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Calla
         for module in model.modules():
             for name, meta in [*module.named_parameters(recurse=False)]:
                 setattr(module, name, made[meta])
-        model._device = device  # the model would otherwise ask its parameters, which have no values yet
-        warm_up_rope(model, max_seq_len=max_seq_len, device=device)
+        model.settle_on(device, max_seq_len=max_seq_len)
 
     return init_weights
 

@@ -138,15 +138,16 @@ def _run(
 def _inputs(model: Transformer, batch: PackedBatch) -> _Inputs:
     """The inputs, computed on the CPU so that nothing waits for the device."""
     context, (own, kept) = context_of(model), _own(model, batch)
-    model_kwargs: dict[str, Any] = {"labels": own.labels_BT}
-    if (lengths := batch.document_lengths) is not None:
-        assert sum(lengths) == batch.input_ids_BT.numel(), "a token of no document would be computed from nothing"
-        segments = Segments.of(lengths, batch.prefix_lengths or (0,) * len(lengths), device=torch.device("cpu"))
-        if context is not None:
-            part = context.part_of(batch.input_ids_BT.shape[1])
-            segments = segments._replace(positions_T=segments.positions_T[part])
-        model_kwargs["segments"] = segments
-    assert lengths is not None or context is None, "padded rows are not split over ranks"
+    num_rows, row_len = batch.input_ids_BT.shape
+    lengths = batch.document_lengths
+    if lengths is None:
+        lengths = (row_len,) * num_rows
+    assert sum(lengths) == num_rows * row_len, "a token of no document would be computed from nothing"
+    segments = Segments.of(lengths, batch.prefix_lengths or (0,) * len(lengths), device=torch.device("cpu"))
+    if context is not None:
+        assert batch.document_lengths is not None, "padded rows are not split over ranks"
+        segments = segments._replace(positions_T=segments.positions_T[context.part_of(row_len)])
+    model_kwargs: dict[str, Any] = {"labels": own.labels_BT, "segments": segments}
     if kept is not None:
         model_kwargs["logits_to_keep"] = kept.positions_BK
     sequence_ids = (batch.sequence_ids_BT if kept is None or context is not None else kept.sequence_ids_BK).flatten()

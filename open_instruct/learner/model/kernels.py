@@ -20,8 +20,8 @@ from open_instruct.config.sections import MemorySection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
-from open_instruct.models.attention.attention import attend_varlen
-from open_instruct.models.attention.segments import QKV
+from open_instruct.models.attention.attention import attend_over_segments
+from open_instruct.models.attention.segments import QKV, Segments
 from open_instruct.records import ShardLayout
 from open_instruct.run.opened import Run
 
@@ -140,9 +140,9 @@ def try_fa3(probe: Callable[[], list[torch.Tensor]]) -> str:
 def _probe(device: torch.device) -> list[torch.Tensor]:
     """Output and gradients of a small causal row with grouped heads, computed in bfloat16 and returned as float32."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([0, PROBED_LENGTHS[0], sum(PROBED_LENGTHS)], dtype=torch.int32, device=device)
+    segments = Segments.of(PROBED_LENGTHS, (0, 0), device=device)
     qkv = QKV(*(torch.randn(sum(PROBED_LENGTHS), heads, 64, generator=generator) for heads in (4, 2, 2)))
     qkv = qkv.each(lambda tensor: tensor.to(device, torch.bfloat16).requires_grad_())
-    output = attend_varlen(qkv, lengths, max(PROBED_LENGTHS))
+    output = attend_over_segments(qkv, segments)
     gradients = torch.autograd.grad(output.float().square().sum(), cast(tuple[torch.Tensor, ...], qkv))
     return [tensor.detach().float() for tensor in (output, *gradients)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.models.build import local_part
+from open_instruct.models.shards import local_part
 
 
 class CastCopy:

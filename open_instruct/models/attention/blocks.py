@@ -40,22 +40,20 @@ class Block(NamedTuple):
     end_of_keys: int
 
 
-def can_pay(query: torch.Tensor, left: int) -> bool:
-    """Whether blocks may be faster for some documents: in float32 on a CPU, without a narrow window."""
-    return query.device.type == "cpu" and query.dtype == torch.float32 and not 0 <= left < FEWEST_KEYS - 1
-
-
 def pays(query_THD: torch.Tensor, documents: tuple[Segment, ...], left: int) -> bool:
-    """Whether `attend_in_blocks` is faster than flash attention: where `can_pay` holds and documents are long."""
-    if not can_pay(query_THD, left):
+    """Whether `attend_in_blocks` is faster than flash attention: on long documents in float32 on a CPU, in no narrow
+    window."""
+    has_narrow_window = 0 <= left < FEWEST_KEYS - 1
+    if query_THD.device.type != "cpu" or query_THD.dtype != torch.float32 or has_narrow_window:
         return False
     num_tokens = sum(document.length for document in documents)
     own_keys = sum(document.length**2 for document in documents)
     shared_keys = sum(document.length * document.prefix_length for document in documents)
     most_keys = max((document.prefix_length + document.length for document in documents), default=0)
-    if (most_keys if left < 0 else min(most_keys, left + 1)) > MOST_KEYS:
-        return False
-    return own_keys + shared_keys >= FEWEST_KEYS * num_tokens and shared_keys <= MOST_SHARED_KEYS * own_keys
+    if left >= 0:
+        most_keys = min(most_keys, left + 1)
+    is_long = FEWEST_KEYS * num_tokens <= own_keys + shared_keys and most_keys <= MOST_KEYS
+    return is_long and shared_keys <= MOST_SHARED_KEYS * own_keys
 
 
 def attend_in_blocks(
@@ -90,7 +88,8 @@ class _BlockAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         kept: list[torch.Tensor] | None = [] if any(ctx.needs_input_grad) else None
         ctx.documents, ctx.left, ctx.scale = documents, left, scale
-        qkv_T, out_THD = QKV(query_THD, key_TGD, value_TGD), torch.empty_like(query_THD)
+        qkv_T = QKV(query_THD, key_TGD, value_TGD)
+        out_THD = torch.empty_like(query_THD)
         for document in documents:
             _attend(document, ctx, qkv_T, out_THD, kept)
         ctx.save_for_backward(*qkv_T, *(kept or ()))
@@ -99,7 +98,8 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query_THD, key_TGD, value_TGD, *kept = ctx.saved_tensors
-        qkv_T, weights = QKV(query_THD, key_TGD, value_TGD), iter(kept)
+        qkv_T = QKV(query_THD, key_TGD, value_TGD)
+        weights = iter(kept)
         grads_T = QKV(torch.empty_like(query_THD), torch.zeros_like(key_TGD), torch.zeros_like(value_TGD))
         for document in ctx.documents:
             _add_grads(document, ctx, qkv_T, grad_out_THD, grads_T, weights)
@@ -129,7 +129,8 @@ def _add_grads(
     grad_key_GDK, grad_value_GDK = (tensor.new_zeros(tensor.mT.shape) for tensor in (key_GKD, value_GKD))
     for head, (query_ND, key_KD, value_KD) in enumerate(zip(query_GND, key_GKD, value_GKD, strict=True)):
         for _, queries, keys in blocks:
-            grad_out_MD, weights_MK = grad_out_GND[head, queries], next(kept)
+            grad_out_MD = grad_out_GND[head, queries]
+            weights_MK = next(kept)
             grad_value_GDK[head, :, keys].addmm_(grad_out_MD.T, weights_MK)
             grad_MK = torch.mm(grad_out_MD, value_KD[keys].T)
             torch._softmax_backward_data(grad_MK, weights_MK, -1, weights_MK.dtype, grad_input=grad_MK)
@@ -154,7 +155,8 @@ def _taken_apart(document: Segment, ctx: Any, qkv_T: QKV) -> tuple[list[tuple[Bl
 
 def _weights(block: Block, query_MD: torch.Tensor, key_KD: torch.Tensor, left: int) -> torch.Tensor:
     """The attention weights of each query over the keys, (M, K)."""
-    num_tokens, num_keys = block.end - block.first, len(key_KD)
+    num_tokens = block.end - block.first
+    num_keys = len(key_KD)
     scores_MK = torch.mm(query_MD, key_KD.T)
     scores_QRK = scores_MK.view(num_tokens, -1, num_keys)
     scores_QRK[..., -num_tokens:] += _after(num_tokens, scores_MK.dtype)

@@ -14,8 +14,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from olmo_core.distributed.nn import all_to_all_single
-from olmo_core.nn.transformer import Transformer
-from torch.distributed import DeviceMesh
 
 from open_instruct.models.attention.segments import QKV
 
@@ -66,14 +64,3 @@ class _WholeRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_row: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad_row[ctx.context.part_of(len(grad_row))], None
-
-
-def apply_context_parallel(model: Transformer, cp_mesh: DeviceMesh, **style: Any) -> None:
-    """Replaces `Transformer.apply_cp`, without OLMo-core's own splitting of inputs and RoPE's tables.
-
-    The caller passes the rank's own tokens, and the segments give their logical positions.
-    """
-    del style
-    context = ContextGroup(cp_mesh.get_group())
-    for block in model.blocks.values():
-        cast(Any, block.attention).backend.context = context

@@ -1,4 +1,4 @@
-"""Segments: what each token of a packed row attends to where responses share a prompt, and how the model receives it.
+"""Segments: what each token of a packed row attends to where responses share a prompt.
 
 Legend: T tokens of the row, H query heads, G key-value heads, D features of a head, S segments, N documents, K keys
 with shared ones repeated for every document that sees them.
@@ -17,17 +17,11 @@ attention takes them as one, and of b branches only b - 1 see keys that lie else
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
-from olmo_core.nn.attention import Attention
-from olmo_core.nn.buffer_cache import BufferCache
-from olmo_core.nn.rope import RotaryEmbedding
-from olmo_core.nn.transformer import Transformer
-from olmo_core.utils import mark_dynamic
 
 
 class QKV(NamedTuple):
@@ -135,69 +129,3 @@ def documents_of(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> t
         else:
             documents.append(segment)
     return tuple(documents)
-
-
-class SegmentRotaryEmbedding(RotaryEmbedding):
-    """OLMo-core's RoPE, which also takes `Segments` for `cu_doc_lens` and then rotates by logical positions.
-
-    The block cuts the tables itself: FSDP would cast tables passed from outside to bf16, which is too coarse.
-    """
-
-    @classmethod
-    def like(cls, stock: RotaryEmbedding, *, tables: BufferCache) -> SegmentRotaryEmbedding:
-        """The replacement of `stock`, with its tables in the cache `tables`, which layers share."""
-        assert stock.rotary_dim == stock.dim, "partial rotary embeddings are refused when config.json is read"
-        rope = cls(head_size=stock.dim, theta=stock.theta, full_precision=stock.full_precision, scaling=stock.scaling)
-        # Set here because OLMo-core takes an empty cache argument for none, and would give each layer its own.
-        rope._cache = tables.with_namespace(rope._cache._namespace)
-        return rope
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries (1, T, H, D) and keys (1, T, G, D), turned; see `RotaryEmbedding.forward`."""
-        segments = kwargs.get("cu_doc_lens")
-        if not isinstance(segments, Segments):
-            return super().forward(q, k, *args, **kwargs)
-        with torch.autocast(q.device.type, enabled=False):
-            dtype = torch.float32 if self.full_precision else q.dtype
-            rows = (table.index_select(0, segments.positions_T) for table in self.tables)
-            sin, cos = (row.to(dtype)[None, :, None] for row in rows)
-            turned_q, turned_k = (self._apply_rotary_pos_emb(sin, cos, x.to(dtype)) for x in (q, k))
-        return turned_q.type_as(q), turned_k.type_as(k)
-
-    @property
-    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cache["rope_pos_sin"], self._cache["rope_pos_cos"]
-
-
-def install_segments(model: Transformer) -> None:
-    """Let `model(..., segments=...)` pass `Segments` to every block in place of document lengths."""
-    tables = BufferCache()
-    for block in model.blocks.values():
-        attention = cast(Attention, block.attention)
-        if attention.rope is not None:
-            attention.rope = SegmentRotaryEmbedding.like(cast(RotaryEmbedding, attention.rope), tables=tables)
-    # Passed as an argument, so that a block recomputed in the backward pass receives them again.
-    model._prepare_inputs = types.MethodType(_prepare_inputs, model)  # type: ignore[method-assign]
-
-
-def _prepare_inputs(model: Transformer, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
-    prepared = type(model)._prepare_inputs(model, *args, **kwargs)
-    if segments is not None:
-        for block in model.blocks.values():
-            rope = cast(Attention, block.attention).rope
-            if isinstance(rope, SegmentRotaryEmbedding):
-                # Here and not in the block, whose compiled code cannot extend the tables.
-                rope.warmup_cache(segments.max_keys, segments.positions_T.device)
-                _mark_lengths(rope.tables, model)
-        _mark_lengths(segments, model)
-        block_kwargs = prepared[2]
-        block_kwargs["cu_doc_lens"] = segments
-    return prepared
-
-
-def _mark_lengths(values: tuple[Any, ...], model: Transformer) -> None:
-    """Tell the compiler, where `model` is compiled, that rows differ in the lengths of these tensors."""
-    if model.compile_enabled:
-        for tensor in values:
-            if isinstance(tensor, torch.Tensor):
-                mark_dynamic(tensor, 0, strict=False)

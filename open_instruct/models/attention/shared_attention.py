@@ -53,26 +53,31 @@ class TileBatch(NamedTuple):
     is_first: bool
 
 
+def attend(qkv_NL: QKV, *, mask_QK: torch.Tensor | None = None, scale: float | None = None) -> torch.Tensor:
+    """Scaled dot product attention with heads last but one, as OLMo-core lays them out; causal without a mask.
+
+    Shape (N, Q, H, D).
+    """
+    output_NHQD = F.scaled_dot_product_attention(
+        *qkv_NL.each(lambda tensor: tensor.transpose(1, 2)),
+        attn_mask=mask_QK,
+        is_causal=mask_QK is None,
+        scale=scale,
+        enable_gqa=qkv_NL.shares_heads,
+    )
+    return output_NHQD.transpose(1, 2)
+
+
 def attend_plainly(qkv_T: QKV, segments: Segments, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
     """The definition: one masked call a segment, its prefix's keys repeated. Shape (T, H, D); `left` < 0: no window."""
-    query_THD, key_TGD, value_TGD = qkv_T
     outputs = []
     for start, length, prefix_start, prefix_length in segments_of(segments.lengths, segments.prefix_lengths):
-        keys, values = (
-            torch.cat((t[prefix_start : prefix_start + prefix_length], t[start : start + length])).transpose(0, 1)
-            for t in (key_TGD, value_TGD)
-        )
-        is_seen_QK = _is_seen(length, prefix_length + length, prefix_length, left, query_THD.device)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                query_THD[start : start + length].transpose(0, 1).unsqueeze(0),
-                keys.unsqueeze(0),
-                values.unsqueeze(0),
-                attn_mask=is_seen_QK,
-                scale=scale,
-                enable_gqa=qkv_T.shares_heads,
-            )[0].transpose(0, 1)
-        )
+        own, prefix = slice(start, start + length), slice(prefix_start, prefix_start + prefix_length)
+        keys, values = (torch.cat((tensor[prefix], tensor[own])) for tensor in (qkv_T.key, qkv_T.value))
+        qkv_1L = QKV(qkv_T.query[own], keys, values).each(lambda tensor: tensor.unsqueeze(0))
+        num_keys = prefix_length + length
+        mask_QK = is_seen(length, num_keys, distance=prefix_length, left=left, device=keys.device)
+        outputs.append(attend(qkv_1L, mask_QK=mask_QK, scale=scale).squeeze(0))
     return torch.cat(outputs)
 
 
@@ -98,12 +103,13 @@ class _TiledAttention(torch.autograd.Function):
         for batch in batches:
             tiles = _tiles_of(batch, query_THD, key_TGD, value_TGD)
             out, lse = _flash(*tiles, 0.0, batch.is_causal, attn_mask=_bias(batch, query_THD.dtype), scale=scale)
-            out_NHD, lse_NH = out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+            out_NHD, lse_NH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (out, lse))
             if lse_TH is None:
                 lse_TH = lse_NH.new_empty(query_THD.shape[:2])
             if not batch.is_first:
                 lse_before_NH = lse_TH.index_select(0, batch.query_index)
-                lse_part_NH, lse_NH = lse_NH, torch.logaddexp(lse_before_NH, lse_NH)
+                lse_part_NH = lse_NH
+                lse_NH = torch.logaddexp(lse_before_NH, lse_part_NH)
                 out_before_NHD = out_THD.index_select(0, batch.query_index)
                 out_NHD = (
                     out_before_NHD * (lse_before_NH - lse_NH).exp().unsqueeze(-1)
@@ -169,7 +175,7 @@ def tile_batches(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], left
         is_causal = distance == 0 and num_queries == num_keys and not 0 <= left < num_queries - 1
         is_seen_QK = None
         if distance is not None and not is_causal:
-            is_seen_QK = _is_seen(num_queries, num_keys, distance, left, torch.device("cpu"))
+            is_seen_QK = is_seen(num_queries, num_keys, distance=distance, left=left, device=torch.device("cpu"))
         batches.append(
             TileBatch(
                 num_tiles=len(members),
@@ -219,7 +225,8 @@ def prefix_tiles(segments: tuple[Segment, ...], left: int) -> Iterator[Tile]:
             yield Tile(start, end - start, prefix_start, prefix_length, None)
         elif left > 0:
             # Only the first `left` queries see any of the prefix, and of the prefix only its last `left` tokens.
-            num_queries, num_keys = min(length, left), min(prefix_length, left)
+            num_queries = min(length, left)
+            num_keys = min(prefix_length, left)
             yield Tile(start, num_queries, prefix_start + prefix_length - num_keys, num_keys, num_keys)
 
 
@@ -227,7 +234,7 @@ def _ranges(starts: list[int], length: int) -> torch.Tensor:
     return (torch.tensor(starts).unsqueeze(1) + torch.arange(length)).flatten()
 
 
-def _is_seen(num_queries: int, num_keys: int, distance: int, left: int, device: torch.device) -> torch.Tensor:
+def is_seen(num_queries: int, num_keys: int, *, distance: int, left: int, device: torch.device) -> torch.Tensor:
     """Which keys each query sees: those at 0 to `left` (if that is at least 0) positions before it; shape (Q, K)."""
     query = torch.arange(distance, distance + num_queries, device=device).unsqueeze(1)
     apart = query - torch.arange(num_keys, device=device)

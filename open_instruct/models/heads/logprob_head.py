@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from olmo_core.distributed.utils import get_local_tensor
 from olmo_core.nn.lm_head import LMHead
 from olmo_core.nn.transformer import Transformer
+from olmo_core.utils import mark_dynamic
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -76,8 +78,17 @@ class LogprobHead(LMHead):
 
     max_logits_bytes = MAX_LOGITS_BYTES
     settings = HeadSettings()
-    # Replaces `losses_of_logits` if set.
+    # Replaces `losses_of_logits` where the model is compiled.
     compute_losses: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None = None
+    tp_mesh: DeviceMesh | None = None
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the loss alone, and not the Python around it."""
+        self.compute_losses = compiled_losses()
+
+    def apply_tp(self, tp_mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        super().apply_tp(tp_mesh, *args, **kwargs)
+        self.tp_mesh = tp_mesh
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
         """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for.
@@ -104,7 +115,8 @@ class LogprobHead(LMHead):
         beside: tuple[torch.Tensor, ...] = ()
         max_bytes = self.max_logits_bytes
         if settings.measure is not None:
-            beside, max_bytes = settings.measure.beside, max_bytes // MEASURED_SHARE
+            beside = settings.measure.beside
+            max_bytes //= MEASURED_SHARE
         if isinstance(settings.temperature, torch.Tensor):
             beside = (*beside, settings.temperature)
         num_positions = max(1, max_bytes // (4 * self.vocab_size))
@@ -130,17 +142,19 @@ class LogprobHead(LMHead):
         ignored: int,
         settings: HeadSettings,
     ) -> LabelLosses:
-        if self.tp_enabled:
-            assert self._tp_mesh is not None
-            h_1ND = DTensor.from_local(h_ND.unsqueeze(0), self._tp_mesh, (Shard(1),), run_check=False)
+        if self.tp_mesh is not None:
+            h_1ND = DTensor.from_local(h_ND.unsqueeze(0), self.tp_mesh, (Shard(1),), run_check=False)
             logits_NV = get_local_tensor(self.w_out(h_1ND)).squeeze(0)
         else:
             logits_NV = self.w_out(h_ND)
-        temperature, measured = settings.temperature, None
+        temperature = settings.temperature
         if isinstance(temperature, torch.Tensor):
-            beside_N, temperature = beside_N[:-1], beside_N[-1].unsqueeze(-1)
+            temperature = beside_N[-1].unsqueeze(-1)
+            beside_N = beside_N[:-1]
         if settings.measure is not None or isinstance(temperature, torch.Tensor):
-            logits_NV, temperature = _scaled(logits_NV, temperature), 1.0
+            logits_NV = _scaled(logits_NV, temperature)
+            temperature = 1.0
+        measured = None
         if settings.measure is not None:
             measured = settings.measure.function(logits_NV, *beside_N)
         compute_losses = self.compute_losses or losses_of_logits
@@ -149,17 +163,15 @@ class LogprobHead(LMHead):
 
     def _joined(self, parts: tuple[Any, ...], labels_BK: torch.Tensor) -> torch.Tensor:
         values_BK = torch.cat(parts).unflatten(0, labels_BK.shape)
-        if self.tp_enabled:
-            assert self._tp_mesh is not None
-            return DTensor.from_local(values_BK, self._tp_mesh, (Shard(1),), run_check=False)
+        if self.tp_mesh is not None:
+            return DTensor.from_local(values_BK, self.tp_mesh, (Shard(1),), run_check=False)
         return values_BK
 
     def own_positions(self, values_BT: torch.Tensor) -> torch.Tensor:
         """The values at the positions whose logits this rank computes; further axes may follow."""
-        if not self.tp_enabled:
+        if self.tp_mesh is None:
             return values_BT
-        assert self._tp_mesh is not None
-        return values_BT.chunk(self._tp_mesh.size(), dim=1)[self._tp_mesh.get_local_rank()]
+        return values_BT.chunk(self.tp_mesh.size(), dim=1)[self.tp_mesh.get_local_rank()]
 
 
 def losses_of_logits(
@@ -178,6 +190,18 @@ def losses_of_logits(
     entropy_N = -logprobs_NV.exp().mul_(logprobs_NV).sum(dim=-1) if with_entropy else None
     collisions_N = (2.0 * logprobs_NV).logsumexp(dim=-1) if with_collisions else None
     return loss_N, entropy_N, collisions_N
+
+
+def compiled_losses() -> Callable[..., Any]:
+    """`losses_of_logits`, compiled in one version for any number of positions."""
+    compiled = torch.compile(losses_of_logits)
+
+    def compute_losses(logits_NV: torch.Tensor, labels_N: torch.Tensor, *settings: Any) -> Any:
+        for tensor in (logits_NV, labels_N):
+            mark_dynamic(tensor, 0, strict=False)
+        return compiled(logits_NV, labels_N, *settings)
+
+    return compute_losses
 
 
 def _scaled(logits_NV: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:

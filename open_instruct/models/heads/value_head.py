@@ -16,9 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from olmo_core.nn.lm_head import LMHead
-from olmo_core.nn.transformer import Transformer
-from torch.distributed import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PretrainedConfig
 
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
@@ -50,12 +47,8 @@ class ValueHead(LMHead):
     def apply_tp(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("a matrix of one row is not split: flags that ask for it are refused before")
 
-
-def apply_fsdp(model: Transformer, dp_mesh: DeviceMesh | None = None, **style: Any) -> None:
-    """Replaces `Transformer.apply_fsdp`, so that the matrix is gathered in float32, as a unit of its own."""
-    in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    fully_shard(model.lm_head.w_out, mesh=dp_mesh, mp_policy=in_float32)
-    Transformer.apply_fsdp(model, dp_mesh=dp_mesh, **style)
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is worth compiling here."""
 
 
 def drawn_score(hidden_size: int, *, seed: int) -> torch.Tensor:

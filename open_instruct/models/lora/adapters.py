@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import types
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -59,6 +58,9 @@ class AdaptedLinear(ChoosingLinear):
         # OLMo-core looks for dropout modules, and only then replays random numbers when a block is recomputed.
         self.dropout = nn.Dropout(self._dropped_share)
 
+    def remove_adapter(self) -> None:
+        del self.lora_A, self.lora_B, self.dropout
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
         if self.is_off:
@@ -73,29 +75,13 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
     wanted = {MODULES_OF_TARGETS[target] for target in lora.targets}
     for block in model.blocks.values():
         for name in sorted(wanted):
-            parent, leaf = block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            setattr(parent, leaf, AdaptedLinear(parent.get_submodule(leaf), lora))  # type: ignore[arg-type]
+            adapted = AdaptedLinear(block.get_submodule(name), lora)  # type: ignore[arg-type]
+            block.set_submodule(name, adapted)
     for name, parameter in model.named_parameters():
-        if not is_of_adapter(name) and not _is_score(model, name):
+        is_new = is_of_adapter(name) or _is_score(model, name)
+        parameter.requires_grad_(is_new)
+        if not is_new:
             parameter.data = parameter.data.to(dtype)
-    _freeze(model)
-    model.apply_tp = types.MethodType(_apply_tensor_parallel, model)  # type: ignore[method-assign]
-
-
-def _apply_tensor_parallel(model: Transformer, tp_mesh: DeviceMesh, float8_enabled: bool | None = None) -> None:
-    """Replaces `Transformer.apply_tp`, which would cut both matrices of an adapter along the same axis."""
-    layers = layers_of(model).values()
-    for layer in layers:
-        del layer.lora_A, layer.lora_B, layer.dropout
-    Transformer.apply_tp(model, tp_mesh, float8_enabled=float8_enabled)
-    for layer in layers:
-        layer.register_adapter(tp_mesh)
-    _freeze(model)  # norms were made anew, to be trained
-
-
-def _freeze(model: Transformer) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_of_adapter(name) or _is_score(model, name))
 
 
 def _is_score(model: Transformer, name: str) -> bool:
@@ -129,7 +115,8 @@ def fill_adapter(model: nn.Module, lora: LoRASection, *, seed: int, start: Mappi
     """
     layers = layers_of(model)
     for full_name, parameter in model.named_parameters():
-        name, ours = clean_name(full_name), held(parameter)
+        name = clean_name(full_name)
+        ours = held(parameter)
         if start is not None and parameter.requires_grad:
             ours.local.copy_(ours.values(start[name]))
         elif name.endswith(A):
@@ -174,7 +161,8 @@ def weights_of(model: nn.Module) -> Mapping[str, Held]:
     if not layers:
         return held_of(model)
     reshard(model)
-    halves, scale = dict[str, torch.Tensor](), next(iter(layers.values())).scale
+    halves: dict[str, torch.Tensor] = {}
+    scale = next(iter(layers.values())).scale
     for name, layer in layers.items():
         halves[f"{name}.{A}"] = whole_of(layer.lora_A)
         # A rank holds the same rows of B as of the matrix.
@@ -195,7 +183,8 @@ class MergedWeights(UserDict[str, Held]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Held:
-        plain, layer = self.data[name], name.removesuffix(".weight")
+        plain = self.data[name]
+        layer = name.removesuffix(".weight")
         if f"{layer}.{A}" not in self._halves:
             return plain
         a_RI, b_OR = (self._halves[f"{layer}.{half}"].to(plain.local.device, torch.float32) for half in ADAPTER)
@@ -207,8 +196,10 @@ class MergedWeights(UserDict[str, Held]):
     def _run(self, plain: Held, a_RI: torch.Tensor, b_OR: torch.Tensor) -> Held:
         """The product for the rows that a run of values touches; the run may begin and end within a row."""
         assert plain.num_slabs == 1
-        (values,), width = plain.box, a_RI.shape[1]
-        first, last = values.start // width, -(-values.stop // width)
+        (values,) = plain.box
+        width = a_RI.shape[1]
+        first = values.start // width
+        last = -(-values.stop // width)
         own = slice(values.start - first * width, values.stop - first * width)
         rows = plain.local.new_zeros((last - first) * width, dtype=torch.float32)
         rows[own] = plain.local.float()

@@ -23,7 +23,7 @@ from open_instruct.errors import InputError, RunError
 from open_instruct.models.export_files import (
     CARD_NAME,
     CHAT_TEMPLATE_NAME,
-    disk_problem,
+    disk_errors,
     partial_folder_of,
     prepare_folder,
     put_in_place,
@@ -156,16 +156,14 @@ def write_adapter(
             tensors[file_name_of(name, names)] = whole.to("cpu", torch.float32).contiguous()
 
     def write() -> None:
-        try:
+        with disk_errors(folder, RunError):
             prepare_folder(folder, sum(tensor.nbytes for tensor in tensors.values()))
             beside = partial_folder_of(folder)
             save_file(tensors, beside / WEIGHTS_NAME, metadata={"format": "pt", BASE_FINGERPRINT: fingerprint})
             config = _config(lora, base=base, head=names.head)
             (beside / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             write_texts(beside, {CHAT_TEMPLATE_NAME: chat_template, CARD_NAME: card()})
-            put_in_place(folder)
-        except OSError as error:
-            raise RunError(disk_problem(folder, error)) from None
+        put_in_place(folder)
 
     on_main_process(write)
 

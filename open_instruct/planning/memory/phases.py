@@ -31,7 +31,7 @@ from open_instruct.records import ShardLayout
 CUDA_BYTES = 3 * 2**29
 # `models.load.CHUNK_BYTES`, which cannot be imported without torch; a test holds the two equal.
 READ_CHUNK_BYTES = 8 * 2**20
-# `weights.wire.NUM_SLOTS`; the same.
+# `weights.way.NUM_SLOTS`; the same.
 NUM_SYNC_SLOTS = 2
 
 PARAMETERS, OPTIMIZER = "parameters", "optimizer states"

@@ -26,7 +26,7 @@ RunConfig = TrainingConfig | GRPOConfig
 GRPO = "grpo"
 REFERENCE, TEACHER = "reference policy", "teacher"
 MIB = 2**20
-# Of an engine on CUDA where the flags say nothing; source: `engines/batching.py`, and vLLM's `get_batch_defaults`.
+# Of an engine on CUDA where the flags say nothing; source: `engines/requests.py`, and vLLM's `get_batch_defaults`.
 ENGINE_TOKENS, ENGINE_SEQS = 16384, 256
 
 

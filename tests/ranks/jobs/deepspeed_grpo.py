@@ -66,7 +66,7 @@ def _send_twice(flags: list[str], way: str, dtype: str, info_path: Path, out: Pa
     sender.send(0)
     learner.take_step(NUM_COMPLETIONS)
     settings = {"source_folder": flags[1], "out_folder": out, "dtype": engines_dtype}
-    export_hf(model, names.hf_config, names, weights=merged_weights_of(model), **settings)
+    export_hf(model, names, weights=merged_weights_of(model), **settings)
     sender.send(1)
     sender.close()
     stop_process()

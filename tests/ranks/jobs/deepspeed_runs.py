@@ -23,10 +23,10 @@ from open_instruct.learner.deepspeed import build
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.policy import Policy
+from open_instruct.learner.rows import datasets  # noqa: F401
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.process import stop_process
-from open_instruct.run import datasets  # noqa: F401
 from open_instruct.train import train
 
 SMALL = 16 * 4 * 512  # bytes: the logits of 16 positions

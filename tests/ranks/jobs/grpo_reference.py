@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.models.build import local_part
+from open_instruct.models.shards import local_part
 from open_instruct.parallel.process import stop_process
 from tests.ranks.jobs.grpo_steps import Learner, equal
 

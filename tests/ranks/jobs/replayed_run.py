@@ -16,8 +16,7 @@ from open_instruct.config.resolved import write_config
 from open_instruct.learner.export import export_policy
 from open_instruct.parallel.process import stop_process
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.conversations import load_conversations
-from open_instruct.rollout.samples import RolloutStepBatch, work_of_ranks
+from open_instruct.rollout.samples import RolloutStepBatch, load_conversations, work_of_ranks
 from open_instruct.rollout.traces import write_traces
 from tests.ranks.jobs.grpo_steps import Learner, make_samples
 

@@ -14,10 +14,9 @@ from open_instruct.config.parser import parse
 from open_instruct.learner import export, heldout, loop  # noqa: F401
 from open_instruct.learner.measure import speed
 from open_instruct.learner.olmo_core import build  # noqa: F401
-from open_instruct.learner.rows import sample_loader
+from open_instruct.learner.rows import datasets, sample_loader  # noqa: F401
 from open_instruct.models.heads import logprob_head
 from open_instruct.objectives.registry import objective_named
-from open_instruct.run import datasets  # noqa: F401
 from open_instruct.train import train
 
 

@@ -28,9 +28,10 @@ from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.shards import held_of, reshard
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Completion, Document, Span
-from open_instruct.weights import receiver
+from open_instruct.weights import broadcasts
+from open_instruct.weights.progress import abandon
 from open_instruct.weights.receiver import IncomingWeights
-from open_instruct.weights.sender import WeightSender, abandon
+from open_instruct.weights.sender import WeightSender
 from tests.ranks.files import tell, told
 from tests.ranks.jobs.weights import in_ranges, sharded, unsharded
 
@@ -108,7 +109,7 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
         move(model, 1)
         store_scaled(model, names, out, dtype=dtype)
     else:
-        export_hf(model, names.hf_config, names, source_folder=case["folder"], out_folder=out, dtype=dtype)
+        export_hf(model, names, source_folder=case["folder"], out_folder=out, dtype=dtype)
     if case["layout"] != "ranges":
         token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)  # leaves FSDP's root module gathered
     sender = WeightSender(
@@ -173,7 +174,7 @@ def feed_engine(
         backend=backend,
         dtype=torch.float32,
         bucket_bytes=10_000 if adapter_alone else 100_000,
-        timeout_s=90,
+        timeout_s=300,  # an engine loads its libraries first
         adapter_alone=adapter_alone,
     )
     move(model, 1)
@@ -241,7 +242,7 @@ def go_missing(folder: str, source: str, layout: dict[str, Any], backend: str, m
         if rank == 3 and missing_at == "join":
             return "missing"
         if rank == 3 and missing_at == "connect":
-            receiver.broadcast_group = frozen  # type: ignore[assignment]
+            broadcasts.broadcast_group = frozen  # type: ignore[assignment]
         incoming = IncomingWeights(info, index=rank - 2, device=CPU)
         if rank == 3 and missing_at == "begin":
             time.sleep(4)

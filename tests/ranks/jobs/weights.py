@@ -152,7 +152,6 @@ def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         stored = case.get("export_dtype")
         export = export_hf(
             model,
-            hf_config,
             names,
             source_folder=case["folder"],
             out_folder=case["out"],
@@ -206,7 +205,6 @@ def export_twice(folder: str, out: str, layout: dict[str, Any], break_disk_on: i
         try:
             export_hf(
                 model,
-                hf_config,
                 names,
                 source_folder=folder,
                 out_folder=out,

@@ -1,8 +1,10 @@
-"""Verifiers that ask a model: a folder that a run of ours has exported, opened with transformers where they judge."""
+"""Verifiers that ask a reward model: a folder that a run of ours has exported, opened with transformers."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Set
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,8 +13,8 @@ from open_instruct.errors import InputError
 from open_instruct.verifiers.verifier import Verifier
 
 
-class JudgeModel(Verifier):
-    """`settings` are a folder, then with commas words of the verifier's own, and a device of torch's.
+class RewardModel(Verifier):
+    """A verifier by a model. `settings` are a folder, then options and a device of torch's, with commas between them.
 
     The prompt is taken as the engine was given it, so the policy and this model must have one chat template.
     """
@@ -20,28 +22,38 @@ class JudgeModel(Verifier):
     sees_thinking: ClassVar[bool] = True
     is_bounded: ClassVar[bool] = False
     start_timeout_s: ClassVar[float] = 900.0
-    auto_class: ClassVar[str]  # of transformers
-    field: ClassVar[str]  # of config.json, without which a folder is not one of this kind
-    words: ClassVar[dict[str, str]]  # and the field that each needs
+    auto_class: ClassVar[str]
+    """The class of transformers that opens the folder."""
+    field: ClassVar[str]
+    """The field of config.json by which a folder of this kind is known."""
+    fields_of_options: ClassVar[dict[str, str]]
+    """The options, each with the field of config.json that it needs."""
 
     def __init__(self, settings: str) -> None:
         folder, *words = settings.split(",")
-        self.folder, self.options = Path(folder).expanduser(), set(words)
+        self.folder = Path(folder).expanduser()
+        self.options = set(words)
         self.device = next((word for word in words if word.partition(":")[0] in ("cpu", "cuda")), "cpu")
-        problem = None
         try:
             self.config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            problem = f"{folder}/config.json cannot be read: {error}"
+            problem: str | None = f"{folder}/config.json cannot be read: {error}"
         else:
-            if self.options - self.words.keys() - {self.device}:
-                problem = f"after the folder come {', '.join(self.words)}, and a device: cpu or cuda:0"
-            elif self.field not in self.config:
-                problem = f"config.json has no {self.field}: give the hf_model of a run of open-instruct {self.name}"
-            elif missing := {self.words[word] for word in self.options & self.words.keys()} - self.config.keys():
-                problem = f"config.json has no {missing.pop()}, which a run with --eval_mixer_list writes"
+            problem = self._problem(self.config.keys())
         if problem is not None:
             raise InputError(f"--verifier {self.name}:{settings}: {problem}")
+
+    def _problem(self, fields: Set[str]) -> str | None:
+        """What is wrong with the options, or with a folder whose config.json has these fields."""
+        options = self.options - {self.device}
+        if options - self.fields_of_options.keys():
+            return f"after the folder come {', '.join(self.fields_of_options)}, and a device: cpu or cuda:0"
+        if self.field not in fields:
+            return f"config.json has no {self.field}: give the hf_model of a run of open-instruct {self.name}"
+        for option in options:
+            if self.fields_of_options[option] not in fields:
+                return f"config.json has no {self.fields_of_options[option]}, which a run with --eval_mixer_list writes"
+        return None
 
     def load(self) -> None:
         import transformers
@@ -58,29 +70,30 @@ class JudgeModel(Verifier):
         return ids
 
     def _logits(self, token_ids: list[int]) -> Any:
-        """Of a row: float32, on the CPU."""
+        """The model's logits for one row of ids: float32, on the CPU."""
         import torch
 
         with torch.no_grad():
             return self._model(torch.tensor([token_ids], device=self.device)).logits[0].float().cpu()
 
 
-class RewardModelVerifier(JudgeModel):
-    """The reward of prompt and completion; with `normalize` less the held-out rewards' mean, by their deviation."""
+class OutcomeRewardModel(RewardModel):
+    """The reward of prompt and completion. With `normalize`, the mean of the held-out rewards is subtracted, and the
+    difference divided by their standard deviation.
+    """
 
     name: ClassVar[str] = "reward_model"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     field: ClassVar[str] = "num_labels"
-    words: ClassVar[dict[str, str]] = {"normalize": "score_std"}
+    fields_of_options: ClassVar[dict[str, str]] = {"normalize": "score_std"}
 
     def load(self) -> None:
         super().load()
-        asked, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
-        prompt, whole = (
-            self._tokenizer.apply_chat_template(turns, add_generation_prompt=len(turns) == 1, tokenize=False)
-            for turns in ([asked], [asked, answer])
-        )
-        # What the template ends a reply with: the place that the reward is read at.
+        render: Any = partial(self._tokenizer.apply_chat_template, tokenize=False)
+        question = {"role": "user", "content": "?"}
+        prompt = render([question], add_generation_prompt=True)
+        whole = render([question, {"role": "assistant", "content": "!"}])
+        # The text with which the template ends a reply: the reward is read there.
         self._end = whole.removeprefix(prompt).partition("!")[2].rstrip()
 
     def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
@@ -91,18 +104,22 @@ class RewardModelVerifier(JudgeModel):
         return reward
 
 
-class ProcessRewardVerifier(JudgeModel):
-    """Of the steps of a completion, P(right) of the worst; with `product` of all together. 0 where there is no step."""
+class ProcessRewardModel(RewardModel):
+    """The lowest probability of being right among the steps of a completion, or with `product` the product of all.
+
+    A completion without a step has 0.
+    """
 
     name: ClassVar[str] = "prm"
     is_bounded: ClassVar[bool] = True
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     field: ClassVar[str] = "prm_reward_tokens"
-    words: ClassVar[dict[str, str]] = {"min": field, "product": field}
+    fields_of_options: ClassVar[dict[str, str]] = {"min": field, "product": field}
 
     def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
-        """A step is a line, or what lies between separators. The rest of a completion that was cut is none."""
-        end, is_placeholder = self.config["prm_step_end"], self.config["prm_is_placeholder"]
+        """A step is a line, or the text between separators. The last piece of a completion that was cut is no step."""
+        end = self.config["prm_step_end"]
+        is_placeholder = self.config["prm_is_placeholder"]
         steps = completion.split("\n" if is_placeholder else end)
         if is_truncated:
             steps.pop()
@@ -111,7 +128,8 @@ class ProcessRewardVerifier(JudgeModel):
             return 0.0
         if is_placeholder:
             # As Math-Shepherd writes them: the placeholder at the end of each line.
-            texts = [f"{before}{step} {end}" for before, step in zip([prompt, *"\n" * len(steps)], steps, strict=False)]
+            first, *others = [f"{step} {end}" for step in steps]
+            texts = [prompt + first, *("\n" + step for step in others)]
         else:
             texts = [prompt, *(step + end for step in steps)]
         pieces = list(map(self._ids, texts))

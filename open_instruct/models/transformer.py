@@ -1,0 +1,191 @@
+"""OLMo-core's `Transformer` for rows of segments, which holds NaN until a checkpoint is read.
+
+OLMo-core calls methods of a model to shard, compile and initialise it; a subclass replaces them. All of them are public
+except what has no public door, which is used in this file alone:
+
+- `Transformer._prepare_inputs` makes the arguments of the blocks. Segments are among these, so that a block that is
+  recomputed in the backward pass receives them again.
+- `Transformer._device` is what `device` answers. It is set because parameters may have no values yet when it is asked.
+- `RotaryEmbedding._cache` holds the tables of sines and cosines, and `_apply_rotary_pos_emb` applies them. The public
+  `get_buffers` would cut the tables by lengths that compiled code has to be compiled for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from olmo_core.nn.attention import Attention
+from olmo_core.nn.buffer_cache import BufferCache
+from olmo_core.nn.rope import RotaryEmbedding
+from olmo_core.nn.transformer import Transformer
+from olmo_core.utils import get_default_device, mark_dynamic
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from open_instruct.models.attention.attention import SegmentAttention
+from open_instruct.models.attention.context_parallel import ContextGroup
+from open_instruct.models.attention.segments import Segments
+from open_instruct.models.compiled import prepare_compiler
+from open_instruct.models.heads.value_head import ValueHead
+from open_instruct.models.shards import local_part
+
+
+@runtime_checkable
+class HasAdapter(Protocol):
+    """A layer with an adapter beside its matrix; see lora/adapters.py."""
+
+    def remove_adapter(self) -> None: ...
+
+    def register_adapter(self, tp_mesh: DeviceMesh | None = None) -> None: ...
+
+
+class SegmentTransformer(Transformer):
+    """OLMo-core's model, which takes the `segments` of its rows; without them each row is one document.
+
+    `build_model` makes it. It also takes OLMo-core's `doc_lens`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        tables = BufferCache()
+        tables["shared"] = torch.empty(0)  # OLMo-core takes an empty cache for none, and would give each layer its own
+        for attention in self.attentions:
+            # OLMo-core has a bias on all four projections or on none; no family has one here.
+            attention.w_out.register_parameter("bias", None)
+            attention.backend = SegmentAttention.like(attention.backend)
+            attention.rope = SegmentRotaryEmbedding.like(cast(RotaryEmbedding, attention.rope), tables=tables)
+
+    @property
+    def attentions(self) -> Iterator[Attention]:
+        for block in self.blocks.values():
+            yield cast(Attention, block.attention)
+
+    @property
+    def ropes(self) -> Iterator[SegmentRotaryEmbedding]:
+        for attention in self.attentions:
+            yield cast(SegmentRotaryEmbedding, attention.rope)
+
+    def _prepare_inputs(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        *,
+        segments: Segments | None = None,
+        doc_lens: torch.Tensor | None = None,
+        max_doc_lens: object = None,
+        **kwargs: Any,
+    ) -> Any:
+        del max_doc_lens
+        prepared = super()._prepare_inputs(input_ids, labels, **kwargs)
+        ids_on_device, _, block_kwargs, *_ = prepared
+        if segments is None:
+            segments = segments_of_rows(ids_on_device, doc_lens)
+        for rope in self.ropes:
+            # Here and not in the block, whose compiled code cannot extend the tables.
+            rope.warmup_cache(segments.max_keys, segments.positions_T.device)
+            self._mark_lengths(rope.tables)
+        self._mark_lengths(segments)
+        block_kwargs["cu_doc_lens"] = segments
+        return prepared
+
+    def _mark_lengths(self, values: tuple[Any, ...]) -> None:
+        """Tell the compiler, where it is used, that rows differ in the lengths of these tensors."""
+        if self.compile_enabled:
+            for tensor in values:
+                if isinstance(tensor, torch.Tensor):
+                    mark_dynamic(tensor, 0, strict=False)
+
+    @torch.no_grad()
+    def init_weights(  # type: ignore[override]
+        self, *, max_seq_len: int | None = None, device: torch.device | None = None, **_: object
+    ) -> None:
+        """Allocate this rank's shards on `device`, fill them with NaN, and warm up RoPE. No collective is entered."""
+        device = device or get_default_device()
+        self.to_empty(device=device)
+        for parameter in self.parameters():
+            local_part(parameter).fill_(torch.nan)
+        if self.tie_word_embeddings:
+            self.lm_head.w_out.weight = self.embeddings.weight  # to_empty separated them
+        self.settle_on(device, max_seq_len=max_seq_len)
+
+    def settle_on(self, device: torch.device, *, max_seq_len: int | None) -> None:
+        """Take `device` for the model's own, and make RoPE's tables there."""
+        self._device = device
+        if max_seq_len is not None:
+            for rope in self.ropes:
+                rope.warmup_cache(max_seq_len, device)
+
+    def apply_compile(self) -> None:
+        prepare_compiler()
+        super().apply_compile()
+
+    def apply_cp(self, cp_mesh: DeviceMesh, *_: object, **style: object) -> None:
+        """Split rows over ranks, without OLMo-core's own splitting of inputs and RoPE's tables.
+
+        The caller passes the rank's own tokens, and the segments give their logical positions.
+        """
+        context = ContextGroup(cp_mesh.get_group())
+        for attention in self.attentions:
+            cast(SegmentAttention, attention.backend).context = context
+
+    def apply_tp(self, tp_mesh: DeviceMesh, float8_enabled: bool | None = None) -> None:
+        """Split matrices over ranks. Adapters are made anew: OLMo-core would cut both halves along the same axis."""
+        is_trained = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
+        adapted = [module for module in self.modules() if isinstance(module, HasAdapter)]
+        for layer in adapted:
+            layer.remove_adapter()
+        super().apply_tp(tp_mesh, float8_enabled=float8_enabled)
+        for layer in adapted:
+            layer.register_adapter(tp_mesh)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(is_trained[name])  # OLMo-core makes norms anew, to be trained
+
+    def apply_fsdp(self, dp_mesh: DeviceMesh | None = None, **style: Any) -> None:  # type: ignore[override]
+        """Shard parameters. The matrix of a score is a unit of its own, gathered in float32."""
+        if isinstance(self.lm_head, ValueHead):
+            in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+            fully_shard(self.lm_head.w_out, mesh=dp_mesh, mp_policy=in_float32)
+        super().apply_fsdp(dp_mesh=dp_mesh, **style)
+
+
+def segments_of_rows(input_ids_BT: torch.Tensor, doc_lens: torch.Tensor | None) -> Segments:
+    """The segments of rows laid end to end: documents of `doc_lens`, or each row as one document."""
+    num_rows, row_len = input_ids_BT.shape
+    lengths = [row_len] * num_rows if doc_lens is None else doc_lens.flatten().tolist()
+    if sum(lengths) != input_ids_BT.numel():
+        raise ValueError(f"document lengths add up to {sum(lengths)}, but there are {input_ids_BT.numel()} tokens")
+    return Segments.of(tuple(lengths), (0,) * len(lengths), device=input_ids_BT.device)
+
+
+class SegmentRotaryEmbedding(RotaryEmbedding):
+    """OLMo-core's RoPE by the logical positions of `Segments`, which it takes for `cu_doc_lens`.
+
+    It cuts the tables itself: FSDP would cast tables passed to a block to bfloat16, which is too coarse.
+    """
+
+    @classmethod
+    def like(cls, stock: RotaryEmbedding, *, tables: BufferCache) -> SegmentRotaryEmbedding:
+        """The replacement of `stock`, with its tables in the cache `tables`, which layers share."""
+        return cls(
+            head_size=stock.dim,
+            theta=stock.theta,
+            full_precision=stock.full_precision,
+            scaling=stock.scaling,
+            cache=tables,
+        )
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries (B, T, H, D) and keys (B, T, G, D), turned."""
+        segments: Segments = kwargs.pop("cu_doc_lens")
+        with torch.autocast(q.device.type, enabled=False):
+            dtype = torch.float32 if self.full_precision else q.dtype
+            rows = (table.index_select(0, segments.positions_T) for table in self.tables)
+            sin, cos = (row.to(dtype).unflatten(0, q.shape[:2]).unsqueeze(2) for row in rows)
+            turned_q, turned_k = (self._apply_rotary_pos_emb(sin, cos, x.to(dtype)) for x in (q, k))
+        return turned_q.type_as(q), turned_k.type_as(k)
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache["rope_pos_sin"], self._cache["rope_pos_cos"]

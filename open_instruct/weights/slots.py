@@ -1,0 +1,150 @@
+"""Two ways through memory that both sides see: a file of /dev/shm on one host, or the memory of one CUDA device.
+
+Every rank of one copy of the model writes its parts of a bucket straight into one of two slots, from which all
+receivers copy. Nothing is gathered, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from open_instruct.cluster.watchdog import MARK_VARIABLE, SHARED_MEMORY
+from open_instruct.errors import RunError
+from open_instruct.weights.manifest import Bucket
+from open_instruct.weights.progress import SyncProgress, learner_name
+from open_instruct.weights.way import NUM_SLOTS, Incoming, Info, LocalOf, Outgoing, Wholes, wait_for_device
+
+MIB = 2**20
+INDEX_OF_DEVICE = 6  # among the arguments that torch exports a CUDA tensor with
+
+
+def slot_of(slots_SN: torch.Tensor, position: int, bucket: Bucket) -> torch.Tensor:
+    """The bytes of a bucket in the slot for the `position`-th bucket of a channel's life."""
+    return slots_SN[position % NUM_SLOTS, : bucket.num_bytes]
+
+
+class SlotWriter(Outgoing):
+    """Writes a rank's parts to their places in a slot.
+
+    Learner 0 makes the slots: on a CPU in a file, whose name goes once all members have it mapped.
+    """
+
+    slots_SN: torch.Tensor | None = None
+    path: str | None = None
+
+    def offer(self) -> dict[str, Any]:
+        slot_bytes = self.manifest.largest_bucket_bytes
+        if self.device.type == "cpu":
+            self.path = create_shared_file(slot_bytes)
+            return {"path": self.path}
+        self.slots_SN = torch.empty(NUM_SLOTS, slot_bytes, dtype=torch.uint8, device=self.device)
+        return {"device_slots": export_device_slots(self.slots_SN)}
+
+    def join(self, info: Info) -> None:
+        if "path" in info:
+            self.slots_SN = map_shared_file(info["path"], self.manifest.largest_bucket_bytes)
+
+    def connect(self, info: Info, progress: SyncProgress) -> None:
+        super().connect(info, progress)
+        self._remove_file()
+
+    def put(self, position: int, local_of: LocalOf) -> None:
+        assert self.slots_SN is not None
+        bucket = self.manifest.bucket_at(position)
+        flat = slot_of(self.slots_SN, position, bucket)
+        bucket.pack(flat, local_of, rank=self.rank)
+        wait_for_device(flat.device)
+        self.progress.report(f"filled/{position}")
+
+    def close(self) -> None:
+        self.slots_SN = None
+        self._remove_file()
+
+    def _remove_file(self) -> None:
+        if self.path is not None:
+            remove_shared_file(self.path)
+
+
+class SlotReader(Incoming):
+    """Copies all parts out of a slot."""
+
+    slots_SN: torch.Tensor | None = None
+
+    def join(self, info: Info) -> None:
+        if "path" in info:
+            self.slots_SN = map_shared_file(info["path"], self.manifest.largest_bucket_bytes)
+        else:
+            self.slots_SN = import_device_slots(info["device_slots"], self.device)
+
+    def take(self, position: int, wholes: Wholes) -> None:
+        assert self.slots_SN is not None
+        bucket = self.manifest.bucket_at(position)
+        writers = [learner_name(rank) for rank in self.manifest.ranks]
+        self.progress.wait(f"filled/{position}", writers, to=f"write bucket {self.manifest.number_at(position)}")
+        for rank in bucket.parts:
+            bucket.unpack(slot_of(self.slots_SN, position, bucket), wholes, rank=rank)
+
+    def close(self) -> None:
+        self.slots_SN = None
+
+
+def create_shared_file(slot_bytes: int) -> str:
+    """Reserve two slots in shared memory; returns the path. The watchdog removes it if nobody else does.
+
+    Raises:
+        RunError: shared memory has too little room.
+    """
+    mark = os.environ.get(MARK_VARIABLE, f"open_instruct-{os.getpid()}")
+    path = SHARED_MEMORY / f"{mark}-weights-{os.urandom(4).hex()}"
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        # Without pages behind it, writing to the file would end the process where there is no room.
+        os.posix_fallocate(file, 0, NUM_SLOTS * slot_bytes)
+    except OSError as error:
+        remove_shared_file(str(path))
+        raise RunError(
+            f"weight sync: {SHARED_MEMORY} has no room for two buckets of {slot_bytes / MIB:.0f} MiB "
+            f"({error.strerror}); lower --weight_sync_bucket_mib, give the container more (docker run --shm-size), or "
+            "use --weight_sync_backend gloo"
+        ) from error
+    finally:
+        os.close(file)
+    return str(path)
+
+
+def remove_shared_file(path: str) -> None:
+    """Remove the file's name; processes that have it mapped keep the memory."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def map_shared_file(path: str, slot_bytes: int) -> torch.Tensor:
+    """The two slots as bytes, shape (2, slot_bytes)."""
+    file = os.open(path, os.O_RDWR)
+    try:
+        memory = mmap.mmap(file, NUM_SLOTS * slot_bytes)
+    finally:
+        os.close(file)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(NUM_SLOTS, slot_bytes)
+
+
+def export_device_slots(slots_SN: torch.Tensor) -> tuple[Any, ...]:
+    """Arguments with which one other process on the same device can map these slots."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(slots_SN)
+    return tuple(arguments)
+
+
+def import_device_slots(arguments: tuple[Any, ...], device: torch.device) -> torch.Tensor:
+    """The slots that another process exported; `device` is this process's name for the device."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    rebuild: Callable[..., torch.Tensor] = rebuild_cuda_tensor
+    return rebuild(*arguments[:INDEX_OF_DEVICE], device.index, *arguments[INDEX_OF_DEVICE + 1 :])

@@ -1,0 +1,109 @@
+"""The seam of a weight sync: a way carries buckets from the learners to the receivers.
+
+A way is one file with its two ends, `Outgoing` of a learner and `Incoming` of a receiver, and a line in `ways.py`.
+Both ends live through one channel, in this order::
+
+    facts = outgoing.offer()              # on learner 0 alone; the facts travel to all other members
+    outgoing.join(info)                   # before anybody knows who else comes
+    outgoing.connect(info, progress)      # once all members have joined
+    outgoing.put(position, bucket, ...)   # the buckets of one version after the other; positions count on
+
+with `join`, `connect` and `take` on the receivers' side. Learners run at most `NUM_SLOTS` buckets ahead of the slowest
+receiver.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from open_instruct.weights.manifest import WeightManifest
+from open_instruct.weights.progress import SyncProgress
+
+NUM_SLOTS = 2
+
+Info = Mapping[str, Any]
+"""What `WeightSender.open` returns: the facts of a channel."""
+LocalOf = Callable[[str], torch.Tensor]
+"""What this rank holds of a tensor, by the name that travels; made when it is asked for."""
+Wholes = Mapping[str, torch.Tensor]
+"""The tensors of a bucket by name, to be filled."""
+
+
+class Outgoing:
+    """A learner's end of a channel.
+
+    This class sends nothing: it serves learners whose parts are sent by another copy of the model.
+    """
+
+    progress: SyncProgress
+
+    def __init__(self, manifest: WeightManifest, *, rank: int, device: torch.device) -> None:
+        """`device` is where buckets are packed."""
+        self.manifest = manifest
+        self.rank = rank
+        self.device = device
+
+    def offer(self) -> dict[str, Any]:
+        """On learner 0: make what the other members connect to; returns facts that they need, plain types."""
+        return {}
+
+    def join(self, info: Info) -> None:
+        """Take hold of what learner 0 offers."""
+
+    def connect(self, info: Info, progress: SyncProgress) -> None:
+        """Make ready to send; all members have joined."""
+        self.progress = progress
+
+    def put(self, position: int, local_of: LocalOf) -> None:
+        """Send this rank's parts of the bucket at `position`."""
+
+    def check(self) -> None:
+        """Raise an error that occurred since the last `put`; returns at once."""
+
+    def close(self) -> None:
+        """Release memory and connections, even if other references to this object remain."""
+
+
+class Incoming(ABC):
+    """A receiver's end of a channel."""
+
+    progress: SyncProgress
+
+    def __init__(self, manifest: WeightManifest, *, index: int, device: torch.device) -> None:
+        """`index` counts receivers from 0; `device` is where parts arrive."""
+        self.manifest = manifest
+        self.index = index
+        self.device = device
+
+    @abstractmethod
+    def join(self, info: Info) -> None:
+        """Take hold of what learner 0 offers."""
+
+    def connect(self, info: Info, progress: SyncProgress) -> None:
+        """Make ready to receive; all members have joined."""
+        self.progress = progress
+
+    @abstractmethod
+    def take(self, position: int, wholes: Wholes) -> None:
+        """Copy all parts of the bucket at `position` into `wholes`.
+
+        Raises:
+            RunError: a learner did not bring its part within the time-out (names it), or somebody failed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release memory and connections, even if other references to this object remain."""
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait for this stream's work, so that another process may read its results.
+
+    Other streams are not waited for, as the next bucket travels on them.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,73 @@
+"""What the tests of objectives share: their flags, rows in a file, and a train module on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from open_instruct.config.parser import parse
+from open_instruct.config.sections import OptimSection
+from open_instruct.data.report import DataReport
+from open_instruct.data.row_builder import RowBuilder
+from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.learner.optim.optimizers import build_optimizer_config
+from open_instruct.objectives.objective import BoundLoss, Objective
+from open_instruct.olmo_core_train_modules import ObjectiveTrainModule
+from tests.unit.test_finite import CPU, Recorder
+
+
+def config_of(objective: Objective, *words: str) -> Any:
+    """Its flags: those that must be given, and `words`."""
+    needed = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+    return parse(objective.config_class, [*needed, *words])
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load_rows(
+    builder: type[RowBuilder],
+    mixer_list: Iterable[str | Path],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    **changes: Any,
+) -> tuple[TokenDataset, DataReport]:
+    arguments: dict[str, Any] = {
+        "splits": ["train"],
+        "chat_template_name": None,
+        "max_seq_length": 128,
+        "on_bad_row": "error",
+        "seed": 0,
+        "cache_dir": folder / "cache",
+    }
+    words = list(map(str, mixer_list))
+    return load_token_dataset(builder, mixer_list=words, tokenizer=tokenizer, **(arguments | changes))
+
+
+def train_module(
+    loss: BoundLoss, model: Any, folder: Path, *, max_seq_length: int = 32
+) -> tuple[ObjectiveTrainModule, Recorder]:
+    """A train module that clips nothing, and what it records."""
+    module = ObjectiveTrainModule(
+        loss=loss,
+        model=model,
+        optim=build_optimizer_config(OptimSection(), device=CPU),
+        rank_microbatch_size=max_seq_length,
+        max_sequence_length=max_seq_length,
+        max_grad_norm=1e9,
+        device=CPU,
+    )
+    module._trainer = recorder = Recorder(folder)  # type: ignore[assignment]
+    module.zero_grads()
+    return module, recorder
+
+
+def all_gradients(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
