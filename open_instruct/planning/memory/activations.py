@@ -255,12 +255,10 @@ class _Block(_Piece):
         """RoPE; cosine and sine of every token are kept, once for both."""
         num_tokens = self.sizes.num_tokens
         b = FLOAT32 if self.shape.traits.in_float32 else self.c
-        # Both are cast before either is rotated, as in a run: the order decides what is alive at the peak.
-        q = self.cast(query, num_tokens * q_width, b)
-        k = self.cast(key, num_tokens * kv_width, b)
         angles = [self.tape.run(num_tokens * self.shape.head_dim * b, gradients=()) for _ in ("sine", "cosine")]
         rotated = []
-        for tensor in (q, k):
+        for given, width in ((query, q_width), (key, kv_width)):
+            tensor = self.cast(given, num_tokens * width, b)
             near = self.tape.run(tensor.num_bytes, tensor, *angles, saved=angles[1:], gradients=[_whole(tensor)])
             halves = self.tape.run(tensor.num_bytes, tensor)
             far = self.tape.run(halves.num_bytes, halves, saved=angles[:1])
