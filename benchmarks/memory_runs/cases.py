@@ -19,7 +19,7 @@ from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.subject.model import shape_of_fields
 from open_instruct.planning.subject.workload import Workload, adapted
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.toys.tiny import Size, tiny_config
 
 NUM_STEPS = 2

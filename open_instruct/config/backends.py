@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from open_instruct.config.installed_backends import installed_backend
 from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 
 class BackendRecord(Protocol):

@@ -13,10 +13,10 @@ from open_instruct.errors import InputError
 from open_instruct.learner.model.replica import build_replica
 from open_instruct.models.load import stream_load
 from open_instruct.parallel.peers import doing
-from open_instruct.records import ShardLayout
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory
+from open_instruct.shard_layout import ShardLayout
 
 
 def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) -> Transformer:

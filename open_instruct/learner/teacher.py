@@ -22,8 +22,9 @@ from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import Teacher
-from open_instruct.records import ROW_VALUES, Batch, ShardLayout
+from open_instruct.records import ROW_VALUES, Batch
 from open_instruct.run.pretrained import Pretrained
+from open_instruct.shard_layout import ShardLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

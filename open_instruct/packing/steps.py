@@ -18,7 +18,8 @@ from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.packing.balance import Microbatches, balanced, best_fit
 from open_instruct.packing.documents import lay_out
 from open_instruct.packing.prefixes import groups_that_share, pays, saved_tokens
-from open_instruct.records import ROW_VALUES, Batch, Document, ShardLayout, StepBatch
+from open_instruct.records import ROW_VALUES, Batch, Document, StepBatch
+from open_instruct.shard_layout import ShardLayout
 
 NO_VALUES = np.zeros(0, dtype=np.float32)
 

@@ -11,7 +11,7 @@ from olmo_core.train.train_module.transformer import (
     TransformerTensorParallelConfig,
 )
 
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 
 def build_data_parallel_config(

@@ -14,7 +14,7 @@ from open_instruct.config.backends import backend_named
 from open_instruct.config.sections import ParallelSection
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout_warnings import find_warnings
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.wording import counted, one_of
 
 MAX_LEARNERS = 100_000

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from math import gcd
 
 from open_instruct.parallel.wording import group_name, nodes_text, ranks_text
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.wording import counted, one_of
 
 MAX_GROUPS_SHOWN = 3

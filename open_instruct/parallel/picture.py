@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from rich.text import Text
 
 from open_instruct.parallel.wording import degrees_of, group_name, nodes_text, ranks_text
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.wording import counted
 
 WIDTH = 80

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.wording import counted
 
 

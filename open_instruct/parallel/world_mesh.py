@@ -7,7 +7,7 @@ from olmo_core.distributed import parallel
 from torch.distributed.device_mesh import DeviceMesh
 
 from open_instruct.parallel import data_parallel
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 
 def mesh_of(layout: ShardLayout, device: torch.device) -> DeviceMesh | None:

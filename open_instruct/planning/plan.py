@@ -23,7 +23,7 @@ from open_instruct.planning.subject.workload import RunConfig, Workload, adapted
 from open_instruct.planning.traffic.collectives import Exchange
 from open_instruct.planning.traffic.per_step import traffic_of_merging, traffic_of_weight_sync, traffic_per_step
 from open_instruct.planning.traffic.step_time import ON_THE_PATH, StepTime, step_time
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 # The share of a GPU that advice leaves free, and the share that --activation_checkpointing auto leaves free.
 ROOM = 0.05

@@ -24,13 +24,13 @@ from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
 from open_instruct.planning.shown.start_check import check_plan
-from open_instruct.records import ShardLayout
 from open_instruct.rollout.samples import load_conversations
 from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import Tracker, build_trackers
 from open_instruct.run.opened import made_ready, memory_of, say_plan, shared_by, with_chosen
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.users_code import own_function
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.reward_models import RewardModel

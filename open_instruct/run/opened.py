@@ -24,10 +24,10 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, gathered, on_main_process, start_process, stop_process
 from open_instruct.planning.shown.start_check import StartCheck, check_plan
 from open_instruct.planning.subject.workload import RunConfig
-from open_instruct.records import ShardLayout
 from open_instruct.run.console import Console
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.run_lock import locked
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.wording import counted
 
 ConfigT = TypeVar("ConfigT", bound=LearnerConfig)

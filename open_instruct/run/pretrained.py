@@ -36,8 +36,8 @@ from open_instruct.models.lora.files import open_adapter
 from open_instruct.parallel.layout import check_heads
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
-from open_instruct.records import ShardLayout
 from open_instruct.run.first_look import local_folder
+from open_instruct.shard_layout import ShardLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -18,7 +18,7 @@ from yaml import YAMLError
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.hub.card import model_card
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.whole_file import kind_of_other, remove_partials, replace_text
 
 OWN_FILES = (

@@ -18,7 +18,7 @@ from open_instruct.parallel import layout
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.planning.subject.public_models import model_shape
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAGNITUDES = {"M": 1e6, "B": 1e9}

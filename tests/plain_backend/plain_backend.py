@@ -14,7 +14,7 @@ from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import layout_of_degrees
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 
 class Plain:

@@ -25,7 +25,7 @@ from open_instruct.planning.traffic.per_step import (
     traffic_of_weight_sync,
     traffic_per_step,
 )
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 from tests.ranks.launch import run_ranks
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import free_ports

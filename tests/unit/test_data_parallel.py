@@ -21,7 +21,7 @@ from open_instruct.parallel.data_parallel import (
     build_tensor_parallel_config,
 )
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 from tests.unit.conftest import JoinAs
 
 LAYOUTS = {

@@ -26,7 +26,7 @@ from open_instruct.parallel.layout_command import layout_command
 from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
 from open_instruct.parallel.picture import draw_layout
 from open_instruct.parallel.wording import group_name, nodes_text, ranks_text
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.wording import counted, one_of
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"

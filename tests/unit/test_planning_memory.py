@@ -32,7 +32,7 @@ from open_instruct.planning.memory.state import local_size
 from open_instruct.planning.subject.model import ModelShape, shape_of_fields
 from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import Scoring, Workload, adapted
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.toys.tiny import Size, tiny_config
 from open_instruct.weights.way import NUM_SLOTS
 from tests.ranks.fork_server import Forked

@@ -31,7 +31,7 @@ from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.state import state_bytes
 from open_instruct.planning.subject.model import Adapters, ModelShape, shape_of_fields
 from open_instruct.planning.subject.workload import Scoring, Workload
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.toys.tiny import SIZES, Size, tiny_config
 from tests.unit.conftest import JoinAs
 from tests.unit.test_planning_memory import phases_of

@@ -15,11 +15,11 @@ from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.errors import EXIT_INPUT, InputError
-from open_instruct.records import ShardLayout
 from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.opened import made_ready
 from open_instruct.run.run_directory import RunDirectory
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.whole_file import replace_text
 
 LAYOUT = ShardLayout(gpus_per_node=(2,), shard_degree=2, num_replicas=1)

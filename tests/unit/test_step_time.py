@@ -15,7 +15,7 @@ from open_instruct.planning.traffic.collectives import exchange_in, ring_bytes, 
 from open_instruct.planning.traffic.per_step import traffic_of_weight_sync, traffic_per_step
 from open_instruct.planning.traffic.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second
 from open_instruct.planning.traffic.step_time import step_time as step_time_of
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 # 2 layers of width 4: 3 x 4 x 8 numbers in the feed-forward, 4 x 4 x 4 in attention, 160 in all; vocabulary of 10.
 SHAPE = ModelShape(

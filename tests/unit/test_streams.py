@@ -20,8 +20,9 @@ from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import counts_of, plan_steps_of_ranks, rollout_batch, rollout_minibatches
-from open_instruct.records import Batch, Document, RolloutSample, ShardLayout, Span, StepBatch
+from open_instruct.records import Batch, Document, RolloutSample, Span, StepBatch
 from open_instruct.rollout.samples import conversations_of
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.users_code import own_function
 from tests.unit.fake_rollouts import grpo_config

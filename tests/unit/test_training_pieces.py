@@ -34,9 +34,10 @@ from open_instruct.learner.rows.row_cache import RowCache
 from open_instruct.models.build import build_model
 from open_instruct.packing.steps import BatchShape, collate, step_batch
 from open_instruct.parallel.reduce import WeightedSums, reduce_metrics
-from open_instruct.records import Metric, ShardLayout
+from open_instruct.records import Metric
 from open_instruct.run.metrics_log import MetricsLog, build_trackers
 from open_instruct.run.run_directory import RunDirectory
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.toys.tiny import SIZES, tiny_config
 
 CPU = torch.device("cpu")

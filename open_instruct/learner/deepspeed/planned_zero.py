@@ -26,7 +26,7 @@ from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Collective, Exchange, exchange_in
 from open_instruct.planning.traffic.model_parallel import Calls, along, context_calls, is_recomputed
 from open_instruct.planning.traffic.per_step import forward_passes
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 # DeepSpeed's own sizes, in values; a test holds them equal.
 BUCKET = 500_000_000  # `reduce_bucket_size`, and stage 0's `MEMORY_OPT_ALLREDUCE_SIZE`

@@ -11,7 +11,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.deepspeed.settings import problems, settle, zpg_of
 from open_instruct.learner.deepspeed.versions import installed_version, refuse_unfit
 from open_instruct.parallel.layout import check_divides, layout_of_degrees
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 if TYPE_CHECKING:
     from open_instruct.learner.deepspeed.planned import DeepSpeed as Planned

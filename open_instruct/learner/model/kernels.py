@@ -22,8 +22,8 @@ from open_instruct.errors import InputError
 from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
 from open_instruct.models.attention.attention import attend_over_segments
 from open_instruct.models.attention.segments import QKV, Segments
-from open_instruct.records import ShardLayout
 from open_instruct.run.opened import Run
+from open_instruct.shard_layout import ShardLayout
 
 FA3, FA3_PACKAGE = "FA3", "flash_attn_interface"
 HOPPER = 9

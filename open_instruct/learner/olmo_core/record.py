@@ -9,7 +9,7 @@ from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.config.validation import changed
 from open_instruct.parallel.layout import layout_of_degrees
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 if TYPE_CHECKING:
     from open_instruct.learner.olmo_core.fsdp2 import FSDP2Backend

@@ -28,7 +28,7 @@ from typing import Literal
 from open_instruct.planning.memory.autograd_sizes import Gradient, Kind, Profile, Tape, Tensor
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload, is_wrapped
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 FLOAT32 = 4
 # `models.heads.logprob_head.MAX_LOGITS_BYTES`, which cannot be imported without torch; a test holds the two equal.

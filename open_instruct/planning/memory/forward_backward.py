@@ -30,7 +30,7 @@ from open_instruct.planning.memory.autograd_sizes import Profile
 from open_instruct.planning.memory.state import gathered_params, local_size, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 GRADIENTS = "gradients"
 GATHERED, REDUCED = "gathered weights", "gradients on their way"

@@ -24,7 +24,7 @@ from open_instruct.planning.memory.state import local_size, num_moments, state_b
 from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Scoring, Workload
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 # An allowance, not a formula: the CUDA context, the workspaces of cuBLAS and the buffers of NCCL. 1.5 GiB.
 # It does not include memory lost to fragmentation: leave some percent of a GPU free.

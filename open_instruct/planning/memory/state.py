@@ -22,7 +22,7 @@ from typing import NamedTuple
 from open_instruct.parallel.training_state import ADAMW_MOMENTS, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 STEP_BYTES = 4
 MUON_MOMENTS = 1

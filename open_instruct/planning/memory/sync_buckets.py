@@ -10,7 +10,7 @@ from open_instruct.models.hf.names import TensorNames, is_of_adapter
 from open_instruct.planning.memory.state import chunk_rows, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 
 def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:

@@ -20,7 +20,7 @@ from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.packing.prefixes import FullRows, saved_tokens
 from open_instruct.planning.subject.model import BYTES_OF_DTYPE, Adapters, ModelShape
 from open_instruct.planning.subject.public_models import model_shape
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 RunConfig = TrainingConfig | GRPOConfig
 GRPO = "grpo"

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 Axis = Literal["shard", "replica", "tensor", "context", "sync", "world", "all"]

@@ -14,7 +14,7 @@ from open_instruct.planning.memory.activations import logit_chunks
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload, is_wrapped
 from open_instruct.planning.traffic.collectives import Axis, Collective, Exchange, exchange_in, span_of
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 LOSS_BYTES = 4
 WHOLE, SUMMED = "activations, whole for a matrix", "activations, summed and split again"

@@ -14,7 +14,7 @@ from open_instruct.planning.memory.state import local_size, uses_muon
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Axis, Exchange, exchange_in
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 NUMBER_BYTES = 2
 

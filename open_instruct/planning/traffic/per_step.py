@@ -18,7 +18,7 @@ from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.planning.traffic.collectives import Axis, Exchange, exchange_in
 from open_instruct.planning.traffic.model_parallel import activation_exchanges
 from open_instruct.planning.traffic.muon import muon_exchanges
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 # `build_data_parallel_config`: gradients are reduced in float32 whatever they are computed in.
 REDUCE_BYTES = NORM_BYTES = 4

@@ -14,7 +14,7 @@ from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Exchange
 from open_instruct.planning.traffic.model_parallel import is_recomputed, num_head_positions
-from open_instruct.records import ShardLayout
+from open_instruct.shard_layout import ShardLayout
 
 GIGA, TERA = 10**9, 10**12
 
