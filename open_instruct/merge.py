@@ -20,7 +20,7 @@ class MergeSection:
     model_name_or_path: str = flag("the model that the adapter was trained beside")
     adapter_name_or_path: str = flag("folder of the adapter, as peft and our runs write them")
     output_dir: str = flag("where the model with the adapter added goes")
-    export_dtype: Literal["bfloat16", "float32", "source"] = flag("dtype of what is written", "source")
+    export_dtype: Literal["bfloat16", "float32", "source"] = flag("dtype of the model that is written", "source")
 
 
 @dataclass(kw_only=True)

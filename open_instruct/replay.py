@@ -50,7 +50,7 @@ class ReplaySection:
     weights: str | None = flag(
         "Hugging Face folder of the weights; default: the run's checkpoint of the step before, or an older one", None
     )
-    json: str | None = flag("file to write the same numbers to", None)
+    json: str | None = flag("file to write the numbers to, as JSON", None)
 
 
 @dataclass(kw_only=True)

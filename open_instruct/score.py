@@ -50,15 +50,17 @@ class ScoreSection:
     """Scoring"""
 
     output: str = flag("file (.jsonl) to write: every row as it was, with its 'score'")
-    normalize: bool = flag("score less score_mean, divided by score_std: those of config.json, of held-out rows", False)
+    normalize: bool = flag("(score - score_mean) / score_std, of held-out rows, as config.json has them", False)
     max_seq_length: int | None = flag(
-        "tokens; longer rows are cut on the right, and say so as 'truncated'; default: what the model takes",
+        "tokens; longer rows are cut on the right, and get 'truncated'; default: the model's longest row",
         None,
         minimum=2,
     )
     batch_tokens: int = flag("tokens that are computed at once", 16384, minimum=1)
     chat_template_name: str | None = flag("a built-in template, or a Jinja file; default: the model's own", None)
-    param_dtype: Literal["bfloat16", "float32"] | None = flag("default: bfloat16 on CUDA, float32 on a CPU", None)
+    param_dtype: Literal["bfloat16", "float32"] | None = flag(
+        "dtype of the computation; default: bfloat16 on CUDA, float32 on a CPU", None
+    )
 
 
 @dataclass(kw_only=True)

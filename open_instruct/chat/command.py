@@ -34,12 +34,12 @@ REPLY = "model> "
 class ChatSection:
     """Replies"""
 
-    system_prompt: str | None = flag("what the model is told before the first question", None)
-    temperature: float = flag("of what is drawn; 0 takes the likeliest token", 0.7, minimum=0)
-    top_p: float = flag("draw from the likeliest tokens that have this share together", 1.0, above=0, maximum=1)
-    max_tokens: int = flag("of a reply, at most", 1024, minimum=1)
+    system_prompt: str | None = flag("system turn before the first question", None)
+    temperature: float = flag("temperature of sampling; 0: the likeliest token", 0.7, minimum=0)
+    top_p: float = flag("nucleus sampling", 1.0, above=0, maximum=1)
+    max_tokens: int = flag("most tokens of a reply", 1024, minimum=1)
     chat_template_name: str | None = flag("a built-in template, or a Jinja file; default: the model's own", None)
-    param_dtype: Dtype | None = flag("default: bfloat16 on CUDA, float32 on a CPU", None)
+    param_dtype: Dtype | None = flag("dtype of the computation; default: bfloat16 on CUDA, float32 on a CPU", None)
 
 
 @dataclass(kw_only=True)

@@ -29,11 +29,13 @@ class LoRASection:
 
     use_lora: bool = flag("train low-rank adapters beside the matrices of the blocks, and nothing else", False)
     lora_r: int = flag("rank of the adapters", 16, read_with="use_lora", minimum=1)
-    lora_alpha: float = flag("what an adapter adds is scaled by this / rank", 32.0, read_with="use_lora", above=0)
-    use_rslora: bool = flag("scale by this / root of the rank instead", False, read_with="use_lora")
+    lora_alpha: float = flag(
+        "the product of an adapter's matrices is scaled by this / rank", 32.0, read_with="use_lora", above=0
+    )
+    use_rslora: bool = flag("scale by --lora_alpha / root of the rank instead", False, read_with="use_lora")
     lora_dropout: float = flag("dropout of an adapter's inputs", 0.0, read_with="use_lora", minimum=0, below=1)
     lora_target_modules: list[str] = flag(
-        "matrices of a block that get one",
+        "matrices of a block that get an adapter",
         [ALL_LINEAR],
         choices=(*MODULES_OF_TARGETS, ALL_LINEAR),
         read_with="use_lora",

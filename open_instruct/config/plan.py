@@ -22,7 +22,7 @@ class PlanSection:
         [],
     )
     gpu: str = flag("a100, h100, h200, b200, or memory_gib=N for any other, with the speeds of an H100", "h100")
-    mfu: float = flag("share of the GPU's peak that the arithmetic is taken to reach", 0.4, above=0, maximum=1)
+    mfu: float = flag("assumed share of the GPU's peak FLOP/s (model FLOPs utilisation)", 0.4, above=0, maximum=1)
     shared_prompt_tokens: int = flag(
         "count prompts of so many tokens as computed once for a pair or group, as --prefix_sharing does", 0
     )

@@ -71,7 +71,10 @@ class RolloutSection:
     num_samples_per_prompt_rollout: int = flag("completions of each prompt: the size of a group", 4, minimum=1)
     total_episodes: int = flag("completions of the whole run", 102400, minimum=1, resume="length")
     temperature: float = flag(
-        "of sampling, and of the learner's log-probs", 1.0, minimum=LEAST_TEMPERATURE, note=" (vLLM takes no lower one)"
+        "temperature of sampling, and of the learner's log-probs",
+        1.0,
+        minimum=LEAST_TEMPERATURE,
+        note=" (vLLM takes no lower one)",
     )
     vllm_top_p: float = flag("nucleus sampling; only 1.0 leaves the ratio of learner to engine unbiased", 1.0)
     stop_strings: list[str] = flag("texts that end a completion, beside the end-of-turn token", [])
@@ -91,9 +94,7 @@ class RolloutSection:
         choices=ADVANTAGES,
         takes_own=True,
     )
-    advantage_pass_k: int = flag(
-        "completions of which one is to be right", 4, read_with="advantage_normalization_type pass_at_k", minimum=1
-    )
+    advantage_pass_k: int = flag("k of pass@k", 4, read_with="advantage_normalization_type pass_at_k", minimum=1)
 
 
 @dataclass(kw_only=True)
@@ -114,7 +115,7 @@ class RewardSection:
     r1_style_format_reward: float = flag("reward of that form", 1.0, read_with=R1_STYLE)
     additive_format_reward: bool = flag("add verifiers' rewards where the form is wrong too", False, read_with=R1_STYLE)
     non_stop_penalty: bool = flag("give completions that were cut at the length limit a fixed reward", False)
-    non_stop_penalty_value: float = flag("that fixed reward", 0.0, read_with="non_stop_penalty")
+    non_stop_penalty_value: float = flag("reward of completions that were cut", 0.0, read_with="non_stop_penalty")
 
 
 @dataclass(kw_only=True)
@@ -146,21 +147,25 @@ class PolicyLossSection:
         "steepness of the gate for other advantages", 1.05, read_with=loss_fns_reading("sapo_temperature_neg"), above=0
     )
     cov_fraction: float = flag(
-        "share of the tokens that is singled out", 2e-4, read_with=loss_fns_reading("cov_fraction"), above=0, maximum=1
+        "share of the tokens that are clipped or penalised for their covariance",
+        2e-4,
+        read_with=loss_fns_reading("cov_fraction"),
+        above=0,
+        maximum=1,
     )
     clip_cov_lower: float = flag(
-        "the least covariance of those tokens", 1.0, read_with=loss_fns_reading("clip_cov_lower")
+        "least covariance of a clipped token", 1.0, read_with=loss_fns_reading("clip_cov_lower")
     )
     clip_cov_upper: float = flag(
-        "the largest covariance of those tokens", 5.0, read_with=loss_fns_reading("clip_cov_upper")
+        "largest covariance of a clipped token", 5.0, read_with=loss_fns_reading("clip_cov_upper")
     )
     kl_cov_coef: float = flag(
-        "weight of the divergence at those tokens", 1.0, read_with=loss_fns_reading("kl_cov_coef"), minimum=0
+        "weight of the covariance penalty", 1.0, read_with=loss_fns_reading("kl_cov_coef"), minimum=0
     )
     top_entropy_quantile: float = flag(
         "learn from this share of the tokens, those where the policy is least certain", 1.0, above=0, maximum=1
     )
-    rl_coef: float = flag("weight of the policy loss; 0 leaves the teacher alone", 1.0, minimum=0)
+    rl_coef: float = flag("weight of the policy loss; 0: learn from the teacher alone", 1.0, minimum=0)
     ce_coef: float = flag("weight of the cross-entropy of conversations", 1.0, read_with="sft_mixer_list", minimum=0)
     teacher_model_name_or_path: str | None = flag(
         "folder of a frozen model with the same tokenizer, from which the policy learns on its own completions", None
@@ -168,7 +173,7 @@ class PolicyLossSection:
     teacher_kl_coef: float = flag(
         "weight of the divergence from the teacher", 1.0, read_with="teacher_model_name_or_path", above=0
     )
-    beta: float = flag("weight of the divergence from the reference policy; 0 builds none", 0.0, minimum=0)
+    beta: float = flag("weight of the divergence from the reference policy; 0: there is no reference", 0.0, minimum=0)
     kl_estimator: Literal["0", "1", "2", "3"] = flag(
         "0 difference, 1 half its square, 2 unbiased and positive, 3 importance-weighted", "2", read_with="beta >0"
     )
@@ -192,13 +197,13 @@ class PolicyLossSection:
         "clamp to this, or mask outside 1/cap to cap", 2.0, read_with=CAPPED, above=1, note=" (1 is perfect agreement)"
     )
     num_mini_batches: int = flag("optimizer steps that a step's completions are split into", 1, minimum=1)
-    num_epochs: int = flag("times that a step's completions are learned from", 1, minimum=1)
+    num_epochs: int = flag("passes over the completions of a step", 1, minimum=1)
     record_entropy: bool = free_flag("measure the policy's entropy at every token", False)
     alpha: float = flag(
         "share of the policy in the updated reference", 0.6, read_with="ref_policy_update_freq", above=0, maximum=1
     )
     ref_policy_update_freq: int | None = flag(
-        "steps between updates of the reference", None, read_with="beta >0", minimum=1
+        "steps between updates of the reference policy", None, read_with="beta >0", minimum=1
     )
     pack_length: int | None = free_flag(
         "tokens of a packed microbatch; default: 4096, or those of the longest sample if more", None
@@ -236,7 +241,9 @@ class FleetSection:
     vllm_async_scheduling: Switch = free_flag("schedule the next step during this one; 'auto': on CUDA", "auto")
     vllm_enable_prefix_caching: bool = free_flag("compute a prompt's keys and values once for its group", True)
     vllm_enforce_eager: bool = free_flag("run the engine without CUDA graphs", False)
-    vllm_dtype: Literal["bfloat16", "float32", "policy"] = flag("of the engines; 'policy': --param_dtype", "policy")
+    vllm_dtype: Literal["bfloat16", "float32", "policy"] = flag(
+        "dtype of the engines' weights; 'policy': --param_dtype", "policy"
+    )
     ray_address: str | None = free_flag("'auto' or the address of a Ray cluster; default: start a local one", None)
     ray_dashboard_host: str | None = free_flag("address that Ray's dashboard binds to; default: no dashboard", None)
     cluster_timeout_s: int = free_flag("seconds to wait for the nodes and GPUs that were asked for", 600, minimum=1)
@@ -270,7 +277,9 @@ class EvaluationSection:
         "completions of each prompt; default: the largest --eval_pass_at_k", None, read_with=HELD_OUT, minimum=1
     )
     eval_pass_at_k: list[int] = free_flag("report pass@k for each of these k", [1], read_with=HELD_OUT)
-    eval_temperature: float = free_flag("of sampling; 0: the likeliest token", 1.0, read_with=HELD_OUT, minimum=0)
+    eval_temperature: float = free_flag(
+        "temperature of sampling; 0: the likeliest token", 1.0, read_with=HELD_OUT, minimum=0
+    )
     eval_top_p: float = free_flag("nucleus sampling", 1.0, read_with=HELD_OUT, above=0, maximum=1)
 
     @property

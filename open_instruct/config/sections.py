@@ -49,7 +49,9 @@ class ModelSection:
     tokenizer_name_or_path: str | None = flag("folder of the tokenizer; default: the model's", None)
     model_revision: str | None = flag("branch, tag or commit of a model on the hub; default: its main branch", None)
     tokenizer_revision: str | None = flag(
-        "the same of the tokenizer; default: --model_revision", None, read_with="tokenizer_name_or_path"
+        "branch, tag or commit of the tokenizer on the hub; default: --model_revision",
+        None,
+        read_with="tokenizer_name_or_path",
     )
     param_dtype: Dtype = flag(
         "dtype of gathered shards and of the computation; master weights stay float32", "bfloat16"
@@ -67,7 +69,7 @@ class ModelSection:
 class RowsSection:
     """Rows, whatever is learned of them"""
 
-    columns: list[str] = flag("the columns of fields that rows have under another name: 'messages=conversations'", [])
+    columns: list[str] = flag("names of columns in place of ours, each FIELD=COLUMN: 'messages=conversations'", [])
     chat_template_name: str | None = flag("a built-in template, or a Jinja file; default: the tokenizer's own", None)
     add_bos: bool = flag("write the tokenizer's bos token before the text of the template", False)
     on_bad_row: Literal["error", "skip"] = free_flag("stop at the first malformed row, or skip and count it", "error")
@@ -154,18 +156,20 @@ class PreferenceLossSection:
         "weight of the chosen reply's mean -log p", 1.0, read_with=loss_types_reading("cpo_alpha"), minimum=0
     )
     discopop_tau: float = flag(
-        "temperature of the change between its two parts",
+        "temperature of the sigmoid that mixes the logistic and the exponential loss",
         0.05,
         read_with=loss_types_reading("discopop_tau"),
         above=0,
         maximum=1,
     )
     weight_alignment: bool = flag(
-        "measure each token's probability by what the policy expects of one",
+        "divide each token's probability by its expected value under the policy (WPO)",
         False,
         read_with=loss_types_reading("weight_alignment"),
     )
-    ld_alpha: float | None = flag("weight of the tokens by which a reply is the longer one", None, minimum=0, maximum=1)
+    ld_alpha: float | None = flag(
+        "weight of a reply's tokens beyond the length of the shorter reply (LD-DPO)", None, minimum=0, maximum=1
+    )
     f_divergence_type: str = flag(
         "divergence from the reference that is penalised", "reverse_kl", choices=F_DIVERGENCES
     )
@@ -175,7 +179,9 @@ class PreferenceLossSection:
     alpha: float = flag(
         "share of the policy in the updated reference", 0.6, read_with="ref_policy_update_freq", above=0, maximum=1
     )
-    ref_policy_update_freq: int | None = flag("steps between updates of the reference; none leaves it", None, minimum=1)
+    ref_policy_update_freq: int | None = flag(
+        "steps between updates of the reference policy; default: it stays frozen", None, minimum=1
+    )
     cache_logprobs_only: bool = free_flag("compute and store the reference log-probs, then stop", False)
 
     def __post_init__(self) -> None:
@@ -205,15 +211,17 @@ class OptimizerSection:
     )
     weight_decay: float = flag("decoupled weight decay", 0.0, minimum=0)
     weight_decay_on: Literal["linear", "matrices", "all"] = flag(
-        "'linear' layers, 'matrices', or 'all' parameters", "linear", read_with="weight_decay >0"
+        "parameters that decay: 'linear' layers, all 'matrices' with the embeddings, or 'all'",
+        "linear",
+        read_with="weight_decay >0",
     )
     adam_beta1: float = flag("AdamW's first moment decay", 0.9, minimum=0, below=1)
     adam_beta2: float = flag("AdamW's second moment decay", 0.999, minimum=0, below=1)
-    adam_epsilon: float = flag("what AdamW adds to the root of the second moment", 1e-8, above=0)
+    adam_epsilon: float = flag("number that AdamW adds to the root of the second moment", 1e-8, above=0)
     max_grad_norm: float = flag(
-        "largest global gradient norm; larger ones are clipped", 1.0, minimum=0, note=" (0 leaves gradients alone)"
+        "clip the global gradient norm to this; 0: no clipping", 1.0, minimum=0, note=" (0 leaves gradients alone)"
     )
-    seed: int = flag("of the data order and all random state", 42, minimum=0)
+    seed: int = flag("random seed, of the data order too", 42, minimum=0)
 
     @property
     def not_decayed(self) -> tuple[str, ...]:
@@ -267,12 +275,12 @@ class ParallelSection(DegreesSection):
     more_ranks: ClassVar[str] = ""  # what brings so many of them
 
     single_gpu_mode: bool = flag(
-        "one device, no sharding; a copy in --param_dtype computes, what is trained is float32", False
+        "one device, no sharding: float32 master weights, and a copy in --param_dtype to compute with", False
     )
     gradient_reduction: Literal["every", "last"] = free_flag(
         "reduce gradients over a shard group after 'every' microbatch, or whole float32 ones after the 'last'", "every"
     )
-    fsdp_prefetch_factor: int = free_flag("blocks whose shards the forward pass gathers ahead of time", 0, minimum=0)
+    fsdp_prefetch_factor: int = free_flag("blocks that the forward pass gathers ahead of the one at work", 0, minimum=0)
     dist_timeout_s: int = free_flag("seconds a rank waits for the others before it gives up", 1800, minimum=1)
     backend: str = flag("how weights are sharded: olmo_core (FSDP2), or deepspeed (ZeRO over all ranks)", "olmo_core")
     deepspeed_stage: int = free_flag(
@@ -282,7 +290,9 @@ class ParallelSection(DegreesSection):
         maximum=3,
     )
     deepspeed_zpg: int = free_flag(
-        "stage 3: ranks that share a second copy of the weights; default: those of a node or 1", None, minimum=1
+        "stage 3: ranks that share a second copy of the weights; default: 1, or a node's in GRPO on several nodes",
+        None,
+        minimum=1,
     )
     adam_offload: bool = free_flag("from stage 1: the CPU holds the optimizer's states and takes its step", False)
     offload: bool = free_flag("stage 3: the shards of the weights are in host memory too", False)
@@ -343,22 +353,24 @@ class RunSection:
         "write checkpoints from a copy in host memory while the training goes on; 'auto': on GPUs", "auto"
     )
     overwrite_output_dir: bool = free_flag("start afresh: remove the checkpoints and metrics found there", False)
-    export_dtype: ExportDtype = free_flag("of the exported model; 'source': of the start model", "source")
+    export_dtype: ExportDtype = free_flag("dtype of the exported model; 'source': that of the start model", "source")
     push_to_hub: bool = free_flag("upload the exported model to the Hugging Face hub at the end", False)
     hub_model_id: str | None = free_flag(
-        "ORGANISATION/NAME; default: the output folder's name, yours", None, read_with="push_to_hub"
+        "repository on the hub; default: the output folder's name, in your account", None, read_with="push_to_hub"
     )
-    hub_private: bool = free_flag("make a new repository a private one", False, read_with="push_to_hub")
+    hub_private: bool = free_flag("make a new repository private", False, read_with="push_to_hub")
 
 
 @dataclass(kw_only=True)
 class LoggingSection:
     """Logging"""
 
-    report_to: list[str] = free_flag("what has the metrics beside metrics.jsonl", [], choices=TRACKERS)
+    report_to: list[str] = free_flag("trackers that get the metrics, beside metrics.jsonl", [], choices=TRACKERS)
     exp_name: str | None = free_flag(
-        "name of the run; default: the output folder's", None, read_with="report_to wandb trackio"
+        "name of the run in the tracker; default: the output folder's", None, read_with="report_to wandb trackio"
     )
-    wandb_project_name: str = free_flag("project", "open_instruct", read_with="report_to wandb trackio")
-    wandb_entity: str | None = free_flag("entity", None, read_with="report_to wandb")
-    profile_steps: list[int] = free_flag("first and last step that rank 0 profiles, with memory, to OUT/profiler", [])
+    wandb_project_name: str = free_flag("project in the tracker", "open_instruct", read_with="report_to wandb trackio")
+    wandb_entity: str | None = free_flag("user or team in wandb", None, read_with="report_to wandb")
+    profile_steps: list[int] = free_flag(
+        "first and last step to profile on rank 0, with its memory; written to OUT/profiler", []
+    )

@@ -47,10 +47,14 @@ class DistillationSection:
         "weight of the teacher; 0: 'forward', 1: 'reverse'", 0.5, read_with="kd_loss jsd", minimum=0, maximum=1
     )
     kd_temperature: float = flag(
-        "divides the logits of both in the divergence, which is multiplied by its square", 1.0, above=0
+        "temperature T of both models' logits in the divergence, which is multiplied by T squared", 1.0, above=0
     )
     kd_coef: float = flag(
-        "share of the divergence in the loss; the rest is cross-entropy", 0.5, above=0, maximum=1, note=" (0 is sft)"
+        "weight of the divergence in the loss; the rest of 1 is the weight of cross-entropy",
+        0.5,
+        above=0,
+        maximum=1,
+        note=" (0 is sft)",
     )
     teacher_top_k: int | None = flag(
         "compute the teacher's most likely tokens once, keep so many for each token of a reply in --cache_dir, and "

@@ -45,7 +45,7 @@ class StepSection:
     placeholder_token: str | None = flag(
         "of rows with one text: the token at the end of every step; default: rows have a list of steps", None
     )
-    reward_tokens: list[str] = flag("two tokens: what is said of a right step, and of a wrong one", ["+", "-"])
+    reward_tokens: list[str] = flag("labels of a right step and of a wrong one, a token each", ["+", "-"])
 
     @property
     def separator(self) -> str:

@@ -41,9 +41,9 @@ SQUARE = "rewards/square"
 class RewardLossSection:
     """Loss"""
 
-    margin: bool = flag(f"ask for a reward that is higher by the '{MARGIN}' of its row; 0 for a row without one", False)
+    margin: bool = flag(f"subtract the '{MARGIN}' of a row, or 0, from the difference of its rewards", False)
     center_rewards_coefficient: float = flag(
-        "pull the sum of a pair's rewards to 0, so strongly; 0.01 is common", 0.0, minimum=0
+        "weight of the squared sum of a pair's rewards, which centres them at 0; 0.01 is common", 0.0, minimum=0
     )
 
 

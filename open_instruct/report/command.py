@@ -27,7 +27,7 @@ class ReportSection:
 
     out: str | None = flag("file to write; default: report.html in RUN, or here where there are several", None)
     follow: bool = flag("write no file: serve the page to this machine alone, and refresh it as the run goes on", False)
-    port: int = flag("--follow: of 127.0.0.1; 0 takes one that is free", 0, minimum=0, maximum=65535)
+    port: int = flag("port on 127.0.0.1 for --follow; 0 takes a free one", 0, minimum=0, maximum=65535)
     max_rollouts: int = flag("saved rollouts of each run that the page may hold; 0 leaves them out", 10_000, minimum=0)
 
 

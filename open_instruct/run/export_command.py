@@ -36,8 +36,10 @@ class ExportSection:
     """What is written, and where"""
 
     output_dir: str = flag("where the model goes: a new folder, or an earlier export, which is replaced")
-    step: int | None = flag("of the checkpoint; default: the newest", None, minimum=0)
-    export_dtype: Literal["bfloat16", "float32", "source"] | None = flag("of what is written; default: the run's", None)
+    step: int | None = flag("step of the checkpoint; default: the newest", None, minimum=0)
+    export_dtype: Literal["bfloat16", "float32", "source"] | None = flag(
+        "dtype of the model that is written; default: the run's", None
+    )
 
 
 @dataclass(kw_only=True)

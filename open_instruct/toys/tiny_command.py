@@ -21,13 +21,13 @@ class TinyModelSection:
 
     family: str = flag("architecture", choices=FAMILIES)
     size: str = flag(", ".join(f"{name} ({size.roughly})" for name, size in SIZES.items()), "tiny", choices=SIZES)
-    seed: int = flag("of the random weights", 0)
+    seed: int = flag("random seed of the weights", 0)
     vocab_size: int | None = flag("rows of the embedding; default: the size's", None)
     text: list[str] | None = flag(
         "text files to train the tokenizer on; default: a few pages that come with the package", None
     )
-    tie_word_embeddings: bool = flag("whether the embedding is also the head", False)
-    dtype: str = flag("of the weights", "float32", choices=DTYPES)
+    tie_word_embeddings: bool = flag("use the embedding as the head too", False)
+    dtype: str = flag("dtype of the weights", "float32", choices=DTYPES)
 
 
 @dataclass(kw_only=True)
