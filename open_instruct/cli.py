@@ -22,7 +22,7 @@ usage: open-instruct configs            lists the files
        open-instruct configs NAME       prints one, as in: open-instruct configs dpo/tiny_cpu > mine.yaml"""
 
 
-# What each command does, and the function of which module is called with the words after it and returns the exit code.
+# Each command with its summary, and its `module:function`, which takes the words after it and returns the exit code.
 COMMANDS = {
     **{name: (f"train on {rows} (all GPUs: --num_processes auto)", "") for name, (_, rows) in OBJECTIVES.items()},
     "train": ("train on an objective of your own (all GPUs: --num_processes auto)", "train:main"),

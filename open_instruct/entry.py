@@ -1,4 +1,4 @@
-"""What every entry shares: flags to a checked config before torch is loaded, and failures to exit codes.
+"""Code of every entry: flags to a checked config before torch is loaded, and failures to exit codes.
 
 0 is done, 2 the user's input, 1 any other failure; an entry itself returns 143 after a checkpointed
 SIGTERM, 129 after such a SIGHUP. Whatever went wrong, the last line on stderr says what to do.
@@ -204,7 +204,7 @@ def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | N
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """What stops a run raises in the main thread while the block runs, but where a loop takes it over for a time."""
+    """Stop signals raise in the main thread while the block runs, except while a loop handles them."""
     if signal.getsignal(signal.SIGTERM) is _raise_stop:
         yield
         return

@@ -11,7 +11,7 @@ EXIT_OF_SIGNAL = {signal.SIGTERM: EXIT_PREEMPTED, signal.SIGHUP: 129, signal.SIG
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that stop this process. Ctrl-C and a hangup do not where its parent has them ignored (`nohup`, `&`)."""
+    """The signals that stop this process: not SIGINT and SIGHUP where its parent ignores them (`nohup`, `&`)."""
     return [each for each in EXIT_OF_SIGNAL if each == signal.SIGTERM or signal.getsignal(each) != signal.SIG_IGN]
 
 

@@ -43,7 +43,7 @@ class Family:
     default_head_dim: int | None = None
 
     def default_windows(self, num_layers: int, window: int | None) -> tuple[int | None, ...]:
-        """Of each layer, where config.json does not say: three with a window, then one without."""
+        """The window of each layer where config.json names none: three layers with `window`, then one without."""
         if not self.has_windows:
             return (None,) * num_layers
         return tuple(None if (layer + 1) % LAYERS_OF_A_PATTERN == 0 else window for layer in range(num_layers))

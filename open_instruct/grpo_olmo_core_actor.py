@@ -153,7 +153,7 @@ class PolicyTrainerOLMoCoreProcess:
         export_policy(self.learner.policy, self.pretrained, run=self.run, config=self.config, trained_by="grpo")
 
     def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:
-        """What the engines need to connect; see `WeightSender.open`."""
+        """The facts with which engines connect; see `WeightSender.open`."""
         return self.sender.open(num_receivers)
 
     def join_weight_channel(self) -> None:

@@ -1,4 +1,4 @@
-"""What runs measure: each metric's group, unit and meaning, in the order in which people read them (`metrics.json`)."""
+"""The metrics of runs: group, unit and meaning of each, in the order in which people read them (`metrics.json`)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ REWARD = "reward.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """What a run has left behind.
+    """The results of a run.
 
     Example: `fitted.metrics["loss"][-1]`, and `AutoModelForCausalLM.from_pretrained(fitted.model)`.
     """

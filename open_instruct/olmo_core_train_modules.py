@@ -15,7 +15,7 @@ from open_instruct.objectives.sft import cross_entropy
 
 
 class ObjectiveTrainModule(FSDP2Backend):
-    """What OLMo-core's own `Trainer` can be given: a batch is `{"step": StepBatch}`, see `packing/steps.py`.
+    """A train module for OLMo-core's own `Trainer`: a batch is `{"step": StepBatch}`, see `packing/steps.py`.
 
     Args:
         loss: the objective's, bound to its settings.

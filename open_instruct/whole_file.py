@@ -18,7 +18,7 @@ KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a soc
 
 
 def kind_of_other(path: Path) -> str:
-    """What stands there in place of a file, such as `a FIFO`; "" for a file, a link to one, and nothing at all."""
+    """The kind of a path that is no regular file, such as `a FIFO`; "" for a file, a link to one, or nothing."""
     try:
         mode = path.stat().st_mode
     except OSError:

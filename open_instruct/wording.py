@@ -1,4 +1,4 @@
-"""How numbers, choices and words of others are written wherever people read them."""
+"""The spelling of numbers and choices for people, and the escaping of text from others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be talked to: the model's folder, and an adapter beside it, of whatever folder was named."""
+"""The model to talk to, and an adapter beside it, found from the folder that was named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TalkingFolder:
 
 
 def talking_folder(word: str) -> TalkingFolder:
-    """What `word` names: a model, a run that has exported one, an adapter, or a model on the hub.
+    """The model behind `word`: a folder with one, a run that has exported one, an adapter, or a name on the hub.
 
     Raises:
         InputError: it is none of them, or a model that gives scores in place of words.

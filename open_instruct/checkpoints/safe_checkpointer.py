@@ -219,7 +219,7 @@ class SafeCheckpointer(Checkpointer):
         return (Path(dir) / MANIFEST).is_file()
 
     def _index_of(self, parts: Mapping[str, Part]) -> Mapping[str, Any]:
-        """Which rank writes which box; agreed on once, as a layout does not change within a run. Collective."""
+        """The rank that writes each box; agreed on once, as a layout does not change within a run. Collective."""
         claims = {name: part.claim for name, part in parts.items()}
         if self._claims != claims:
             self._claims = claims

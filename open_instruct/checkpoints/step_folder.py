@@ -43,7 +43,7 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What `checkpoint.json` says.
+    """The content of `checkpoint.json`.
 
     Example: `Manifest(step=4, num_ranks=2, start_model="9f…", files={"index.json": WrittenFile(…), …})`.
     """

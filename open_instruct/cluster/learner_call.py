@@ -55,7 +55,7 @@ class LearnerCall(Generic[Result]):
     signs: Signs | None = None
 
     def result(self, timeout_s: float) -> list[Result]:
-        """What every learner returned, in rank order.
+        """The return values of all learners, in rank order.
 
         Raises:
             LearnerLost: a learner died, is frozen, or its machine is silent, or some did not answer within `timeout_s`;
@@ -138,7 +138,7 @@ class LearnerCall(Generic[Result]):
 
 
 def _distance_from_cause(error: Exception) -> int:
-    """How likely another failure caused this one: 0 is the cause itself, 2 is about a lost connection."""
+    """A rank of failures by cause: 0 is a cause itself, 1 an error in a learner, 2 a connection lost to another one."""
     cause = getattr(error, "cause", None)
     if cause is None or isinstance(cause, InputError):  # without a cause: the process itself is gone
         return 0

@@ -13,7 +13,7 @@ from open_instruct.parallel.peers import doing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Where a learner's process runs: `gpu_ids` are those that Ray gave it, `num_cores` those of its machine."""
+    """The process of a learner and its place: `gpu_ids` are given by Ray, `num_cores` counts those of its machine."""
 
     pid: int
     node_id: str

@@ -33,7 +33,7 @@ SHARE_OF_MEMORY = 0.05
 CONNECT_TIMEOUT_S = 10.0
 WAY_OUT = "start a cluster with `ray start --head`, or leave the flag out for a local one"
 AGAIN = "Give the same command again, free memory first, or `ray start --head` by hand and give --ray_address auto"
-HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # a frame without any; its fourth byte says what it is
+HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # a frame without any; its fourth byte is the type of frame
 RAY_FOLDER = "r"
 TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
@@ -103,7 +103,8 @@ def _check_address(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if "://" in address or not (host and colon and port.isdecimal()):
         raise InputError(f"--ray_address {address}: takes 'auto', or HOST:PORT of a node that runs this command too")
-    is_encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")  # such a one says nothing to strangers
+    # A server with TLS does not answer plain bytes.
+    is_encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S) as connection:
             is_ray = is_encrypted or _answers_as_grpc(connection)

@@ -1,4 +1,4 @@
-"""From raw rows of any form to flat arrays of tokens: check, render, tokenise, cut, count.
+"""Raw rows of any form made into flat arrays of tokens: checked, rendered, tokenised, cut and counted.
 
 Legend for array names: N rows of the data set, T tokens.
 """
@@ -117,7 +117,7 @@ class RowBuilder(ABC):
         return f"--max_seq_length {self.max_seq_length}"
 
     def remedy(self) -> str:
-        """What to change when nothing is left."""
+        """The change of flags that would keep some rows, where none is left."""
         return f"raise --max_seq_length: the shortest prompt alone has {counted(self.shortest_prompt or 0, 'token')}"
 
     def cut_warning(self) -> str | None:
@@ -274,7 +274,7 @@ class RowBuilder(ABC):
         }
 
     def _warnings(self) -> list[str]:
-        """What may be wrong with the rows that are kept."""
+        """Warnings about the rows that are kept."""
         warnings = []
         if self.num_without_end:
             warnings.append(

@@ -136,7 +136,7 @@ class EnginePool:
 
     @staticmethod
     def results(calls: Sequence[Future[R]]) -> list[R]:
-        """What every engine returned; raises as `call_all` does, once all have ended."""
+        """The return values of all engines; raises as `call_all` does, once all have ended."""
         errors = [error for call in calls if (error := call.exception()) is not None]
         if errors:
             raise errors[0]
@@ -148,7 +148,7 @@ class EnginePool:
         return [call.result() for call in calls if call.exception() is None]
 
     def silent(self) -> set[int]:
-        """Which engines do not answer, because they died or failed."""
+        """The engines that do not answer, because they died or failed."""
         return {index for index, call in enumerate(self.start_all(self._timeout_s, Engine.pid)) if call.exception()}
 
     def paces(self) -> list[float | None]:

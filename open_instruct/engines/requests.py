@@ -21,7 +21,7 @@ CPU_TOKENS_OF_A_STEP = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """How completions are sampled. Temperature 0 takes the likeliest token."""
+    """The sampling parameters of completions. Temperature 0 takes the likeliest token."""
 
     temperature: float
     top_p: float
@@ -51,7 +51,7 @@ class EngineAnswers:
     """
 
     seconds_in_step: float
-    """Of the present step so far; 0 between two steps."""
+    """Seconds since the present step began; 0 between two steps."""
     outcomes: Mapping[int, Completion | str]
     """By the key that each request was begun under; a sentence with the reason where it cannot be completed."""
 

@@ -1,4 +1,4 @@
-"""How far a student's distributions are from a teacher's, at every label.
+"""Divergences of a student's distributions from a teacher's, at every label.
 
 With p the teacher's distribution and q the student's, and beta between 0 and 1 (Agarwal et al. 2023, arXiv:2306.13649):
 beta 0 is the forward KL(p || q), beta 1 the reverse KL(q || p), and between them the generalised Jensen-Shannon

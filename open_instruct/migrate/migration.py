@@ -42,7 +42,7 @@ class Migration:
 
 
 def migrate(command: str, sheet: Sheet) -> Migration:
-    """What `open-instruct COMMAND` is to be given for the run of a launch; `sheet` is as `read_launch` has it."""
+    """The flags of `open-instruct COMMAND` for the run of a launch; `sheet` comes from `read_launch`."""
     objective = objective_named(command)
     flags = flags_of(objective.config_class)
     settle(command, sheet)
@@ -133,7 +133,7 @@ def _default_here(flag: Flag, sheet: Sheet) -> Any:
 
 
 def _problems(objective: Objective, arguments: list[str]) -> list[str]:
-    """What a run with these arguments would be refused for."""
+    """The problems for which a run with these arguments would be refused."""
     try:
         objective.validate(parse(objective.config_class, arguments))
     except InputError as error:

@@ -1,4 +1,4 @@
-"""What several of upstream's flags say together: each rule reads some of a sheet, and settles them."""
+"""Rules for upstream flags that only mean something together: each reads some flags of a sheet and settles them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch of upstream's asks for, all flags with their values, and what is found out of them bit by bit."""
+"""The flags of an upstream launch with their values, and the results of translating them one by one."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """What was written, by all ranks together."""
+    """Totals of an export, over all ranks."""
 
     folder: Path
     num_bytes: int

@@ -227,6 +227,6 @@ def disk_errors(path: Path, kind: type[Exception], *, hint: str = "") -> Iterato
 
 
 def disk_problem(path: Path, error: OSError) -> str:
-    """What failed and what would help, in one sentence."""
+    """The failure and its remedy, in one sentence."""
     remedy = REMEDIES.get(error.errno or 0, "choose another folder or disk")
     return f"cannot export to {path}: {error.strerror or error}; {remedy}"

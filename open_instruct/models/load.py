@@ -69,7 +69,7 @@ def check_cover(names: TensorNames, files: CheckpointFiles, expected_shapes: Map
 
 
 def cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """What is wrong with `files` that should hold tensors of these names and shapes; "" if nothing is."""
+    """The difference between `files` and the wanted names and shapes, in words; "" if there is none."""
     shapes, dtypes = files.shapes, files.dtypes
     stored = [name for name in wanted if name in files]
 

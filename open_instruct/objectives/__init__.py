@@ -1,1 +1,1 @@
-"""What is learned: one file an objective."""
+"""Objectives of training, one file each."""

@@ -96,7 +96,7 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
 
 
 def chooses_tokens(loss: PolicyLossSection) -> bool:
-    """Whether the loss treats some tokens apart, which needs an extra forward pass in every update."""
+    """Whether the loss selects tokens over the whole batch, which needs an extra forward pass in every update."""
     known = POLICY_LOSSES.get(loss.loss_fn)
     return loss.top_entropy_quantile < 1 or (known is not None and known.marks is not None)
 

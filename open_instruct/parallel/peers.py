@@ -164,7 +164,7 @@ class Peers:
         return None
 
     def whereabouts(self) -> str:
-        """What each rank is doing, the rarest activities first; "" if the store is gone."""
+        """The activity of each rank, the rarest first; "" if the store is gone."""
         at: dict[str, list[Sign]] = {}
         with suppress(Exception):
             for sign in self._signs.look():
@@ -308,7 +308,7 @@ def explanation(error: BaseException) -> tuple[str, bool] | None:
 
 
 def whereabouts(error: BaseException) -> str:
-    """What each rank is doing, in parentheses, if `error` is about a rank that did not answer; else ""."""
+    """The activities of ranks in parentheses if `error` is about a rank that did not answer; else ""."""
     others = _peers.whereabouts() if _peers is not None and _is_about(error, WAITED_WORDS) else ""
     return f" ({others})" if others else ""
 

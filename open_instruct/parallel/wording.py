@@ -1,4 +1,4 @@
-"""How ranks, groups and nodes are written in warnings, errors and pictures."""
+"""The spelling of ranks, groups and nodes in warnings, errors and pictures."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run will need, before it is started: memory, traffic and time from its flags alone, without torch."""
+"""Memory, traffic and time of a run, predicted from its flags alone, before it is started and without torch."""

@@ -1,4 +1,4 @@
-"""What to change: the smallest change that makes a run fit, or the layout that makes it faster.
+"""Advice on flags: the smallest change that makes a run fit, or the layout that makes it faster.
 
 Every change is planned again before it is advised, and none is advised that would leave no room.
 """
@@ -42,7 +42,7 @@ class Change:
 
     @property
     def flags(self) -> str:
-        """As they are written on the command line of the run."""
+        """The changed flags as the command line of the run has them."""
         return " ".join(f"--{name} {spelled(value)}" for name, value in self.values.items() if name != "num_nodes")
 
     @property
@@ -153,7 +153,7 @@ def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def _size_of_change(chosen: Sequence[Way]) -> tuple[int, list[int], int]:
-    """What is compared first: the number of changes, then their kinds, then how far they go."""
+    """The sort key of a change, smallest first: the number of flags, then their kinds, then their strengths."""
     changes = [way for way in chosen if way is not NO_CHANGE]
     return len(changes), sorted(way.kind for way in changes), sum(way.strength for way in changes)
 

@@ -70,12 +70,12 @@ class Setting:
 
     @property
     def backend(self) -> Backend:
-        """Who holds the shards."""
+        """The backend (--backend) that shards the model, as the planner asks it."""
         backend: Backend = backend_named(self.config.parallel.backend).planned(self.config)
         return backend
 
     def workload(self, layout: ShardLayout) -> Workload:
-        """What one rank does in a step."""
+        """The work of one rank in a step."""
         workload = workload_of(
             self.config,
             self.shape,
@@ -112,9 +112,9 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run needs in one setting. The memory is that of the rank that needs most.
+    """Memory, traffic and time of a run in one setting. The memory is that of the rank that needs most.
 
-    `is_chosen`: auto has chosen its --activation_checkpointing.
+    `is_chosen`: --activation_checkpointing was auto, and the planner has chosen.
     """
 
     setting: Setting
@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def has_room(self) -> bool:
-        """Whether it fits with a margin for what plans leave out: fragmentation, other libraries."""
+        """Whether it fits with a margin for fragmentation and other libraries, which plans do not count."""
         return self.leaves(ROOM)
 
     def leaves(self, share: float) -> bool:
@@ -154,7 +154,7 @@ class Plan:
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """Everything that one rank exchanges in a step."""
+        """All communication of one rank in a step."""
         exchanges = [*self.setting.backend.exchanges(self.moments)]
         if self.workload.num_engines:
             buckets = sync_buckets(self.setting.shape, self.layout, self.workload)

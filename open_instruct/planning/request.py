@@ -33,7 +33,7 @@ def plan_configs() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is planned, and the form that is asked for."""
+    """The setting to plan, warnings about its flags, and the flags of the plan itself."""
 
     setting: Setting
     warnings: tuple[str, ...]
@@ -76,7 +76,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
 
 
 def _sizes_of_nodes(asked: PlanSection) -> list[int]:
-    """What --gpus_per_node and --num_nodes say, node by node."""
+    """GPUs of each node, from --gpus_per_node and --num_nodes."""
     sizes = read_node_sizes(asked.gpus_per_node)
     if (num_nodes := asked.num_nodes) is not None:
         given = f"--num_nodes {num_nodes}"

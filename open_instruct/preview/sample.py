@@ -66,7 +66,7 @@ class ShownRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a preview shows.
+    """The rows and counts of a preview.
 
     `lengths` are the tokens of every document that was read, `learned` those of them that are learned, and
     `limit_flag` says how long a document may be. `refusal` is what the run would say of these rows instead of starting.

@@ -1,4 +1,4 @@
-"""What a finished run says last: what was learned, where the model is, and what to do with it."""
+"""The last lines of a finished run: its results, the folder of its model, and the next commands."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the numbers of a run say in sentences, each with what to do: nothing learned, nothing right, all cut.
+"""Diagnoses of a run from its metrics, as sentences with a remedy: nothing learned, nothing right, all cut.
 
-What compares one metric with one limit has a line in `limits.json`.
+Rules that compare one metric with one limit are lines of `limits.json`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How values were spread over a page's run, in its first third and in its last."""
+"""Histograms of a run's values, in its first third and in its last."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def report_page(folders: Sequence[Path], *, max_rollouts: int, mark: str = "") -
 
 
 def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
-    """What the page shows of a run."""
+    """The values of one run for the page's template."""
     rollouts = read_rollouts(run.folder, most=max_rollouts)
     last = run.rows[-1]["step"] if run.rows else 0
     of = f" of {run.num_steps}" if run.num_steps else ""
@@ -94,7 +94,7 @@ def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
 
 
 def _headline(run: RunFiles) -> dict[str, str]:
-    """What was trained, how, on what, and what came of it."""
+    """The facts on top of a run: model, objective, data, length and results."""
     mixture = run.config.get("mixer_list") or run.config.get("dataset_mixer_list")
     sources = mixture[::2] if isinstance(mixture, list) else []
     seconds = _seconds(run)

@@ -1,4 +1,4 @@
-"""What a run left in its folder, read for its page. Damaged lines and files are passed over; nothing is written."""
+"""The files in a run's folder, read for its page. Damaged lines and files are passed over; nothing is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages share: their templates, which are escaped throughout, and the drawing of a layout's nodes."""
+"""Templates of the pages, which escape all text, and the drawing of a layout's nodes."""
 
 from __future__ import annotations
 

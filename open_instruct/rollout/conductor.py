@@ -131,7 +131,7 @@ class Conductor:
         self._to_ask_again = [(ticket, self._prompts.dataset[row_id]) for ticket, row_id in state["unconsumed"]]
 
     def stats(self) -> dict[str, float]:
-        """Counts of what is out, for the live view.
+        """Counts of completions and groups that are not trained on yet, for the live view.
 
         `in_flight` completions are with the engines, `verifying` with the verifiers; `waiting` groups are complete
         and wait for their turn.

@@ -104,7 +104,7 @@ def recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
 
 
 def differences(recorded: Mapping[str, float], recomputed: Mapping[str, float]) -> str:
-    """How near the recomputed loss and gradient norm are to the recorded ones.
+    """The difference of the recomputed loss and gradient norm from the recorded ones.
 
     The loss's difference is absolute: advantages of both signs nearly cancel in it.
     """

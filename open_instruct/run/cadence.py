@@ -10,7 +10,7 @@ from open_instruct.run.alarms import WINDOW
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """When a run does what it does not do in every step. Steps count from 1.
+    """The steps after which a run saves and evaluates. Steps count from 1.
 
     Example: `Cadence(num_steps=10, save_every=4, evaluate_every=5)` saves after steps 4, 8 and 10 and evaluates after
     steps 5 and 10.

@@ -122,7 +122,7 @@ class RunDirectory:
             return None
 
     def write_pids(self, *, driver: int, learners: Sequence[int], engines: Sequence[int]) -> None:
-        """Which processes the run consists of, for people and scripts, while it lives. Learners are in rank order."""
+        """The process ids of a run, for people and scripts, while it lives. Learners are in rank order."""
         replace_text(self.pids, json.dumps({"driver": driver, "learners": learners, "engines": engines}) + "\n")
 
     def write_evaluation(self, row: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""How answers are judged: one class a kind of answer, registered by name."""
+"""Verifiers of answers: one class for each kind of answer, registered by name."""

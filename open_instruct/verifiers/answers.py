@@ -105,7 +105,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def answer_of(completion: str) -> str:
-    """What follows the last "Answer:" (in any case) on its line, or the whole completion."""
+    """The rest of the line behind the last "Answer:" (in any case), or the whole completion."""
     answers = re.findall(r"answer:[ \t]*([^\n]*)", completion, flags=re.IGNORECASE)
     return answers[-1] if answers else completion
 

@@ -1,4 +1,4 @@
-"""Whether a completion follows the constraints of its prompt: the rows of IFEval and of RLVR-IFeval.
+"""The verifier of instruction constraints, for rows of IFEval and of RLVR-IFeval.
 
 The ground truth is an object, or its JSON, in one of two forms::
 

@@ -38,7 +38,7 @@ WHOLE_TIME_EVERY = 16
 
 @dataclass(slots=True)
 class _Pace:
-    """How often in a row one verifier was late, and the time of its slowest verdict."""
+    """The number of late verdicts of one verifier in a row, and the time of its slowest verdict."""
 
     late_in_a_row: int = 0
     slowest_s: float = 0.0

@@ -1,4 +1,4 @@
-"""From the scores of a prompt's verifiers to the reward that a completion is trained with."""
+"""The reward of a completion, from the scores of its prompt's verifiers."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class RewardModel(Verifier):
             raise InputError(f"--verifier {self.name}:{settings}: {problem}")
 
     def _problem(self, fields: Set[str]) -> str | None:
-        """What is wrong with the options, or with a folder whose config.json has these fields."""
+        """A problem of the options, or of a folder whose config.json has these fields; None if there is none."""
         options = self.options - {self.device}
         if options - self.fields_of_options.keys():
             return f"after the folder come {', '.join(self.fields_of_options)}, and a device: cpu or cuda:0"

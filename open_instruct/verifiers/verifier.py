@@ -1,4 +1,4 @@
-"""What a verifier is: it scores a completion against a row's ground truth, from 0 to 1."""
+"""The base class of verifiers, which score a completion against a row's ground truth, from 0 to 1."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Verifier(ABC):
 
     name: ClassVar[str]
     isolated: ClassVar[bool] = True
-    """Whether it runs in a process that can be killed, because its code is foreign or may never end."""
+    """Whether it runs in a process of its own, which can be killed: for foreign code, and code that may never end."""
     sees_thinking: ClassVar[bool] = False
-    """Whether it gets the whole completion; otherwise it gets the answer behind the thoughts."""
+    """Whether it gets the whole completion; otherwise it gets the text behind `</think>`."""
     is_bounded: ClassVar[bool] = True
     """Whether its scores are between 0 and 1; otherwise they may be any numbers."""
     reads_row: ClassVar[bool] = False
@@ -49,7 +49,7 @@ class Verifier(ABC):
 
     @abstractmethod
     def score(self, completion: str, ground_truth: Any) -> float:
-        """How right the answer is; `completion` is what follows the thoughts, unless `sees_thinking`."""
+        """The score of a completion, which comes without its thinking part unless `sees_thinking`."""
 
     def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
         """`score` for verifiers that also look at the prompt, or at whether the completion was cut off."""

@@ -42,7 +42,7 @@ class WeightPublisher:
         self._engines_failure: RunError | None = None
         self._learners_version: int | None = 0  # None: they were lost, and hold nothing to be sent
         self.version: int | None = 0
-        """That every engine has; None until it is known again."""
+        """The version that every engine has; None while that is unknown."""
 
     def attach(self, engines: EnginePool) -> None:
         """Set the pool, which then calls `engine_restarted` and `engines_failed` of this object."""

@@ -26,9 +26,9 @@ from open_instruct.weights.progress import SyncProgress
 NUM_SLOTS = 2
 
 Info = Mapping[str, Any]
-"""What `WeightSender.open` returns: the facts of a channel."""
+"""The facts of a channel, as `WeightSender.open` returns them."""
 LocalOf = Callable[[str], torch.Tensor]
-"""What this rank holds of a tensor, by the name that travels; made when it is asked for."""
+"""Gives this rank's part of a tensor, by the name that it travels under; made on demand."""
 Wholes = Mapping[str, torch.Tensor]
 """The tensors of a bucket by name, to be filled."""
 

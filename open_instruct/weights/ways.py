@@ -1,4 +1,4 @@
-"""How weights travel from the learners to the engines: which ways there are, and when each one works."""
+"""The ways for weights from the learners to the engines, and the condition under which each one works."""
 
 from __future__ import annotations
 

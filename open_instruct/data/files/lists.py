@@ -56,7 +56,7 @@ def json_list(path: Path, name: str, flag: str) -> JsonRows:
 
 
 def _edges_of_rows(data: mmap.mmap | bytes) -> array[int]:
-    """Where each row starts and stops, in turn.
+    """The start and the end of each row, in turn.
 
     Raises:
         ValueError: says of the file what is wrong with it.
@@ -78,7 +78,7 @@ def _edges_of_rows(data: mmap.mmap | bytes) -> array[int]:
 
 
 def _edges_of_items(data: mmap.mmap | bytes, start: int) -> tuple[array[int], int]:
-    """Where each item of the list or object that begins at `start` starts and stops, in turn, and where all stops."""
+    """Start and end of each item of the list or object that begins at `start`, in turn, and the end of the whole."""
     edges = array("q", [start + 1])
     depth = 0
     for token in _TOKEN.finditer(data, start):

@@ -18,7 +18,7 @@ from open_instruct.shard_layout import ShardLayout
 
 
 class DeepSpeed(Backend):
-    """How a run shards under ZeRO."""
+    """A run on ZeRO as the planner sees it."""
 
     def __init__(self, config: LearnerConfig) -> None:
         self.parallel = config.parallel

@@ -15,7 +15,7 @@ LACKING = {
     SpecifierSet("<=0.17.5"): "below stage 3 its states cannot leave the device between phases",
     SpecifierSet("<0.18.9"): "its Muon forgets the learning rates",
 }
-"""What versions lack, of those that people still have."""
+"""Shortcomings of DeepSpeed's older versions that are still in use."""
 
 
 def installed_version() -> str | None:

@@ -29,7 +29,7 @@ from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
 OF_ZERO = "zero"
-"""What DeepSpeed's part of a checkpoint is called."""
+"""The name of DeepSpeed's part of a checkpoint."""
 
 
 @contextmanager

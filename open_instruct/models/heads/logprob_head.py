@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 MAX_LOGITS_BYTES = 1 << 30
 MEASURED_SHARE = 8
-"""What is measured of logits may need several tensors of their size: chunks are smaller by this."""
+"""Measures of logits may need several tensors of the logits' size: chunks are smaller by this factor."""
 
 
 class Measure(NamedTuple):

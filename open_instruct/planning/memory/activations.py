@@ -51,7 +51,7 @@ class Pass:
     """The sizes of one microbatch on one rank, and the modules that are recomputed."""
 
     num_tokens: int
-    num_rows: int  # tokens between matrices, of which tensor ranks have a part each
+    num_rows: int  # tokens between tensor-parallel matrices; each tensor rank has a part of them
     longest_document: int
     num_labels: int
     compute_bytes: int
@@ -65,7 +65,7 @@ class Pass:
 
 
 def logit_chunks(shape: ModelShape, num_positions: int) -> tuple[int, ...]:
-    """How many positions the head takes at a time; more than one chunk is computed again in the backward pass."""
+    """Positions in each chunk of the head; with more than one chunk, logits are recomputed in the backward pass."""
     most = max(1, MAX_LOGITS_BYTES // (FLOAT32 * shape.vocab_size))
     whole, rest = divmod(num_positions, most)
     return (most,) * whole + ((rest,) if rest else ())
@@ -125,11 +125,11 @@ def _split(count: int, sizes: Pass) -> int:
 
 
 class _Piece:
-    """What a block and the head are made of, recorded on a tape."""
+    """Operations shared by a block and the head, recorded on a tape."""
 
     def __init__(self, shape: ModelShape, sizes: Pass) -> None:
         self.shape, self.sizes, self.c = shape, sizes, sizes.compute_bytes
-        self.kind: Kind = "weight" if shape.adapters is None else "frozen"  # of what is the model's own
+        self.kind: Kind = "weight" if shape.adapters is None else "frozen"  # of the model's own parameters
         self.stream_bytes = sizes.num_rows * shape.d_model * self.c
         self.tape = Tape(Tensor(self.stream_bytes, kind="source"))
 

@@ -40,7 +40,7 @@ Moment = Mapping[str, int]  # bytes by label
 
 
 class Passes:
-    """The moments of both passes, on top of what is held throughout. Without FSDP nothing is gathered or reduced."""
+    """Memory of both passes by moment, beside the constant state. Without FSDP nothing is gathered or reduced."""
 
     splits_rows = True  # between matrices that tensor ranks split
 
@@ -53,7 +53,7 @@ class Passes:
         self.head: Profile = profile_of("head", shape, self.sizes)
         self.c = workload.compute_bytes
         self.is_sharded = not layout.single_device
-        self.has_copy = layout.single_device and self.c < MASTER_BYTES  # of what is trained
+        self.has_copy = layout.single_device and self.c < MASTER_BYTES  # of the trained parameters
         self.stream_bytes = self.sizes.num_rows * shape.d_model * self.c
         self.kept_by_block = self.block.kept_bytes + (self.stream_bytes if self.block.keeps_source else 0)
         self.offloads = workload.checkpointing == "offload" and workload.on_cuda
@@ -191,9 +191,9 @@ class Passes:
         return num_bytes if self.is_sharded else 0
 
     def _handed_over(self, num_bytes: int) -> int:
-        """What gradients of so many bytes grow by when they go from the copy that computes to the masters.
+        """Bytes by which gradients grow on their way from the compute copy to the float32 masters.
 
-        An earlier microbatch's are there already, and take them in.
+        0 after a first microbatch, whose gradients are there already and take them in.
         """
         return num_bytes * (MASTER_BYTES - self.c) // self.c if self.has_copy and not self.accumulates else 0
 

@@ -41,7 +41,7 @@ INPUTS, CHECKPOINT = "inputs of blocks", "a copy to write checkpoints from"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """The worst moment of one phase: labels with their bytes, of what is not zero.
+    """The worst moment of one phase: labels with their bytes, without those of 0 bytes.
 
     Example::
 
@@ -82,7 +82,7 @@ def memory_by_phase(run: Moments) -> tuple[Phase, ...]:
 
 
 def pinned(num_bytes: int) -> int:
-    """What PyTorch's allocator takes of host memory for a pinned tensor: a power of two (`CachingHostAllocator.h`)."""
+    """Host memory of a pinned tensor in PyTorch's allocator: the next power of two (`CachingHostAllocator.h`)."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
@@ -138,9 +138,9 @@ class Moments:
         }
 
     def checkpoint_copy(self) -> int:
-        """Of what this rank writes, where that is done beside the training: it stays. Replicas share it out.
+        """Bytes of the host copy that asynchronous checkpoints are written from; it is kept between checkpoints.
 
-        Beside a GPU each tensor is pinned by itself.
+        Replicas divide the copy among them. Beside a GPU each tensor is pinned by itself.
         """
         num_models = 1 + sum(each.moves for each in self.workload.scorings)
         copied = num_models * sum(self.own) * MASTER_BYTES + self.optimizer

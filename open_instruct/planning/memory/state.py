@@ -70,7 +70,7 @@ def uses_muon(parameter: ParameterShape, workload: Workload) -> bool:
 
 
 def tensor_local_shape(parameter: ParameterShape, tensor_degree: int, tensor_rank: int) -> tuple[int, ...]:
-    """What tensor parallelism leaves of a parameter on one tensor rank."""
+    """The shape of a parameter's part on one tensor rank."""
     if (axis := parameter.tensor_axis) is None:
         return parameter.shape
     rows = chunk_rows(parameter.shape[axis], tensor_degree, tensor_rank)

@@ -46,9 +46,9 @@ def _sent(shape: ModelShape, workload: Workload) -> list[ParameterShape]:
 
 
 def rows_of_ranks(layout: ShardLayout, parameter: ParameterShape) -> Iterator[tuple[int, int, int]]:
-    """Of one parameter: so many ranks bring so many rows each, and how wide these are; the first rank's come first.
+    """(number of ranks, rows of each, width of a row) of one parameter, in the order of ranks.
 
-    Of one copy of a model that FSDP2 shards, where the first rank has most.
+    Counts one copy of a model that FSDP2 shards, where the first rank has most rows.
     """
     degree = layout.tensor_parallel_degree
     for tensor_rank in range(1 if parameter.tensor_axis is None else degree):

@@ -33,7 +33,7 @@ def as_record(plan: Plan, advice: Advice) -> dict[str, Any]:
 
 
 def memory_record(plan: Plan) -> dict[str, Any]:
-    """What a GPU has and what each phase needs of it: the `plan.json` of a run."""
+    """The content of a run's `plan.json`: the memory of a GPU, and that of each phase by its parts."""
     return {
         "memory_bytes": plan.setting.device.memory_bytes,
         "peak_phase": plan.peak.name,

@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartCheck:
-    """What a run says of its plan: a `warning` where it will not fit, and whether it surely cannot.
+    """The plan as a starting run prints it: a line, and a `warning` where the run will not fit.
 
-    `memory` is what the run's folder keeps of the plan, with what is recomputed in it; empty where there is none.
+    `cannot_fit`: weights, gradients and optimizer states alone are too large. `memory` is the content of the run's
+    `plan.json`; empty where nothing could be planned.
     """
 
     line: str

@@ -1,4 +1,4 @@
-"""What a plan shows, the same on the terminal and in HTML: the parts of its memory, and rows of its traffic."""
+"""Parts of a plan's memory and rows of its traffic, the same on the terminal and in HTML."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def traffic_rows(plan: Plan) -> list[TrafficRow]:
 
 
 def notes_on(plan: Plan) -> list[str]:
-    """What speaks against a layout of the ranking, in few words."""
+    """The drawbacks of a layout in the ranking, in a few words each."""
     layout, splits_tensors = plan.layout, bool(plan.layout.straddling(plan.layout.tensor_groups))
     across = "tensor groups across nodes" if splits_tensors else "across nodes"
     notes = {"does not fit": not plan.fits, across: splits_tensors or layout.straddles_nodes}
@@ -63,7 +63,7 @@ def unit_of(plan: Plan) -> tuple[str, int]:
 
 
 def parts_of(phase: Phase, plan: Plan) -> list[tuple[str, int]]:
-    """Label and bytes of what is there, in the order of `LETTERS`, but for what would read as 0.00."""
+    """Label and bytes of each part, in the order of `LETTERS`, without parts that would read as 0.00."""
     parts, least = dict(phase.parts), 0.005 * unit_of(plan)[1]
     return [(label, parts[label]) for label in LETTERS if parts.get(label, 0) >= least]
 

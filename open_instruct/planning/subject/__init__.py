@@ -1,1 +1,1 @@
-"""What is planned: a model, what is done with it in a step, and the GPUs."""
+"""The subject of a plan: the shapes of a model, the work of one step, and the GPUs."""

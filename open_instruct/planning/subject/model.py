@@ -42,7 +42,7 @@ class ParameterShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """What is trained beside the matrices of a model that is frozen: pairs of `rank` rows and `rank` columns.
+    """Low-rank adapters beside the frozen matrices of a model: each a product of `rank` columns and `rank` rows.
 
     Example: `Adapters(rank=16, modules=("attention.w_q", "attention.w_v"))`, modules of a block by OLMo-core's names.
     """
@@ -165,7 +165,7 @@ class ModelShape:
 
     @property
     def traits(self) -> Family:
-        """What tells models of its family from others."""
+        """The facts of the model's family, such as where its norms stand."""
         return FAMILIES[self.family]
 
     @property

@@ -1,4 +1,4 @@
-"""How a plan says numbers, and what the parts of a GPU's memory are, for the terminal and the HTML page alike."""
+"""The spelling of a plan's numbers, and the names of the parts of a GPU's memory, for terminal and HTML page alike."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Workload:
     documents_per_group: int = 1  # documents that begin with the same prefix
     temperature: float = 1.0
     records_entropy: bool = False
-    num_values: int = 1  # of each label that is learned: its log-prob, and what the loss reads beside
+    num_values: int = 1  # numbers for each label: its log-prob, and any other that the loss reads
     export_bytes_per_param: int = 2
     num_engines: int = 0
     shares_device: bool = False  # an engine is on the learner's own device
@@ -116,7 +116,7 @@ class Workload:
 
     @property
     def merges_adapters(self) -> bool:
-        """Whether adapters, if there are any, are added to the weights that engines are sent."""
+        """Whether the engines are sent the weights with any adapters merged into them."""
         return self.num_engines > 0 and not self.sends_adapter
 
     @property
@@ -140,7 +140,7 @@ def objective_of(config: TrainingConfig) -> Objective:
 
 
 def validate(config: RunConfig) -> list[str]:
-    """What the run itself checks of its flags; returns warnings.
+    """Check the flags as the run itself does; returns warnings.
 
     Raises:
         InputError: listing every problem.
@@ -235,7 +235,7 @@ def _row_scorings(config: TrainingConfig, objective: Objective, shape: ModelShap
 
 
 def _is_own_teacher(config: RunConfig, teacher: str) -> bool:
-    """Whether the teacher is the policy with its adapters off, as far as names tell."""
+    """Whether the teacher is the start model of the adapters, judged by its name: the policy with its adapters off."""
     return config.adapters is not None and teacher == config.model.model_name_or_path
 
 

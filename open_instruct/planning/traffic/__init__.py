@@ -1,1 +1,1 @@
-"""What ranks exchange in a step, and the least time that it takes."""
+"""The communication of ranks in a step, and a lower bound of the step's time."""

@@ -50,12 +50,12 @@ class Exchange:
 
     @property
     def sent_bytes(self) -> int:
-        """What all calls together send from this rank."""
+        """Bytes that this rank sends, over all calls."""
         return self.num_bytes if self.collective == "broadcast" else self.wire_bytes
 
 
 def ring_bytes(collective: Collective, num_bytes: int, group_size: int) -> int:
-    """What each rank sends for a collective of `num_bytes` on a ring of `group_size` ranks, the least there can be.
+    """Bytes that each rank sends in a ring collective of `num_bytes` among `group_size` ranks: the lower bound.
 
     A ring passes every part but one on from each rank; an all-reduce does so twice, to add up and to hand out
     (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").

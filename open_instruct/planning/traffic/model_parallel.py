@@ -1,4 +1,4 @@
-"""What ranks exchange of activations: tensor parallelism's gathers and scatters, context parallelism's.
+"""Collectives over activations: the gathers and scatters of tensor parallelism, and those of context parallelism.
 
 Source: `apply_tp` of OLMo-core's blocks, attention, feed-forward and head, which keep hidden states split along the
 tokens between the layers (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
@@ -42,7 +42,7 @@ def along(axis: Axis, calls: Iterable[Calls], layout: ShardLayout, num_passes: i
 
 
 def is_recomputed(workload: Workload, module: str) -> bool:
-    """Whether "attention" or "feed_forward" of all blocks (or "": the whole of each) is computed again backwards."""
+    """Whether `module` of all blocks ("attention", "feed_forward", or "" for whole blocks) is recomputed."""
     if workload.checkpointing == "selected_modules":
         return any(is_wrapped(workload.checkpointing_modules, 0, name) for name in ("", module))
     return workload.checkpointing in ("full", "offload")

@@ -90,7 +90,7 @@ def _gathers(layout: ShardLayout, workload: Workload, unit: Unit, num_times: int
 
 
 def traffic_of_merging(shape: ModelShape, layout: ShardLayout) -> Iterator[Exchange]:
-    """What one rank exchanges to add adapters to its shards: the first half of each comes together on every rank."""
+    """Communication of one rank to merge adapters into its shards: every rank gathers the first matrix of each."""
     calls: Counter[tuple[Axis, int]] = Counter()
     for half in shape.first_halves:
         local = local_size(half, layout)
@@ -102,7 +102,7 @@ def traffic_of_merging(shape: ModelShape, layout: ShardLayout) -> Iterator[Excha
 
 
 def traffic_of_weight_sync(buckets: Iterable[tuple[int, int]], workload: Workload) -> tuple[Exchange, ...]:
-    """What one rank exchanges to bring its weights to the engines once.
+    """Communication of one rank in a weight sync with the engines.
 
     Every rank of one copy of the model broadcasts its parts of each bucket, a run of whole tensors or a piece of one
     (weights/manifest.py), in one message to all processes of the engines. A receiver takes the whole bucket.

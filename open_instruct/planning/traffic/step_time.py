@@ -43,7 +43,7 @@ class StepTime:
 
     @property
     def bound_by(self) -> str:
-        """What takes longest; what arithmetic waits for counts as its time."""
+        """The name of the longest part; traffic that arithmetic waits for counts as arithmetic."""
         return max(self._parts, key=lambda name: self._parts[name])
 
     @property
@@ -73,7 +73,7 @@ def step_time(
 
 
 def gb_per_second(exchange: Exchange, device: Device) -> float:
-    """How fast its slowest link is.
+    """The bandwidth of the slowest link that the exchange uses.
 
     A group that crosses nodes has a ring through each of its GPUs of a node, and what goes from node to node
     takes as many ports; no GPU sends faster than its own link within the node.
