@@ -52,7 +52,7 @@ from open_instruct.wording import escaped
 # still lives afterwards is the only one that knows.
 OTHER_RANKS_WAIT_S = 3.0
 
-# torchrun names a file to each process, and shows what it finds there in the table that it ends with.
+# torchrun names a file to each process, and shows the file's text in its final table.
 LAUNCHER_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -191,12 +191,12 @@ def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | N
         except BrokenPipeError as error:
             if log_file is not None or sys.stdout.closed:
                 return teller.tell(error)
-            # `| head` has read what it wanted; what is left in the buffer has nowhere to go.
+            # `| head` has closed the pipe: the rest of the buffer has nowhere to go.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except BaseException as error:
             with _last_words:
-                # The launcher ends the other ranks of one that failed: not before the reason is told.
+                # The launcher ends the other ranks once this one ends: first print the reason.
                 set_handler(signal.SIGTERM, signal.SIG_IGN)
                 set_handler(signal.SIGHUP, signal.SIG_IGN)
                 return teller.tell(error)
@@ -332,7 +332,7 @@ def _tell_of_failure(*lines: str, known_to_all: bool = False) -> None:
     rank = _rank()
     peers.leave(" ".join(lines))
     if rank > 0:
-        # Where rank 0 has told of it, the launcher ends this rank here.
+        # If rank 0 has printed the reason, the launcher ends this rank here.
         set_handler(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(OTHER_RANKS_WAIT_S)
         if known_to_all:
@@ -366,7 +366,7 @@ def _record_traceback(log_file: Path | None, error: BaseException, *, to_stderr:
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Whether `error`, or what it comes from, is about a disk, quota or file size that is used up."""
+    """Whether `error`, or a cause of it, is about a full disk, quota or file size limit."""
     while error is not None:
         is_full = isinstance(error, OSError) and error.errno in FULL_DISK
         if is_full or any(words in str(error) for words in FULL_DISK_WORDS):

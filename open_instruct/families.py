@@ -21,7 +21,7 @@ class Family:
     Attributes:
         name: what people call it.
         config_class: the class in transformers that describes it.
-        norm_after: whether a block normalises what a sublayer puts out, not what goes in.
+        norm_after: whether a block normalises the output of a sublayer, not its input.
         qk_norm: what the query-key norm spans: nothing, each head by itself, or all of them.
         in_float32: whether the norm's weight is multiplied, and RoPE applied, before rounding to the model's dtype.
         qkv_bias: whether queries, keys and values have a bias each; nothing else ever does.

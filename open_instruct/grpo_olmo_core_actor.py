@@ -53,7 +53,7 @@ def run_grpo(
     )
 
 
-# What users have written is loaded before torch is, so that a slip in a name is told at once.
+# Users' own code is loaded before torch, so that a misspelt name is refused at once.
 def look_at_run(config: GRPOConfig) -> None:
     """:raises InputError: what the flags name, or the first of the prompts, will not do."""
     verifiers = known_verifiers(config.reward.verifier)

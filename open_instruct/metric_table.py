@@ -14,7 +14,7 @@ from pathlib import Path
 class MetricEntry:
     """A line of the table; `name` may be a pattern, and held-out rows have the same names behind `eval/`.
 
-    `words` are what a step's line for people says of it. A number that is `exact` is never smoothed, one `of_its_loss`
+    `words` are its name in the line of a step. A number that is `exact` is never smoothed, one `of_its_loss`
     is compared within one loss alone, and one that is not `drawn` has no curve.
 
     Example: `MetricEntry(name="time/sync", group="Time", unit="s", meaning="sending the weights to the engines")`.

@@ -176,7 +176,7 @@ def _keeping(texts: Mapping[Path, str]) -> Iterator[None]:
 
 @contextmanager
 def _speaking_of_arguments() -> Iterator[None]:
-    """Refusals of flags, told as those of arguments."""
+    """Within, refusals speak of arguments in place of flags."""
     try:
         yield
     except InputError as error:

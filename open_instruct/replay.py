@@ -150,7 +150,7 @@ def replay(replayed: Replay) -> dict[str, Any]:
     from open_instruct.rollout.replay import as_decided, differences, recorded_row, table, weights_before
     from open_instruct.rollout.traces import read_traces
 
-    # Libraries warn of what a run keeps in its log; here nobody reads it.
+    # Warnings of libraries belong in the log of a run; a replay has none.
     logging.captureWarnings(True)
     directory = RunDirectory(path=replayed.run)
     settings = replayed.settings

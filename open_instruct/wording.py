@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# What steers a terminal or turns the order of letters, and what has no form in UTF-8.
+# Characters that steer a terminal or turn the order of letters, and those without a form in UTF-8.
 _STEERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

@@ -54,7 +54,7 @@ class TransformersSpeaker:
         hf_config = load_hf_config(str(folder.model))
         names = TensorNames(hf_config)
         built = build_model(hf_config, init_device="meta")
-        with CheckpointFiles.open(folder.model) as files:  # transformers would draw what is missing
+        with CheckpointFiles.open(folder.model) as files:  # transformers would draw missing weights at random
             check_cover(names, files, parameter_shapes(built))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         opener: Any = AutoModelForCausalLM
@@ -70,7 +70,7 @@ class TransformersSpeaker:
         if folder.adapter is not None:
             add_adapter(self._model, folder.adapter, names, built)
         self._model.to(device).eval()
-        # All of it: what a generation_config.json leaves there would be taken where nothing else is said.
+        # The whole config: values of a generation_config.json would otherwise count where nothing else is given.
         drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         ends = list(chat.turn_end_token_ids())
         self._model.generation_config = GenerationConfig(
@@ -96,7 +96,7 @@ class TransformersSpeaker:
 
 @torch.no_grad()
 def add_adapter(model: Any, folder: Path, names: TensorNames, built: Transformer) -> None:
-    """Add what the adapter in `folder` adds to the matrices of `model`, in float32.
+    """Merge the adapter in `folder` into the matrices of `model`, in float32.
 
     Args:
         built: the same model, on meta, as OLMo-core has it; it gets the adapters.

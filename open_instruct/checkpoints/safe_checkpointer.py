@@ -183,7 +183,7 @@ class SafeCheckpointer(Checkpointer):
         load_optim_state: bool | None = None,
         reset_optimizer_states_on_load: bool | None = None,
     ) -> dict[str, Any] | None:
-        """Fill the train module, from whatever layout, and return the trainer's state.
+        """Load into the train module, from any layout, and return the trainer's state.
 
         The files are not compared with their digests, as the caller has done that.
 

@@ -138,7 +138,7 @@ def refuse_earlier_format(folder: Path) -> None:
 
 
 def refuse_another_start_model(checkpoint: Path, own: str) -> None:
-    """:raises InputError: `own` is not the fingerprint of what the run of the checkpoint began with."""
+    """:raises InputError: `own` is not the fingerprint of the checkpoint's start model."""
     if read_manifest(checkpoint).start_model != own:
         raise InputError(
             f"the start model is not the one that the run of {checkpoint} began with: its weights or its config.json "
@@ -175,7 +175,7 @@ def remove(folder: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a killed run left half written or half removed. A complete checkpoint that lacks its name gets it."""
+    """Remove folders that a killed run left half written or half removed; name a complete checkpoint without a name."""
     for part in folder.glob(f"step*{PART}"):
         final = part.with_name(part.name.removesuffix(PART))
         try:

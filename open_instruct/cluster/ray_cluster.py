@@ -172,7 +172,7 @@ def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> OwnRay:
     # this says that there is to be no cluster of several machines. It is read when Ray is imported.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     options = {
-        # Slots, not cores: what is asked for must fit on a laptop too.
+        # Slots, not cores: the fleet must fit on a laptop too.
         "num_cpus": max(shape.num_cpu_slots, os.cpu_count() or 1),
         "object_store_memory": _object_store_bytes(),
         "_node_ip_address": LOOPBACK,

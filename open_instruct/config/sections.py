@@ -3,7 +3,7 @@
 Field names are flag names. Every field is made by `flag(help, default)`, or by `free_flag` where a run that resumes may
 have another value; a field without a default must be given. Types are limited to what one command line word (or a list
 of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]`, `list[int]`, `list[float]`, and
-`str | list[str]` for what is one word mostly.
+`str | list[str]` for flags that mostly have one word.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ModelSection:
 
 @dataclass(kw_only=True)
 class RowsSection:
-    """Rows, whatever is learned of them"""
+    """Rows"""
 
     columns: list[str] = flag("names of columns in place of ours, each FIELD=COLUMN: 'messages=conversations'", [])
     chat_template_name: str | None = flag("a built-in template, or a Jinja file; default: the tokenizer's own", None)
@@ -272,7 +272,7 @@ class DegreesSection:
 class ParallelSection(DegreesSection):
     """Sharding"""
 
-    more_ranks: ClassVar[str] = ""  # what brings so many of them
+    more_ranks: ClassVar[str] = ""  # how to start {0} ranks, for messages
 
     single_gpu_mode: bool = flag(
         "one device, no sharding: float32 master weights, and a copy in --param_dtype to compute with", False

@@ -128,7 +128,7 @@ class ChatFormat:
             raise self._refusal(f"leaves out part of the reply {_shorten(reply)}")
         if self.reads_reasoning and squeezed(message.get(REASONING, "")) not in squeezed(reply_text):
             raise self._refusal(f"leaves out part of the {REASONING} of the reply {_shorten(reply)}")
-        # A model never generates what follows the end of the turn (ChatML's newline), so it is not learned.
+        # A model never generates text behind the end of the turn (ChatML's newline), so it is not learned.
         trimmed = reply_text.rstrip()
         return trimmed if self.ends_turn(trimmed) else reply_text
 

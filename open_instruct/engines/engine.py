@@ -128,7 +128,7 @@ class Engine:
     # The process
 
     def pid(self) -> int:
-        """The id of its process; answers at once, whatever the loop does.
+        """The id of its process; answers at once, also while the loop is in a step.
 
         Raises:
             RunError: the engine failed.

@@ -78,7 +78,7 @@ class RayEngine:
         return answer
 
     def kill(self) -> None:
-        """End the engine's process, whatever it does."""
+        """End the engine's process, also while it computes."""
         import ray
 
         if ray.is_initialized():

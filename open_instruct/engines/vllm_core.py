@@ -229,7 +229,7 @@ class VLLMCore:
             seed=request.seed,
             stop=list(sampling.stop_strings),
             stop_token_ids=self._stop_token_ids,
-            include_stop_str_in_output=True,  # the text is what the tokens say
+            include_stop_str_in_output=True,  # the text has all tokens
             detokenize=bool(sampling.stop_strings),  # token by token only where it must be looked at
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,

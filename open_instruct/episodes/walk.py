@@ -29,7 +29,7 @@ Answer = tuple[Completion, Verdict]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedGroup:
-    """A prompt that was asked, one request a sample, with what has come back so far."""
+    """A prompt with one request for each sample, and the completions and verdicts so far."""
 
     ticket: int
     prompt: Prompt

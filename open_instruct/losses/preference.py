@@ -180,7 +180,7 @@ def wpo_losses(pairs: ComparedPairs, *, label_smoothing: float, weight_alignment
 
     `w(y) = exp(mean log-prob of y's tokens)` under the current policy, without gradient, the product
     clamped at 1. With the paper's weight alignment each token's log-prob is taken relative to
-    `log(sum over v of p(v)^2)`, what the policy expects of a token it draws itself.
+    `log(sum over v of p(v)^2)`, the log of the expected probability of a token that the policy samples.
     """
     inputs = pairs.inputs
     logps_2P = inputs.policy_logps_2P.detach()

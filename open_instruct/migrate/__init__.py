@@ -1,1 +1,1 @@
-"""Launches of open-instruct, told in our flags."""
+"""Launches of open-instruct, translated into our flags."""

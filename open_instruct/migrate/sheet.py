@@ -51,7 +51,7 @@ class Sheet:
         self.refused[name] = why
 
     def set(self, flag: str, words: Sequence[str], source: str) -> None:
-        """Give our `flag` these words, for what upstream's `source` asks; what a launch gives outdoes a default."""
+        """Set our `flag` to these words, for upstream's `source`. A value of the launch goes before a default."""
         if flag in self.ours and source not in self.given and self.ours[flag][1] in self.given:
             return
         if flag in self.ours and (before := self.ours[flag][1]) in self.given and before != source:

@@ -25,7 +25,7 @@ def shard_box(
 ) -> Box:
     """The part of a tensor of `shape` that the rank at `coordinate` of the mesh holds, always one box.
 
-    Tensor parallelism cuts a parameter before FSDP cuts what is left of it, although FSDP's axis comes
+    Tensor parallelism cuts a parameter first, and FSDP cuts the remaining part, although FSDP's axis comes
     first in the mesh; where both cut the same dim, FSDP marks its own cut as strided. Every cut is
     `torch.chunk`'s: ceil(size / ranks) each, the last ones shorter or empty.
 

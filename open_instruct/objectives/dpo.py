@@ -192,7 +192,7 @@ def evaluate(
 
     `eval/preference_accuracy` is the share of pairs whose chosen reply has the higher log-prob (averaged
     over the reply where the loss averages too). It needs no reference, so it can be compared before
-    and after training; `eval/rewards/accuracy` counts what has changed relative to the reference.
+    and after training; `eval/rewards/accuracy` compares rewards, which are relative to the reference.
     """
     import torch
 

@@ -43,7 +43,7 @@ def node_sizes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...]:
     num_nodes = num_nodes or -(-world_size // local_size)
     if num_nodes * local_size == world_size:
         return (local_size,) * num_nodes
-    # The other nodes hold at least one process each; this one cannot hold more than what they leave.
+    # The other nodes hold at least one process each; this one cannot hold more than the rest.
     if num_nodes > 1 and local_size + num_nodes - 1 <= world_size:
         raise UnequalNodesError(f"{given}: nodes of unequal size, or a wrong variable")
     raise InputError(f"{given} contradict each other; with torchrun WORLD_SIZE counts the processes of all nodes")

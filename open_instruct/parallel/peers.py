@@ -228,7 +228,7 @@ stop: BaseException | None = None
 
 
 def doing(what: str) -> None:
-    """Note what this process does from now on, in words that follow "while": "training step 5".
+    """Note the activity of this process from now on, in words that follow "while": "training step 5".
 
     If a signal has asked the process to stop and no exception is on its way yet, the stop is raised here.
     """

@@ -38,7 +38,7 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
     from olmo_core.distributed.utils import get_local_rank, init_distributed
     from olmo_core.utils import seed_all
 
-    # OLMo-core prints what it cannot log; at level INFO it logs.
+    # OLMo-core prints its messages where INFO is not logged.
     logging.getLogger().setLevel(logging.INFO)
     on_cuda = torch.cuda.is_available()
     # Packed rows differ in length from step to step. In bfloat16 on a CPU oneDNN keeps a compiled product for

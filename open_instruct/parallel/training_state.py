@@ -1,6 +1,6 @@
 """The bytes of training state that each parameter keeps from step to step.
 
-Weights, gradients and the optimizer's moments are float32 whatever dtype computes.
+Weights, gradients and the optimizer's moments are float32, also where the forward pass is in bfloat16.
 """
 
 from __future__ import annotations

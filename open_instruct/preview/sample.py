@@ -69,7 +69,7 @@ class Sample:
     """The rows and counts of a preview.
 
     `lengths` are the tokens of every document that was read, `learned` those of them that are learned, and
-    `limit_flag` says how long a document may be. `refusal` is what the run would say of these rows instead of starting.
+    `limit_flag` says how long a document may be. `refusal` is the message with which a run would refuse these rows.
     """
 
     template: str
@@ -96,7 +96,7 @@ def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: i
     tokenizer = load_tokenizer(name, revision=model.revision_of_tokenizer)
     chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
     builder = _builder(config, objective, chat)
-    entries = tuple(  # of a large data set so many rows, which the run takes too
+    entries = tuple(  # the first rows of a large data set; the run takes them too
         entry if entry.count(len(source)) <= num_read else replace(entry, amount=num_read)
         for entry, source in zip(entries, sources, strict=True)
     )

@@ -46,7 +46,7 @@ class Pages:
 
 
 def _changed_ns(path: Path) -> int:
-    with suppress(OSError):  # also of what is removed meanwhile
+    with suppress(OSError):  # a file may be removed meanwhile
         return path.stat().st_mtime_ns
     return 0
 

@@ -100,7 +100,7 @@ class Fleet:
         console = self.run.console
         began_s = time.monotonic()
         if self._placement.shape.shares_device:
-            # vLLM takes its share of what it finds free, and must not measure while another takes memory.
+            # vLLM measures the free memory at its start: the learner on the same device must have loaded by then.
             self.learners.wait_ready(fleet.step_timeout_s)
         # Elsewhere they import and load side by side.
         engines = [self._start_engine(index) for index in range(fleet.vllm_num_engines)]

@@ -76,7 +76,7 @@ class RunDirectory:
                 raise InputError(f"{step} is {kind}, and a run has the folder of a checkpoint there: {WAY_OUT}")
 
     def remove_partials(self) -> None:
-        """Remove what a killed run had not finished to write."""
+        """Remove files that a killed run left half written."""
         for name in OWN_FILES:
             remove_partials(self.path / name)
 

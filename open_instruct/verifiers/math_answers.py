@@ -28,7 +28,7 @@ _NAMED = re.compile(r"(?:^|(?<=,))\s*([A-Za-z])(?:\([A-Za-z]\))?\s*(?:=|\\in(?![
 _MATRIX = re.compile(r"\\begin\{[bp]?matrix\}(.*)\\end\{[bp]?matrix\}", flags=re.DOTALL)
 _RELATIONS = {r"\\leq?(?![a-z])|≤": "<=", r"\\geq?(?![a-z])|≥": ">=", r"\\lt(?![a-z])": "<", r"\\gt(?![a-z])": ">"}
 _UNORDERED = {"list", "union"}
-# Nothing but these may reach the parser of sympy, which evaluates what it is given.
+# Only these may reach sympy's parser, which evaluates its input as Python.
 _FUNCTIONS = {"sqrt", "sin", "cos", "tan", "log"}
 _NAMES = {name: name for name in (*_FUNCTIONS, "pi")} | {"infty": "oo", "ln": "log"}
 _OPERATORS = {"**", "-", "+", "*", "/", "("}
@@ -189,7 +189,7 @@ def _parse(text: str) -> Any | None:
 
     try:
         parsed = parse_expr(source)
-    except Exception:  # the parser runs into every kind of error on what is no expression
+    except Exception:  # the parser raises errors of any class on text that is no expression
         return None
     return parsed if isinstance(parsed, sympy.Expr) else None
 

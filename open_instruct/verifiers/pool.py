@@ -59,7 +59,7 @@ class _Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A score, and the problem because of which it is 0, if there was one."""
+    """A score; where it is 0 because of a problem, that problem."""
 
     score: float
     problem: str | None = None

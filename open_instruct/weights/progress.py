@@ -87,7 +87,7 @@ class SyncProgress:
             raise self._host_is_gone() from error
 
     def new_round(self) -> None:
-        """Forget what was reported in the round before the last one."""
+        """Delete the reports of the round before the last one."""
         try:
             for key in self._reported.pop(0):
                 self.store.delete_key(key)

@@ -134,7 +134,7 @@ class WeightReceiver:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         if getattr(self, "is_update_begun", False):
-            self.finish_update()  # its layers are in pieces; this puts them together, whatever is in them
+            self.finish_update()  # its layers are taken apart; this puts them together, complete or not
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.get_model())
         self.is_update_begun = True

@@ -1,1 +1,1 @@
-"""Names that other suites have for what a flag of ours does."""
+"""Other suites' names of our flags."""

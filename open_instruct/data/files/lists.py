@@ -59,7 +59,7 @@ def _edges_of_rows(data: mmap.mmap | bytes) -> array[int]:
     """The start and the end of each row, in turn.
 
     Raises:
-        ValueError: says of the file what is wrong with it.
+        ValueError: the file is no list of rows; the message completes a sentence about it.
     """
     begin = _BEGIN.match(data)
     if begin is None:

@@ -142,7 +142,7 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A hook for `json.loads` that refuses duplicate keys, of which different readers take different values."""
+    """A hook for `json.loads` that refuses duplicate keys, as readers differ in the value that they take."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)

@@ -1,4 +1,4 @@
-"""Attention in rows whose responses share one copy of their prompt; segments.py defines what attends to what.
+"""Attention in rows whose responses share one copy of their prompt; segments.py defines which tokens attend to which.
 
 Legend: T tokens of the row, N tiles taken together, Q query and K key tokens of a tile, H query heads, G key-value
 heads, D features of a head.

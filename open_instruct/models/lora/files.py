@@ -95,7 +95,7 @@ def open_adapter(folder: Path, model: Transformer, names: TensorNames, lora: LoR
     """Views of the file's matrices by OLMo-core's names; nothing is read before it is copied from them.
 
     :param model: on meta; it gets adapters, which define the matrices to find.
-    :raises InputError: the adapter is missing or damaged, is of another model, or is not what the flags say.
+    :raises InputError: the adapter is missing or damaged, is of another model, or does not fit the flags.
     """
     own = vars(lora) | {"lora_target_modules": list(lora.targets)}
     differing = [f"--{name} {spelled(value)}" for name, value in read_settings(folder).items() if own[name] != value]

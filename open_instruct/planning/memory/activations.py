@@ -39,7 +39,7 @@ BLOCKS = (320, 1024, 192)
 # Chunks of the head are alike; from the second on the gradient of the matrix already exists.
 CHUNKS_RECORDED = 2
 
-# What of a block can be checkpointed by itself; "" is the block. A sum keeps nothing, whether it is or not.
+# Modules that can be checkpointed by themselves; "" is the block. A residual sum keeps nothing in any case.
 BLOCK_MODULES = (
     *("", "attention", "attention.q_norm", "attention.k_norm", "attention_norm", "attention_residual_stream"),
     *("feed_forward", "feed_forward_norm", "feed_forward_residual_stream"),

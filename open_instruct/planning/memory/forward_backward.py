@@ -60,10 +60,10 @@ class Passes:
         self.root, self.embeddings, self.one_block = shape.units
         self.looked_up = self.root if shape.is_tied else self.embeddings
         self.reduced_last = self.looked_up if shape.adapters is None else self.one_block
-        # Asked for at every moment.
+        # Sizes that every moment needs.
         self.num_gathered = {unit.name: gathered_params(unit.parameters, layout) for unit in shape.units}
         self.num_reduced = {unit.name: gathered_params(unit.trained, layout) for unit in shape.units}
-        # Whether gradients of an earlier microbatch are there when the worst one runs, and those are whole ones.
+        # Gradients of an earlier microbatch are alive in a later one; `adds_up`: whole ones, not shards.
         self.accumulates = workload.num_microbatches > 1
         self.adds_up = self.accumulates and workload.reduces_last and self.is_sharded
 
@@ -83,8 +83,8 @@ class Passes:
         looked_up = self._cast(self.embeddings) + self._buffer(self.embeddings)
         yield {**held, GATHERED: root + self._buffer(self.root) + looked_up}
         held[TEMPORARIES] = self.stream_bytes
-        # Blocks need the same each, on top of what those before kept: most in the last, or in the last before which as
-        # many are left as are gathered ahead.
+        # Each block needs the same beside the activations that earlier blocks keep. So the peak is in the last block,
+        # or in the last one that still has as many behind it as are gathered ahead.
         for num_ahead in (min(self.workload.gathered_ahead, num_layers - 1), 0):
             kept = self._kept(num_layers - 1 - num_ahead) if keeps else 0
             yield {
@@ -100,7 +100,8 @@ class Passes:
         """The moments of a backward pass: the head, blocks from the last to the first, embeddings and root."""
         root = self._gathered(self.root)
         block, num_layers = self.one_block, self.shape.num_layers
-        # Whole gradients of a unit are freed when the input of its reduce-scatter is made of them; the output is more.
+        # The whole gradients of a unit are freed once they are copied into the input of its reduce-scatter, whose
+        # output comes on top.
         reduced = self._shard(block) if self.adds_up else self._reduced(block)
         prefetched = self._buffer(block) + self._cast(block)
         left_over = self._left_over()
@@ -147,9 +148,9 @@ class Passes:
             unreduced -= self._whole(unit)
 
     def _with_gradients(self, held: Moment, num_blocks: int) -> Moment:
-        """With the reduced gradients of the blocks whose backward has run. An earlier microbatch's are there already.
+        """The held memory with the reduced gradients of the blocks whose backward pass has run.
 
-        Without FSDP there are no others, so the head's is among them.
+        Those of an earlier microbatch are there already. Without FSDP the gradient of the head is among them.
         """
         if self.accumulates:
             return held
@@ -163,7 +164,7 @@ class Passes:
     # Sizes of a unit.
 
     def _gathered(self, unit: Unit) -> int:
-        """Its gathered parameters, as large as the buffer that they are gathered in."""
+        """Bytes of a unit's gathered parameters, which are as large as the buffer that they are gathered in."""
         return self.num_gathered[unit.name] * self.c if self.is_sharded else 0
 
     def _buffer(self, unit: Unit) -> int:
@@ -174,20 +175,20 @@ class Passes:
         return 0 if self.c == MASTER_BYTES else self._reduced(unit) // FLOAT32 * self.c // self.layout.shard_group_size
 
     def _reduced(self, unit: Unit) -> int:
-        """The float32 input of its reduce-scatter."""
+        """Bytes of the float32 input of a unit's reduce-scatter."""
         return self.num_reduced[unit.name] * FLOAT32 if self.is_sharded else 0
 
     def _left_over(self) -> int:
-        """The last reduce-scatter's input of the microbatch before."""
+        """Bytes of the input of the previous microbatch's last reduce-scatter."""
         return self._reduced(self.reduced_last) if self.accumulates and not self.adds_up else 0
 
     def _whole(self, unit: Unit) -> int:
-        """Its gradients as the backward pass makes them: a tensor rank's part of each, without padding."""
+        """Bytes of a unit's gradients from the backward pass: a tensor rank's part of each, without padding."""
         degree = self.layout.tensor_parallel_degree
         return sum(prod(tensor_local_shape(each, degree, 0)) for each in unit.trained) * self.c
 
     def _unreduced(self, num_bytes: int) -> int:
-        """Gradients that wait to be reduced. Without FSDP they are at once where the optimizer reads them."""
+        """Bytes of gradients before their reduction: 0 without FSDP, where the optimizer reads them as they are."""
         return num_bytes if self.is_sharded else 0
 
     def _handed_over(self, num_bytes: int) -> int:
@@ -198,11 +199,11 @@ class Passes:
         return num_bytes * (MASTER_BYTES - self.c) // self.c if self.has_copy and not self.accumulates else 0
 
     def _made_in_place(self, num_bytes: int) -> int:
-        """Without FSDP: gradients of so many bytes, where the optimizer reads them. Others are still to be reduced."""
+        """Bytes of gradients that the optimizer reads without a reduction: all without FSDP, 0 with it."""
         return 0 if self.is_sharded else num_bytes + self._handed_over(num_bytes)
 
     def _shard(self, unit: Unit) -> int:
-        """Its gradients as the optimizer reads them."""
+        """Bytes of a unit's reduced gradients, which the optimizer reads."""
         return sum(local_size(parameter, self.layout).padded for parameter in unit.trained) * MASTER_BYTES
 
 

@@ -151,7 +151,7 @@ class Moments:
         return copied // self.layout.num_replicas if self.workload.copies_checkpoints else 0
 
     def _frozen_bytes(self, frozen: Scoring) -> int:
-        """Sharded as the policy's masters are; on a single device it is only in the dtype that is computed in."""
+        """Bytes of a frozen model: sharded as the policy is; on a single device in --param_dtype alone."""
         shape, num_bytes = frozen.shape, self.workload.compute_bytes
         if self.layout.single_device:
             return shape.num_params * num_bytes
@@ -165,13 +165,13 @@ class Moments:
         return num_pairs * 2 * FLOAT32 * self.workload.with_full_rows().tokens_per_microbatch * self.shape.head_dim
 
     def reference_pass(self) -> Iterator[Moment]:
-        """Over the start weights before training; of more documents where not all of a row are learned."""
+        """Moments of the pass over the start weights before training, which may have more documents than a step."""
         workload = replace(self.workload, tokens_per_microbatch=self.workload.reference_pass_tokens)
         held = self.held(0, is_training=False)
         yield from self.passes_over(workload).forward(held, keeps=False)
 
     def scoring_pass(self) -> Iterator[Moment]:
-        """In a step: before its first update, but for a teacher whose head the policy's multiplies with."""
+        """Moments of forward passes within a step: before its first update, or beside it for a teacher without head."""
         for each in self.workload.scorings:
             passes = Passes(each.shape, self.layout, self.workload) if each.stands_as else self.passes
             runs_head = each.num_values > 0
@@ -195,12 +195,12 @@ class Moments:
         return {TEMPORARIES: FLOAT32 * self.merged_values()} if self.shape.adapters is not None else {}
 
     def merged_values(self) -> int:
-        """Values that merging needs: the first halves, whole, and twice a rank's part of a matrix."""
+        """Values that merging adapters needs: their first matrices, whole, and twice a rank's part of a matrix."""
         whole = sum(half.num_params for half in self.shape.first_halves)
         return whole + 2 * max(local_size(each, self.layout).own for each in self.shape.parameters if each.layer == 0)
 
     def weight_sync(self) -> Moment:
-        """Two buckets: one is filled while another travels; of each a rank has its own part.
+        """Memory of two buckets: one is filled while another travels, and a rank has its own part of each.
 
         Source: `WeightManifest` and `PartBroadcaster`. Over shared memory of the host nothing more is on a GPU; where
         learner and engine share one (ipc), the slots hold whole buckets. Adapters that travel alone are scaled first.

@@ -126,12 +126,12 @@ class Workload:
 
 
 def objective_of(config: TrainingConfig) -> Objective:
-    """The registered objective whose flags these are.
+    """The registered objective of a config.
 
     Raises:
         InputError: there is none.
     """
-    # The most special one, where flags are those of another and some more.
+    # The most derived class first, as a config class may inherit another objective's.
     by_class = {objective.config_class: objective for objective in map(objective_named, OBJECTIVES)}
     for kind in type(config).__mro__:
         if kind in by_class:
@@ -223,12 +223,12 @@ def _reference_moves(config: TrainingConfig, objective: Objective) -> bool:
 def _row_scorings(config: TrainingConfig, objective: Objective, shape: ModelShape) -> Iterator[Scoring]:
     loss, teacher = objective.bind(config), objective.teacher(config)
     has_documents_not_learned = 0 < (objective.documents_learned or 0) < objective.rows_of(config).documents_per_row
-    # A loss that prepares a step looks at its documents, or else at those of the row that are not learned.
+    # A loss with a preparation scores all documents of a step, or only those that are not learned.
     if loss.prepare is not None and (loss.looks_at is None or has_documents_not_learned):
         yield Scoring(shape=shape, num_values=1 + loss.with_entropy)
     if _reference_moves(config, objective):
         yield Scoring(shape=shape, stands_as=REFERENCE, moves=True)
-    # A teacher of whose distributions only the largest values are kept is gone before the first step.
+    # A teacher whose top-k distributions are stored is freed before the first step.
     if teacher is not None and teacher.keep is None:
         stands_as = "" if _is_own_teacher(config, teacher.model_name_or_path) else TEACHER
         yield Scoring(shape=model_shape(teacher.model_name_or_path), stands_as=stands_as, num_values=0)
