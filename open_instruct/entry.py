@@ -41,7 +41,7 @@ from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks, world_of
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
-from open_instruct.report.closing import say_what_happened
+from open_instruct.report.closing import print_results
 from open_instruct.run import run_lock
 from open_instruct.run.run_directory import exported_by
 from open_instruct.run.signals import set_handler
@@ -115,13 +115,13 @@ def run_entry(
             look(config)
             if num_ranks is None or script is None:
                 if _rank() == 0:
-                    _tell(*(f"{program}: warning: {warning}" for warning in warnings))
+                    _print_to_stderr(*(f"{program}: warning: {warning}" for warning in warnings))
                     if unneeded:
-                        _tell(f"{program}: not needed here, and left out: {'; '.join(unneeded)}")
+                        _print_to_stderr(f"{program}: not needed here, and left out: {'; '.join(unneeded)}")
                 return _walked(main, config)
-            code, untold = start_ranks(script[0], [*script[1], *words], num_ranks, typed=program)
-            if untold:
-                _tell(f"{program}: {untold}. {_way_on(log_file)}")
+            code, message = start_ranks(script[0], [*script[1], *words], num_ranks, typed=program)
+            if message:
+                _print_to_stderr(f"{program}: {message}. {_way_on(log_file)}")
             return code
 
         return run_to_exit_code(start, program=program, log_file=log_file)
@@ -133,7 +133,7 @@ def _refuse(program: str, error: InputError) -> int:
     asking = f"python {sys.argv[0]}" if Path(sys.argv[0]).name == program else program
     lines = (f"{program}: {error}", f"Nothing was started. `{asking} --help` lists every flag.")
     # Every rank has the same words, so none can be the only one that knows.
-    _tell_of_failure(*lines, known_to_all=True)
+    _report_failure(*lines, known_to_all=True)
     return EXIT_INPUT
 
 
@@ -160,7 +160,7 @@ def _walked(main: Callable[[ConfigT], int], config: ConfigT) -> int:
     began_s = time.monotonic()
     code = main(config)
     if code == 0 and _rank() == 0:
-        say_what_happened(config, took_s=time.monotonic() - began_s)
+        print_results(config, took_s=time.monotonic() - began_s)
         if config.run.push_to_hub:
             print(upload(config.run, exported_by(config)))
     return code
@@ -182,15 +182,15 @@ def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | N
     """
     # Without any handler Python prints the warnings of every library; the run's own log comes later.
     logging.getLogger().addHandler(logging.NullHandler())
-    teller = _Teller(program, log_file)
-    peers.on_loss = teller.end_for_loss
+    reporter = _ErrorReporter(program, log_file)
+    peers.on_loss = reporter.end_for_loss
     peers.watch_launcher()
     with _signals_raise():
         try:
             return run()
         except BrokenPipeError as error:
             if log_file is not None or sys.stdout.closed:
-                return teller.tell(error)
+                return reporter.report(error)
             # `| head` has closed the pipe: the rest of the buffer has nowhere to go.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -199,7 +199,7 @@ def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | N
                 # The launcher ends the other ranks once this one ends: first print the reason.
                 set_handler(signal.SIGTERM, signal.SIG_IGN)
                 set_handler(signal.SIGHUP, signal.SIG_IGN)
-                return teller.tell(error)
+                return reporter.report(error)
 
 
 @contextmanager
@@ -233,33 +233,33 @@ def _raise_stop(number: int, frame: FrameType | None) -> NoReturn:
     raise peers.stop
 
 
-class _Teller:
+class _ErrorReporter:
     """Turns the error that ended a run into a message on stderr and an exit code."""
 
     def __init__(self, program: str, log_file: Path | None) -> None:
         self.program = program
         self.log_file = log_file
 
-    def tell(self, error: BaseException) -> int:
+    def report(self, error: BaseException) -> int:
         error = peers.stop or error  # a library may have wrapped a stop in an error of its own
         is_stop = isinstance(error, Terminated | KeyboardInterrupt | SystemExit)
         if not isinstance(error, InputError) and (loss := peers.explanation(error) or (is_stop and peers.loss_now())):
-            self._tell_of_others(error, *loss)
+            self._report_lost_ranks(error, *loss)
             return EXIT_FAILURE
         if is_stop:
-            return self._tell_of_stop(error)
+            return self._report_stop(error)
         if isinstance(error, InputError | RunError):
-            _tell_of_failure(f"{self.program}: {error}")
+            _report_failure(f"{self.program}: {error}")
             return EXIT_INPUT if isinstance(error, InputError) else EXIT_FAILURE
         if is_full_disk(error):
             _record_traceback(self.log_file, error, to_stderr=False)
             where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
             full = f"{self.program}: the disk is full{where}, while {peers.activity()}: make room."
-            _tell_of_failure(f"{full} {_way_on(self.log_file)}")
+            _report_failure(f"{full} {_way_on(self.log_file)}")
             return EXIT_FAILURE
         where = _record_traceback(self.log_file, error)
         summary = " ".join(f"{type(error).__name__}: {error}".split())
-        _tell_of_failure(
+        _report_failure(
             f"{self.program} failed: {summary}{peers.whereabouts(error)}",
             f"The traceback is {where}. {_advice(error)}{_way_on(self.log_file)}",
         )
@@ -269,27 +269,27 @@ class _Teller:
         """End the run from a watching thread, as the main one may wait for ever; no message if `words` is empty."""
         if _last_words.acquire(blocking=False):  # else the main thread ends it
             if words:
-                self._say_loss(words)
+                self._report_loss(words)
             leave(EXIT_FAILURE)
 
-    def _say_loss(self, words: str) -> None:
+    def _report_loss(self, words: str) -> None:
         line = f"{self.program}: {words}. {_way_on(self.log_file)}"
         peers.leave(line)
-        _tell(line)
-        _tell_launcher(line)
+        _print_to_stderr(line)
+        _write_for_launcher(line)
 
-    def _tell_of_others(self, error: BaseException, words: str, is_mine_to_say: bool) -> None:
+    def _report_lost_ranks(self, error: BaseException, words: str, is_mine_to_report: bool) -> None:
         _record_traceback(self.log_file, error, to_stderr=False)
-        if is_mine_to_say and words.startswith("[rank"):
-            _tell(words)  # which has said everything, and had no time to say it aloud
-            _tell_launcher(words)
-        elif is_mine_to_say:
-            self._say_loss(words)
+        if is_mine_to_report and words.startswith("[rank"):
+            _print_to_stderr(words)  # which has said everything, and had no time to say it aloud
+            _write_for_launcher(words)
+        elif is_mine_to_report:
+            self._report_loss(words)
         else:
             peers.leave(words)
             time.sleep(OTHER_RANKS_WAIT_S)
 
-    def _tell_of_stop(self, error: BaseException) -> int:
+    def _report_stop(self, error: BaseException) -> int:
         # Ray, while it starts, makes an exit of SIGTERM.
         if isinstance(error, SystemExit) and error.code != signal.SIGTERM:
             raise error
@@ -298,7 +298,7 @@ class _Teller:
         line = f"{self.program}: {name} while {peers.activity()}. {_way_on(self.log_file)}"
         peers.leave(line)
         if _rank() == 0:
-            _tell(line)
+            _print_to_stderr(line)
         return EXIT_OF_SIGNAL[by]
 
 
@@ -322,13 +322,13 @@ def _rank() -> int:
     return int(word) if word.isdecimal() else 0
 
 
-def _tell(*lines: str) -> None:
+def _print_to_stderr(*lines: str) -> None:
     with suppress(OSError):  # stderr may lie on the full disk, or its reader be gone
         for line in lines:
             print(escaped(line, "\n\t"), file=sys.stderr, flush=True)
 
 
-def _tell_of_failure(*lines: str, known_to_all: bool = False) -> None:
+def _report_failure(*lines: str, known_to_all: bool = False) -> None:
     rank = _rank()
     peers.leave(" ".join(lines))
     if rank > 0:
@@ -338,11 +338,11 @@ def _tell_of_failure(*lines: str, known_to_all: bool = False) -> None:
         if known_to_all:
             return
         lines = tuple(f"[rank {rank}] {line}" for line in lines)
-    _tell(*lines)
-    _tell_launcher("\n".join(lines))
+    _print_to_stderr(*lines)
+    _write_for_launcher("\n".join(lines))
 
 
-def _tell_launcher(message: str) -> None:
+def _write_for_launcher(message: str) -> None:
     if error_file := os.environ.get(LAUNCHER_ERROR_FILE):
         failure = {"message": escaped(message, "\n\t"), "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
@@ -361,7 +361,7 @@ def _record_traceback(log_file: Path | None, error: BaseException, *, to_stderr:
         else:
             return f"in {log_file}"
     if to_stderr:
-        _tell(text.rstrip("\n"))
+        _print_to_stderr(text.rstrip("\n"))
     return "above"
 
 

@@ -42,10 +42,10 @@ def _wandb_may_log_in(environ: Mapping[str, str]) -> bool:
         return True
     # A settings file can hold a key, a mode or another server.
     folders = environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", f"{environ.get('WANDB_DIR') or '.'}/wandb"
-    return any((Path(each).expanduser() / "settings").is_file() for each in folders) or _netrc_knows_wandb(environ)
+    return any((Path(each).expanduser() / "settings").is_file() for each in folders) or _netrc_has_wandb(environ)
 
 
-def _netrc_knows_wandb(environ: Mapping[str, str]) -> bool:
+def _netrc_has_wandb(environ: Mapping[str, str]) -> bool:
     host = urlsplit(environ.get("WANDB_BASE_URL") or WANDB_URL).netloc
     named = environ.get("NETRC")
     paths = [named] if named else ["~/.netrc", "~/_netrc"]

@@ -152,8 +152,8 @@ class ChatFormat:
             raise self._refusal(f"writes {len(text):,} characters")
         return text
 
-    def _refusal(self, what_it_does: str) -> MalformedRow:
-        return MalformedRow("template", f"{self.template.name} chat template {what_it_does}")
+    def _refusal(self, problem: str) -> MalformedRow:
+        return MalformedRow("template", f"{self.template.name} chat template {problem}")
 
     def ends_turn(self, reply_text: str) -> bool:
         """Whether a rendered reply ends in one of the tokenizer's special tokens."""

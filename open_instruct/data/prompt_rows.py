@@ -40,7 +40,7 @@ def parse_prompt_row(
         MalformedRow: with the kind and the reason.
     """
     for key in ENVIRONMENT_KEYS:
-        if _says_something(row.get(key)):
+        if _has_content(row.get(key)):
             raise MalformedRow(
                 "environment",
                 f"{key!r} says what answers a reply, and nothing does yet: a completion is one turn, which 'dataset' "
@@ -54,9 +54,9 @@ def parse_prompt_row(
     return messages, _checks(row, list(judges) if names is None else names, known_verifiers, remapped)
 
 
-def _says_something(value: Any) -> bool:
+def _has_content(value: Any) -> bool:
     if isinstance(value, Mapping | list):
-        return any(map(_says_something, value.values() if isinstance(value, Mapping) else value))
+        return any(map(_has_content, value.values() if isinstance(value, Mapping) else value))
     return value not in (None, "", "[]", "{}", "null")
 
 

@@ -53,7 +53,7 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
     refuse([*limit_problems(loss), *idle_problems(loss), *loss_problems(loss)])
     known = [PREFERENCE_LOSSES[name] for name in loss.names]
     starts_alike = all(each.needs_reference and each.knows_first_loss for each in known)
-    sees_others = any(each.needs_global_batch for each in known)
+    needs_other_pairs = any(each.needs_global_batch for each in known)
 
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         outputs = preference_loss(loss, preference_inputs(scores, batch, ld_alpha=loss.ld_alpha))
@@ -61,7 +61,7 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
 
     return BoundLoss(
         function=function,
-        prepare=partial(with_matched_pairs, ld_alpha=loss.ld_alpha) if sees_others else None,
+        prepare=partial(with_matched_pairs, ld_alpha=loss.ld_alpha) if needs_other_pairs else None,
         with_collisions=loss.weight_alignment,
         ld_alpha=loss.ld_alpha,
         first_loss=(lambda counts: first_loss(loss)) if starts_alike else None,

@@ -20,7 +20,7 @@ from open_instruct.wording import counted
 NUM_HELD_OUT = 3  # the first ones in the table of metrics, which say most about the objective
 
 
-def say_what_happened(config: LearnerConfig, *, took_s: float) -> None:
+def print_results(config: LearnerConfig, *, took_s: float) -> None:
     """Print the end of a run in a frame on a terminal, and in plain lines elsewhere; nothing without a model."""
     directory = RunDirectory(path=Path(config.run.output_dir))
     model = exported_by(config)

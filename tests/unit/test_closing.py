@@ -10,7 +10,7 @@ import pytest
 
 from open_instruct.config.parser import parse
 from open_instruct.objectives.dpo import DPOConfig
-from open_instruct.report.closing import say_what_happened
+from open_instruct.report.closing import print_results
 
 
 def finished(folder: Path, **architectures: Any) -> DPOConfig:
@@ -28,7 +28,7 @@ def test_it_has_what_was_learned_and_what_to_do_next(tmp_path: Path, capsys: pyt
     config = finished(folder, architectures=["Olmo2ForCausalLM"])
     evaluations = [{"step": step, "eval/preference_accuracy": step / 4} for step in (0, 2)]
     (folder / "eval.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in evaluations))
-    say_what_happened(config, took_s=130)
+    print_results(config, took_s=130)
     assert capsys.readouterr().out.splitlines() == [
         "2 steps: loss 0.7 -> 0.25, rewards/margin 0 -> 1",
         "held out: preference_accuracy 0 -> 0.5",
@@ -40,7 +40,7 @@ def test_it_has_what_was_learned_and_what_to_do_next(tmp_path: Path, capsys: pyt
 
 
 def test_a_judge_is_not_talked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    say_what_happened(finished(tmp_path / "out", architectures=["Olmo2ForSequenceClassification"]), took_s=7200)
+    print_results(finished(tmp_path / "out", architectures=["Olmo2ForSequenceClassification"]), took_s=7200)
     said = capsys.readouterr().out
     assert f"score: open-instruct score {tmp_path}/out/hf_model FILE" in said and "chat" not in said
     assert "time: 2.0 h" in said
@@ -49,5 +49,5 @@ def test_a_judge_is_not_talked_to(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_run_without_a_model_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = finished(tmp_path / "out")
     (tmp_path / "out" / "metrics.jsonl").unlink()
-    say_what_happened(config, took_s=1)
+    print_results(config, took_s=1)
     assert capsys.readouterr().out == ""

@@ -32,7 +32,7 @@ def refuse_unfit(version: str | None) -> None:
         raise InputError(f"--backend deepspeed: the package deepspeed is not installed; {remedy}")
     if Version(version) not in WANTED:
         # Compared as versions, since the string 0.9.5 would be newer than 0.16.4.
-        lacks = "".join(f"; {lack}" for those, lack in LACKING.items() if those.contains(version, prereleases=True))
+        lacks = "".join(f"; {lack}" for old, lack in LACKING.items() if old.contains(version, prereleases=True))
         raise InputError(
             f"--backend deepspeed: deepspeed {version} is installed, and {WANTED} is needed{lacks}; {remedy}"
         )
