@@ -1,0 +1,1 @@
+"""What `grpo_vs_trl.py` runs."""

@@ -1,0 +1,1 @@
+"""The processes of a weight sync, and what is measured in them."""
