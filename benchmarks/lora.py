@@ -18,7 +18,6 @@ more than 2% of the model's bytes.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from argparse import Namespace
@@ -26,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.processes import read_numbers
 from harness.program import end, parser_of
 from harness.training import run_timed_dpo, run_trl
 from harness.trl_environment import DEFAULT_VENV, beside, our_version, trl_python
@@ -107,7 +107,7 @@ def run_ours(args: Namespace, model: Path, rows: Path, out: Path, flags: Sequenc
 
 def run_theirs(args: Namespace, python: Path, model: Path, rows: Path, out: Path) -> Run:
     losses = run_trl(args, python, model, rows, out, more=["--lora_r", RANK]).losses
-    told = json.loads((out / "rank0.json").read_text())
+    (told,) = read_numbers(out, args.ranks)
     stamps_s = told["processor_stamps"]
     return Run(
         tokens_per_second=sum(told["num_tokens"][1:]) / (stamps_s[-1] - stamps_s[0]),

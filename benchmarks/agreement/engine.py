@@ -81,7 +81,7 @@ def serve(connection: Connection, settings: EngineSettings) -> None:
 
     host = EngineHost()
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", **engine_environment(on_cuda=False)}
-    host.construct(environment, settings, meeting_address="127.0.0.1")
+    host.construct(0, environment, settings, meeting_address="127.0.0.1")
     connection.send((None, None))
     while True:
         try:
