@@ -10,24 +10,24 @@ others. The last save is waited for either way and is in neither. Ends with code
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
-from trl_environment import torchrun
+from harness import REPOSITORY
+from harness.processes import read_metrics, torchrun
+from harness.program import parser_of
 
 from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import SIZES, write_tiny_model
 
-PROGRAM = Path(__file__).resolve().parents[1] / "open_instruct" / "dpo.py"
+PROGRAM = REPOSITORY / "open_instruct" / "dpo.py"
 MOST = 0.1
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--size", choices=SIZES, default="base")
     parser.add_argument("--num_ranks", type=int, default=2)
     parser.add_argument("--num_saves", type=int, default=4, help="of each run that are timed")
@@ -48,9 +48,8 @@ def main() -> int:
                 *("--gradient_accumulation_steps", 1, "--per_device_train_batch_size", 1),
             ]
             torchrun(sys.executable, args.num_ranks, PROGRAM, flags)
-            metrics = [json.loads(line) for line in (folder / mode / "metrics.jsonl").read_text().splitlines()]
             # What a save took stands in the rows of the steps after it.
-            of_rows = [row["time/checkpoint"] for row in metrics[args.interval :]]
+            of_rows = [row["time/checkpoint"] for row in read_metrics(folder / mode)[args.interval :]]
             held_up_s[mode] = [sum(of_rows[at : at + args.interval]) for at in range(0, len(of_rows), args.interval)]
     waits, thread = (median(held_up_s[mode][1:]) for mode in ("off", "on"))
     print(f"the training waits   {waits:7.3f} s a checkpoint, the first {held_up_s['off'][0]:.3f} s")

@@ -12,19 +12,21 @@ TRL has an environment of its own and DeepSpeed beside it, both made on the firs
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import tempfile
 from argparse import Namespace
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from dpo_vs_trl import REPOSITORY, arguments, ours_of, run_trl
-from trl_environment import beside, our_version, torchrun, trl_python
+from harness.against_trl import arguments, write_pairs
+from harness.processes import read_numbers
+from harness.program import print_ratio
+from harness.rounds import in_turns
+from harness.training import our_speed, run_timed_dpo, run_trl
+from harness.trl_environment import beside, our_version, trl_python
 
-from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import write_tiny_model
 
 DEEPSPEED = (our_version("deepspeed"), "hjson", "ninja", "py-cpuinfo", "msgpack", "einops", "psutil")
@@ -47,47 +49,42 @@ class Run:
 
 
 def main() -> None:
-    args = arguments(__doc__, "preference pairs")
-    args.sharded = True
+    args = arguments(__doc__, "preference pairs", always_sharded=True)
     python = trl_python(args.trl_venv)
     path = beside(python, "trl_deepspeed", [*DEEPSPEED])
     with tempfile.TemporaryDirectory(prefix="backends_") as name:
         folder = Path(name)
         model = write_tiny_model(folder / "model", family="olmo2", size=args.size, vocab_size=args.vocab_size)
-        rows = args.rows or folder / "rows.jsonl"
-        if args.rows is None:
-            write_synthetic_preferences(rows, num_rows=512, seed=0)
-        runs: dict[str, list[Run]] = {name: [] for name in (*OURS, THEIRS)}
-        for number in range(args.num_rounds):
-            for name, flags in OURS.items():
-                runs[name].append(run_one(args, model, rows, folder / f"{name}_{number}", flags))
-                say(name, runs[name][-1])
+        rows = args.rows or write_pairs(folder / "rows.jsonl")
+
+        def ours(backend: str, number: int) -> Run:
+            return run_one(args, model, rows, folder / f"{backend}_{number}", OURS[backend])
+
+        def theirs(number: int) -> Run:
             os.environ["PYTHONPATH"] = str(path)
-            runs[THEIRS].append(run_theirs(args, python, model, rows, folder / f"trl_{number}"))
+            run = run_theirs(args, python, model, rows, folder / f"trl_{number}")
             del os.environ["PYTHONPATH"]
-            say(THEIRS, runs[THEIRS][-1])
-        report(runs)
+            return run
+
+        ways = {**{backend: partial(ours, backend) for backend in OURS}, THEIRS: theirs}
+        report(in_turns(ways, num_rounds=args.num_rounds, say=say))
 
 
 def run_one(args: Namespace, model: Path, rows: Path, out: Path, flags: list[str]) -> Run:
-    out.mkdir()
-    ours = [*ours_of(args, model, rows, out / "run", "dpo"), "--packing", *flags]
-    torchrun(sys.executable, args.ranks, REPOSITORY / "benchmarks" / "timed_dpo.py", [out, *ours])
-    metrics = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
-    seconds = json.loads((out / "times.json").read_text())
-    timed = metrics[args.num_warmup_steps :]
+    metrics, seconds = run_timed_dpo(args, model, rows, out, flags)
+    speed = our_speed(args, metrics)
     return Run(
-        tokens_per_second=statistics.median(row["tokens_per_second"] for row in timed),
+        tokens_per_second=speed.tokens_per_second,
         peak_gib=max(row["peak_memory_gib"] for row in metrics),
         load_s=seconds["build_backend"],
         export_s=seconds["export_hf"],
-        losses=[row["loss"] for row in metrics],
+        losses=speed.losses,
     )
 
 
 def run_theirs(args: Namespace, python: Path, model: Path, rows: Path, out: Path) -> Run:
     speed = run_trl(args, python, model, rows, out, more=["--zero_stage", 2])
-    ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(args.ranks)]
+    ranks = read_numbers(out, args.ranks)
     return Run(
         tokens_per_second=speed.tokens_per_second,
         peak_gib=max(rank["peak_gib"] for rank in ranks),
@@ -97,7 +94,7 @@ def run_theirs(args: Namespace, python: Path, model: Path, rows: Path, out: Path
     )
 
 
-def say(name: str, run: Run) -> None:
+def say(_: int, name: str, run: Run) -> None:
     print(f"{name:12} {run.tokens_per_second:9,.0f} tokens/s", flush=True)
 
 
@@ -117,7 +114,7 @@ def report(runs: dict[str, list[Run]]) -> None:
             f"{median(name, 'peak_gib'):>10.2f}{median(name, 'load_s'):>8.1f}{median(name, 'export_s'):>10.1f}"
             f"  {losses[0]:.4f} -> {statistics.mean(losses[-3:]):.4f}"
         )
-    print(f"ratio, ours to TRL on ZeRO-2: {median(AGAINST, 'tokens_per_second') / theirs:.2f}x")
+    print_ratio("ours to TRL on ZeRO-2", median(AGAINST, "tokens_per_second") / theirs)
 
 
 if __name__ == "__main__":

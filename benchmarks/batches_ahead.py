@@ -9,17 +9,13 @@ The device is a stand-in: it sleeps for --device_s a step. Steps are of packed p
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from harness.program import parser_of
 
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.rows.sample_loader import SampleLoader
@@ -57,7 +53,7 @@ def waited_s(steps: Iterable[StepBatch], device_s: float) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--device_s", type=float, default=1.0)

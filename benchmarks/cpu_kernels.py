@@ -8,12 +8,13 @@ take turns, so other work on the machine disturbs it little; what is taken in a 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from harness.program import parser_of
+from harness.rounds import in_turns
 
 from open_instruct.models.attention import blocks
 from open_instruct.models.attention.attention import attend_by_document
@@ -31,7 +32,7 @@ TOKENS, LAYERS = (512, 1024, 2048, 4096), ((192, 192), (192, 64), (192, 512), (5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
@@ -81,13 +82,17 @@ def report(
     rounds: int,
     is_taken: bool,
 ) -> None:
-    least_s = dict.fromkeys(ways, float("inf"))
-    for _ in range(rounds):
-        for way, function in ways.items():
+    def timed(function: Callable[[], torch.Tensor]) -> Callable[[int], float]:
+        def seconds(_: int) -> float:
             began_s = time.thread_time()
             output = function()
             torch.autograd.grad(output, inputs, torch.ones_like(output))
-            least_s[way] = min(least_s[way], time.thread_time() - began_s)
+            return time.thread_time() - began_s
+
+        return seconds
+
+    turns = in_turns({way: timed(function) for way, function in ways.items()}, num_rounds=rounds)
+    least_s = {way: min(seconds) for way, seconds in turns.items()}
     theirs, ours = least_s
     print(
         f"{name:48} {theirs} {1e3 * least_s[theirs]:7.2f} ms   {ours} {1e3 * least_s[ours]:7.2f} ms   "

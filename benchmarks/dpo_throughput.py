@@ -12,7 +12,6 @@ What activation checkpointing computes again does not count; what sharing prompt
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -20,11 +19,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[0:1] = [str(REPOSITORY), str(REPOSITORY / "benchmarks")]
-
 from gpu_check.devices import peak_flops
 from gpu_check.runner import check_environment
+from harness.program import parser_of
 
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.preference_rows import PreferenceBuilder
@@ -38,7 +35,7 @@ GOAL_MFU = 0.45
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--size", choices=SIZES, default="olmo2-1b")
     parser.add_argument("--rows", type=Path, help="preference pairs (.jsonl); default: 512 made-up ones")
     parser.add_argument("--max_seq_length", type=int, default=2048)

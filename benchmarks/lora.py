@@ -18,21 +18,19 @@ more than 2% of the model's bytes.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpo_vs_trl import REPOSITORY, ours_of, run_trl
-from trl_environment import DEFAULT_VENV, beside, our_version, torchrun, trl_python
+from harness.processes import read_numbers
+from harness.program import end, parser_of
+from harness.training import run_timed_dpo, run_trl
+from harness.trl_environment import DEFAULT_VENV, beside, our_version, trl_python
+from sync_runs.measure import Sync, measure
 
-sys.path.insert(0, str(REPOSITORY))
-
-from benchmarks.weight_sync import measure
 from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import write_tiny_model
 
@@ -52,7 +50,7 @@ class Run:
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", default=["train", "sync"], choices=["train", "sync"])
     parser.add_argument("--size", default="base", choices=["mini", "small", "base"], help="4M, 50M or 500M parameters")
     parser.add_argument("--batch", type=int, default=4, help="pairs a microbatch")
@@ -62,9 +60,7 @@ def main() -> None:
     parser.add_argument("--num_syncs", type=int, default=7)
     parser.add_argument("--trl_venv", type=Path, default=DEFAULT_VENV)
     args = parser.parse_args()
-    missed = [problem for part in args.parts for problem in {"train": train, "sync": sync}[part](args)]
-    if missed:
-        sys.exit("\n".join(missed))
+    end([problem for part in args.parts for problem in {"train": train, "sync": sync}[part](args)])
 
 
 def train(args: Namespace) -> list[str]:
@@ -99,11 +95,8 @@ def train(args: Namespace) -> list[str]:
 
 
 def run_ours(args: Namespace, model: Path, rows: Path, out: Path, flags: Sequence[str]) -> Run:
-    out.mkdir()
-    words = [*ours_of(args, model, rows, out / "run", "dpo"), "--packing", *flags]
-    torchrun(sys.executable, 1, REPOSITORY / "benchmarks" / "timed_dpo.py", [out, *words])
-    metrics = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
-    stamps_s = json.loads((out / "times.json").read_text())["processor_stamps"]
+    metrics, times = run_timed_dpo(args, model, rows, out, flags)
+    stamps_s = times["processor_stamps"]
     num_tokens = metrics[-1]["num_tokens"] - metrics[0]["num_tokens"]  # counted from the start of the run
     return Run(
         tokens_per_second=num_tokens / (stamps_s[-1] - stamps_s[0]),
@@ -114,7 +107,7 @@ def run_ours(args: Namespace, model: Path, rows: Path, out: Path, flags: Sequenc
 
 def run_theirs(args: Namespace, python: Path, model: Path, rows: Path, out: Path) -> Run:
     losses = run_trl(args, python, model, rows, out, more=["--lora_r", RANK]).losses
-    told = json.loads((out / "rank0.json").read_text())
+    (told,) = read_numbers(out, args.ranks)
     stamps_s = told["processor_stamps"]
     return Run(
         tokens_per_second=sum(told["num_tokens"][1:]) / (stamps_s[-1] - stamps_s[0]),
@@ -136,7 +129,10 @@ def sync(args: Namespace) -> list[str]:
     for way in ("shm", "gloo"):
         plain = 0.0
         for lora_sync in ("plain", "merged", "adapter"):
-            result = measure(way, args.size, "bfloat16", args.num_syncs, lora_sync)
+            settings = Sync(
+                backend=way, size=args.size, dtype="bfloat16", num_syncs=args.num_syncs, lora_sync=lora_sync
+            )
+            result = measure(settings)
             megabytes = result["num_bytes"] / 1e6
             plain = plain or megabytes
             share = megabytes / plain

@@ -21,7 +21,6 @@ and tracker differ by more than 5%, or prediction and measurement by more than 1
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -31,21 +30,14 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[0] = str(REPOSITORY)
+from harness import REPOSITORY
+from harness.memory import ALLOCATOR, MIB, memory_bytes
+from harness.program import parser_of
 
 from benchmarks.memory_runs.cases import CASES, Case, predicted
 
-MIB = 2**20
 SAMPLE_EVERY_S = 0.001
 TRACKED_WITHIN, MEASURED_WITHIN = 0.05, 0.10
-ALLOCATOR = {
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MALLOC_TOP_PAD_": "0",
-    "MALLOC_ARENA_MAX": "1",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def tracked(case: Case) -> int:
@@ -66,7 +58,7 @@ def measured(case: Case) -> int:
         rank = ["-m", "benchmarks.memory_runs.measured", json.dumps(asdict(case)), scratch]
         command = [sys.executable, "-m", *torchrun, *rank]
         with open(folder / "log", "w") as log:
-            environment = {**os.environ, **ALLOCATOR}
+            environment = {**os.environ, **ALLOCATOR, "OMP_NUM_THREADS": "1"}
             running = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=REPOSITORY)
             samples = []
             while running.poll() is None and not (folder / "done-0").exists():
@@ -82,14 +74,13 @@ def measured(case: Case) -> int:
 
 def _anonymous_bytes(pid: str) -> int:
     try:
-        with open(f"/proc/{pid}/status") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-    except (OSError, StopIteration):
+        return memory_bytes("RssAnon", pid=pid)[0]
+    except (OSError, KeyError):  # it has ended
         return 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="default: all")
     parser.add_argument("--no_measured", action="store_true", help="leave out the real runs")
     parser.add_argument("--no_tracked", action="store_true", help="leave out the tracker")

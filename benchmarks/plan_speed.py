@@ -8,14 +8,14 @@ Each number is of a process of its own, from its start to its end. Exit code 1 b
 
 from __future__ import annotations
 
-import argparse
 import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from harness import REPOSITORY
+from harness.program import parser_of
+
 PLAN_BOUND_S, RANKING_BOUND_S, MEMORY_BOUND_GIB = 10.0, 30.0, 4.0
 
 IMPORTS = """
@@ -33,7 +33,7 @@ BOUNDS_S = {"one plan": PLAN_BOUND_S, "all layouts ranked": RANKING_BOUND_S}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="allenai/OLMo-2-0325-32B", help="a public model, or a config.json")
     parser.add_argument("--num_nodes", type=int, default=128)
     parser.add_argument("--gpus_per_node", type=int, default=8)

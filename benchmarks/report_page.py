@@ -5,7 +5,6 @@ python benchmarks/report_page.py --num_rollouts 10240 --mean_tokens 340
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -14,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from harness.program import parser_of
 
 from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
@@ -29,7 +28,7 @@ LETTERS = "abcdefghijklmno "
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--num_rollouts", type=int, default=10_240)
     parser.add_argument("--mean_tokens", type=int, default=340)
     args = parser.parse_args()

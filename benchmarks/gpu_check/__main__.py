@@ -22,7 +22,8 @@ from pathlib import Path
 sys.path[0:1] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 from gpu_check.listed import CHECKS
-from gpu_check.runner import FAILED, PASSED, Outcome, check_command, check_environment, run_all
+from gpu_check.outcomes import FAILED, PASSED, Outcome
+from gpu_check.runner import check_command, check_environment, run_all
 
 # Imported, because a package may be there and one that it needs may not. Neither ray nor vllm is needed.
 NEEDED = ("numpy", "jinja2", "torch", "transformers", "safetensors", "olmo_core.train", "open_instruct.train", "pytest")

@@ -12,8 +12,7 @@ from typing import Any, TextIO
 from unittest import mock
 
 import torch
-
-from gpu_check.runner import REPOSITORY
+from harness import REPOSITORY
 
 WARNED = "synchronizing CUDA operation"
 """What PyTorch's warning says, under `torch.cuda.set_sync_debug_mode("warn")`."""

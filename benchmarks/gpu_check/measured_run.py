@@ -11,74 +11,26 @@ the compiler warned of), `waits` (see --waits_in_step).
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import logging
 import resource
 import sys
-import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from olmo_core.train.callbacks import Callback
 
-from gpu_check.devices import GIB, wait
-from gpu_check.host_waits import counted_host_waits
+from gpu_check.compiler import Listening
+from gpu_check.devices import GIB
+from gpu_check.step_meter import Enough, StepMeter
 from open_instruct.config.parser import parse
-from open_instruct.learner.backend import Backend
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel.process import stop_process
 from open_instruct.planning.memory.phases import CUDA, memory_by_phase
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.train import train
-
-
-class Enough(Exception):
-    """The steps that were to be measured are over."""
-
-
-@dataclass
-class StepMeter(Callback):
-    """Times the steps, counts the host's waits in one of them, and ends the run after `num_steps`."""
-
-    num_steps: int
-    waits_in_step: int | None
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    most_tokens: int = 0
-    waits: Counter[str] = field(default_factory=Counter)
-    versions: dict[str, int] = field(default_factory=dict)
-    _held: ExitStack = field(default_factory=ExitStack)
-    _began_s: float = 0.0
-
-    def pre_load_batch(self) -> None:
-        if self.step + 1 == self.waits_in_step:
-            self.waits = self._held.enter_context(counted_host_waits(on_cuda=self._device.type == "cuda"))
-        self._began_s = time.perf_counter()
-
-    def pre_step(self, batch: dict[str, Any]) -> None:
-        if self.step > self.num_steps:  # not before: only now the metrics of the last one are written
-            raise Enough
-        self.tokens.append(sum(update.counts["tokens"] for update in batch["updates"]))
-        rows = (each.packed.input_ids_BT for update in batch["updates"] for each in update.microbatches)
-        self.most_tokens = max(self.most_tokens, *(row.numel() for row in rows))
-
-    def post_step(self) -> None:
-        self._held.close()
-        wait(self._device)
-        self.seconds.append(time.perf_counter() - self._began_s)
-        if self.step == self.num_steps:
-            self.versions = compiled_versions(cast(Backend, self.trainer.train_module).model)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.trainer.device
 
 
 def measured(
@@ -128,41 +80,6 @@ def planned_bytes(objective_name: str, words: list[str], *, num_tokens: int, on_
     setting = plan.setting
     phases = memory_by_phase(setting.backend.moments(setting.shape, plan.layout, met))
     return max(phase.total_bytes - dict(phase.parts).get(CUDA, 0) for phase in phases)
-
-
-def compiled_versions(model: Any) -> dict[str, int]:
-    """How many versions the compiler keeps of a block's forward pass and of the head's; 0 where it is not compiled."""
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    def versions(functions: Iterable[Any]) -> int:
-        plain = (inspect.unwrap(function) for function in functions)
-        return sum(len(_debug_get_cache_entry_list(function.__code__)) for function in plain)
-
-    def forwards(module: torch.nn.Module) -> Iterator[Any]:
-        return (
-            vars(kind)["forward"]
-            for kind in type(module).__mro__[: -len(torch.nn.Module.__mro__)]
-            if "forward" in vars(kind)
-        )
-
-    head = model.lm_head
-    # Of the head it may be functions beside its class that are compiled.
-    beside = [value for value in vars(sys.modules[type(head).__module__]).values() if inspect.isfunction(value)]
-    return {
-        "block": versions(forwards(next(iter(model.blocks.values())))),
-        "head": versions([*forwards(head), *beside]),
-    }
-
-
-class Listening(logging.Handler):
-    """Keeps the first line of every warning."""
-
-    def __init__(self) -> None:
-        super().__init__(level=logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage().strip().partition("\n")[0])
 
 
 def main() -> None:

@@ -12,35 +12,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_check.listed import Check
+from harness import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+from gpu_check.listed import Check
+from gpu_check.outcomes import FAILED, NOT_RUN, PASSED, Outcome
+
 NUM_LAST_LINES = 40
 LEAST_S = 15.0
 """A check that has less time than this left is not started."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Outcome:
-    """Of one check: its state, why, what it found and, where it failed, the last lines that it wrote."""
-
-    name: str
-    title: str
-    state: str
-    why: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    headline: str = ""
-    notes: list[str] = field(default_factory=list)
-    tables: list[dict[str, Any]] = field(default_factory=list)
-    last_lines: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 Command = Callable[[Check, Path, Path], Sequence[str]]

@@ -81,7 +81,7 @@ def test_it_can_be_given(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         program = REPOSITORY / words[scripts[0]]
         sources = "".join(path.read_text() for path in ([program] if program.is_file() else program.rglob("*.py")))
-        shared = "".join(path.read_text() for path in (REPOSITORY / "benchmarks").glob("*.py"))
+        shared = "".join(path.read_text() for path in (REPOSITORY / "benchmarks" / "harness").glob("*.py"))
         for word in words[scripts[0] + 1 :]:
             assert not word.startswith("--") or f'"{word}"' in sources + shared
         return

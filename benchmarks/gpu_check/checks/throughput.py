@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness import REPOSITORY
+
 from gpu_check.findings import Findings
 from gpu_check.rows import write_rows
-from gpu_check.runner import REPOSITORY
 
 PROGRAM = REPOSITORY / "benchmarks" / "dpo_throughput.py"
 # Whether prompts are shared, and flags of the run.

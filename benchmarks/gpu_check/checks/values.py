@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+from harness import REPOSITORY
+
 from gpu_check.findings import Findings
-from gpu_check.runner import REPOSITORY
 
 
 def check(findings: Findings, work: Path, rehearse: bool) -> None:

@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from harness import REPOSITORY
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from gpu_check.devices import GIB, device_of, peak_flops
 from gpu_check.findings import Findings
-from gpu_check.runner import REPOSITORY
 
 # What a step or a file depends on; of other packages a version out of bounds is only told.
 MUST_FIT = {"torch", "ai2-olmo-core", "transformers", "tokenizers", "safetensors", "numpy"}

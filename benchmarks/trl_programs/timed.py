@@ -1,6 +1,7 @@
-"""TRL's DPOTrainer on the same model and rows; run by `dpo_vs_trl.py` with an interpreter that has TRL.
+"""Flags, steps that are timed, and what is written of them, of TRL's trainers of offline objectives.
 
-Each rank writes OUT/rank{N}.json: seconds, real tokens and loss of every step.
+Each rank writes OUT/rank{N}.json: seconds, real tokens and loss of every step, the peak of its memory, how long it took
+until the first step, and its processor time at the end of each.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import DPOConfig, DPOTrainer
 
 
 class StepClock(TrainerCallback):
@@ -140,15 +140,3 @@ def train_timed(
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     result |= {"load_s": clock.began_s - began_s, "peak_gib": peak_gib, "processor_stamps": clock.processor_stamps}
     (args.out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    given = parsed("beta")
-    frozen = {"beta": given.beta, "precompute_ref_log_probs": True}
-    adapters = {}
-    if given.lora_r is not None:
-        lora_config = importlib.import_module("peft").LoraConfig
-        adapters["peft_config"] = lora_config(
-            r=given.lora_r, lora_alpha=2 * given.lora_r, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
-    train_timed(given, DPOTrainer, DPOConfig, ["attention_mask"], own=frozen, **adapters)

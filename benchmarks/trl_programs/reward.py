@@ -1,15 +1,12 @@
-"""TRL's RewardTrainer on the same model and rows; run by `reward_vs_trl.py` with an interpreter that has TRL.
-
-Writes what `trl_dpo.py` writes.
-"""
+"""TRL's RewardTrainer on the same model and rows; run by `reward_vs_trl.py` with an interpreter that has TRL."""
 
 from __future__ import annotations
 
 from functools import partial
 
+from timed import parsed, train_timed
 from transformers import AutoModelForSequenceClassification
 from trl import RewardConfig, RewardTrainer
-from trl_dpo import parsed, train_timed
 
 if __name__ == "__main__":
     args = parsed("center")

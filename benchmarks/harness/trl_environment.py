@@ -1,4 +1,4 @@
-"""An environment of its own for TRL, and programs run under torchrun in it or in ours."""
+"""An environment of its own for TRL."""
 
 from __future__ import annotations
 
@@ -46,20 +46,3 @@ def cpu_wheels() -> dict[str, str]:
     """Where a torch that ends in +cpu is found besides where pip already looks."""
     known = os.environ.get("PIP_EXTRA_INDEX_URL", "")
     return {"PIP_EXTRA_INDEX_URL": f"{known} https://download.pytorch.org/whl/cpu".strip()}
-
-
-def torchrun(python: str | Path, num_ranks: int, program: Path, flags: list[object], *, num_threads: int = 1) -> None:
-    """Run `program` on `num_ranks` ranks of `num_threads` threads each; ends this program if it fails."""
-    command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
-    run([*command, str(program), *map(str, flags)], num_threads=num_threads)
-
-
-def run(command: list[str], *, num_threads: int) -> None:
-    done = subprocess.run(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")

@@ -1,12 +1,12 @@
 """TRL's KTOTrainer on the same model and rows; run by `kto_vs_trl.py` with an interpreter that has TRL.
 
-Writes what `trl_dpo.py` writes. Real tokens are those of the replies that are learned and of the mismatched ones.
+Real tokens are those of the replies that are learned and of the mismatched ones.
 """
 
 from __future__ import annotations
 
+from timed import parsed, train_timed
 from trl import KTOConfig, KTOTrainer
-from trl_dpo import parsed, train_timed
 
 if __name__ == "__main__":
     args = parsed("beta")

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # open_instruct is not installed here
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # open_instruct is not installed here
 
 import torch
 from datasets import load_dataset

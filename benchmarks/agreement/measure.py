@@ -1,0 +1,86 @@
+"""What the engine samples, and how far the learner's log-probs of it are from the engine's own."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from agreement.engine import LONGEST_COMPLETION, LONGEST_PROMPT, NUM_AT_ONCE, EngineProcess, settings_of
+from agreement.learner import TEMPERATURE, Learner, send_weights
+from open_instruct.engines.requests import GenerationRequest, SamplingSettings
+from open_instruct.records import Completion
+
+Sample = list[tuple[GenerationRequest, Completion]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """One version of the weights. `moved` is None for the start model."""
+
+    version: int
+    num_tokens: int
+    largest: float
+    mean: float
+    rho_mean: float
+    rho_std: float
+    rho_min: float
+    rho_max: float
+    moved: float | None
+
+
+def measure(folder: Path, *, dtype: str, num_tokens: int, num_syncs: int) -> list[Agreement]:
+    """The start model, then each version that was sent."""
+    engine = EngineProcess(settings_of(folder, dtype=dtype))
+    learner = Learner(folder, dtype=dtype)
+    sample = sample_tokens(engine, num_tokens=num_tokens, vocab_size=learner.vocab_size, version=0)
+    agreements = [compare(learner, sample, version=0, moved=None)]
+    for version in range(1, num_syncs + 1):
+        learner.change()
+        moved = float((learner.logprobs(sample) - engine_logprobs(sample)).abs().mean())
+        send_weights(learner, engine, version=version)
+        sample = sample_tokens(engine, num_tokens=num_tokens, vocab_size=learner.vocab_size, version=version)
+        agreements.append(compare(learner, sample, version=version, moved=moved))
+    learner.sender.close()
+    engine.stop()
+    return agreements
+
+
+def sample_tokens(engine: EngineProcess, *, num_tokens: int, vocab_size: int, version: int) -> Sample:
+    """Completions of random prompts with `num_tokens` tokens at least; the same prompts for every version."""
+    rng = random.Random(0)
+    sampling = SamplingSettings(temperature=TEMPERATURE, top_p=1.0, max_tokens=LONGEST_COMPLETION)
+    sample: Sample = []
+    while sum(len(completion.token_ids) for _, completion in sample) < num_tokens:
+        requests = []
+        for _ in range(NUM_AT_ONCE):
+            prompt = tuple(rng.randrange(vocab_size) for _ in range(rng.randint(1, LONGEST_PROMPT)))
+            seed = rng.randrange(2**31)
+            requests.append(
+                GenerationRequest(request_id=str(seed), prompt_token_ids=prompt, seed=seed, sampling=sampling)
+            )
+        sample += zip(requests, engine.generate(requests), strict=True)
+    assert {number for _, completion in sample for number in completion.versions} == {version}
+    return sample
+
+
+def compare(learner: Learner, sample: Sample, *, version: int, moved: float | None) -> Agreement:
+    difference_N = learner.logprobs(sample) - engine_logprobs(sample)
+    rho_N = difference_N.exp()
+    return Agreement(
+        version=version,
+        num_tokens=difference_N.numel(),
+        largest=float(difference_N.abs().max()),
+        mean=float(difference_N.abs().mean()),
+        rho_mean=float(rho_N.mean()),
+        rho_std=float(rho_N.std()),
+        rho_min=float(rho_N.min()),
+        rho_max=float(rho_N.max()),
+        moved=moved,
+    )
+
+
+def engine_logprobs(sample: Sample) -> torch.Tensor:
+    return torch.tensor([value for _, completion in sample for value in completion.logprobs])

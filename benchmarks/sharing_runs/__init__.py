@@ -1,0 +1,3 @@
+"""The rows of `prefix_sharing.py`, and what they cost."""
+
+import harness  # noqa: F401  # so that what follows imports this checkout
