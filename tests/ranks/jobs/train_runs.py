@@ -17,6 +17,7 @@ from open_instruct.learner.olmo_core import build  # noqa: F401
 from open_instruct.learner.rows import datasets, sample_loader  # noqa: F401
 from open_instruct.models.heads import logprob_head
 from open_instruct.objectives.registry import objective_named
+from open_instruct.run import cadence
 from open_instruct.train import train
 
 
@@ -52,6 +53,7 @@ def run_with_a_slow_rank(
 
     with (
         mock.patch.object(loop, "WINDOW", window),
+        mock.patch.object(cadence, "WINDOW", window),
         nullcontext() if on_one_host else mock.patch.object(loop, "host_of_cores", return_value=os.environ["RANK"]),
         mock.patch.object(speed, "LEAST_TOKENS", 1),
         mock.patch.object(logprob_head, "losses_of_logits", slow_losses),
