@@ -20,6 +20,7 @@ from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 
 if TYPE_CHECKING:
     from open_instruct.engines.engine_pool import EnginePool
+    from open_instruct.episodes.conversations import Conversations
     from open_instruct.verifiers.reward import RewardManager
 
 NUM_JUDGING_THREADS = 16
@@ -66,8 +67,9 @@ class Episodes:
     judged together when the last one arrives.
     """
 
-    def __init__(self, pool: EnginePool, rewards: RewardManager) -> None:
+    def __init__(self, pool: EnginePool, rewards: RewardManager, conversations: Conversations | None = None) -> None:
         self._pool = pool
+        self._conversations = conversations  # for prompts with an environment
         self._rewards = rewards
         self._judges = ThreadPoolExecutor(NUM_JUDGING_THREADS, thread_name_prefix="judge")
         self._generating: set[Future[Completion]] = set()
@@ -81,11 +83,17 @@ class Episodes:
         """
         group = AskedGroup(ticket=ticket, prompt=prompt, requests=requests, answers=[Future() for _ in requests])
         for sample, request in enumerate(requests):
-            completion = self._pool.submit(request)
+            completion = self._completion(prompt, request)
             with self._lock:
                 self._generating.add(completion)
             completion.add_done_callback(partial(self._generated, group, sample))
         return group
+
+    def _completion(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:
+        if not prompt.environment:
+            return self._pool.submit(request)
+        assert self._conversations is not None
+        return self._conversations.ask(prompt, request)
 
     def close(self) -> None:
         """Give up everything in flight; completions that arrive later are dropped."""

@@ -78,6 +78,7 @@ FLOORS = [
     {"learner"},
     {"cluster"},
     {"engines"},
+    {"environments"},
     {"episodes"},
     {"weights"},
     {"rollout"},
