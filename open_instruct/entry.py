@@ -43,8 +43,8 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
 from open_instruct.report.closing import print_results
 from open_instruct.run import run_lock
+from open_instruct.run.cadence import set_handler
 from open_instruct.run.run_directory import exported_by
-from open_instruct.run.signals import set_handler
 from open_instruct.wording import escaped
 
 # Most errors are met by every rank at once, and rank 0 tells of them. torchrun ends all ranks as soon as one

@@ -21,7 +21,7 @@ from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel import peers
 from open_instruct.parallel.listening import LOOPBACK
-from open_instruct.run.signals import set_handler
+from open_instruct.run.cadence import set_handler
 
 if TYPE_CHECKING:
     from ray.job_config import JobConfig

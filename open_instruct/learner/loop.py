@@ -36,9 +36,8 @@ from open_instruct.parallel.process import gathered
 from open_instruct.parallel.processes import host_of_cores
 from open_instruct.records import StepBatch
 from open_instruct.run.alarms import WINDOW, slowest, slowest_loader
-from open_instruct.run.cadence import Cadence
+from open_instruct.run.cadence import Cadence, noting_signals
 from open_instruct.run.opened import Run
-from open_instruct.run.signals import noting_signals
 
 # OLMo-core's trainer always has these callbacks. They are not called: this loop writes the checkpoints, and the
 # monitor's all-reduce in every step adds nothing to the metrics.

@@ -29,11 +29,10 @@ from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.objectives.objective import REFERENCE, Objective
 from open_instruct.packing.balance import best_fit
 from open_instruct.packing.steps import BatchShape
-from open_instruct.run.cadence import Cadence
+from open_instruct.run.cadence import Cadence, stopped_by
 from open_instruct.run.metrics_log import logging_steps
 from open_instruct.run.opened import Run, open_run, planned_run
 from open_instruct.run.pretrained import Pretrained, open_pretrained, start_model_of
-from open_instruct.run.signals import stopped_by
 from open_instruct.wording import counted
 
 

@@ -23,9 +23,8 @@ from open_instruct.rollout.samples import work_of_ranks
 from open_instruct.rollout.traces import Traces
 from open_instruct.rollout.view import FleetView
 from open_instruct.run.alarms import slowest
-from open_instruct.run.cadence import cadence_of
+from open_instruct.run.cadence import Noted, cadence_of, noting_signals, stopped_by
 from open_instruct.run.metrics_log import MetricsLog
-from open_instruct.run.signals import Noted, noting_signals, stopped_by
 
 # The metrics of a step without anything to learn from.
 NOTHING_LEARNED = {
