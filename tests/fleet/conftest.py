@@ -11,7 +11,8 @@ from unittest.mock import patch
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
 
 NUM_CPU_SLOTS = 16  # slots that actors are placed on, not cores
 # Without it Ray would leave one in HOME, for all that look there. A process reads it once.
@@ -36,7 +37,8 @@ def local_ray() -> Iterator[None]:
 
     folder = short_folder()
     watchdog = Watchdog(folder, logs_folder=None)
-    with watchdog.marking(), patch.dict(os.environ, RAY_AUTH_TOKEN=TOKEN):
+    # Ray's workers find the actors of these tests by it.
+    with watchdog.marking(), patch.dict(os.environ, RAY_AUTH_TOKEN=TOKEN, PYTHONPATH=str(REPOSITORY)):
         ray.init(
             address="local",
             num_cpus=NUM_CPU_SLOTS,

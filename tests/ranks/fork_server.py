@@ -22,6 +22,9 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Read by libraries when they are loaded, and so the same for all that is forked.
 WHEN_LOADED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# A server that does not find what it should import says nothing, and each of its forks then imports it by itself.
+FINDS_TESTS = {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
+PRELOADED = "tests.ranks.preloaded"
 # What /proc tells of an environment lies where that of the server did, which therefore is a large one.
 ROOM = {"ROOM_FOR_ENVIRONMENT": " " * (1 << 15)}
 
@@ -45,9 +48,9 @@ class Forked:
         ignored: Sequence[int] = (),
     ) -> None:
         self._said = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115 (it goes with the object)
-        _server.set_forkserver_preload(["tests.ranks.uncollected", "tests.ranks.preloaded"])
+        _server.set_forkserver_preload(["tests.ranks.uncollected", PRELOADED])
         ours = dict(os.environ)
-        os.environ.update(WHEN_LOADED | ROOM)  # of the server, which the first process starts
+        os.environ.update(WHEN_LOADED | ROOM | FINDS_TESTS)  # of the server, which the first process starts
         try:
             theirs = {**ours, **WHEN_LOADED, **(environment or {})}
             its = (function, arguments, theirs, cwd, self._said.name, ignored)
@@ -106,6 +109,7 @@ def _become(
     said: str,
     ignored: Sequence[int],
 ) -> None:
+    assert PRELOADED in sys.modules, "the fork server could not import it"
     os.setsid()
     # Whatever the tests themselves have inherited: a suite in the background ignores Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
