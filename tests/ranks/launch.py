@@ -24,6 +24,7 @@ import faulthandler
 import importlib
 import json
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -39,7 +40,8 @@ __all__ = ["REPOSITORY", "RanksFailed", "run_ranks"]
 
 SHOWN_CHARACTERS = 6000
 HANGS_AFTER_S = 600.0  # far above what a busy machine needs: it is no test of speed
-DUMP_BEFORE_TIMEOUT_S = 3.0
+SHOWS_ITS_LINE = signal.SIGUSR1
+TIME_TO_SHOW_S = 2.0
 
 
 class RanksFailed(AssertionError):
@@ -83,7 +85,7 @@ def run_ranks(
                     "MASTER_PORT": port,
                 }
                 theirs = {**(environment or {}), **{name: str(value) for name, value in place.items()}}
-                job = (target, json.dumps(arguments), f"{folder}/{rank}", timeout_s)
+                job = (target, json.dumps(arguments), f"{folder}/{rank}")
                 ranks.append(Forked(_run_rank, *job, environment=theirs))
             _wait_for_all(ranks, target, timeout_s)
         finally:
@@ -98,6 +100,9 @@ def _wait_for_all(ranks: list[Forked], target: str, timeout_s: float) -> None:
     while running:
         ended = connection.wait(list(running), deadline_s - time.monotonic())
         if not ended:
+            for each in ranks:
+                each.send_signal(SHOWS_ITS_LINE)
+            time.sleep(TIME_TO_SHOW_S)
             logs = "\n".join(_log(ranks, rank) for rank in range(len(ranks)))
             raise RanksFailed(f"{target} on {len(ranks)} ranks did not finish in {timeout_s:g} s\n{logs}")
         for sentinel in ended:
@@ -117,10 +122,10 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _run_rank(target: str, arguments: str, result: str, timeout_s: float) -> int:
+def _run_rank(target: str, arguments: str, result: str) -> int:
     """In a forked rank: call, and write the result."""
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(1.0, timeout_s - DUMP_BEFORE_TIMEOUT_S))
+    faulthandler.register(SHOWS_ITS_LINE)
     code = 1
     try:
         module, _, name = target.partition(":")
