@@ -24,6 +24,7 @@ from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.prompts import PromptBuilder, row_changes
 from open_instruct.entry import leave, run_entry
+from open_instruct.environments.registry import known_environments
 from open_instruct.run.first_look import look_at, look_at_rows
 from open_instruct.verifiers.registry import known_verifiers
 
@@ -60,7 +61,8 @@ def look_at_run(config: GRPOConfig) -> None:
     look_at(config)
     data, changes = config.data, row_changes(config)
     changes.pop("system_prompt", None)  # of which the rows need not know
-    check = partial(parse_prompt_row, known_verifiers=verifiers, **changes)
+    environments = known_environments(config.environment.environment)
+    check = partial(parse_prompt_row, known_verifiers=verifiers, known_environments=environments, **changes)
     for flag, listed, splits in (
         ("--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits),
         ("--dataset_mixer_eval_list", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits),

@@ -196,6 +196,33 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str
     checks: tuple[Check, ...]
+    environment: str = ""  # the name of what answers replies; none where a completion is one turn
+    row: Mapping[str, Any] = field(default_factory=dict)  # the columns that the environment is made of, and `messages`
+
+
+EpisodeStatus = Literal["done", "length", "max_turns", "parse_error", "timeout", "env_error"]
+"""How an episode ended: its environment was done; the tokens or the turns ran out; a tool call could not be read; the
+environment took too long, or failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """A completion's turns, where an environment has answered.
+
+    Example: a reply of tokens 0 to 8, a tool's answer of 9 tokens and a reply of 3 have `replies` (0, 9) and (18, 21).
+    """
+
+    status: EpisodeStatus
+    replies: tuple[Span, ...]
+    turns: tuple[Mapping[str, str], ...]  # role and content, from the first prompt on
+    rewards: Mapping[str, float] = field(default_factory=dict)  # of the environment, by name
+    prompt_token_ids: tuple[int, ...] = ()  # of the first prompt, where it is not the row's
+    problem: str = ""  # why the environment failed
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended for a reason that is not the policy's."""
+        return self.status in ("timeout", "env_error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +231,9 @@ class Completion:
 
     `logprobs` are the engine's, under the sampling temperature; `versions` says which weights made each token
     (0 is the model the run started from, s the policy after step s). `text` leaves the end-of-turn token out.
+
+    An episode of several turns is one completion, too. Then `token_ids` are all tokens after the first prompt, and
+    `replies` those of them that were sampled: `logprobs` and `versions` belong to these. `text` is the last reply.
 
     Example::
 
@@ -216,9 +246,15 @@ class Completion:
     text: str
     finish_reason: Literal["stop", "length"]
     seed: int
+    episode: Episode | None = None
 
     def __post_init__(self) -> None:
-        assert len(self.token_ids) == len(self.logprobs) == len(self.versions)
+        assert sum(map(len, self.replies)) == len(self.logprobs) == len(self.versions)
+
+    @property
+    def replies(self) -> tuple[Span, ...]:
+        """The sampled tokens, as spans of `token_ids`."""
+        return (Span(start=0, stop=len(self.token_ids)),) if self.episode is None else self.episode.replies
 
     @property
     def is_truncated(self) -> bool:

@@ -1,8 +1,6 @@
 """Scores the rows of a file with an exported reward model: a row out for each row in, in their order.
 
-    open-instruct score runs/rm/hf_model chats.jsonl --output scored.jsonl
-
-Legend: N places that are read, C what the head says at each.
+open-instruct score runs/rm/hf_model chats.jsonl --output scored.jsonl
 """
 
 from __future__ import annotations
@@ -10,10 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -32,13 +29,10 @@ from open_instruct.data.messages import conversation_of
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.entry import leave, run_to_exit_code
 from open_instruct.errors import InputError
-from open_instruct.objectives.prm import IS_PLACEHOLDER, STEP_END, places, texts_of_steps
 from open_instruct.records import Document, Span
 from open_instruct.wording import counted
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from open_instruct.learner.scoring_model import ScoringModel
 
 PROGRAM = "open-instruct score"
@@ -66,8 +60,7 @@ class ScoreSection:
 @dataclass(kw_only=True)
 class ScoreFlags:
     """Score the rows of FILE, {"messages": [...]} or {"prompt": [...], "completion": [...]}, with the reward model in
-    the folder MODEL, on one device: `open-instruct score MODEL FILE --output OUT`. A process reward model takes rows
-    as it was trained on, without their labels, and scores each step.
+    the folder MODEL, on one device: `open-instruct score MODEL FILE --output OUT`.
     """
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -97,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from open_instruct.learner.scoring_model import ScoringModel
 
     tokenizer = load_tokenizer(words[0], flag="MODEL")
-    model = ScoringModel.open(folder, tokenizer, dtype=flags.param_dtype, normalize=flags.normalize)
+    model = ScoringModel.open(folder, dtype=flags.param_dtype, normalize=flags.normalize)
     chat = ChatFormat.choose(tokenizer, flags.chat_template_name)
     partial = out.with_name(f".{out.name}.partial")
     try:
@@ -122,48 +115,23 @@ def scored_rows(
         InputError: a row is malformed; with file, line and reason.
     """
     longest = min(flags.max_seq_length or model.max_seq_length, model.max_seq_length)
-    form = partial(solution_of, hf_config=model.hf_config) if model.classes else read_conversation
-    read = partial(form, chat=chat, longest=longest)
     while some := list(islice(rows, ROWS_AT_ONCE)):
-        documents, is_cut = zip(*(document_of(row, read) for row in some), strict=True)
+        documents, is_cut = zip(*(document_of(row, chat, longest) for row in some), strict=True)
         scores = model.scores(documents, batch_tokens=flags.batch_tokens)
-        for row, row_scores, was_cut in zip(some, scores, is_cut, strict=True):
-            result: dict[str, Any] = {"scores": row_scores} if model.classes else {"score": row_scores[0]}
-            yield row.value | result | ({"truncated": True} if was_cut else {})
+        for row, score, was_cut in zip(some, scores, is_cut, strict=True):
+            yield row.value | {"score": score} | ({"truncated": True} if was_cut else {})
 
 
-def document_of(row: Any, read: Callable[[dict[str, Any]], tuple[Document, bool]]) -> tuple[Document, bool]:
-    """The document of a row, and whether it had to be cut."""
+def document_of(row: Any, chat: ChatFormat, longest: int) -> tuple[Document, bool]:
+    """The conversation of a row, read at its last token, and whether it had to be cut."""
     if isinstance(row, BadRow):
         raise InputError(f"{row}. Mend this row")
     try:
-        return read(row.value)
+        token_ids = chat.encode(conversation_of(row.value)).token_ids
     except MalformedRow as error:
         raise InputError(str(error.at(row.file, row.line))) from None
-
-
-def read_conversation(value: dict[str, Any], *, chat: ChatFormat, longest: int) -> tuple[Document, bool]:
-    """A conversation, read at its last token."""
-    messages = conversation_of(value)
-    token_ids = chat.encode(messages).token_ids
     place = Span(start=1, stop=min(len(token_ids), longest))
     return Document(token_ids=token_ids[:longest], responses=(place,), reads_ends=True), len(token_ids) > longest
-
-
-def solution_of(
-    value: dict[str, Any], *, chat: ChatFormat, longest: int, hf_config: PretrainedConfig
-) -> tuple[Document, bool]:
-    """A solution, read where each of its steps ends, for a model that was trained to be asked there."""
-    step_end, is_placeholder = getattr(hf_config, STEP_END), getattr(hf_config, IS_PLACEHOLDER)
-    texts = texts_of_steps(value, chat, separator=step_end, placeholder=step_end if is_placeholder else None)
-    pieces = chat.tokenize(texts)
-    kept = places(pieces, has_prompt=not is_placeholder, longest=longest)
-    if not kept:
-        raise MalformedRow("prompt_too_long", f"the prompt and the first step have more than {longest} tokens")
-    stops = list(accumulate(map(len, kept)))[1::2]
-    spans = tuple(Span(start=stop - 1, stop=stop) for stop in stops)
-    token_ids = tuple(chain.from_iterable(kept))
-    return Document(token_ids=token_ids, responses=spans, reads_ends=True), len(token_ids) < sum(map(len, pieces))
 
 
 if __name__ == "__main__":

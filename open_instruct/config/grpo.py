@@ -10,6 +10,7 @@ from open_instruct.config.flags import spelled
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.config.rollout_sections import (
     LEAST_TEMPERATURE,
+    EnvironmentSection,
     EvaluationSection,
     FleetSection,
     LearnerParallelSection,
@@ -49,6 +50,7 @@ class GRPOConfig(LearnerConfig):
 
     data: PromptDataSection
     rollout: RolloutSection
+    environment: EnvironmentSection
     reward: RewardSection
     loss: PolicyLossSection
     parallel: LearnerParallelSection

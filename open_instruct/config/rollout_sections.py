@@ -88,6 +88,7 @@ class RolloutSection:
     )
     filter_zero_std_samples: bool = flag("leave out groups whose rewards are all the same", True)
     mask_truncated_completions: bool = flag("learn nothing from completions that were cut at the length limit", False)
+    learn_from_failed_episodes: bool = flag("learn from episodes whose environment failed or took too long, too", False)
     advantage_normalization_type: str = flag(
         "how rewards become advantages: docs/losses.md (also: --advantages)",
         "standard",
@@ -98,13 +99,35 @@ class RolloutSection:
 
 
 @dataclass(kw_only=True)
+class EnvironmentSection:
+    """Environments"""
+
+    environment: str | None = flag(
+        "answers the replies of prompts that name none in `env_config`: calculator, counter, guess_number, wordle, or "
+        "FILE.py:factory or module:factory of your own",
+        None,
+    )
+    max_turns: int = flag("replies of an episode in an environment, at most", 8, minimum=1)
+    turn_length: int | None = flag(
+        "tokens of one reply, at most; --response_length is all that follows the first prompt", None, minimum=1
+    )
+    tool_call_form: Literal["auto", "hermes", "llama3_json", "function_calls", "pythonic", "qwen3_xml"] = flag(
+        "form in which the policy calls tools; 'auto' is the one that the chat template writes", "auto"
+    )
+    reward_aggregator: Literal["last", "sum"] = flag(
+        "the reward of an environment is that of its last answer, or the sum over its answers", "last"
+    )
+    environment_timeout_s: float = flag("seconds that an environment may take to answer", 60.0, above=0)
+
+
+@dataclass(kw_only=True)
 class RewardSection:
     """Rewards"""
 
     verification_reward: float = flag("reward of a completion that its verifiers accept in full", 1.0, above=0)
     verifier: list[str] = flag(
         "judges of prompts that name no verifier, which prompts may name too: the NAME of an installed one, "
-        "FILE.py:NAME or module:NAME of a function or class of your own, reward_model:FOLDER or prm:FOLDER of a run",
+        "FILE.py:NAME or module:NAME of a function or class of your own, reward_model:FOLDER of a run",
         [],
     )
     remap_verifier: list[str] = flag("OLD=NEW: prompts that name the verifier OLD are judged by NEW", [])

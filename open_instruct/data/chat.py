@@ -14,7 +14,7 @@ import json
 import signal
 import threading
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ class ChatFormat:
             MalformedRow: the template refuses the conversation, does not begin the whole with the prompt, or
                 does not write all of a reply.
         """
-        prompt_text = self._apply(prompt, add_generation_prompt=True)
+        prompt_text = self.apply(prompt, add_generation_prompt=True)
         if not prompt_text:
             raise self._refusal("writes nothing before the reply")
         return prompt_text, tuple(self._render_reply(prompt, prompt_text, reply) for reply in replies)
@@ -113,7 +113,7 @@ class ChatFormat:
         return body + end if end else reply_text
 
     def _render_reply(self, prompt: Sequence[Message], prompt_text: str, message: Message) -> str:
-        whole = self._apply([*prompt, message], add_generation_prompt=False)
+        whole = self.apply([*prompt, message], add_generation_prompt=False)
         if not whole.startswith(prompt_text):
             raise self._refusal(
                 f"does not write what it asks for the reply with: "
@@ -132,7 +132,18 @@ class ChatFormat:
         trimmed = reply_text.rstrip()
         return trimmed if self.ends_turn(trimmed) else reply_text
 
-    def _apply(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def apply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """The text that the template writes.
+
+        Raises:
+            MalformedRow: the template refuses the conversation, or writes without end.
+        """
         turns: list[Any] = list(messages)
         try:
             with _ends_in_time(self.template):
@@ -142,6 +153,7 @@ class ChatFormat:
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
                     date_string=_TEMPLATE_DATE,
+                    tools=[dict(tool) for tool in tools] or None,
                 )
         except InputError:
             raise
@@ -166,7 +178,7 @@ class ChatFormat:
         """
         ends = {self.tokenizer.eos_token_id} if isinstance(self.tokenizer.eos_token_id, int) else set()
         turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        text = self._apply(turns, add_generation_prompt=False).rstrip()
+        text = self.apply(turns, add_generation_prompt=False).rstrip()
         if self.ends_turn(text):
             ends.add(self.tokenize([text])[0][-1])
         return tuple(sorted(ends))

@@ -4,7 +4,7 @@ The last turn is the user's (an answer behind it is left out); messages.py has t
 `dataset` names the verifier that judges the answers; without it the verifiers of `--verifier` do. A list
 of several pairs up with a list of as many ground truths, or shares one ground truth. `weights` (or `weight`) says how
 much each verifier counts, 1 where it is not given.
-A row with a value under one of `ENVIRONMENT_KEYS` is refused, because its replies need an environment to judge them.
+`env_config` names the environment that answers the replies, and `tools` those of its tools that the row has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,9 +21,6 @@ from open_instruct.data.messages import Message, keys_of, prompt_of
 from open_instruct.records import Check
 from open_instruct.verifiers.verifier import Verifier
 
-# The keys of the environment in open-instruct's rows; Arrow fills missing ones with empty values.
-ENVIRONMENT_KEYS = ("env_config", "tools")
-
 
 def parse_prompt_row(
     row: Mapping[str, Any],
@@ -31,27 +28,72 @@ def parse_prompt_row(
     *,
     judges: Sequence[str] = (),
     remapped: Mapping[str, str] = MappingProxyType({}),
+    environment: str | None = None,
+    known_environments: Container[str] = (),
 ) -> tuple[tuple[Message, ...], tuple[Check, ...]]:
     """Check one row and return its conversation, which ends with the user's turn, and how a reply is judged.
 
-    `judges` judge a row that names no verifier. `remapped` gives the verifier for a name in lower case.
+    `judges` judge a row that names no verifier; without any, a row is refused unless an environment answers it, see
+    `environment_of`. `remapped` gives the verifier for a name in lower case.
 
     Raises:
         MalformedRow: with the kind and the reason.
     """
-    for key in ENVIRONMENT_KEYS:
-        if _has_content(row.get(key)):
-            raise MalformedRow(
-                "environment",
-                f"{key!r} says what answers a reply, and nothing does yet: a completion is one turn, which 'dataset' "
-                "judges; leave such rows out, or take the key away if they are to be judged without",
-            )
     messages, names = prompt_of(row), row.get("dataset")
+    answered_by = environment_of(row, default=environment, known=known_environments)
+    if names is None and not judges and answered_by is not None:
+        return messages, ()
     if names is None and not judges:
         raise MalformedRow(
             "missing_key", f"no 'dataset', and no --verifier NAME to judge such rows; the row has {keys_of(row)}"
         )
     return messages, _checks(row, list(judges) if names is None else names, known_verifiers, remapped)
+
+
+def environment_of(
+    row: Mapping[str, Any], *, default: str | None, known: Container[str]
+) -> tuple[str, dict[str, Any]] | None:
+    """The environment that answers a row's replies, with the columns that it is made of; None where none does.
+
+    `env_config` has it as open-instruct's rows do: `{"env_name": "counter", "target": 5}`, a list of one such object,
+    or `{"env_configs": [...], "max_steps": 8}`. What it says beside the name counts as columns of the row.
+
+    Raises:
+        MalformedRow: it names none or several, or one that there is not; or `tools` is no list of names.
+    """
+    config = row.get("env_config")
+    tools = row.get("tools") if _has_content(row.get("tools")) else None
+    more: dict[str, Any] = {}
+    if isinstance(config, Mapping) and "env_configs" in config:
+        more = {key: value for key, value in config.items() if key != "env_configs"}
+        config = config["env_configs"]
+    entries = config if isinstance(config, list) else [config]
+    named = [entry for entry in entries if _has_content(entry)]
+    if len(named) > 1:
+        raise MalformedRow("environment", f"'env_config' names {len(named)} environments; one answers a row's replies")
+    name = default
+    if named:
+        entry = named[0]
+        if not isinstance(entry, Mapping):
+            raise MalformedRow("environment", f"'env_config' must be an object, not {kind_of(entry)}")
+        name = entry.get("env_name")
+        if not isinstance(name, str) or name not in known:
+            raise MalformedRow(
+                "environment", f"'env_config': there is no environment {name!r}; give one of ours, or --environment"
+            )
+        more = {**more, **{key: value for key, value in entry.items() if key not in ("env_name", "is_text_env")}}
+    if name is None and _has_content(more):
+        raise MalformedRow("environment", "'env_config' names no environment; give its 'env_name', or --environment")
+    if tools is not None and (name is None or not all(isinstance(tool, str) for tool in tools)):
+        raise MalformedRow(
+            "environment",
+            "'tools' are the names of those tools of the row's environment that the policy may call"
+            + ("; the row has none: name it in 'env_config' or by --environment" if name is None else ""),
+        )
+    if name is None:
+        return None
+    columns = {key: value for key, value in row.items() if key not in ("env_config", "messages")}
+    return name, {**columns, **{key: value for key, value in more.items() if value is not None}}
 
 
 def _has_content(value: Any) -> bool:
@@ -82,7 +124,7 @@ def _checks(
         )
     checks = []
     for name, truth, weight in zip(verifiers, truths, _weights(row, len(verifiers)), strict=True):
-        truth = _json_value(dict(row) if known[name].reads_row else truth)
+        truth = json_value(dict(row) if known[name].reads_row else truth, "'ground_truth'")
         checks.append(Check(verifier=name, ground_truth=truth, weight=weight))
         _check_ground_truth(checks[-1], known[name])
     return tuple(checks)
@@ -124,10 +166,10 @@ def _weights(row: Mapping[str, Any], count: int) -> list[float]:
     return [float(weight) for weight in weights]
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any, what: str) -> Any:
     """`value` itself if JSON can hold it: the cache keeps it as JSON, and other processes receive it."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise MalformedRow("bad_ground_truth", f"'ground_truth' cannot be written as JSON: {error}") from error
+        raise MalformedRow("bad_ground_truth", f"{what} cannot be written as JSON: {error}") from error
     return value

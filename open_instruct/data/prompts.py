@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -13,7 +13,7 @@ import numpy as np
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.prompt_rows import ENVIRONMENT_KEYS, parse_prompt_row
+from open_instruct.data.prompt_rows import environment_of, json_value, parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.token_dataset import TokenDataset, check_saved_place, load_token_dataset
@@ -47,6 +47,8 @@ class Prompts:
             token_ids=document.token_ids,
             text=details["text"],
             checks=tuple(Check(**check) for check in details["checks"]),
+            environment=details.get("environment", ""),
+            row=details.get("row", {}),
         )
 
 
@@ -69,6 +71,8 @@ class PromptBuilder(RowBuilder):
         judges: Sequence[str] = (),
         remapped: Mapping[str, str] = MappingProxyType({}),
         system_prompt: str | None = None,
+        environment: str | None = None,
+        known_environments: Container[str] = (),
     ) -> None:
         # One more token, for the first of a reply.
         super().__init__(chat, max_seq_length=max_prompt_token_length + 1, on_bad_row=on_bad_row)
@@ -76,15 +80,28 @@ class PromptBuilder(RowBuilder):
         self.judges = judges
         self.remapped = remapped
         self.system_prompt = system_prompt
+        self.environment = environment
+        self.known_environments = known_environments
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
-        messages, checks = parse_prompt_row(row, self.known_verifiers, judges=self.judges, remapped=self.remapped)
+        answered_by = environment_of(row, default=self.environment, known=self.known_environments)
+        messages, checks = parse_prompt_row(
+            row,
+            self.known_verifiers,
+            judges=self.judges,
+            remapped=self.remapped,
+            environment=self.environment,
+            known_environments=self.known_environments,
+        )
         if self.system_prompt is not None:
             turns = messages[1:] if messages[0]["role"] == "system" else messages
             messages = ({"role": "system", "content": self.system_prompt}, *turns)
         text, _ = self.chat.render(messages, ())
-        details = json.dumps({"text": text, "checks": list(map(asdict, checks))})
-        return RenderedRow(texts=(text,), details=details.encode())
+        details: dict[str, Any] = {"text": text, "checks": list(map(asdict, checks))}
+        if answered_by is not None:
+            environment, columns = answered_by
+            details |= {"environment": environment, "row": json_value({**columns, "messages": messages}, "the row")}
+        return RenderedRow(texts=(text,), details=json.dumps(details).encode())
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         return pieces
@@ -97,7 +114,11 @@ class PromptBuilder(RowBuilder):
 
 
 def load_prompt_dataset(
-    *, known_verifiers: Mapping[str, Verifier], flag: str = "--dataset_mixer_list", **arguments: Any
+    *,
+    known_verifiers: Mapping[str, Verifier],
+    known_environments: Collection[str] = (),
+    flag: str = "--dataset_mixer_list",
+    **arguments: Any,
 ) -> tuple[Prompts, DataReport]:
     """`load_token_dataset` with `max_prompt_token_length` and the known verifiers.
 
@@ -105,9 +126,11 @@ def load_prompt_dataset(
         InputError: see there; a row that names none of `known_verifiers`, or one that refuses its ground truth, is
             malformed.
     """
-    builder_of = partial(PromptBuilder, known_verifiers=known_verifiers)
-    # `refused`, so that caches with such rows are not read.
-    facts = {"names_of_verifiers": sorted(known_verifiers), "refused": ENVIRONMENT_KEYS}
+    builder_of = partial(
+        PromptBuilder, known_verifiers=known_verifiers, known_environments=frozenset(known_environments)
+    )
+    # Both, so that caches of other names are not read.
+    facts = {"names_of_verifiers": sorted(known_verifiers), "environments": sorted(known_environments)}
     dataset, report = load_token_dataset(builder_of, flag=flag, facts=facts, **arguments)
     return Prompts(dataset), report
 
@@ -200,6 +223,8 @@ def row_changes(config: GRPOConfig) -> dict[str, Any]:
         InputError: the file of the system prompt cannot be read.
     """
     changes: dict[str, Any] = {}
+    if config.environment.environment is not None:
+        changes["environment"] = config.environment.environment
     if config.reward.verifier:
         changes["judges"] = judges_named(config.reward.verifier)
     if config.reward.remap_verifier:

@@ -72,20 +72,6 @@ def check_tokenizer_folder(path: Path, *, flag: str) -> None:
     check_files(path)
 
 
-def single_token_id(tokenizer: PreTrainedTokenizerFast, word: str) -> int:
-    """The id of a word that is one token.
-
-    Raises:
-        InputError: the word is several tokens.
-    """
-    ids: list[int] = tokenizer(word, add_special_tokens=False)["input_ids"]
-    if len(ids) != 1:
-        raise InputError(
-            f"{word!r} has to be one token, and this tokenizer makes {len(ids)} of it: choose a word that it has"
-        )
-    return ids[0]
-
-
 def _check_token_ids(file: Path) -> None:
     """Refuse ids out of range: the library allocates a place for every id up to the largest."""
     fields = read_object(file)

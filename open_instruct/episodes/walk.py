@@ -1,11 +1,7 @@
-"""Ask, answer, judge: the walk of a prompt's requests, the same for every caller.
-
-The seeds of requests depend only on the run's seed and a request's place in the run.
-"""
+"""Ask, answer, judge: the walk of a prompt's requests, the same for every caller."""
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
@@ -15,11 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
+from open_instruct.episodes.seeds import sampling_seed
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 
 if TYPE_CHECKING:
     from open_instruct.engines.engine_pool import EnginePool
+    from open_instruct.episodes.conversations import Conversations
     from open_instruct.verifiers.reward import RewardManager
 
 NUM_JUDGING_THREADS = 16
@@ -66,8 +64,9 @@ class Episodes:
     judged together when the last one arrives.
     """
 
-    def __init__(self, pool: EnginePool, rewards: RewardManager) -> None:
+    def __init__(self, pool: EnginePool, rewards: RewardManager, conversations: Conversations | None = None) -> None:
         self._pool = pool
+        self._conversations = conversations  # for prompts with an environment
         self._rewards = rewards
         self._judges = ThreadPoolExecutor(NUM_JUDGING_THREADS, thread_name_prefix="judge")
         self._generating: set[Future[Completion]] = set()
@@ -81,11 +80,17 @@ class Episodes:
         """
         group = AskedGroup(ticket=ticket, prompt=prompt, requests=requests, answers=[Future() for _ in requests])
         for sample, request in enumerate(requests):
-            completion = self._pool.submit(request)
+            completion = self._completion(prompt, request)
             with self._lock:
                 self._generating.add(completion)
             completion.add_done_callback(partial(self._generated, group, sample))
         return group
+
+    def _completion(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:
+        if not prompt.environment:
+            return self._pool.submit(request)
+        assert self._conversations is not None
+        return self._conversations.ask(prompt, request)
 
     def close(self) -> None:
         """Give up everything in flight; completions that arrive later are dropped."""
@@ -139,12 +144,3 @@ def samples_of(
         )
         for index in range(num_samples)
     ]
-
-
-def sampling_seed(*parts: int | str) -> int:
-    """63 bits that are the same on every machine and in every version of Python.
-
-    Example: `sampling_seed(run_seed, ticket, sample_index)`.
-    """
-    text = "/".join(map(str, parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -85,7 +85,7 @@ class _Learning:
         self.objective = objective
         self.pretrained = pretrained
         self.run = run
-        loss = objective.bound(config, pretrained.tokenizer)
+        loss = objective.bind(config)
         if pretrained.adapter is not None:
             loss = replace(loss, first_loss=None)  # the reference is the model without the adapter
         self.start_model = start_model_of(pretrained, run)

@@ -102,7 +102,6 @@ class Policy:
             temperature=self.loss.temperature_of(batch) if self.loss.unscaled else self.loss.temperature,
             with_entropy=self.loss.with_entropy,
             with_collisions=self.loss.with_collisions,
-            classes=self.loss.class_ids,
             measure=self._measure(batch),
         )
         values = on_device(batch.values, self.device)
@@ -173,7 +172,6 @@ class Policy:
             device=self.device,
             temperature=self.loss.temperature,
             with_entropy=with_entropy,
-            classes=self.loss.class_ids,
             measure=measure,
         )
 

@@ -9,7 +9,6 @@ from open_instruct.models.family import transformer_config
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.hf.names import Head
-from open_instruct.models.on_cpu.products import install_products
 from open_instruct.models.shards import held_of
 from open_instruct.models.transformer import SegmentTransformer
 
@@ -51,7 +50,6 @@ def build_model(
     )
     if model.tie_word_embeddings:
         model.lm_head.w_out.weight = model.embeddings.weight
-    install_products(model)
     return model
 
 

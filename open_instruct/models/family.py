@@ -104,7 +104,7 @@ def unknown_fields(hf_config: PretrainedConfig) -> list[str]:
     """Fields of config.json that neither transformers nor this package reads for this family."""
     given = (name for name, value in vars(hf_config).items() if value is not None and value is not False)
     unknown = (name for name in given if name not in KNOWN and not hasattr(type(hf_config), name))
-    return [name for name in unknown if not name.startswith(("_", "prm_"))]
+    return [name for name in unknown if not name.startswith("_")]
 
 
 def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:

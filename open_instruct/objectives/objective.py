@@ -10,14 +10,13 @@ Legend: N labelled tokens of a microbatch or rows of a data set, D documents of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import validated
 from open_instruct.data.row_builder import RowBuilder
-from open_instruct.data.tokenizer import single_token_id
 from open_instruct.models.hf.names import Head
 from open_instruct.records import Batch, Metric, StepBatch
 
@@ -42,15 +41,13 @@ class TokenLogprobs:
     tokens drawn from it are the same: log(sum over v of p(v)^2). They carry no gradient. `measured_N` is the
     result of `Teacher.compare`, with gradient.
 
-    Where another head is read, `values_NC` is its output at each label: the score (C = 1), or the logit of each class
-    (`BoundLoss.classes`). `logprobs_N` is then the score itself, or the log-prob of the first class among them.
+    Where the model has the head of a score, `logprobs_N` is the score at each label.
     """
 
     logprobs_N: torch.Tensor
     sequence_ids_N: torch.Tensor
     entropy_N: torch.Tensor | None = None
     collision_logprobs_N: torch.Tensor | None = None
-    values_NC: torch.Tensor | None = None
     measured_N: torch.Tensor | None = None
 
 
@@ -84,8 +81,7 @@ class BoundLoss:
     `looks_at(step)` is the part of the step that is scored for `prepare`; None means all. Every rank calls both, also
     a rank without rows.
 
-    `classes` are words, each one token, whose logits are read in place of log-probs; `class_ids` are their ids, once
-    there is a tokenizer. `derive` computes the metrics of a step that are no means, such as a standard deviation,
+    `derive` computes the metrics of a step that are no means, such as a standard deviation,
     from those reduced over all ranks. `summed(scores, batch)` are the values of each label that are summed over
     held-out rows in place of its log-prob; `Objective.evaluate` receives one column for each.
     """
@@ -104,8 +100,6 @@ class BoundLoss:
         "the reference log-probs do not belong to these weights and rows. Remove the folder 'reference_logprobs' in "
         "--cache_dir and start again"
     )
-    classes: tuple[str, ...] = ()
-    class_ids: tuple[int, ...] = ()
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
     summed: Summed = lambda scores, batch: (scores.logprobs_N,)
 
@@ -195,15 +189,6 @@ class Objective:
     exported: Callable[[Any, PreTrainedTokenizerFast, PretrainedConfig], Mapping[str, Any]] = (
         lambda config, tokenizer, hf_config: {}
     )
-
-    def bound(self, config: TrainingConfig, tokenizer: PreTrainedTokenizerFast) -> BoundLoss:
-        """`bind`, with the ids of the words that the loss reads.
-
-        Raises:
-            InputError: one is not a single token.
-        """
-        loss = self.bind(config)
-        return replace(loss, class_ids=tuple(single_token_id(tokenizer, word) for word in loss.classes))
 
     def rows_of(self, config: TrainingConfig) -> type[RowBuilder]:
         """The class of the rows under these flags."""

@@ -28,6 +28,7 @@ TEXTS = ("step", "ticket", "sample_index", "row_id", "completion", "finish_reaso
 OF_TRAINING = ("advantage", "used_in_training", "rejected")
 OF_PROMPTS = ("prompt", "checks")
 COLUMNS = (*TEXTS, *OF_TRAINING, *OF_PROMPTS, *OF_TOKENS)
+EPISODE = "episode"
 UNREADABLE = (pyarrow.ArrowException, OSError, ValueError)
 
 
@@ -77,6 +78,12 @@ def packed_rollouts(run: RunFiles, rollouts: Rollouts) -> dict[str, str]:
     pieces: dict[int, str] = {}
     if (table := rollouts.table) is not None:
         columns = table.select([*TEXTS, *OF_TRAINING]).to_pydict()
+        if EPISODE in table.column_names:
+            episodes = table[EPISODE].to_pylist()
+            columns["completion"] = [
+                text if episode is None else _conversation(episode)
+                for text, episode in zip(columns["completion"], episodes, strict=True)
+            ]
         columns["num_tokens"] = lengths_of(table).tolist()
         columns["prompt"], prompts = _prompts(table)
         token_ids = flat(table, "token_ids").astype("<u4")
@@ -94,6 +101,16 @@ def packed_rollouts(run: RunFiles, rollouts: Rollouts) -> dict[str, str]:
         text = {"columns": columns, "prompts": prompts, "pieces": pieces}
         blocks["text"] = packed(json.dumps(text, allow_nan=False).encode())
     return blocks
+
+
+def _conversation(episode: str) -> str:
+    """The turns of an episode behind the row's own, to be read one after the other."""
+    fields = json.loads(episode)
+    turns = fields["turns"]
+    first = next((at for at, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
+    opening = turns[first - 1 : first] if fields["prompt_token_ids"] else []
+    said = [f"[{turn['role']}]\n{turn['content']}" for turn in (*opening, *turns[first:])]
+    return "\n\n".join([*said, f"[{fields['status']}]"])
 
 
 def packed(content: bytes) -> str:
@@ -114,7 +131,7 @@ def _num_bytes(metadata: parquet.FileMetaData) -> int:
 
 
 def _read(path: Path) -> pyarrow.Table:
-    table = parquet.ParquetFile(path).read(columns=list(COLUMNS))
+    table = parquet.ParquetFile(path).read(columns=[*COLUMNS, EPISODE])  # older files lack the last
     if missing := set(COLUMNS) - set(table.column_names):
         raise ValueError(f"no column {min(missing)}")
     if any((lengths_of(table, name) != lengths_of(table)).any() for name in OF_TOKENS):

@@ -17,6 +17,8 @@ from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.data.tokenizer import load_tokenizer
+from open_instruct.environments.registry import Factory, known_environments
+from open_instruct.episodes.bridge import check_bridges
 from open_instruct.learner.reference_policy import open_teacher
 from open_instruct.learner.rows.datasets import reading
 from open_instruct.losses.advantages import ADVANTAGES
@@ -49,6 +51,7 @@ class RolloutRun:
     chat: ChatFormat
     prompts: Prompts
     held_out: Prompts | None
+    environments: Mapping[str, Factory]
     conversations: TokenDataset | None
     trackers: tuple[Tracker, ...]
 
@@ -63,6 +66,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     layout = layout_of(config.parallel, config.parallel.num_learners_per_node)
     backend_named(config.parallel.backend).refuse_unfit()
     verifiers = known_verifiers(config.reward.verifier)
+    environments = known_environments(config.environment.environment)
     own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
     own_function(config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES)
     directory = RunDirectory(path=Path(config.run.output_dir))
@@ -82,7 +86,9 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         chat = ChatFormat.choose(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
         for warning in (*pretrained.warnings, *_other_templates(verifiers, chat)):
             console.warn(warning)
-        prompts, held_out = _read_prompts(config, pretrained, verifiers, console)
+        prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
+        if prompts[0].environment:
+            check_bridges(chat)
         yield RolloutRun(
             config=config,
             layout=layout,
@@ -92,13 +98,18 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             chat=chat,
             prompts=prompts,
             held_out=held_out,
+            environments=environments,
             conversations=load_conversations(config, pretrained.tokenizer, console=console),
             trackers=tuple(trackers),
         )
 
 
 def _read_prompts(
-    config: GRPOConfig, pretrained: Pretrained, verifiers: Mapping[str, Verifier], console: Console
+    config: GRPOConfig,
+    pretrained: Pretrained,
+    verifiers: Mapping[str, Verifier],
+    environments: Mapping[str, Factory],
+    console: Console,
 ) -> tuple[Prompts, Prompts | None]:
     """The prompts, and the held-out prompts if any are named; says what becomes of the rows."""
     data = config.data
@@ -109,6 +120,7 @@ def _read_prompts(
             prompts, report = load_prompt_dataset(
                 max_prompt_token_length=data.max_prompt_token_length,
                 known_verifiers=verifiers,
+                known_environments=environments,
                 on_progress=on_progress,
                 **reading(config, pretrained.tokenizer, *listed),
                 **changes,

@@ -35,6 +35,7 @@ from open_instruct.wording import counted
 if TYPE_CHECKING:
     from open_instruct.data.prompts import PromptStream
     from open_instruct.engines.engine_pool import EnginePool
+    from open_instruct.episodes.conversations import Conversations
     from open_instruct.verifiers.reward import RewardManager
 
 STALL_TIMEOUT_S = 3600.0
@@ -50,11 +51,20 @@ class Conductor:
         pool: the engines that take requests.
         rewards: judges completions.
         config: the flags of the run; after its last step no prompt is asked.
+        conversations: episodes of prompts with an environment; the caller closes them.
     """
 
-    def __init__(self, prompts: PromptStream, pool: EnginePool, rewards: RewardManager, *, config: GRPOConfig) -> None:
+    def __init__(
+        self,
+        prompts: PromptStream,
+        pool: EnginePool,
+        rewards: RewardManager,
+        *,
+        config: GRPOConfig,
+        conversations: Conversations | None = None,
+    ) -> None:
         self._prompts = prompts
-        self._episodes = Episodes(pool, rewards)
+        self._episodes = Episodes(pool, rewards, conversations)
         self._config = config.rollout
         self._num_steps = config.num_steps
         self._requests_of = partial(requests_of, config=config)

@@ -12,10 +12,11 @@ from typing import Any
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import SamplingSettings
+from open_instruct.episodes.conversations import Conversations
 from open_instruct.episodes.walk import AskedGroup, Episodes, samples_of
 from open_instruct.errors import RunError
 from open_instruct.records import Prompt, RolloutGroup
-from open_instruct.rollout.samples import length_metrics, mean, num_right, verdict_metrics
+from open_instruct.rollout.samples import episode_metrics, length_metrics, mean, num_right, verdict_metrics
 from open_instruct.verifiers.reward import RewardManager
 from open_instruct.wording import counted
 
@@ -23,7 +24,12 @@ NUM_SHOWN = 3
 
 
 def evaluate(
-    prompts: Iterable[Prompt], pool: EnginePool, rewards: RewardManager, *, config: GRPOConfig
+    prompts: Iterable[Prompt],
+    pool: EnginePool,
+    rewards: RewardManager,
+    *,
+    config: GRPOConfig,
+    conversations: Conversations | None = None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Ask every prompt `config.evaluation.num_samples` times and judge the answers.
 
@@ -38,9 +44,9 @@ def evaluate(
     Raises:
         RunError: a completion could not be generated or judged, or `step_timeout_s` went by.
     """
-    groups = _answered(prompts, pool, rewards, config=config)
+    groups = _answered(prompts, Episodes(pool, rewards, conversations), config=config)
     num_samples = config.evaluation.num_samples
-    metrics = verdict_metrics(groups) | length_metrics(groups)
+    metrics = verdict_metrics(groups) | length_metrics(groups) | episode_metrics(groups)
     for k in sorted({1, *config.evaluation.eval_pass_at_k}):
         metrics[f"pass_at_{k}"] = mean([pass_at_k(num_samples, num_right(group), k) for group in groups])
     return {f"eval/{name}": value for name, value in metrics.items()}, [_shown(group) for group in groups[:NUM_SHOWN]]
@@ -57,9 +63,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def _answered(
-    prompts: Iterable[Prompt], pool: EnginePool, rewards: RewardManager, *, config: GRPOConfig
-) -> list[RolloutGroup]:
+def _answered(prompts: Iterable[Prompt], episodes: Episodes, *, config: GRPOConfig) -> list[RolloutGroup]:
     num_samples = config.evaluation.num_samples
     sampling = SamplingSettings(
         temperature=config.evaluation.eval_temperature,
@@ -68,7 +72,7 @@ def _answered(
         stop_strings=tuple(config.rollout.stop_strings),
     )
     timeout_s = config.fleet.step_timeout_s
-    with closing(Episodes(pool, rewards)) as episodes:
+    with closing(episodes):
         asked: list[AskedGroup] = []
         for index, prompt in enumerate(prompts):
             requests = samples_of(prompt, num_samples, sampling, seed=config.optim.seed, place=("eval", index))

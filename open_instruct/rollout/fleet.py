@@ -19,6 +19,7 @@ from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import Batching, EngineSettings
 from open_instruct.engines.vllm_core import engine_environment
+from open_instruct.episodes.conversations import Conversations
 from open_instruct.parallel.launch import threads_of_each
 from open_instruct.parallel.peers import doing
 from open_instruct.rollout.checked_run import RolloutRun
@@ -73,11 +74,24 @@ class Fleet:
             say=run.console.warn,
         )
         self.publisher.attach(self.engines)
+        self.conversations = Conversations(
+            self.engines,
+            run.chat,
+            run.environments,
+            flags=run.config.environment,
+            max_prompt_tokens=run.config.data.max_prompt_token_length,
+        )
 
     def new_conductor(self) -> Conductor:
         """A new conductor at the start of the run; it may load another state."""
         config = self.run.config
-        return Conductor(PromptStream(self.run.prompts, config.optim.seed), self.engines, self.rewards, config=config)
+        return Conductor(
+            PromptStream(self.run.prompts, config.optim.seed),
+            self.engines,
+            self.rewards,
+            config=config,
+            conversations=self.conversations,
+        )
 
     def restart_learners(self) -> None:
         """Start new learners in the same places; they hold the start model.
@@ -191,6 +205,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         stack.callback(learners.shutdown)
         fleet = Fleet(run, placement, learners, verifiers, environment)
         stack.callback(fleet.engines.close)
+        stack.callback(fleet.conversations.close)
         stack.callback(run.directory.pids.unlink, missing_ok=True)
         fleet.write_pids()
         yield fleet

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
@@ -18,7 +18,15 @@ from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.learner.rows.datasets import reading
 from open_instruct.losses.advantages import ADVANTAGES, advantages_of, has_signal
 from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
-from open_instruct.records import Completion, Document, RolloutGroup, RolloutSample, Span, Verdict
+from open_instruct.records import (
+    Completion,
+    Document,
+    EpisodeStatus,
+    RolloutGroup,
+    RolloutSample,
+    Span,
+    Verdict,
+)
 from open_instruct.run.console import Console
 from open_instruct.users_code import own_function
 
@@ -79,7 +87,9 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
         used: list[bool] = []
         for completion, advantage in zip(group.completions, group_advantages, strict=True):
             is_masked = config.mask_truncated_completions and completion.is_truncated
-            used.append(learns and len(completion.token_ids) > 0 and not is_masked)
+            if completion.episode is not None and completion.episode.has_failed:
+                is_masked = is_masked or not config.learn_from_failed_episodes
+            used.append(learns and len(completion.logprobs) > 0 and not is_masked)
             if used[-1]:
                 samples.append(_sample(group, completion, advantage))
         is_used.append(tuple(used))
@@ -87,11 +97,12 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
     metrics = {
         **verdict_metrics(everything),
         **length_metrics(everything),
+        **episode_metrics(everything),
         **_staleness_metrics(batch.groups, version),
         "zero_std_fraction": mean([float(not has_signal(group.rewards)) for group in everything]),
         "num_rejected_groups": float(len(batch.rejected)),
         "num_trained_completions": float(len(samples)),
-        "num_generated_tokens": float(sum(len(each.token_ids) for each in all_completions(everything))),
+        "num_generated_tokens": float(sum(len(each.logprobs) for each in all_completions(everything))),
     }
     return StepSamples(
         samples=tuple(samples),
@@ -127,6 +138,17 @@ def length_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
     }
 
 
+def episode_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
+    """Of episodes in environments: `episodes/turns` (mean replies), and `episodes/STATUS`, the share that ended so."""
+    episodes = [each.episode for each in all_completions(groups) if each.episode is not None]
+    if not episodes:
+        return {}
+    shares = {status: mean([float(each.status == status) for each in episodes]) for status in get_args(EpisodeStatus)}
+    return {"episodes/turns": mean([len(each.replies) for each in episodes])} | {
+        f"episodes/{status}": share for status, share in shares.items()
+    }
+
+
 def all_verdicts(groups: Iterable[RolloutGroup]) -> list[Verdict]:
     return list(chain.from_iterable(group.verdicts for group in groups))
 
@@ -153,10 +175,13 @@ def _staleness_metrics(groups: Iterable[RolloutGroup], version: int) -> dict[str
 
 
 def _sample(group: RolloutGroup, completion: Completion, advantage: float) -> RolloutSample:
-    token_ids = group.prompt.token_ids + completion.token_ids
-    response = Span(start=len(group.prompt.token_ids), stop=len(token_ids))
+    prompt_ids = group.prompt.token_ids
+    if completion.episode is not None:
+        prompt_ids = completion.episode.prompt_token_ids or prompt_ids
+    start = len(prompt_ids)
+    responses = tuple(Span(start=start + reply.start, stop=start + reply.stop) for reply in completion.replies if reply)
     return RolloutSample(
-        document=Document(token_ids=token_ids, responses=(response,)),
+        document=Document(token_ids=prompt_ids + completion.token_ids, responses=responses),
         engine_logprobs=completion.logprobs,
         advantage=advantage,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import groupby
@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.errors import InputError, RunError
-from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.records import Check, Completion, Episode, Prompt, RolloutGroup, Span, Verdict
 from open_instruct.rollout.samples import RolloutStepBatch, StepSamples
 
 FOLDER = "traces"
@@ -36,6 +36,7 @@ SCHEMA = pyarrow.schema(
         "versions": pyarrow.list_(pyarrow.int32()),
         "finish_reason": pyarrow.string(),
         "seed": pyarrow.int64(),
+        "episode": pyarrow.string(),  # JSON; none where a completion is one turn
         "reward": pyarrow.float64(),
         "scores": pyarrow.string(),  # JSON
         "problems": pyarrow.list_(pyarrow.string()),
@@ -49,8 +50,6 @@ OF_PROMPT = {"row_id": "row_id", "prompt": "text", "prompt_token_ids": "token_id
 OF_COMPLETION = {
     "completion": "text",
     "token_ids": "token_ids",
-    "logprobs": "logprobs",
-    "versions": "versions",
     "finish_reason": "finish_reason",
     "seed": "seed",
 }
@@ -147,7 +146,7 @@ def read_traces(run_folder: Path, step: int) -> list[RolloutGroup]:
 
 def _check_row(row: dict[str, Any]) -> None:
     lists = ("prompt_token_ids", "token_ids", "logprobs", "versions", "problems")
-    empty = [name for name, value in row.items() if value is None and name != "advantage"]
+    empty = [name for name, value in row.items() if value is None and name not in ("advantage", "episode")]
     if empty or any(None in row[name] for name in lists):
         raise ValueError(f"a row has nothing in {', '.join(empty) or 'a place of a list'}")
     if not len(row["token_ids"]) == len(row["logprobs"]) == len(row["versions"]):
@@ -175,6 +174,9 @@ def _rows_of_group(step: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
             "checks": checks,
             **{column: getattr(group.prompt, field) for column, field in OF_PROMPT.items()},
             **{column: getattr(completion, field) for column, field in OF_COMPLETION.items()},
+            "logprobs": _at_all_tokens(completion, completion.logprobs, 0.0),
+            "versions": _at_all_tokens(completion, completion.versions, 0),
+            "episode": None if completion.episode is None else json.dumps(asdict(completion.episode)),
             "reward": verdict.reward,
             "scores": json.dumps(verdict.scores),
             "problems": verdict.problems,
@@ -186,11 +188,38 @@ def _group_of(rows: list[dict[str, Any]]) -> RolloutGroup:
     return RolloutGroup(
         ticket=rows[0]["ticket"],
         prompt=Prompt(**_fields(rows[0], OF_PROMPT), checks=checks),
-        completions=tuple(Completion(**_fields(row, OF_COMPLETION)) for row in rows),
+        completions=tuple(map(_completion_of, rows)),
         verdicts=tuple(
             Verdict(reward=row["reward"], scores=json.loads(row["scores"]), problems=tuple(row["problems"]))
             for row in rows
         ),
+    )
+
+
+def _at_all_tokens(completion: Completion, values: Sequence[float], filling: float) -> list[float]:
+    """The values of sampled tokens, with `filling` for the others."""
+    at_all = [filling] * len(completion.token_ids)
+    done = 0
+    for reply in completion.replies:
+        at_all[reply.start : reply.stop] = values[done : done + len(reply)]
+        done += len(reply)
+    return at_all
+
+
+def _completion_of(row: dict[str, Any]) -> Completion:
+    fields = _fields(row, OF_COMPLETION)
+    if row["episode"] is None:
+        return Completion(**fields, logprobs=tuple(row["logprobs"]), versions=tuple(row["versions"]))
+    episode = json.loads(row["episode"])
+    episode["replies"] = tuple(Span(**reply) for reply in episode["replies"])
+    episode["turns"] = tuple(episode["turns"])
+    episode["prompt_token_ids"] = tuple(episode["prompt_token_ids"])
+    sampled = [at for reply in episode["replies"] for at in range(reply.start, reply.stop)]
+    return Completion(
+        **fields,
+        logprobs=tuple(row["logprobs"][at] for at in sampled),
+        versions=tuple(row["versions"][at] for at in sampled),
+        episode=Episode(**episode),
     )
 
 

@@ -13,11 +13,10 @@ from open_instruct.verifiers.answers import GSM8K, Passthrough, R1Format, String
 from open_instruct.verifiers.function import RewardFunction
 from open_instruct.verifiers.ifeval import IFEval
 from open_instruct.verifiers.math_answers import Math
-from open_instruct.verifiers.reward_models import OutcomeRewardModel, ProcessRewardModel
+from open_instruct.verifiers.reward_models import RewardModel
 from open_instruct.verifiers.verifier import Verifier
 
 BUILT_IN: tuple[type[Verifier], ...] = (GSM8K, IFEval, Math, StringMatcher, StringF1, Passthrough, R1Format)
-REWARD_MODELS = {kind.name: kind for kind in (OutcomeRewardModel, ProcessRewardModel)}
 ENTRY_POINT_GROUP = "open_instruct.verifiers"
 
 
@@ -25,7 +24,7 @@ def known_verifiers(user: Sequence[str] = ()) -> dict[str, Verifier]:
     """All verifiers by name, with those that the words `user` of `--verifier` add.
 
     A word is the name of a verifier, `FILE.py:NAME` or `module:NAME` of a class or a function, or `reward_model:FOLDER`
-    or `prm:FOLDER` with the exported model of a run.
+    with the exported model of a run.
 
     Raises:
         InputError: a word cannot be imported, is not a `Verifier`, or has the name of another; or a folder has no such
@@ -36,8 +35,8 @@ def known_verifiers(user: Sequence[str] = ()) -> dict[str, Verifier]:
         _add(verifiers, f"the entry point {point.name} = {point.value}", point.value)
     for word in user:
         name, colon, settings = word.partition(":")
-        if name in REWARD_MODELS and name not in verifiers:
-            verifiers[name] = REWARD_MODELS[name](settings)
+        if name == RewardModel.name and name not in verifiers:
+            verifiers[name] = RewardModel(settings)
         elif colon:
             _add(verifiers, f"--verifier {word}", word)
     if unknown := [word for word in user if ":" not in word and word not in verifiers]:
@@ -53,7 +52,7 @@ def judges_named(user: Sequence[str]) -> list[str]:
     names = []
     for word in user:
         name, colon, _ = word.partition(":")
-        is_own = colon and name not in REWARD_MODELS
+        is_own = colon and name != RewardModel.name
         names.append(_own(word, f"--verifier {word}").name if is_own else name)
     return names
 

@@ -28,9 +28,9 @@ class RewardManager:
 
         The reward is `verification_reward` times the mean (or the sum: `several_verifiers`) of the scores, weighted by
         the checks' weights. With the format reward, `r1_style_format_reward` is added where the form is right;
-        elsewhere the verifiers' part does not count, unless `additive_format_reward`. With the non-stop penalty a
-        completion that was cut gets `non_stop_penalty_value` instead. Scores of a verifier that appears twice are
-        averaged.
+        elsewhere the verifiers' part does not count, unless `additive_format_reward`. An environment's rewards are
+        added. With the non-stop penalty a completion that was cut gets `non_stop_penalty_value` instead. Scores of a
+        verifier that appears twice are averaged.
         """
         checks = [*prompt.checks, FORM] if self._config.apply_r1_style_format_reward else prompt.checks
         check_outcomes = [self._pool.scores(check, prompt.text, completions) for check in checks]
@@ -50,6 +50,11 @@ class RewardManager:
         total_weight = 1.0 if config.several_verifiers == "sum" else sum(check.weight for check in prompt.checks)
         reward = config.verification_reward * sum(check.weight * outcome.score for check, outcome in judged)
         reward = reward / total_weight if total_weight else 0.0
+        problems = [outcome.problem for outcome in outcomes if outcome.problem]
+        if (episode := completion.episode) is not None:
+            scores |= episode.rewards
+            reward += sum(episode.rewards.values())
+            problems += [episode.problem] if episode.problem else []
         if config.apply_r1_style_format_reward:
             scores["format"] = outcomes[-1].score
             if outcomes[-1].score:
@@ -58,5 +63,4 @@ class RewardManager:
                 reward = 0.0
         if config.non_stop_penalty and completion.is_truncated:
             reward = config.non_stop_penalty_value
-        problems = tuple(outcome.problem for outcome in outcomes if outcome.problem)
-        return Verdict(reward=reward, scores=scores, problems=problems)
+        return Verdict(reward=reward, scores=scores, problems=tuple(problems))

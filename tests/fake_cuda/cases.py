@@ -76,7 +76,6 @@ CASES = {
     "kto": Case(objective="kto"),
     "kto_apo": Case("--loss_type apo_zero_unpaired", "kto"),
     "reward_model": Case(objective="reward_model"),
-    "prm": Case("--step_separator -", "prm"),
     "distill": Case("--teacher_model_name_or_path none", "distill"),
     "distill_kept": Case("--teacher_model_name_or_path none --teacher_top_k 3", "distill", kept_of_teacher=3),
     "grpo": Case("--record_entropy", "grpo"),
@@ -306,7 +305,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     form = objective.rows_of(config)
     bound = objective.bind(config)
     # What is read from the device is 1: no policy's first loss.
-    loss = replace(bound, class_ids=tuple(range(5, 5 + len(bound.classes))), first_loss=None)
+    loss = replace(bound, first_loss=None)
     pretrained = _pretrained(case.family, objective.head)
     policy = Policy(build_backend(pretrained, run=run, config=config, num_steps=NUM_STEPS), loss)
     if moves := objective.reference_moves(config).get("update_freq"):
@@ -413,8 +412,7 @@ def _rows(case: Case, form: Any, num_rows: int) -> Any:
     lengths = [[prompt, *(5 + (row + 2 * reply) % 7 for reply in range(num_replies))] for row in range(num_rows)]
     num_labels = [num_replies if form.reads_ends else sum(of_row[1:]) for of_row in lengths]
     edges = np.cumsum([0, *(length for of_row in lengths for length in of_row)])
-    numbers_of = {"kto": lambda row: [row % 2], "prm": lambda row: [1.0]}.get(case.objective, lambda row: [])
-    numbers = [numbers_of(row) for row in range(num_rows)]
+    numbers = [[row % 2] if case.objective == "kto" else [] for row in range(num_rows)]
     if case.kept_of_teacher:
         numbers = [[0.0] * labels * (2 * case.kept_of_teacher + 1) for labels in num_labels]
     details = [np.array(of_row, dtype=np.float32).view(np.uint8) for of_row in numbers]

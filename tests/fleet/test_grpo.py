@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from open_instruct.cluster.watchdog import SHARED_MEMORY
 from open_instruct.rollout.traces import read_traces
-from open_instruct.verifiers.reward_models import OutcomeRewardModel
+from open_instruct.verifiers.reward_models import RewardModel
 from tests.fleet.grpo_case import (
     NUM_PROMPTS_PER_STEP,
     NUM_SAMPLES_PER_PROMPT,
@@ -229,7 +229,7 @@ def test_one_device_for_learner_and_engine(
     assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 0
     assert rows[-1]["ce"] < rows[0]["ce"]
     assert all(row["num_verifier_problems"] == 0 for row in rows)
-    judge = OutcomeRewardModel(str(reward_model))
+    judge = RewardModel(str(reward_model))
     judge.load()
     for step in range(1, NUM_STEPS + 1):
         for group in read_traces(case.output_dir, step):

@@ -78,6 +78,7 @@ FLOORS = [
     {"learner"},
     {"cluster"},
     {"engines"},
+    {"environments"},
     {"episodes"},
     {"weights"},
     {"rollout"},
@@ -86,7 +87,6 @@ FLOORS = [
         "entry",
         "distill",
         "dpo",
-        "prm",
         "reward_model",
         "merge",
         "score",
@@ -126,7 +126,7 @@ WITHOUT_TORCH = [
     *(str(path.relative_to(PACKAGE)) for room in ("planning", "report") for path in (PACKAGE / room).rglob("*.py")),
 ]
 LIGHT_TO_IMPORT = [
-    *("dpo.py", "grpo_fast.py", "grpo_olmo_core_actor.py", "prm.py", "replay.py", "reward_model.py", "score.py"),
+    *("dpo.py", "grpo_fast.py", "grpo_olmo_core_actor.py", "replay.py", "reward_model.py", "score.py"),
     *("sft.py", "chat/command.py"),
     *(f"losses/{name}.py" for name in ("advantages", "covariance", "flags_taken", "logprobs", "policy", "preference")),
 ]

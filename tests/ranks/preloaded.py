@@ -10,7 +10,7 @@ import open_instruct  # noqa: F401  (before OLMo-core, which it keeps from writi
 from open_instruct.learner import reference_cache  # noqa: F401
 from open_instruct.learner.rows import sample_loader  # noqa: F401
 from open_instruct.losses import preference  # noqa: F401
-from open_instruct.objectives import distill, dpo, kto, prm, reward_model, sft  # noqa: F401
+from open_instruct.objectives import distill, dpo, kto, reward_model, sft  # noqa: F401
 from open_instruct.parallel import training_state  # noqa: F401
 from open_instruct.run import metrics_log, opened  # noqa: F401
 from tests.ranks.jobs import (  # noqa: F401

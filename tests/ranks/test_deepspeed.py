@@ -15,7 +15,6 @@ from open_instruct.toys.synthetic import write_synthetic_preferences
 from tests.ranks.launch import run_ranks
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_kto import write_labelled
-from tests.ranks.test_prm import write_solutions
 from tests.ranks.test_reward_model import write_pairs
 from tests.ranks.test_sft import write_conversations
 from tests.ranks.train_case import NUM_ROWS, STEPS_OF_AN_EPOCH, TrainCase, free_ports
@@ -200,9 +199,7 @@ def test_every_objective_takes_the_same_steps(tmp_path: Path) -> None:
     """
     cases = {
         entry: objective_case(tmp_path / entry, entry, family=family)
-        for entry, family in (
-            *(("sft", "qwen3"), ("kto", "olmo2"), ("reward_model", "llama"), ("prm", "olmo3"), ("distill", "olmo2")),
-        )
+        for entry, family in (*(("sft", "qwen3"), ("kto", "olmo3"), ("reward_model", "llama"), ("distill", "olmo2")),)
     }
     split = of_stage(2, tensor_parallel_degree=2)
     # One learns from what it is without adapters, and the other has a head that is trained whole.
@@ -257,8 +254,6 @@ def objective_case(folder: Path, entry: str, *, family: str) -> TrainCase:
     elif entry == "reward_model":
         write_pairs(rows, num_rows=NUM_ROWS, seed=1)
         own["max_seq_length"] = 448
-    elif entry == "prm":
-        write_solutions(rows, num_rows=NUM_ROWS, seed=1)
     else:
         write_conversations(rows, num_rows=NUM_ROWS, seed=1)
     if entry == "distill":

@@ -93,15 +93,10 @@ def lay_out(folder: Path, model: Path) -> None:
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     chats = [{"messages": row["chosen"]} for row in rows]
     of_page = {"after": chats, "your_own_loss": [{"question": "One?", "answer": str(n)} for n in range(8)]}
-    steps = [
-        {"prompt": "1 + 2?\n", "completions": ["1 + 2 = 3", "so 3"], "labels": [True, n % 2 == 0]} for n in range(4)
-    ]
     for name, lines in {
         "rows.jsonl": of_page.get(folder.name, rows),
         "chats.jsonl": chats,
         "labelled.jsonl": [chat | {"label": n % 2 == 0} for n, chat in enumerate(chats)],
-        "steps.jsonl": steps,
-        "solutions.jsonl": [{name: row[name] for name in ("prompt", "completions")} for row in steps],
     }.items():
         (folder / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (folder / "pairs.json").write_text(json.dumps(rows))
@@ -120,8 +115,6 @@ def lay_out(folder: Path, model: Path) -> None:
 def prepared(folder: Path, page: Path) -> list[list[str]]:
     """What a page takes for done: models to score with, a run that has ended, a class in a file."""
     trained = ["--model_name_or_path", "tiny", *(word for pair in SHORT.items() for word in pair)]
-    if page.stem == "prm":
-        return [["open-instruct", "prm", *trained, "--mixer_list", "steps.jsonl", "1.0", "--output_dir", "runs/prm"]]
     if page.stem == "reward_model":
         held_out = ["--eval_mixer_list", "rows.jsonl", "4"]
         rows = ["--mixer_list", "rows.jsonl", "1.0"]

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from open_instruct.families import FAMILIES
 from open_instruct.models.attention import attention
-from open_instruct.models.attention.attention import attend_over_segments
-from open_instruct.models.attention.segments import QKV
-from open_instruct.models.attention.shared_attention import attend_plainly
+from open_instruct.models.attention.attention import attend_by_document, attend_over_segments
+from open_instruct.models.attention.segments import QKV, documents_of
 from open_instruct.packing.documents import pack_documents
 from tests.unit.small_models import random_model
 from tests.unit.test_prefix_sharing import DOCUMENTS, GROUPS, assert_same, results
@@ -42,7 +41,10 @@ def test_any_row_any_window_any_heads(families: list[Any], left: int, heads: tup
     grad_out = torch.randn(qkv.query.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ours, expected = (
         (out, *torch.autograd.grad(out, qkv, grad_out))
-        for out in (attend_over_segments(qkv, of, left=left), attend_plainly(qkv, of, left=left))
+        for out in (
+            attend_over_segments(qkv, of, left=left),
+            attend_by_document(qkv, documents_of(of.lengths, of.prefix_lengths), left=left),
+        )
     )
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)

@@ -19,7 +19,7 @@ from open_instruct.config.parser import parse
 from open_instruct.data import token_dataset
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.prompt_rows import parse_prompt_row
+from open_instruct.data.prompt_rows import environment_of, parse_prompt_row
 from open_instruct.data.prompts import Prompts, PromptStream, load_prompt_dataset, row_changes
 from open_instruct.data.report import DataReport
 from open_instruct.errors import InputError, RunError
@@ -105,15 +105,18 @@ def test_verifiers_and_ground_truths_pair_up(keys: dict[str, Any], checks: list[
         ({"ground_truth": float("nan")}, "bad_ground_truth", "JSON"),
         ({"ground_truth": b"1"}, "bad_ground_truth", "JSON"),
         ({"dataset": "ifeval"}, "bad_ground_truth", "'ground_truth' for 'ifeval': it must be an object"),
-        ({"env_config": {"env_configs": [{"env_name": "counter"}]}}, "environment", "'env_config' says what answers a"),
-        ({"env_config": {"max_steps": 5, "env_configs": None}}, "environment", "leave such rows out"),
-        ({"tools": ["python"]}, "environment", "'tools' says what answers a reply, and nothing does yet"),
+        ({"env_config": {"env_configs": [{"env_name": "counter"}]}}, "environment", "no environment 'counter'"),
+        ({"env_config": {"max_steps": 5, "env_configs": None}}, "environment", "--environment"),
+        ({"env_config": [{"env_name": "shop"}, {"env_name": "shop"}]}, "environment", "2 environments"),
+        ({"env_config": "shop"}, "environment", "an object"),
+        ({"tools": ["python"]}, "environment", "the row has none"),
+        ({"tools": [{"name": "python"}], "env_config": {"env_name": "shop"}}, "environment", "names of those tools"),
         ({"tools": '[{"type": "function"}]'}, "environment", "'tools'"),
     ],
 )
 def test_malformed_rows(change: dict[str, Any], kind: str, told: str) -> None:
     with pytest.raises(MalformedRow) as raised:
-        parse_prompt_row(row("q") | change, VERIFIERS)
+        parse_prompt_row(row("q") | change, VERIFIERS, known_environments={"shop"})
     assert raised.value.kind == kind
     assert told in raised.value.reason
 
@@ -158,8 +161,8 @@ class TestRowsThatNameNoVerifier:
             "class Short(Verifier):\n    name = 'short'\n"
             "    def score(self, completion, ground_truth):\n        return float(len(completion) < 9)\n"
         )
-        words = ["math", f"{own}:Short", "prm:/a/folder,last"]
-        assert judges_named(words) == ["math", "short", "prm"]
+        words = ["math", f"{own}:Short", "reward_model:/a/folder,last"]
+        assert judges_named(words) == ["math", "short", "reward_model"]
         assert "short" in known_verifiers(words[:2])
         with pytest.raises(InputError, match=r"--verifier gsm: there is no verifier of that name; did you mean g"):
             known_verifiers(["gsm"])
@@ -372,3 +375,29 @@ def test_a_state_of_other_prompts_or_another_seed_is_refused(load: Load, dataset
     other, _ = load(numbered(tmp_path / "others.jsonl", 6), "1.0")
     with pytest.raises(InputError, match="give the same prompts"):
         PromptStream(other, seed=0).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("keys", "default", "expected"),
+    [
+        ({}, None, None),
+        ({}, "shop", ("shop", {})),
+        ({"env_config": {"env_name": "shop", "stock": 3, "is_text_env": True}}, None, ("shop", {"stock": 3})),
+        ({"env_config": [{"env_name": "shop", "stock": None}]}, "game", ("shop", {})),
+        (
+            {"env_config": {"env_configs": [{"env_name": "game"}], "max_steps": 4}, "tools": ["look"], "level": 2},
+            None,
+            ("game", {"max_steps": 4, "tools": ["look"], "level": 2}),
+        ),
+        ({"env_config": {"env_configs": []}, "tools": []}, None, None),
+    ],
+)
+def test_a_row_names_what_answers_its_replies(
+    keys: dict[str, Any], default: str | None, expected: tuple[str, dict[str, Any]] | None
+) -> None:
+    """As open-instruct's rows do, in any of its three forms; Arrow fills missing keys with empty values."""
+    found = environment_of(keys, default=default, known={"shop", "game"})
+    if found is not None:
+        name, columns = found
+        found = name, {key: value for key, value in columns.items() if key != "tools" or value}
+    assert found == expected

@@ -160,6 +160,6 @@ def test_only_sft_fills_rows_before_and_only_where_it_packs() -> None:
     assert SFT.fills_packs(parse(SFT.config_class, words)) and not SFT.fills_packs(parse(SFT.config_class, words[:-2]))
     with pytest.raises(InputError, match="--packing_strategy bfd is read only with --packing"):
         SFT.validate(parse(SFT.config_class, [*words, "--no_packing"]))
-    for name in ("dpo", "kto", "reward_model", "prm", "distill"):
+    for name in ("dpo", "kto", "reward_model", "distill"):
         with pytest.raises(InputError, match="--packing_strategy is called --packing here"):
             parse(objective_named(name).config_class, words)

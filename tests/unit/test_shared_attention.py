@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -12,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from open_instruct.models.attention import blocks
+from open_instruct.models.attention import attention
 from open_instruct.models.attention.attention import attend_over_segments
-from open_instruct.models.attention.segments import QKV, Segments, documents_of, segments_of
-from open_instruct.models.attention.shared_attention import attend_in_tiles, attend_plainly, tile_batches
+from open_instruct.models.attention.segments import QKV, Segments, segments_of
 
 CPU = torch.device("cpu")
 LEFTS = (-1, 0, 1, 3, 6, 40)
@@ -61,32 +59,18 @@ def defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Segments, lef
     return torch.stack(outputs)
 
 
-def attend_in_small_blocks(qkv_T: QKV, of: Segments, *, left: int) -> torch.Tensor:
-    """Of three tokens each, or two."""
-    return blocks.attend_in_blocks(qkv_T, documents_of(of.lengths, of.prefix_lengths), left=left)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_blocks() -> Iterator[None]:
-    with patch.multiple(blocks, MOST_QUERIES=6, FEWEST_TOKENS=2):
-        yield
-
-
 @settings(max_examples=30)
 @given(rows, st.sampled_from(LEFTS), st.sampled_from([(4, 2), (4, 1), (2, 2)]))
-def test_tiles_blocks_and_the_plain_version_are_the_definition(
-    families: list[Any], left: int, heads: tuple[int, int]
-) -> None:
+def test_shared_prompts_are_the_definition(families: list[Any], left: int, heads: tuple[int, int]) -> None:
     of = segments(families)
     q, k, v = tensors(sum(of.lengths), heads=heads[0], groups=heads[1])
     grad_out = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(0))
-    results = []
-    for attend in (defined, attend_plainly, attend_in_tiles, attend_in_small_blocks):
-        out = attend(q, k, v, of, left) if attend is defined else attend(QKV(q, k, v), of, left=left)
-        results.append((out, *torch.autograd.grad(out, (q, k, v), grad_out)))
-    for result in results[1:]:
-        for ours, theirs in zip(result, results[0], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    results = [
+        (out, *torch.autograd.grad(out, (q, k, v), grad_out))
+        for out in (attend_over_segments(QKV(q, k, v), of, left=left), defined(q, k, v, of, left))
+    ]
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 @settings(max_examples=60)
@@ -103,38 +87,27 @@ def test_so_are_documents_that_share_nothing(lengths: list[int], left: int, head
     )
 
 
-@pytest.mark.parametrize("attend", [attend_in_tiles, attend_in_small_blocks])
-def test_gradients_are_those_of_finite_differences(attend: Any) -> None:
-    of = segments([(3, (2, 1)), (2, ())])
-    inputs = tensors(8)
-    assert torch.autograd.gradcheck(lambda q, k, v: attend(QKV(q, k, v), of, left=2), inputs)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_are_as_good_as_the_plain_version(dtype: torch.dtype) -> None:
+def test_16_bits_are_as_good_as_a_copy_of_the_prompt(dtype: torch.dtype) -> None:
     of = segments([(40, (30, 20, 30)), (10, (5,))])
+    copies = segments([(70, ()), (60, ()), (70, ()), (15, ())])
     exact = QKV(*(t.detach() for t in tensors(sum(of.lengths), dim=16)))
-    reference = attend_plainly(exact, of)
+    places = torch.tensor([*range(70), *range(40), *range(70, 90), *range(40), *range(90, 135)])
+    reference = attend_over_segments(exact, of)
     low = exact.each(lambda t: t.to(dtype))
-    error = (attend_in_tiles(low, of).double() - reference).abs().max()
-    assert error <= 2 * (attend_plainly(low, of).double() - reference).abs().max()
+    copied = attend_over_segments(low.each(lambda t: t[places]), copies)
+    whole = torch.empty_like(low.query)
+    whole[places] = copied  # a prompt's rows are the same in each copy
+    error = (attend_over_segments(low, of).double() - reference).abs().max()
+    assert error <= 2 * (whole.double() - reference).abs().max()
 
 
-def test_branches_of_one_root_are_one_tile() -> None:
-    """However many responses there are, a prompt is one call, and so is each length of response."""
-    of = segments([(50, (7, 9) * 8)])
-    prefix = [batch for batch in tile_batches(of.lengths, of.prefix_lengths, -1) if not batch.is_first]
-    assert [(batch.num_tiles, len(batch.query_index), len(batch.key_index)) for batch in prefix] == [(1, 121, 50)]
-    assert len(tile_batches(of.lengths, of.prefix_lengths, -1)) == 4
-
-
-def test_no_key_beyond_the_window_is_computed() -> None:
-    of = segments([(1000, (3,))])
-    num_pairs = sum(
-        len(batch.query_index) * len(batch.key_index) // batch.num_tiles
-        for batch in tile_batches(of.lengths, of.prefix_lengths, 9)
-    )
-    assert num_pairs <= 1003 * 2 * 10
+def test_branches_of_one_length_are_one_call_and_see_no_key_beyond_the_window() -> None:
+    of = segments([(1003, (7, 9) * 8)])
+    with patch.object(attention, "attend", wraps=attention.attend) as attend:
+        attend_over_segments(QKV(*tensors(sum(of.lengths))), of, left=9)
+    shared = [call.args[0] for call in attend.call_args_list if call.args[0].query.shape[1] in (7, 9)]
+    assert sorted(tuple(qkv.key.shape[:2]) for qkv in shared) == [(7, 9 + 7), (8, 9 + 9)]
 
 
 def test_positions_and_keys_of_the_example() -> None:

@@ -100,7 +100,7 @@ def fate(entry: Entry, words: Sequence[str]) -> Fate:
     """The fate of a flag that was given `words`, by its entry."""
     words = [_spelled(word) for word in words] or ["true"]
     value = " ".join(words).lower()
-    if entry.refused is not None and value not in entry.unless:
+    if entry.refused is not None and value not in (*entry.unless, *entry.values):
         return Fate(refused=entry.refused)
     if entry.ours is None:
         return Fate(unneeded=entry.unneeded or "that is how it is here")

@@ -29,7 +29,6 @@ def token_logprobs(
     temperature: float | torch.Tensor = 1.0,
     with_entropy: bool = False,
     with_collisions: bool = False,
-    classes: tuple[int, ...] = (),
     measure: Measure | None = None,
 ) -> TokenLogprobs:
     """Log-prob of every label under `model` with its logits divided by `temperature`, with gradient if enabled.
@@ -39,11 +38,11 @@ def token_logprobs(
     everywhere and the result is gathered. Where rows are split over ranks, each rank runs its part, and all ranks get
     the log-probs of the whole row. `measure` is computed from the same logits, at the head's own positions.
 
-    A model that scores, or a call with `classes` (token ids), also returns the head's values, see `TokenLogprobs`.
+    Of a model that scores these are its scores.
     """
     if isinstance(temperature, torch.Tensor):  # 1 where there is no label
         temperature = beside_labels(model, batch, temperature - 1, device=device) + 1
-    settings = HeadSettings(temperature, with_entropy, with_collisions, classes, measure)
+    settings = HeadSettings(temperature, with_entropy, with_collisions, measure)
     output, inputs = _run(model, batch, settings, device=device)
 
     def at_labels(values: torch.Tensor) -> torch.Tensor:
@@ -62,9 +61,7 @@ def token_logprobs(
             collision_logprobs_N=None if output.collision_logprobs is None else at_labels(output.collision_logprobs),
             measured_N=None if output.measured is None else at_labels(output.measured),
         )
-    values_NC = torch.stack([at_labels(column) for column in output], dim=1)
-    logprobs_NC = values_NC.log_softmax(dim=1) if classes else values_NC
-    return TokenLogprobs(logprobs_N=logprobs_NC[:, 0], sequence_ids_N=inputs.sequence_ids_N, values_NC=values_NC)
+    return TokenLogprobs(logprobs_N=at_labels(output), sequence_ids_N=inputs.sequence_ids_N)
 
 
 def hidden_at_labels(model: Transformer, batch: PackedBatch, policy: Transformer, device: torch.device) -> torch.Tensor:

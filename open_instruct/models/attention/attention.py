@@ -6,27 +6,26 @@ that its three shapes have in common.
 
 On a CPU, documents of equal length take one call of PyTorch's scaled dot product attention, which is causal without a
 mask. On a GPU in 16 bits, all documents take one call of PyTorch's variable-length attention. Documents that share a
-prompt are *segments* (segments.py): on a CPU shared_attention.py computes them; on a GPU the same single call does,
-with the prompt's keys gathered for every response but the first. Long documents in float32 on a CPU are computed by
-blocks.py instead, shared prompts or not.
+prompt are *segments* (segments.py): every response but the first is given the prompt's keys before its own, and on a
+CPU a mask.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from olmo_core.nn.attention import Attention
 from olmo_core.nn.attention.backend import AttentionBackend, TorchAttentionBackend
 from olmo_core.nn.transformer import Transformer
 from torch.nn.attention.varlen import varlen_attn
 
-from open_instruct.models.attention.blocks import attend_in_blocks, pays
 from open_instruct.models.attention.context_parallel import ContextGroup
-from open_instruct.models.attention.segments import QKV, Segments, documents_of
-from open_instruct.models.attention.shared_attention import attend, attend_in_tiles, attend_plainly, is_seen
+from open_instruct.models.attention.segments import QKV, Segment, Segments, documents_of
 
 MAX_CACHED_MASKS = 4
 
@@ -84,6 +83,21 @@ def context_of(model: Transformer) -> ContextGroup | None:
     return cast(SegmentAttention, first.backend).context
 
 
+def attend(qkv_NL: QKV, *, mask_QK: torch.Tensor | None = None, scale: float | None = None) -> torch.Tensor:
+    """Scaled dot product attention with heads last but one, as OLMo-core lays them out; causal without a mask.
+
+    Shape (N, Q, H, D).
+    """
+    output_NHQD = F.scaled_dot_product_attention(
+        *qkv_NL.each(lambda tensor: tensor.transpose(1, 2)),
+        attn_mask=mask_QK,
+        is_causal=mask_QK is None,
+        scale=scale,
+        enable_gqa=qkv_NL.shares_heads,
+    )
+    return output_NHQD.transpose(1, 2)
+
+
 def attend_in_window(qkv_NL: QKV, *, left: int, scale: float | None = None) -> torch.Tensor:
     """Every token attends to itself and at most `left` tokens before it (all, where `left` < 0); shape (N, L, H, D).
 
@@ -113,23 +127,36 @@ def attend_in_window(qkv_NL: QKV, *, left: int, scale: float | None = None) -> t
     return torch.cat(parts, dim=1)
 
 
-def attend_by_document(qkv_T: QKV, lengths: list[int], *, left: int = -1, scale: float | None = None) -> torch.Tensor:
-    """Attention within each of the documents that lie end to end; shape (T, H, D).
+def attend_by_document(
+    qkv_T: QKV, documents: Sequence[Segment], *, left: int = -1, scale: float | None = None
+) -> torch.Tensor:
+    """Attention within each of the documents that lie end to end, and to the prefix that it shares; shape (T, H, D).
 
-    Documents of one length are computed together. `left` < 0 means no window.
+    Documents of one length, with prefixes of one length, are computed together. `left` < 0 means no window.
     """
     # split has one backward node for all documents; every slice would make a gradient of the whole row's size.
-    queries, keys, values = (tensor.split(lengths) for tensor in qkv_T)
-    members: dict[int, list[int]] = {}
-    for document, length in enumerate(lengths):
-        members.setdefault(length, []).append(document)
+    queries, keys, values = (tensor.split([document.length for document in documents]) for tensor in qkv_T)
+    alike: dict[tuple[int, int], list[tuple[int, int]]] = {}  # document and root, by lengths
+    root = 0
+    for index, (_, length, _, prefix_length) in enumerate(documents):
+        if prefix_length == 0:
+            root = index
+        if length > 0:
+            alike.setdefault((length, prefix_length), []).append((index, root))
     attended: list[torch.Tensor] = list(queries)
-    for length, documents in members.items():
-        if length == 0:
-            continue
-        qkv_NL = QKV(*(_stack([tensors[d] for d in documents]) for tensors in (queries, keys, values)))
-        together = attend_in_window(qkv_NL, left=left, scale=scale)
-        for document, output_LHD in zip(documents, together.unbind(0), strict=True):
+    for (length, prefix_length), members in alike.items():
+        num_seen = prefix_length if left < 0 else min(prefix_length, left)
+        query = _stack([queries[document] for document, _ in members])
+        key, value = (
+            _stack([_behind(tensors[root][:prefix_length], num_seen, tensors[document]) for document, root in members])
+            for tensors in (keys, values)
+        )
+        if num_seen == 0:
+            together = attend_in_window(QKV(query, key, value), left=left, scale=scale)
+        else:
+            mask_QK = is_seen(length, num_seen + length, distance=num_seen, left=left, device=key.device)
+            together = attend(QKV(query, key, value), mask_QK=mask_QK, scale=scale)
+        for (document, _), output_LHD in zip(members, together.unbind(0), strict=True):
             attended[document] = output_LHD
     return torch.cat(attended)
 
@@ -152,14 +179,9 @@ def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scal
 
 @torch.compiler.disable
 def _attend_piece_by_piece(qkv_T: QKV, segments: Segments, *, left: int, scale: float | None) -> torch.Tensor:
-    """Attention by document on a CPU, left out of compiled blocks because it differs with every row's lengths."""
+    """Attention by document, left out of compiled blocks because it differs with every row's lengths."""
     documents = documents_of(segments.lengths, segments.prefix_lengths)
-    if pays(qkv_T.query, documents, left):
-        return attend_in_blocks(qkv_T, documents, left=left, scale=scale)
-    if not any(segments.prefix_lengths):
-        return attend_by_document(qkv_T, list(segments.lengths), left=left, scale=scale)
-    attend_shared = attend_in_tiles if qkv_T.query.device.type == "cpu" else attend_plainly
-    return attend_shared(qkv_T, segments, left=left, scale=scale)
+    return attend_by_document(qkv_T, documents, left=left, scale=scale)
 
 
 class _Gathered(torch.autograd.Function):
@@ -182,9 +204,21 @@ class _Gathered(torch.autograd.Function):
         return sums_TGD.to(grad_KGD.dtype), None
 
 
+def _behind(prefix_PGD: torch.Tensor, num_seen: int, own_LGD: torch.Tensor) -> torch.Tensor:
+    """A document's own keys or values behind the last `num_seen` of its prefix."""
+    return torch.cat((prefix_PGD[-num_seen:], own_LGD)) if num_seen else own_LGD
+
+
 def _stack(documents: list[torch.Tensor]) -> torch.Tensor:
     """A new leading dimension; a single document is not copied."""
     return documents[0].unsqueeze(0) if len(documents) == 1 else torch.stack(documents)
+
+
+def is_seen(num_queries: int, num_keys: int, *, distance: int, left: int, device: torch.device) -> torch.Tensor:
+    """Which keys each query sees: those at 0 to `left` (if that is at least 0) positions before it; shape (Q, K)."""
+    query = torch.arange(distance, distance + num_queries, device=device).unsqueeze(1)
+    apart = query - torch.arange(num_keys, device=device)
+    return (apart >= 0) & (apart <= left) if left >= 0 else apart >= 0
 
 
 @lru_cache(maxsize=MAX_CACHED_MASKS)

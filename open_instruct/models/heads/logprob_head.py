@@ -41,14 +41,12 @@ class HeadSettings(NamedTuple):
     """The temperature of the logits, and the values to compute beside the loss, see `LabelLosses`.
 
     If `temperature` is a tensor, it has one value for each of the rank's own positions, (B, K).
-    With `classes`, words of the vocabulary, the head returns their logits alone; with `only_hidden` it returns the
-    hidden states that logits are computed from.
+    With `only_hidden` the head returns the hidden states that logits are computed from.
     """
 
     temperature: float | torch.Tensor = 1.0
     with_entropy: bool = False
     with_collisions: bool = False
-    classes: tuple[int, ...] = ()
     measure: Measure | None = None
     only_hidden: bool = False
 
@@ -91,10 +89,7 @@ class LogprobHead(LMHead):
         self.tp_mesh = tp_mesh
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-        """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for.
-
-        With `classes`, the logits of these words alone: a (B, K) of float32 for each.
-        """
+        """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for."""
         labels = kwargs.get("labels")
         if labels is None or kwargs.get("loss_reduction") != "none" or kwargs.get("return_logits") is not False:
             return super().forward(x, **kwargs)
@@ -104,8 +99,6 @@ class LogprobHead(LMHead):
             assert not self.tp_enabled, "hidden states are split along T: no rank has all positions to choose from"
             h_BKD = h_BKD.gather(1, keep_BK.unsqueeze(-1).expand(-1, -1, h_BKD.size(-1)))
             labels = labels.gather(1, keep_BK)
-        if self.settings.classes:
-            return self._logits_of_classes(h_BKD)
         # Under tensor parallelism these are the rank's own positions. Every rank has equally many, so all cut them into
         # the same chunks and meet in the head's collectives.
         h_BKD, labels_BK = get_local_tensor(h_BKD), get_local_tensor(labels)
@@ -127,12 +120,6 @@ class LogprobHead(LMHead):
         parts = [losses(*chunk) for chunk in zip(*split, strict=True)]
         joined: list[Any] = [None if p[0] is None else self._joined(p, labels_BK) for p in zip(*parts, strict=True)]
         return LabelLosses(*joined)
-
-    def _logits_of_classes(self, h_BKD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        assert not self.tp_enabled, "flags that ask for both are refused before"
-        # Not indexed by a list of words, which would be copied to the device.
-        weight_CD = torch.stack([self.w_out.weight[word] for word in self.settings.classes])
-        return (h_BKD.float() @ weight_CD.float().T).unbind(-1)
 
     def _losses(
         self,

@@ -28,14 +28,14 @@ class ValueHead(LMHead):
     keeps_float32 = True
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-        """The score at the positions to keep (all, where none are chosen): one column, float32 of shape (B, K)."""
+        """The score at the positions to keep (all, where none are chosen): float32 of shape (B, K)."""
         h_BKD = x if self.norm is None else self.norm(x)
         keep_BK = kwargs.get("logits_to_keep")
         if isinstance(keep_BK, torch.Tensor):
             h_BKD = h_BKD.gather(1, keep_BK.unsqueeze(-1).expand(-1, -1, h_BKD.size(-1)))
-        if not self.keeps_float32:
-            return (F.linear(h_BKD.float(), self.w_out.weight.float()).squeeze(-1),)
-        return (self.w_out(h_BKD.float()).squeeze(-1),)
+        h_BKD = h_BKD.float()
+        score_BK1 = self.w_out(h_BKD) if self.keeps_float32 else F.linear(h_BKD, self.w_out.weight.float())
+        return score_BK1.squeeze(-1)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ValueHead:
         """Called by `Module.to`: the matrix moves with the model, and keeps its dtype."""

@@ -25,13 +25,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.models.hf.names import ADAPTER, LM_HEAD, clean_name, is_of_adapter
-from open_instruct.models.on_cpu.products import ChoosingLinear
 from open_instruct.models.shards import Held, held, held_of, local_part, reshard, whole_of
 
 A, B = ADAPTER
 
 
-class AdaptedLinear(ChoosingLinear):
+class AdaptedLinear(nn.Linear):
     """A linear layer that adds `scale * B A x` to its output; it takes over the parameters of another layer."""
 
     lora_A: nn.Parameter  # (R, I)

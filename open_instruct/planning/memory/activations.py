@@ -33,8 +33,6 @@ from open_instruct.shard_layout import ShardLayout
 FLOAT32 = 4
 # `models.heads.logprob_head.MAX_LOGITS_BYTES`, which cannot be imported without torch; a test holds the two equal.
 MAX_LOGITS_BYTES = 1 << 30
-# `FEWEST_KEYS`, `MOST_KEYS` and `MOST_QUERIES` of `models.attention.blocks`, likewise.
-BLOCKS = (320, 1024, 192)
 
 # Chunks of the head are alike; from the second on the gradient of the matrix already exists.
 CHUNKS_RECORDED = 2
@@ -271,15 +269,12 @@ class _Block(_Piece):
         return query, key
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, q_width: int) -> Tensor:
-        """One kernel over all documents on CUDA in 16 bits, or blocks of them; else a call for each, whose results are
-        laid end to end.
+        """One kernel over all documents on CUDA in 16 bits; else a call for each, whose results are laid end to end.
 
-        All keep queries, keys, values, their output, and one float32 a head and token; blocks one for each key instead.
+        Both keep queries, keys, values, their output, and one float32 a head and token.
         """
         num_tokens, run, longest = self.sizes.num_tokens, self.tape.run, self.sizes.longest_document
         num_bytes = num_tokens * (q_width // self.shape.head_dim) * FLOAT32
-        if not self.sizes.on_cuda and self.c == FLOAT32 and BLOCKS[0] <= longest <= BLOCKS[1]:
-            return self._attend_in_blocks(query, key, value, num_bytes)
         if self.sizes.on_cuda and self.c < FLOAT32:
             if (num_keys := self.sizes.num_gathered_keys) is not None:
                 key, value = (run(tensor.num_bytes * num_keys // num_tokens, tensor) for tensor in (key, value))
@@ -293,21 +288,6 @@ class _Block(_Piece):
         ]
         by_document = run(query.num_bytes + num_bytes, *parts, saved=whole, saves_output=True, gradients=gradients)
         return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
-
-    def _attend_in_blocks(self, query: Tensor, key: Tensor, value: Tensor, bytes_per_key: int) -> Tensor:
-        """Attention weights are computed and kept block by block. A document and its gradients are copied head
-        by head.
-        """
-        longest = self.sizes.longest_document
-        weights_bytes = bytes_per_key * (longest + BLOCKS[2] * key.num_bytes // query.num_bytes) // 2
-        query_bytes, key_bytes = (tensor.num_bytes * longest // self.sizes.num_tokens for tensor in (query, key))
-        copied = 3 * query_bytes + 4 * key_bytes + BLOCKS[2] * longest * FLOAT32
-        inputs = [query, key, value, self.tape.run(weights_bytes, query, gradients=())]
-        gradients = [_whole(query), _whole(key), Gradient(of=value, num_bytes=value.num_bytes, scratch_bytes=copied)]
-        scratch_bytes = 2 * (query_bytes + key_bytes)
-        return self.tape.run(
-            query.num_bytes, *inputs, saved=inputs, saves_output=True, gradients=gradients, scratch_bytes=scratch_bytes
-        )
 
 
 class _Head(_Piece):

@@ -1,0 +1,1 @@
+"""What answers a policy's replies: tools, games and environments of users' own."""

@@ -1,0 +1,161 @@
+"""Plain Python objects become environments: classes whose methods are tools, and games with `reset` and `step`.
+
+Their methods may be `async`. One that is not runs in a thread of its own, so it may take its time, and hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+from open_instruct.environments.environment import ChatMessage, Environment, Opening, Reply, ToolAnswer, Turn
+
+# Methods of a class of tools that are none themselves.
+NOT_TOOLS = ("reset", "close", "reward")
+
+
+def as_environment(made: Any, row: Mapping[str, Any]) -> Environment:
+    """The environment that a factory has made for a row, whichever of the three kinds it is.
+
+    Raises:
+        TypeError: it is none of them.
+    """
+    if callable(getattr(made, "start", None)) and callable(getattr(made, "step", None)):
+        environment: Environment = made
+        return environment
+    if callable(getattr(made, "step", None)) and callable(getattr(made, "reset", None)):
+        return Game(made, row)
+    if tools := tools_of(made, row.get("tools")):
+        return Toolbox(made, tools, row)
+    raise TypeError(
+        f"{type(made).__name__} is no environment: it has neither `start` and `step`, nor `reset` and `step`, nor "
+        "public methods that are tools"
+    )
+
+
+def tools_of(toolbox: Any, names: Sequence[str] | None) -> dict[str, Callable[..., Any]]:
+    """The public methods of an object, by name; with `names`, those alone."""
+    methods = inspect.getmembers(toolbox, callable)
+    public = {name: method for name, method in methods if not name.startswith("_") and name not in NOT_TOOLS}
+    return {name: method for name, method in public.items() if not names or name in names}
+
+
+class Toolbox:
+    """An object whose public methods are tools that a reply may call; a reply without a call ends the episode.
+
+    A tool returns text, anything that JSON can hold, or a `ToolAnswer`; what it raises is its answer to the policy. As
+    far as the object has them, `reset(**row)` is called at the start with the columns of the row that it takes, and may
+    return a text for the first prompt; `reward()` is called when the policy has ended the episode, and `close()` last.
+    """
+
+    def __init__(self, toolbox: Any, tools: Mapping[str, Callable[..., Any]], row: Mapping[str, Any]) -> None:
+        self._toolbox = toolbox
+        self._tools = tools
+        self._row = row
+        self._name = type(toolbox).__name__.lower()
+
+    async def start(self) -> Opening:
+        from transformers.utils import get_json_schema  # only now: transformers is slow to import
+
+        reset = getattr(self._toolbox, "reset", None)
+        said = None if reset is None else await called(reset, **taken(reset, self._row))
+        schemas = tuple(get_json_schema(tool) for tool in self._tools.values())
+        return Opening(messages=with_text(self._row["messages"], said), tools=schemas)
+
+    async def step(self, reply: Reply) -> Turn:
+        if not reply.calls:
+            reward = getattr(self._toolbox, "reward", None)
+            return Turn(done=True, rewards={} if reward is None else {self._name: float(await called(reward))})
+        answers = [await self._answer(call.name, call.arguments) for call in reply.calls]
+        rewards = [answer.reward for answer in answers if answer.reward is not None]
+        return Turn(
+            messages=[{"role": "tool", "content": answer.content} for answer in answers],
+            done=any(answer.done for answer in answers),
+            rewards={self._name: sum(rewards)} if rewards else {},
+        )
+
+    async def close(self) -> None:
+        if close := getattr(self._toolbox, "close", None):
+            await called(close)
+
+    async def _answer(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        try:
+            answer = await called(self._tools[name], **arguments)
+        except Exception as error:  # a tool is given whatever the policy has written
+            answer = f"{type(error).__name__}: {error}"
+        if isinstance(answer, ToolAnswer):
+            return answer
+        return ToolAnswer(content=answer if isinstance(answer, str) else json.dumps(answer, default=str))
+
+
+class Game:
+    """An object with gymnasium's `reset` and `step`, whose observations and actions are texts.
+
+    `reset()` returns an observation, or an observation and a dict; it is called with the columns of the row that it
+    takes. `step(text)` returns an observation, a reward, and whether the game is over: in gymnasium's form, with
+    terminated, truncated and a dict, or in the older one, with done and a dict.
+    """
+
+    def __init__(self, game: Any, row: Mapping[str, Any]) -> None:
+        self._game = game
+        self._row = row
+
+    async def start(self) -> Opening:
+        observation = await called(self._game.reset, **taken(self._game.reset, self._row))
+        if isinstance(observation, tuple):
+            observation = observation[0]
+        return Opening(messages=with_text(self._row["messages"], observation))
+
+    async def step(self, reply: Reply) -> Turn:
+        observation, reward, *ends = await called(self._game.step, reply.text)
+        done = any(end for end in ends if not isinstance(end, Mapping))
+        rewards = {type(self._game).__name__.lower(): float(reward)}
+        return Turn(messages=[{"role": "user", "content": str(observation)}], done=done, rewards=rewards)
+
+    async def close(self) -> None:
+        if close := getattr(self._game, "close", None):
+            await called(close)
+
+
+def with_text(messages: Sequence[ChatMessage], text: Any) -> list[ChatMessage] | None:
+    """The turns of a row with a text behind the last one; None where there is no text."""
+    if not text:
+        return None
+    *before, last = messages
+    return [*before, {"role": last["role"], "content": f"{last['content']}\n\n{text}".strip()}]
+
+
+async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of a function, awaited where it is a coroutine's, else computed in a thread.
+
+    The thread is a new one each time, and nobody waits for it: a function that hangs holds up none but its episode.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        with suppress(InvalidStateError):  # nobody waits any more
+            try:
+                future.set_result(function(*args, **kwargs))
+            except Exception as error:
+                future.set_exception(error)
+            except BaseException as error:  # exit() and the like must not leave the episode waiting
+                future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    threading.Thread(target=run, name=f"environment-{getattr(function, '__name__', 'call')}", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row that a function has parameters for; all of them where it takes any."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(row)
+    return {name: row[name] for name in parameters if name in row}

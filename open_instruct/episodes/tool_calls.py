@@ -1,0 +1,184 @@
+"""Calls of tools in a reply's text, in the four forms that open models are trained to write.
+
+A call counts only where its name is known and its arguments are an object. Text that begins a call and is none is a
+`ToolCallError`, so that a policy is not rewarded for what merely looks like a call. What was thought before the answer
+is not looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from open_instruct.environments.environment import ToolCall
+
+THINKING_ENDS = "</think>"
+MAX_CALLS = 64
+
+Found = Iterator[tuple[Any, Any]]
+"""Names and arguments, unchecked."""
+
+
+class ToolCallError(ValueError):
+    """A reply begins a call that cannot be read; the message says why."""
+
+
+def tool_calls(text: str, form: str, names: Collection[str]) -> tuple[ToolCall, ...]:
+    """The calls in a reply, in order; none where it calls nothing.
+
+    Args:
+        form: a key of `FORMS`.
+        names: the tools that there are.
+
+    Raises:
+        ToolCallError: a call is cut, malformed, or of a tool that there is not.
+    """
+    answer = text.rpartition(THINKING_ENDS)[2]
+    calls = []
+    for name, arguments in FORMS[form](answer):
+        if name not in names:
+            raise ToolCallError(f"there is no tool {name!r}; the tools are {', '.join(sorted(names))}")
+        if not isinstance(arguments, dict) or not all(isinstance(key, str) for key in arguments):
+            raise ToolCallError(f"the arguments of {name} are not an object")
+        calls.append(ToolCall(name=name, arguments=arguments))
+        if len(calls) > MAX_CALLS:
+            raise ToolCallError(f"more than {MAX_CALLS} calls in one reply")
+    return tuple(calls)
+
+
+def form_of_template(template: str) -> str:
+    """The form that a chat template asks for: the one whose mark stands in it; Hermes' where none does."""
+    marks = {
+        "qwen3_xml": "<function=",
+        "function_calls": "<function_calls>",
+        "hermes": "<tool_call>",
+        "llama3_json": '"parameters"',
+    }
+    return next((form for form, mark in marks.items() if mark in template), "hermes")
+
+
+def _hermes(answer: str) -> Found:
+    """Qwen's and Hermes' form: `<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>`."""
+    for body in _between(answer, "<tool_call>", "</tool_call>"):
+        yield _name_and_arguments(_json(body), "arguments")
+
+
+def _llama3_json(answer: str) -> Found:
+    """Llama 3's form: the whole answer is `{"name": "add", "parameters": {"a": 2}}`, or several with ; between."""
+    left = answer.strip().removeprefix("<|python_tag|>").strip()
+    if not re.match(r'\{\s*"(name|parameters|arguments|type)"', left):
+        return
+    decoder = json.JSONDecoder(strict=False)
+    while left:
+        try:
+            call, end = decoder.raw_decode(left)
+        except (ValueError, RecursionError) as error:
+            raise ToolCallError(f"the call is no JSON: {error}") from error
+        yield _name_and_arguments(call, "parameters")
+        left = left[end:].lstrip()
+        if left and not left.startswith(";"):
+            raise ToolCallError(f"text behind a call: {left[:40]!r}")
+        left = left.removeprefix(";").lstrip()
+
+
+def _function_calls(answer: str) -> Found:
+    """OLMo 3's form: `<function_calls>add(a=2, b=3)</function_calls>`, a line for each call."""
+    for body in _between(answer, "<function_calls>", "</function_calls>"):
+        yield from _python_calls(body)
+
+
+def _pythonic(answer: str) -> Found:
+    """Llama 4's form: the whole answer is a list of calls, `[add(a=2, b=3), now()]`."""
+    stripped = answer.strip()
+    if re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", stripped):
+        yield from _python_calls(stripped)
+
+
+def _qwen3_xml(answer: str) -> Found:
+    """Qwen 3 Coder's form: `<tool_call><function=add><parameter=a>2</parameter></function></tool_call>`."""
+    for body in _between(answer, "<tool_call>", "</tool_call>"):
+        call = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", body, re.DOTALL)
+        if call is None:
+            raise ToolCallError("a <tool_call> has one <function=NAME> … </function> in it")
+        pieces = re.split(r"<parameter=([^>\n]+)>(.*?)</parameter>", call[2], flags=re.DOTALL)
+        if any(rest.strip() for rest in pieces[::3]):
+            raise ToolCallError("text between the parameters of a call")
+        yield (
+            call[1].strip(),
+            {name.strip(): _value(text) for name, text in zip(pieces[1::3], pieces[2::3], strict=True)},
+        )
+
+
+FORMS: dict[str, Callable[[str], Found]] = {
+    "hermes": _hermes,
+    "llama3_json": _llama3_json,
+    "function_calls": _function_calls,
+    "pythonic": _pythonic,
+    "qwen3_xml": _qwen3_xml,
+}
+
+
+def _between(answer: str, begin: str, end: str) -> Iterator[str]:
+    """The texts between two marks, in order."""
+    pieces = answer.split(begin)
+    if end in pieces[0]:
+        raise ToolCallError(f"{end} without {begin} before it")
+    for piece in pieces[1:]:
+        body, closing, behind = piece.partition(end)
+        if not closing or end in behind:
+            raise ToolCallError(f"{begin} and {end} do not pair up")
+        yield body
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError) as error:
+        raise ToolCallError(f"the call is no JSON: {error}") from error
+
+
+def _name_and_arguments(call: Any, key: str) -> tuple[Any, Any]:
+    """The arguments stand under `key`, or under the other of the two words."""
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ToolCallError("a call is an object with the name of a tool")
+    other = "parameters" if key == "arguments" else "arguments"
+    return call["name"], call.get(key, call.get(other))
+
+
+def _python_calls(text: str) -> Found:
+    """Calls with literal keyword arguments, one a line or in one list."""
+    literals = {"null": None, "true": True, "false": False}
+    try:
+        tree = ast.parse(text.strip().replace("\r\n", "\n"))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ToolCallError(f"the calls are no Python: {type(error).__name__}") from error
+    nodes: list[ast.AST] = []
+    for statement in tree.body:
+        value = statement.value if isinstance(statement, ast.Expr) else statement
+        nodes += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+    for node in nodes:
+        if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+            raise ToolCallError("a call is NAME(argument=value, …)")
+        arguments = {}
+        for keyword in node.keywords:
+            value = keyword.value
+            if isinstance(value, ast.Name) and value.id in literals:
+                arguments[keyword.arg] = literals[value.id]
+                continue
+            try:
+                arguments[keyword.arg] = ast.literal_eval(value)
+            except (ValueError, TypeError, RecursionError, MemoryError) as error:
+                raise ToolCallError(f"the argument {keyword.arg} is no literal") from error
+        yield ast.unparse(node.func), arguments
+
+
+def _value(text: str) -> Any:
+    """A parameter as JSON where it is some, else as the text that it is."""
+    stripped = text.strip("\n")
+    try:
+        return json.loads(stripped)
+    except (ValueError, RecursionError):
+        return stripped
