@@ -8,8 +8,6 @@ plans who writes what and touches the memory of the copies for the first time, i
 others. The last save is waited for either way and is in neither. Ends with code 1 if a thread's is more than a tenth.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -10,8 +10,6 @@ far as it is used; loading is until the policy can step, of TRL until its first 
 TRL has an environment of its own and DeepSpeed beside it, both made on the first run.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile

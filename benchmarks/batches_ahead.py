@@ -7,8 +7,6 @@ The device is a stand-in: it sleeps for --device_s a step. Steps are of packed p
 512 tokens and replies of 512, 32,768 tokens a microbatch. What a step takes beyond the sleep is what the device waits.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 

@@ -14,8 +14,6 @@ What is held before is left out: weights and hidden states. Gradients of the stu
 with 1 where ours is more than 0.3 of plain.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -10,8 +10,6 @@ conversation of L tokens has L/2 on average (Chowdhery et al. 2022, PaLM, append
 What activation checkpointing computes again does not count; what sharing prompts saves does, as if it were computed.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

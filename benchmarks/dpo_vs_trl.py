@@ -10,8 +10,6 @@ Both have a whole copy of the model on each rank, which TRL always has; with --s
 has by default.
 """
 
-from __future__ import annotations
-
 from harness.against_trl import arguments, compare
 from harness.training import DPO
 

@@ -16,8 +16,6 @@ tokens on average. Those steps take longer than a round. The exit code is 1 if t
 sums before the question 1.3, and after a warm start 2.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import tempfile

@@ -8,8 +8,6 @@ environment.
     python benchmarks/kto_vs_trl.py [--rows FILE] [--num_steps 10] [--num_rounds 2]
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -13,8 +13,6 @@ the process group (export: after loading); "resident" counts mapped pages of fil
 already, plus a tenth of it, while exporting.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import tempfile

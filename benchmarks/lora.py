@@ -16,8 +16,6 @@ The exit code is 1 where our adapters take more than 0.8 of TRL's peak, are less
 more than 2% of the model's bytes.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from argparse import Namespace

@@ -19,8 +19,6 @@ more than its tensors. Here every allocation from 64 KiB on is a mapping of its 
 and tracker differ by more than 5%, or prediction and measurement by more than 10%.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -6,8 +6,6 @@
 Each number is of a process of its own, from its start to its end. Exit code 1 beyond a bound.
 """
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

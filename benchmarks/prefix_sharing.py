@@ -12,8 +12,6 @@ completions. Activations are what the forward pass keeps for the backward pass. 
 packed and of shared rows goes into. The exit code is 1 where a goal is missed.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import tempfile

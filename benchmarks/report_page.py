@@ -3,8 +3,6 @@
 python benchmarks/report_page.py --num_rollouts 10240 --mean_tokens 340
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

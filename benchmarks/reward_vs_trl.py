@@ -6,8 +6,6 @@ two take turns, so that a busy machine slows both. TRL lives in an environment o
     python benchmarks/reward_vs_trl.py [--rows FILE] [--num_steps 10] [--num_rounds 2]
 """
 
-from __future__ import annotations
-
 from harness.against_trl import arguments, compare
 from harness.training import Objective
 

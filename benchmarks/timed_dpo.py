@@ -4,8 +4,6 @@ each step; run by `backends.py` and `lora.py` under torchrun.
 Rank 0 writes OUT/times.json, where OUT is the first word; the others are dpo.py's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

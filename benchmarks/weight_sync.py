@@ -14,8 +14,6 @@ multiple of the bucket size. Ends with code 1 if a sync is slower than 0.6 of th
 than two buckets on any process.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

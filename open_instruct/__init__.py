@@ -1,7 +1,5 @@
 """Post-training (DPO, GRPO) of open language models on OLMo-core, sharded as HSDP."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """`open-instruct COMMAND ...`: each command's module is imported only when it is called."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 SIGTERM, 129 after such a SIGHUP. Whatever went wrong, the last line on stderr says what to do.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

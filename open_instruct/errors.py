@@ -1,7 +1,5 @@
 """The two kinds of failure a user can meet, the signals that stop a run, and the exit codes they end with."""
 
-from __future__ import annotations
-
 import signal
 
 EXIT_INPUT = 2

@@ -3,8 +3,6 @@
 Whatever reads, builds, plans or makes a checkpoint asks here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

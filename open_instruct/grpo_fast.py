@@ -4,8 +4,6 @@
         --num_learners_per_node 2 --deepspeed_stage 3 --output_dir OUT
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

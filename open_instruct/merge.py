@@ -1,7 +1,5 @@
 """`open-instruct merge`: a model with an adapter added to it, from folder to folder, tensor by tensor."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The metrics of runs: group, unit and meaning of each, in the order in which people read them (`metrics.json`)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`SFTTrainModule`, `DPOTrainModule`, `GRPOTrainModule`: OLMo-core's train module with an objective bound to it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from open_instruct.config.rollout_sections import PolicyLossSection

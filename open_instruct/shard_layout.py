@@ -1,7 +1,5 @@
 """Where every rank stands: which ranks share one copy of the model, and which hold the same shard."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a user names on the command line and has written: `FILE.py:NAME`, or `module:NAME`."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Container

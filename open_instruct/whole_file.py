@@ -2,8 +2,6 @@
 as a whole, where nothing is waited for that stands in the place of one.
 """
 
-from __future__ import annotations
-
 import difflib
 import errno
 import os

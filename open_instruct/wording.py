@@ -1,7 +1,5 @@
 """The spelling of numbers and choices for people, and the escaping of text from others."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """A headless Chromium that opens a file as a person would see it: of any width, in either colour scheme."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

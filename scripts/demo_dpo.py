@@ -3,8 +3,6 @@
 Every step is the command that a user would type, and is shown before it runs. Start it with `make demo-dpo`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

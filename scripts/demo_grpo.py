@@ -5,8 +5,6 @@ is better; the reward, which looks at the last number of an answer alone, does. 
 file. Every step is the command that a user would type, and is shown before it runs. Start it with `make demo-grpo`.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

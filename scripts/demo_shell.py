@@ -1,7 +1,5 @@
 """What the demos share: a command is shown as a user would type it, and then run."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """`docs/flags.md` on stdout: what `--help` says of every command that trains, as one page."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ the hashes of its wheels for the Pythons and machines below, so that pip takes n
 it is given. They are complete: pip installs them with `--no-deps`.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

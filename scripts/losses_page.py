@@ -5,8 +5,6 @@
 Between `<!-- NAME -->` and `<!-- end -->` of the page stands what the function NAME of this file makes.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence

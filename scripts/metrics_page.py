@@ -1,7 +1,5 @@
 """`docs/metrics.md` on stdout: the table of metrics that pages, consoles and tests read, for people."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from itertools import groupby

@@ -3,8 +3,6 @@
 Needs Chromium. A second DPO run, with another loss, is trained first where it is not there: a minute on a CPU.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -5,8 +5,6 @@ Needs the program `uv` on the PATH, and PyPI. Every extra is resolved for each P
 not resolve, and says why.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

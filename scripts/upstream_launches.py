@@ -3,8 +3,6 @@
 python scripts/upstream_launches.py CHECKOUT
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """`docs/upstream.md` on stdout: what becomes of upstream's flags and defaults, from the tables that commands read."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib.resources import files

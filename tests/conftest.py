@@ -3,8 +3,6 @@
 They are skipped where there is no CUDA device, but for a rehearsal of them on the CPU.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

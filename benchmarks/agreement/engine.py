@@ -1,7 +1,5 @@
 """An engine in a process of its own, which imports this file and no model of ours."""
 
-from __future__ import annotations
-
 import sys
 from multiprocessing import get_context
 from multiprocessing.connection import Connection

@@ -1,7 +1,5 @@
 """The learner's side: its log-probs, and weights that change and are sent."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the engine samples, and how far the learner's log-probs of it are from the engine's own."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from pathlib import Path

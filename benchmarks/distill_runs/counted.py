@@ -1,7 +1,5 @@
 """Tensors that are alive at the same time, on fake tensors."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

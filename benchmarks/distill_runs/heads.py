@@ -1,7 +1,5 @@
 """Forward and backward of distillation's head, plain and ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

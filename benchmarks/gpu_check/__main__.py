@@ -7,8 +7,6 @@ Writes gpu_check.json, gpu_check.html (one page, nothing is fetched) and gpu_che
 check that ran has passed, 1 where one failed, 2 where there is no GPU or a package is missing. docs/gpu.md has more.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import importlib

@@ -1,7 +1,5 @@
 """What the compiler keeps, and what it warned of."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

@@ -1,7 +1,5 @@
 """open_instruct/dpo.py, with operations that give the same numbers every time wherever PyTorch has such."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

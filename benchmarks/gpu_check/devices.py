@@ -1,7 +1,5 @@
 """The device that is checked: its name, its peak, and how long something takes on it."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

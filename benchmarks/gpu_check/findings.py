@@ -1,7 +1,5 @@
 """What one check found: tables of figures, notes, and what did not hold."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Counts where the host waits for the GPU, by file and line."""
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 import warnings

@@ -1,7 +1,5 @@
 """The checks, the most telling first: each is the module of checks/ of that name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -8,8 +8,6 @@ peaks; without CUDA the process's own), `versions` (of a block and of the head, 
 the compiler warned of), `waits` (see --waits_in_step).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -1,7 +1,5 @@
 """Run one check in this process: python -m gpu_check.one NAME --result FILE --work FOLDER [--rehearse]."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

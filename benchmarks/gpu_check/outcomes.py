@@ -1,7 +1,5 @@
 """What became of a check."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The report as one HTML file, from page.html.jinja: no script, nothing fetched."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Made-up rows whose prompts and replies have chosen lengths."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks one after the other, each in a process of its own that is ended at its time limit with all it started."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

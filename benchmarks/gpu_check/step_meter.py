@@ -1,7 +1,5 @@
 """Steps of a run that are timed, and its end after the last of them."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """One run of GRPO, of ours or of TRL, and how fast it was."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """The task: sums of two numbers, behind some that are worked out, and a model that has learned from examples of it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

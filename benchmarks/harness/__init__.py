@@ -1,7 +1,5 @@
 """What the programs here share. Importing it puts this checkout first on the path, whatever else is installed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

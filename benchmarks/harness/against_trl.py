@@ -1,7 +1,5 @@
 """Real tokens a second of an offline objective and of TRL's trainer: same model, rows, precision and global batch."""
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Memory of processes, as Linux counts it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs, ranks and workers in processes of their own, and the numbers that they leave."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The outside of a program: its flags, its ratio and its end."""
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Several ways of doing the same, in turns: other work on the machine comes and goes, and so slows each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Models in shards over gloo, as a run divides them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs of ours and of TRL with the same sizes, and what they took."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """An environment of its own for TRL."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """One rank that loads or exports a checkpoint, in our way or in OLMo-core's, and checks what came of it."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Steps of DPO whose memory is compared, their models, and what the planner says of them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

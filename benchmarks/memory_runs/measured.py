@@ -3,8 +3,6 @@
 torchrun -m benchmarks.memory_runs.measured CASE FOLDER      # a case as JSON
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -3,8 +3,6 @@
 python -m benchmarks.memory_runs.tracked CASE      # a case as JSON
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Time and activations of forward and backward, and what the time goes into."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

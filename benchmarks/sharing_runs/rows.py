@@ -1,7 +1,5 @@
 """Microbatches of rows that share their prompts, made up and real."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

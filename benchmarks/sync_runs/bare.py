@@ -1,7 +1,5 @@
 """What the way of travelling costs without us: copies through the slot for shm, broadcasts for gloo."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

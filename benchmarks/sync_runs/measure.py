@@ -1,7 +1,5 @@
 """A weight sync that is measured, and its start in fresh processes. The processes' own code is in sides.py."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from typing import Any

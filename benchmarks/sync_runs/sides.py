@@ -1,7 +1,5 @@
 """The learners of a weight sync, and the process that receives."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from statistics import median

@@ -1,7 +1,5 @@
 """What one process tells another by a file."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from pathlib import Path

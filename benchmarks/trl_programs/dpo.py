@@ -1,7 +1,5 @@
 """TRL's DPOTrainer on the same model and rows; run by the programs above with an interpreter that has TRL."""
 
-from __future__ import annotations
-
 import importlib
 
 from timed import parsed, train_timed

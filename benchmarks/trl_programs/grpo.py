@@ -3,8 +3,6 @@
 Rank 0 writes OUT/steps.json: when each step ended, its mean reward, and the mean length of its completions.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

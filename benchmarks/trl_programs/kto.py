@@ -3,8 +3,6 @@
 Real tokens are those of the replies that are learned and of the mismatched ones.
 """
 
-from __future__ import annotations
-
 from timed import parsed, train_timed
 from trl import KTOConfig, KTOTrainer
 

@@ -1,7 +1,5 @@
 """TRL's RewardTrainer on the same model and rows; run by `reward_vs_trl.py` with an interpreter that has TRL."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from timed import parsed, train_timed

@@ -4,8 +4,6 @@ Each rank writes OUT/rank{N}.json: seconds, real tokens and loss of every step, 
 until the first step, and its processor time at the end of each.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The model to talk to, and an adapter beside it, found from the folder that was named."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A model that talks by transformers' `generate`, on the GPU or, where there is none, the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

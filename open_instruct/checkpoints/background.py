@@ -1,7 +1,5 @@
 """A thread, and copies in host memory, let a checkpoint be written while the training goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """A model may be written only if all of its weights are finite, and small enough to compute with."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Checkpoints of a run: writing them, choosing the one to go on from, and refusing damaged ones."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

@@ -6,8 +6,6 @@ the files, from a copy, while the training goes on. It makes that copy while the
 computed, as the weights change only in the update after them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

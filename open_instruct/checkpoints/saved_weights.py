@@ -1,7 +1,5 @@
 """The weights in a checkpoint, read without a learner."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -10,8 +10,6 @@ every other. A folder that is removed or damaged gets another name first, so tha
     rank{R}.json          the trainer's state on rank R
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

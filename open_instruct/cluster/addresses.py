@@ -1,7 +1,5 @@
 """Addresses at which the processes of a run reach each other: loopback, or the one that other machines see."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

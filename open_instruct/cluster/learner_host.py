@@ -1,7 +1,5 @@
 """The process of a learner: it sets its environment, then constructs the learner, then calls its methods."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The methods that the driver calls in a learner's process, so that mypy checks these calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 

@@ -1,7 +1,5 @@
 """Checks the learners while the driver waits for rollouts, which may take long, and calls nothing on them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ the driver, which still has a checkpoint to write through them. So another proce
 The file is also run by its path, and imports the standard library and Ray only.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """Environment variables of a process of the fleet, set before torch or vLLM is imported there."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

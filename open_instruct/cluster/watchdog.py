@@ -10,8 +10,6 @@ shared memory and the folder. An orderly end takes the same way.
 The file is also run by its path, and imports the standard library only, so a watchdog costs a few megabytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -3,8 +3,6 @@
 `config/installed_backends.py` finds the installed ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 

@@ -5,8 +5,6 @@ whose fields are *flags* (made by `sections.flag`). A *word* is one argument of 
 or one scalar of a YAML file; both spell values the same way.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import types

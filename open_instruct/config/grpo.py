@@ -1,7 +1,5 @@
 """The whole configuration of a GRPO run, and what must hold between its flags."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """`--help` in the terminal."""
 
-from __future__ import annotations
-
 import inspect
 import shutil
 import sys

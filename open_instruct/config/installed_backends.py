@@ -3,8 +3,6 @@
 The name of an entry point is the flag's value, and its object a `BackendRecord`. Ours stand in pyproject.toml.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any

@@ -1,7 +1,5 @@
 """The flags of low-rank adapters (LoRA), and the checks between them and other flags."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

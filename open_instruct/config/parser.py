@@ -3,8 +3,6 @@
 Both spell values in the same words. Everything that is wrong is collected and reported in one error.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace

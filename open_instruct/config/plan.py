@@ -1,7 +1,5 @@
 """What `open-instruct plan` is asked for: the flags of a run, and the machines it would run on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The resolved flags of a run: written to `config.yaml`, read back, and compared when it resumes."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """The flags that only GRPO has, in the groups `--help` shows them in; see sections.py for the rules."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -6,8 +6,6 @@ of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]`, `lis
 `str | list[str]` for flags that mostly have one word.
 """
 
-from __future__ import annotations
-
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 

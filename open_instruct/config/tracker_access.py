@@ -1,7 +1,5 @@
 """Whether the trackers of `--report_to` can be reached from this machine, checked without importing them."""
 
-from __future__ import annotations
-
 import importlib.util
 import netrc
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The sections that the configuration of every run has, whatever its objective."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from open_instruct.config.installed_backends import installed_backend

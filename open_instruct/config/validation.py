@@ -4,8 +4,6 @@ Each function of problems yields a sentence for every problem: which flag, what 
 Nothing here reads a file or knows the number of GPUs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 A conversation is an optional system turn, then user and assistant in turn.
 """
 
-from __future__ import annotations
-
 import re
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence

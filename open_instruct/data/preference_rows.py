@@ -4,8 +4,6 @@ The two conversations are equal up to the last turn, which is the assistant's an
 alone, to a prompt in the same row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

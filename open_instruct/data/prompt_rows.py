@@ -7,8 +7,6 @@ much each verifier counts, 1 where it is not given.
 `env_config` names the environment that answers the replies, and `tools` those of its tools that the row has.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

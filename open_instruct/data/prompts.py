@@ -1,7 +1,5 @@
 """Prompts as engines receive them, tokenised once, with their verifiers, and the order in which they are asked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict

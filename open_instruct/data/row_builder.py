@@ -3,8 +3,6 @@
 Legend for array names: N rows of the data set, T tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from array import array

@@ -1,7 +1,5 @@
 """Rows of supervised fine-tuning, `{"messages": [...]}`: every reply of the conversation is learned."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

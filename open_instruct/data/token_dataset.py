@@ -3,8 +3,6 @@
 Legend for array names: N rows of the data set, T tokens, E edges between pieces, D documents of a row, C bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

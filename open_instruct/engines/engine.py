@@ -4,8 +4,6 @@ A step makes one token for every running request. Control calls, which change th
 steps and nowhere else, so which weights made a token is known exactly.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

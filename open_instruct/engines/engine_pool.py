@@ -4,8 +4,6 @@ The pool gives every request a key of its own, since request ids repeat after a 
 handed out once: answers of an engine that was given up are ignored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

@@ -3,8 +3,6 @@
 Their methods may be `async`. One that is not runs in a thread of its own, so it may take its time, and hang.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The environments that come with the package: a calculator, and the games of open-instruct's launches."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

@@ -3,8 +3,6 @@
 A verifier judges what an episode has come to; an environment takes part in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict

@@ -1,7 +1,5 @@
 """Environments by name, and those of users' own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -9,8 +9,6 @@ Texts of tools and environments are tokenised apart from the template's and as p
 tool's answer is no end of a turn.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

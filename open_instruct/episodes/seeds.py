@@ -1,7 +1,5 @@
 """The seeds of requests depend only on the run's seed and a request's place in the run."""
 
-from __future__ import annotations
-
 import hashlib
 
 

@@ -5,8 +5,6 @@ A call counts only where its name is known and its arguments are an object. Text
 is not looked at.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The model card, README.md, of an exported model, made from the files of a run alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The upload of a trained model to the Hugging Face hub, if `--push_to_hub` asks for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from open_instruct.config.sections import RunSection

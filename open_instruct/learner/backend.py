@@ -1,7 +1,5 @@
 """A backend holds the weights of a policy and steps its optimizer, with one sharding library or another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol

@@ -1,7 +1,5 @@
 """A run ends by exporting its model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """One rank's learner of GRPO; a driver brings its steps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The held-out rows of a run are scored before, during and after training; the results go to `eval.jsonl`."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 

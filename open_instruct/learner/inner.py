@@ -5,8 +5,6 @@ have several updates each, and send their metrics to another process. So the loo
 work that `fit` does between steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 OLMo-core's callbacks are called at the points at which its own trainer calls them.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

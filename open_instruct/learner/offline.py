@@ -3,8 +3,6 @@
 Legend: N held-out rows, D documents of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

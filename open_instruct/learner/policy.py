@@ -3,8 +3,6 @@
 A policy is given an objective's loss and owns a `Backend`: it knows no algorithm and no sharding library.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence

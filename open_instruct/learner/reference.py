@@ -1,7 +1,5 @@
 """The frozen policy that a KL penalty measures against: sharded as the policy is, never a full copy."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any

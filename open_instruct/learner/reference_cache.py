@@ -5,8 +5,6 @@ shared prompts), since layouts differ by rounding. The cache keeps sums over the
 the length itself, so all losses share the same file. Sums that leave tokens out have a folder of their own.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

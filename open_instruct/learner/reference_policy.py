@@ -1,7 +1,5 @@
 """The frozen models beside the policy, its reference and its teacher, are built from their files."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

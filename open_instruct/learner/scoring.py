@@ -3,8 +3,6 @@
 Legend: N rows that are asked for, D documents of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

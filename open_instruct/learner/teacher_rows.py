@@ -3,8 +3,6 @@
 Legend: N labelled tokens, V vocabulary, C numbers kept of a distribution.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain
 

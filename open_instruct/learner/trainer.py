@@ -3,8 +3,6 @@
 `fit` is never called: `learner/loop.py` drives it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol

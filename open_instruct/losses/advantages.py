@@ -4,8 +4,6 @@ To add one, write a function here under `register`, with its formula and paper: 
 into the table of docs/losses.md. The flags it reads are the keyword-only arguments of the function.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ renormalised without these tokens, which get no gradient. The other divergences 
 Legend: N labelled tokens, V vocabulary, k kept tokens of a teacher's distribution, O outcomes (V, or k and the rest).
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

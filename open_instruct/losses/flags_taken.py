@@ -1,7 +1,5 @@
 """The flags that a function of this room takes: its keyword-only arguments, each named as its flag is."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

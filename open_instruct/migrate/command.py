@@ -1,7 +1,5 @@
 """`open-instruct migrate-args`: a launch of open-instruct in our flags."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator, Sequence

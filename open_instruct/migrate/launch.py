@@ -1,7 +1,5 @@
 """The words of a launch of open-instruct: which trainer it starts, and the flags that it gives."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

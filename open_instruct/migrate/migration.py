@@ -1,7 +1,5 @@
 """From a launch of open-instruct to the same run in our flags, with all that differs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules for upstream flags that only mean something together: each reads some flags of a sheet and settles them."""
 
-from __future__ import annotations
-
 import re
 
 from open_instruct.config.suites.upstream_flags import (

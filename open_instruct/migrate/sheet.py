@@ -1,7 +1,5 @@
 """The flags of an upstream launch with their values, and the results of translating them one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Builds OLMo-core models without weights: on the meta device, or filled with NaN until a checkpoint is read."""
 
-from __future__ import annotations
-
 import torch
 from transformers import PretrainedConfig
 

@@ -5,8 +5,6 @@ row would serve no other, so these sizes are symbols from the start. Separate ve
 with or without gradient, with or without shared keys, for each window, and for a row of a single token.
 """
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -8,8 +8,6 @@ Everything is written to a sibling folder, which replaces an earlier export in t
 earlier export unchanged.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

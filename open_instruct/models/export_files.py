@@ -4,8 +4,6 @@ A safetensors file begins with a header that gives every tensor's place, so with
 alone it can be written front to back without ever holding more than one tensor.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

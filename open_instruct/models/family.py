@@ -3,8 +3,6 @@
 A field of config.json that would change the forward pass and has no counterpart here is refused by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

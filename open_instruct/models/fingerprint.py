@@ -1,7 +1,5 @@
 """A fingerprint of the weights in a checkpoint, from their bytes alone."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -8,8 +8,6 @@ The steps, with a model that `build_model` made on the meta device and `parallel
         report = stream_load(model, files, names)             # after the model is sharded
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

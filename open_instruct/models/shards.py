@@ -1,7 +1,5 @@
 """Which part of a tensor each rank holds, and how the parts come together on one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

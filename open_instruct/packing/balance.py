@@ -1,7 +1,5 @@
 """The division of samples over data-parallel ranks and into microbatches, for every kind of step."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 

@@ -5,8 +5,6 @@ token that any of them is learned from, less its last token. That token is compu
 since it predicts the first token of the reply, which differs. Torch is not imported: the planner counts here too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby

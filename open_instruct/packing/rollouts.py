@@ -7,8 +7,6 @@ without a signal, masked truncated ones) are left out before, so they count in n
 Legend: N labelled tokens of a microbatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """A layout as OLMo-core's parallel configs. Both train modules build theirs here and nowhere else."""
 
-from __future__ import annotations
-
 from olmo_core.config import DType
 from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.train.train_module.transformer import (

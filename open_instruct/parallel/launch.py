@@ -3,8 +3,6 @@
 The agent's own report is left out: the ranks print their errors, and their exit code is the command's.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

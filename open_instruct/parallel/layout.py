@@ -4,8 +4,6 @@ No torch and no process group: the launcher, the planner and every rank call the
 the same numbers and agree. docs/sharding.md explains the vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd, isqrt, prod

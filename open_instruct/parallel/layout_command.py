@@ -1,7 +1,5 @@
 """`open-instruct layout`: show which rank belongs to which group, before any GPU is taken."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

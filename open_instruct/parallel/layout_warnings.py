@@ -3,8 +3,6 @@
 Every warning names the groups and ends with flags that would avoid it, or says that none can.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from math import gcd
 

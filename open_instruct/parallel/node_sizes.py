@@ -1,7 +1,5 @@
 """The number of processes on each node, read from the launcher's environment or from the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from open_instruct.errors import InputError

@@ -4,8 +4,6 @@ By default torchrun keeps two stores that listen on every interface of the machi
 reaches them could make the ranks connect to a foreign process.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A layout in 80 columns: a line for each node with the shard groups of its ranks, then the exchanges by group."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """Start and stop the process group, one process or a thousand, by the same call."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The state of a process from /proc: whether it exists, is frozen, and is still the same one."""
 
-from __future__ import annotations
-
 import os
 import socket
 from functools import cache

@@ -1,7 +1,5 @@
 """Metrics of microbatches become those of an update, on all ranks; small numbers of rows are gathered from all."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -3,7 +3,5 @@
 Weights, gradients and the optimizer's moments are float32, also where the forward pass is in bfloat16.
 """
 
-from __future__ import annotations
-
 MASTER_BYTES = GRADIENT_BYTES = MOMENT_BYTES = 4
 ADAMW_MOMENTS = 2

@@ -1,7 +1,5 @@
 """The spelling of ranks, groups and nodes in warnings, errors and pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from open_instruct.shard_layout import ShardLayout

@@ -1,7 +1,5 @@
 """Access to the mesh that OLMo-core keeps for a process; its public functions can only make one, once."""
 
-from __future__ import annotations
-
 import torch
 from olmo_core.distributed import parallel
 from torch.distributed.device_mesh import DeviceMesh

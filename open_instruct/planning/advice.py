@@ -3,8 +3,6 @@
 Every change is planned again before it is advised, and none is advised that would leave no room.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From the words after `open-instruct plan` to the setting that is planned."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from functools import cache

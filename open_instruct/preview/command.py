@@ -1,7 +1,5 @@
 """`open-instruct preview`: rows as the model will see them."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Sequence

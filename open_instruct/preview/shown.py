@@ -1,7 +1,5 @@
 """A preview in the terminal, or as one HTML file without a script, for which nothing is fetched."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The last lines of a finished run: its results, the folder of its model, and the next commands."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`open-instruct report`: the page of a run, or of several beside each other, written to a file or served."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Rules that compare one metric with one limit are lines of `limits.json`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

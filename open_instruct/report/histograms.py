@@ -1,7 +1,5 @@
 """Histograms of a run's values, in its first third and in its last."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The page of runs as one HTML file: words and bars stand in it, a script of ours draws curves and shows rollouts."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import time

@@ -1,7 +1,5 @@
 """`open-instruct plan`: what a run would need, before any GPU is taken; printed, or as a page of plan.html.jinja."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 An array has the tokens of all completions, one after the other; `num_tokens` in the JSON says how many each has.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Columns of numbers for a page: few enough points to draw, and as many digits as one can see."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import fsum
 from typing import Any

@@ -1,7 +1,5 @@
 """A page served while its runs go on: on loopback alone, under a secret address, made anew when files have changed."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress

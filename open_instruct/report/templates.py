@@ -1,7 +1,5 @@
 """Templates of the pages, which escape all text, and the drawing of a layout's nodes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """A curve drawn in the terminal, in blocks: each column is a value, each line eight of its levels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

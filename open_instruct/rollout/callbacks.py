@@ -1,7 +1,5 @@
 """OLMo-core's callbacks in a GRPO run, called by the driver, since learners are processes of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from olmo_core.train.callbacks import Callback

@@ -1,7 +1,5 @@
 """The driver checks and opens a run before any learner or engine exists, so that mistakes are refused at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 If a learner dies, the walk goes back to the last checkpoint; the pool restarts engines that die.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Held-out prompts, answered with the weights that the engines have."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from concurrent.futures import FIRST_EXCEPTION, wait

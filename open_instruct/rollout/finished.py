@@ -1,7 +1,5 @@
 """A run that has taken all its steps exports its model from the last checkpoint, without starting a fleet."""
 
-from __future__ import annotations
-
 import torch
 
 from open_instruct.checkpoints.saved_weights import SavedWeights

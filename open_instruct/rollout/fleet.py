@@ -1,7 +1,5 @@
 """The fleet of a GRPO run: Ray, learners, engines and verifiers, beside the driver."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Warnings about steps without a learning signal, with the reason."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from itertools import chain

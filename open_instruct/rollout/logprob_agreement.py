@@ -1,7 +1,5 @@
 """The first step's proof that engines and learners compute the same policy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from open_instruct.errors import RunError

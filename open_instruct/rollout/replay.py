@@ -1,7 +1,5 @@
 """A step of a finished run is taken again: its weights, its completions, its recorded metrics, and a table of both."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain

@@ -1,7 +1,5 @@
 """Rollouts on disk, one parquet file a step and one row a completion, and back again without loss."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress

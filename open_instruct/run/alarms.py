@@ -3,8 +3,6 @@
 A process that is slower than the others at the same work is one, a loss or a gradient that grows without bound another.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from math import isfinite

@@ -3,8 +3,6 @@
 A first SIGTERM, SIGHUP or Ctrl-C ends a run after the step that it falls in, with a checkpoint.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import threading

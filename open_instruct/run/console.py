@@ -1,7 +1,5 @@
 """A run's output on the terminal: live progress bars on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -3,8 +3,6 @@
 The full checks come later, when the model, its tokenizer and the rows are opened.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Every training run first opens its process group, its layout, its run directory and its console, and is planned."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager

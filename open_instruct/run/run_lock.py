@@ -5,8 +5,6 @@ because a forked child keeps BSD's alive after `kill -9`. `run.lock.json` names 
 Whoever finds the record of a process that it cannot look at watches it for a change; no clocks are compared.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -7,8 +7,6 @@ enough to teach it which habit pays, and, on the way, to work more exactly. The 
 other file has, in either order, so they cannot have been memorised.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable

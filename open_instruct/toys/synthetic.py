@@ -6,8 +6,6 @@ tell. Lengths differ widely, in both directions, so that neither length nor one 
 away, and packing has something to do.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`open-instruct tiny-model DIR`: a small random checkpoint with a tokenizer of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Verifiers that compare texts and numbers, fast and in the caller's process."""
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

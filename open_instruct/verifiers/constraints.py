@@ -5,8 +5,6 @@ IFEval and of RLVR-IFeval count differently for the same instruction (letters in
 words, words as runs of letters and digits), IFEval's way holds. Every pattern takes time linear in the text.
 """
 
-from __future__ import annotations
-
 import json
 import operator
 import re

@@ -1,7 +1,5 @@
 """A reward as a plain function: `def reward(completions, **columns) -> list[float]`, as TRL has them."""
 
-from __future__ import annotations
-
 import builtins
 import dis
 import inspect

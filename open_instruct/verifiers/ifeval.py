@@ -10,8 +10,6 @@ Arguments that are null count as not given, since published rows carry all argum
 constraints.json says which check of constraints.py each name stands for, and how the check calls the row's arguments.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable, Mapping

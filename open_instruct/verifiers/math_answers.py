@@ -1,7 +1,5 @@
 """Answers of mathematics: the same expression, however it is written."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, ClassVar
 

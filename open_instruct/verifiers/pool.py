@@ -1,7 +1,5 @@
 """Scores completions, foreign code in processes that are killed when they take too long. Callable from many threads."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

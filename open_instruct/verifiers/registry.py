@@ -1,7 +1,5 @@
 """Every verifier there is: ours, those of installed packages, and those named by `--verifier`."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from importlib.metadata import entry_points

@@ -1,7 +1,5 @@
 """The reward of a completion, from the scores of its prompt's verifiers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from open_instruct.config.rollout_sections import RewardSection

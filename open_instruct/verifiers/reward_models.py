@@ -1,7 +1,5 @@
 """A verifier that asks a reward model: a folder that a run of ours has exported, opened with transformers."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The base class of verifiers, which score a completion against a row's ground truth, from 0 to 1."""
 
-from __future__ import annotations
-
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

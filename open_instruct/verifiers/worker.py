@@ -6,8 +6,6 @@ become children of the guard, which kills them when the worker ends, when the po
 process is gone. Elsewhere the worker ends with its parent, and its process group with the pool.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

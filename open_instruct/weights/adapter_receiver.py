@@ -1,7 +1,5 @@
 """The receiving end of a weight sync of adapters alone: the methods that vLLM adds to its workers for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Every rank of one copy of the model broadcasts its own parts of a bucket to all 
 of its own, and packs the next ones meanwhile. Nothing is gathered.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Sequence

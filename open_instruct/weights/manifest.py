@@ -6,8 +6,6 @@ every piece. A bucket holds first all parts of rank 0, then all parts of rank 1,
 message, and receivers assemble the tensors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

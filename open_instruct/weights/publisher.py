@@ -1,7 +1,5 @@
 """The publisher sends the learners' weights to every engine under a version number, and again to restarted engines."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading

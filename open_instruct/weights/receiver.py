@@ -3,8 +3,6 @@
 Nothing here imports the learners' side, nor vLLM before there is a worker.
 """
 
-from __future__ import annotations
-
 import mmap
 import sys
 from collections.abc import Iterator, Mapping

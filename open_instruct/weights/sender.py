@@ -11,8 +11,6 @@ For each rank of the learners::
     sender.send(version)                  # while the engines receive; again for every version
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

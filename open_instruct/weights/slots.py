@@ -4,8 +4,6 @@ Every rank of one copy of the model writes its parts of a bucket straight into o
 receivers copy. Nothing is gathered, nothing is sent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -12,8 +12,6 @@ with `join`, `connect` and `take` on the receivers' side. Learners run at most `
 receiver.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any

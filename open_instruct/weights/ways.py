@@ -1,7 +1,5 @@
 """The ways for weights from the learners to the engines, and the condition under which each one works."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from open_instruct.cluster.watchdog import SHARED_MEMORY

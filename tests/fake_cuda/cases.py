@@ -3,8 +3,6 @@
 Prints a JSON object: of each case, what `run` returns, or the error that it ended in.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ The numbers are those of a step of two microbatches. Another one than is said is
 leaves the device idle until the host has caught up. One that waits less often is to be said here as well.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

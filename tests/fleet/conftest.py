@@ -1,7 +1,5 @@
 """One local Ray for all the tests of a file: starting it takes longer than most of them."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys

@@ -1,7 +1,5 @@
 """A weight receiver for tests: its channel is the path of a checkpoint, read anew at each update."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

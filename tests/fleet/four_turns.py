@@ -1,7 +1,5 @@
 """A game of four turns, so short and so forgiving that random weights play it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 NUM_TURNS = 4

@@ -1,7 +1,5 @@
 """A GRPO run small enough for tests, with a reward that random weights already earn some of."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

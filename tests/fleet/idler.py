@@ -1,7 +1,5 @@
 """A learner that imports no library, so that it is there at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Small learners for tests: what a process group needs of them, and ways to fail."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

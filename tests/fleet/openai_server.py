@@ -1,7 +1,5 @@
 """vLLM's OpenAI server on loopback, as the docs start it: python tests/fleet/openai_server.py MODEL PORT"""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

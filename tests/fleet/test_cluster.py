@@ -1,7 +1,5 @@
 """Clusters that a run joins or starts: simulated nodes, tokens, refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

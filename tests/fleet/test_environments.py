@@ -1,7 +1,5 @@
 """Whole runs of GRPO in an environment: learners, a vLLM engine, and episodes of four turns between them."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs of GRPO: real Ray, real learners over gloo, a real vLLM engine, one command each."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

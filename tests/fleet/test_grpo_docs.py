@@ -3,8 +3,6 @@
 README's is run by test_grpo_folders.py.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """The GRPO commands of the README: where a run keeps what it needs while it runs, and what is left of that."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

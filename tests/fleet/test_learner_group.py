@@ -1,8 +1,6 @@
 """Places on this machine, and learners in them: they start together, fail with the first cause, come back, and end with
 the driver."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

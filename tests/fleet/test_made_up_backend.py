@@ -1,7 +1,5 @@
 """A backend that the package does not know learns from completions, and engines are sent its weights."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

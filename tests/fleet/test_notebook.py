@@ -3,8 +3,6 @@
 Between the page's cells one of ours runs, which interrupts a run of GRPO: the page's comes after it in that process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What an export is for: vLLM's server, asked as OpenAI's is, and lm-eval where that is installed (docs/after.md)."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """A fleet over two hosts: network namespaces, each with a loopback and an address of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """A real vLLM as an engine's core: what it answers is what our learners would compute."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 OLMo 2 is in whole runs: `test_engines_and_learners_agree_after_every_sync` of test_grpo.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

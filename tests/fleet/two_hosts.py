@@ -5,8 +5,6 @@
 Prints one line of JSON: at which addresses they met, through which interfaces, and what arrived.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

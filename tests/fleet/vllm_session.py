@@ -5,8 +5,6 @@
 Its own process, because vLLM and transformers' models do not go together in one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -7,8 +7,6 @@ being generated. An engine that holds an adapter has two more, without the empty
 with every update: under a name of its own, and under that of the version before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

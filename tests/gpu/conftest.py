@@ -1,7 +1,5 @@
 """The device that is compared with the CPU."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

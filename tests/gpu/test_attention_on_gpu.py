@@ -1,7 +1,5 @@
 """Attention on the GPU gives what float32 on the CPU does: behind shared prompts, with windows and shared heads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

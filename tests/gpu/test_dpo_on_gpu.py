@@ -1,7 +1,5 @@
 """A run of DPO on one GPU follows the run on the CPU. Skipped where there is no GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Models of every family on the GPU give what float32 on the CPU does: log-probs, entropy and gradients."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """`scripts/apart.sh`: commands that leave something behind, and commands that do not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

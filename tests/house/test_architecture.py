@@ -1,7 +1,5 @@
 """docs/architecture.md: the two ways it lists are as long as it says, and lead through functions that exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every file in configs/: it parses, its flags go together, and it fits the hardware that its header names."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Dockerfile, compose.yaml and scripts/kubernetes_torchrun.yaml: what they name exists and goes together."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The parts of the demos that need no run: their flags, and the summaries that they end with."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import subprocess

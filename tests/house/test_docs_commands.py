@@ -3,8 +3,6 @@
 Those that can be run here are, by tests/ranks/test_docs_run.py; blocks of Python run in the tests of what they show.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """benchmarks/gpu_check: its report, whatever becomes of a check, and what is counted; cheap checks are rehearsed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -268,11 +268,6 @@ class TestFiles:
     def test_no_drawer_for_everything(self) -> None:
         assert not those(FILES, lambda path: path.stem in ("utils", "util", "helpers", "misc", "common"))
 
-    def test_annotations_are_not_evaluated(self) -> None:
-        annotated = (ast.FunctionDef, ast.AsyncFunctionDef, ast.AnnAssign)
-        with_some = [path for path in FILES if any(isinstance(node, annotated) for node in ast.walk(tree_of(path)))]
-        assert not those(with_some, lambda path: "__future__.annotations" not in imports_of(path))
-
     def test_a_config_has_a_type(self) -> None:
         def is_without(node: ast.AST) -> bool:
             is_config = isinstance(node, ast.arg) and node.arg == "config"

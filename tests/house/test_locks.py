@@ -1,7 +1,5 @@
 """The lock files: whole, inside the bounds of pyproject.toml, by hash alone, and none without its bounds."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -1,7 +1,5 @@
 """The shell scripts, run for real with stubs in place of the programs that they start."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """How much of the package a reader passes who follows one pair from its row to its gradient, as it is executed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

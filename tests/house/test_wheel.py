@@ -1,7 +1,5 @@
 """The package as a wheel: everything is in it, and it works outside the checkout."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 A wrong call is one that mypy refuses. It stands beside an `ignore`, and mypy refuses an `ignore` that nothing needs.
 """
 
-from __future__ import annotations
-
 from typing import Any, assert_type
 
 from open_instruct.cluster.learner_group import LearnerGroup

@@ -6,8 +6,6 @@
 of them into another, by way of a library's code or not.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

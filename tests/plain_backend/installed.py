@@ -1,7 +1,5 @@
 """The made-up backend, as if its package were installed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 No FSDP, no DeepSpeed: a model in float32, PyTorch's AdamW, and OLMo-core's most basic train module for checkpoints.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

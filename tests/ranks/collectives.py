@@ -3,8 +3,6 @@
 torch's CommDebugMode counts calls by the same means, a dispatch mode, but no bytes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The one way to start ranks in a test: see `launch.run_ranks`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

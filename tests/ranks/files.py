@@ -1,7 +1,5 @@
 """What one process of a test tells another through a file."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

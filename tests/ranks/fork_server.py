@@ -5,8 +5,6 @@ them once a test session (`preloaded`), starts no thread and no process group, a
 asked for. What a test then has in hand is used like `subprocess.Popen`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Cases of GRPO's learner steps that the rank tests share, and how to run them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -18,8 +18,6 @@ All ranks are killed at the first failure or at the timeout, and the failing ran
 rank's, with the line it hangs in) is shown.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import json

@@ -1,7 +1,5 @@
 """What the rank tests of objectives share: how runs are started, and what is the same in two of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

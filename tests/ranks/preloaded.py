@@ -1,7 +1,5 @@
 """What the fork server imports, once a session, for all ranks of all tests."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

@@ -4,8 +4,6 @@ The file is run as the main program, torchrun is the true one, and so is the age
 by itself; only that no Python is started anew is different.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

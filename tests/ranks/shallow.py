@@ -1,7 +1,5 @@
 """Tiny models of fewer and narrower layers, for tests that prove of each layer what they prove of one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

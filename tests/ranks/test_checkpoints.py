@@ -1,7 +1,5 @@
 """Checkpoints are read bitwise under any layout; damaged ones are gone around, by all ranks alike; none runs code."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

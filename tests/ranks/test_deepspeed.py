@@ -1,7 +1,5 @@
 """The learner on DeepSpeed takes the steps of one process of plain torch, under every stage and for every objective."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GRPO on DeepSpeed: the steps of one process, the weights that engines get, and what a stopped run goes on from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

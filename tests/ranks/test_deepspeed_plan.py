@@ -1,7 +1,5 @@
 """What the planner says of DeepSpeed is about what its engine holds, and the sums of what it sends."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Distillation whole: no cut of a batch and no sharding changes it, it resumes bitwise, and what it ends with."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

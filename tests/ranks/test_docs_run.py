@@ -4,8 +4,6 @@ Those that are not are named with the reason, or with the test that runs them; t
 all.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Every family trains the same sharded, its matrices or rows split, its prompts shared, and on one process without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loss and its gradient do not depend on how a global batch is cut, on what documents share, or on the sharding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A run that is stopped and started again ends where the run that was never stopped ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

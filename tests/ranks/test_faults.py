@@ -3,8 +3,6 @@
 The table of faults is docs/reliability.md; those of GRPO's fleet are in tests/fleet/test_grpo.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Gradients that are reduced once an update are those that are reduced after every microbatch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a GRPO step learns does not depend on how its completions are cut or how the model is sharded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

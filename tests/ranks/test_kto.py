@@ -1,7 +1,5 @@
 """KTO on ranks: the same losses however rows are cut, laid out and sharded; stopped and resumed; to a model."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The launcher itself: results in rank order, and failures that say what happened."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.ranks.launch import RanksFailed

@@ -1,7 +1,5 @@
 """Adapters train alike on every layout; peft and transformers compute with what a run leaves what the run computed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A backend that the package does not know trains DPO: what a third one costs is its own file and an entry point."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An objective that the package does not know, as docs/your_own_loss.md has it: from the command line to a model."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Muon on shards is Muon on whole matrices; also where there are fewer rows than shards, as of narrow heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # Rows, replicas, shards and tensor ranks; then the rows that each of four ranks holds of a matrix, and of one that

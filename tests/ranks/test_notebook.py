@@ -1,7 +1,5 @@
 """The page for notebooks: its code is run as it stands."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

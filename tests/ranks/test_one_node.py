@@ -1,7 +1,5 @@
 """What a launch on one node listens at."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Ranks that a command starts by itself: what is done, said and returned."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Every loss of --loss_type in a run: it starts where it must, and its steps do not depend on how they are cut."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

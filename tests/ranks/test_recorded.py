@@ -6,8 +6,6 @@ other kernels leave. A change that is meant to change numbers records them anew,
     OPEN_INSTRUCT_RECORD=1 .venv/bin/python -m pytest tests/ranks/test_recorded.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """The reference policy starts as the policy, follows it where that is asked for, and outlives a restart."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

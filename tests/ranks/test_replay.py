@@ -1,7 +1,5 @@
 """A step that is taken again gives what the run recorded, whatever the run's layout was, and leaves the run alone."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Reward models: that no cut of a batch changes one, and what is exported is what transformers scores with."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Supervised tuning: its loss, that no cut of a batch changes it, and a run from the command line to a model."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One device without sharding: a copy in bfloat16 computes, and float32 masters are what is updated and saved."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

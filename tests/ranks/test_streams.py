@@ -1,7 +1,5 @@
 """A step of three streams is the same however it is cut and sharded, and what a run learned can be replayed."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

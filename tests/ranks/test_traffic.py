@@ -1,7 +1,5 @@
 """The collectives that the planner predicts for a step are those that the train modules issue: each call, each byte."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """TR-DPO: a reference beside the policy that follows it."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What receivers get is bit for bit what an export holds, and a time-out names who is missing."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights in and out of shards: every rank has its own bytes, and import -> export is the identity."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small training problem that the rank tests share, and how to run it."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """One thread for small models, and a world of many ranks in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines without a model: what makes their tokens is steered by the test, and they can be killed."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

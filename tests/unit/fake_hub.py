@@ -1,7 +1,5 @@
 """A hub of our own on loopback: it takes what huggingface_hub uploads, large files by git-lfs, and keeps it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

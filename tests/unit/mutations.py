@@ -1,7 +1,5 @@
 """Seeded damage: JSON with one value changed to something odd, bytes with some of them changed, cut or doubled."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

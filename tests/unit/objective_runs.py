@@ -1,7 +1,5 @@
 """What the tests of objectives share: their flags, rows in a file, and a train module on the CPU."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

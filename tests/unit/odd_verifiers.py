@@ -1,7 +1,5 @@
 """A verifier that does what its completion says, good or bad; tests copy this file to where a user has it."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """One completion, as a verifier pool scores it."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from open_instruct.records import Check, Completion

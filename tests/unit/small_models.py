@@ -1,7 +1,5 @@
 """Models of every family that are small enough for a test of a second, with weights that no norm hides."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, TypeVar
 

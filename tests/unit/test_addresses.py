@@ -1,7 +1,5 @@
 """At which address a fleet meets, with its hosts pretended."""
 
-from __future__ import annotations
-
 import pytest
 
 from open_instruct.cluster import process_environment

@@ -1,7 +1,5 @@
 """Every way from rewards to advantages against its paper's equation, on random groups and on those without a signal."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Callable, Sequence

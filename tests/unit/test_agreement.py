@@ -1,7 +1,5 @@
 """When engines and learners are said to disagree."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches are built while the device is busy with the one before, and nobody can tell from what they are given."""
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """When a run warns of a slow process, or of a loss or a gradient that grows, and when not."""
 
-from __future__ import annotations
-
 import logging
 import math
 import random

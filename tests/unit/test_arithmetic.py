@@ -1,7 +1,5 @@
 """The made sums: right where they should be, disjoint where they must be, short enough for a small model."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

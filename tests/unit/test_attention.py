@@ -1,7 +1,5 @@
 """Packed rows compute what their documents compute one at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """What a user can get wrong, through the real entry: exit code 2, a sentence that names it, no traceback."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """Boxes of tensors that one layout writes and another reads."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The steps after which a run saves and evaluates."""
 
-from __future__ import annotations
-
 import pytest
 
 from open_instruct.config.grpo import GRPOConfig

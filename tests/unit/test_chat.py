@@ -1,7 +1,5 @@
 """Chat templates, tokenizers, and the span of the last assistant turn."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Damaged, foreign and awkward checkpoints: each is told apart by its headers and named in the message."""
 
-from __future__ import annotations
-
 import json
 import struct
 import threading

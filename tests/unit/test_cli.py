@@ -1,7 +1,5 @@
 """Exit codes, what is said on stderr and by whom, and what is not loaded for it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """What a finished run says last."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Attention takes the way that it takes on CUDA, and PyTorch's compiler traces, but writes no kernels.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The conductor: what a step's batch is made of, what is out meanwhile, and what comes back after a restart."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

@@ -1,7 +1,5 @@
 """Flags and YAML into a config, its checks, its file, and what a resumed run may change."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

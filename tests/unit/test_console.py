@@ -1,7 +1,5 @@
 """What a run shows on a terminal while it counts and trains."""
 
-from __future__ import annotations
-
 import io
 import logging
 

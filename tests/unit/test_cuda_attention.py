@@ -1,7 +1,5 @@
 """The way that attention takes on CUDA gives what the one on a CPU gives; its kernel is replaced by an exact one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

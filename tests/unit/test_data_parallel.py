@@ -1,7 +1,5 @@
 """Our groups against the ones OLMo-core and FSDP2 really build, on a process group without processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The flags of the learner on DeepSpeed: what is refused and why, and what they make of its own configuration."""
 
-from __future__ import annotations
-
 import sys
 from importlib import metadata
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans of the learner on DeepSpeed: what advice names, what is shown, and where host memory is counted."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 from typing import Any

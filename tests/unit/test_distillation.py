@@ -1,7 +1,5 @@
 """Distillation: divergences against the papers' formulas, their gradients, chunks of the head, and what is refused."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Mapping

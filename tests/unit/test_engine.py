@@ -1,7 +1,5 @@
 """The engine's loop around a core: who gets which completion, and which weights made its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

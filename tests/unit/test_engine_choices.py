@@ -1,7 +1,5 @@
 """How an engine is set up by its device and the flags, and what is asked of it before a run relies on it."""
 
-from __future__ import annotations
-
 import pytest
 
 from open_instruct.config.lora import LoRASection

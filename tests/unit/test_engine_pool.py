@@ -1,7 +1,5 @@
 """Engines as one: every request is answered once, whatever becomes of the engine that it was with."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Environments and the episodes in them, with an engine that answers from a list."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import threading

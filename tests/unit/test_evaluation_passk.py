@@ -1,7 +1,5 @@
 """Evaluation on held-out prompts: what is asked, what is reported, and what goes wrong."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import Future
 from itertools import combinations

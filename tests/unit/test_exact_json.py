@@ -1,7 +1,5 @@
 """Values of a checkpoint through JSON text and back, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

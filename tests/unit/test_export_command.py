@@ -1,7 +1,5 @@
 """What `open-instruct export` says where there is nothing to export; the rank tests hold what it writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

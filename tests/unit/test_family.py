@@ -1,7 +1,5 @@
 """What is supported of config.json computes what transformers computes; the rest is refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Files and folders of rows, the rows in them that cannot be read, and what is taken for a name on the hub."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

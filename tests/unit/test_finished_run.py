@@ -1,7 +1,5 @@
 """The model of a run that has ended comes from its last checkpoint alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """No update is taken from a gradient that is not finite, and no weights are written that are not."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files, folders and templates that will not do are refused before torch is loaded."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The checks of flags, case by case: flag_cases.yaml has the words, and what is said of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Drawn command lines: whatever is typed, the answer is a config, a plan or an InputError."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

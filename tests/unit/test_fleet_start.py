@@ -1,7 +1,5 @@
 """How a fleet is started on GPUs, which are pretended: in which order, with which memory and which batches."""
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from pathlib import Path

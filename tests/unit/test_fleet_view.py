@@ -1,7 +1,5 @@
 """What a person sees of a GRPO run, on a terminal and elsewhere."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

@@ -1,7 +1,5 @@
 """GRPO's flags: what parses, what is refused, and with which remedy."""
 
-from __future__ import annotations
-
 import pytest
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo

@@ -1,7 +1,5 @@
 """What a rank holds of a tensor: of a box, of a run of values, and of a matrix that was cut along its columns."""
 
-from __future__ import annotations
-
 import torch
 
 from open_instruct.models.shards import at, held, held_run, in_order

@@ -1,7 +1,5 @@
 """When held-out rows are scored, and what of that goes where."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

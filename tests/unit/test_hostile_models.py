@@ -1,7 +1,5 @@
 """Damaged, odd and hostile model folders: a sentence that names the file, or a model; nothing in them runs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

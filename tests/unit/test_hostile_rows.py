@@ -1,7 +1,5 @@
 """Damaged traces, and chat templates that misbehave: a sentence, or a row that is counted."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`--push_to_hub`: the card, the upload to a hub on loopback, and what is said where it does not get there."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Constraints of IFEval: for each a text that follows it and one that does not, and the rows they come from."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -3,8 +3,6 @@
 Here the CPU is taken for the device: copies are made as for CUDA, by streams that do nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is decided of kernels on devices that are only pretended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The estimates of the divergence, and the correction for engines that disagree: values and gradients by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, get_args, get_type_hints

@@ -1,7 +1,5 @@
 """KTO: its rows, whose reply z0 is measured on, its loss by the paper, and that no cut of a batch changes it."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

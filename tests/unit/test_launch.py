@@ -1,7 +1,5 @@
 """How many ranks a command starts by itself, and what it says of GPUs that stay idle."""
 
-from __future__ import annotations
-
 import pytest
 
 from open_instruct.config.dpo import DPOConfig, validate_dpo

@@ -1,7 +1,5 @@
 """The sharding decision, its errors and warnings, its picture, and `open-instruct layout`."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Learners that die while a step waits for its rollouts."""
 
-from __future__ import annotations
-
 import threading
 from queue import Queue
 

@@ -1,7 +1,5 @@
 """Steps from which nothing can be learned: what is said of them, and when that ends the run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

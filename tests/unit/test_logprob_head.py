@@ -1,7 +1,5 @@
 """Chunked or whole, the head gives the same losses and the same gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

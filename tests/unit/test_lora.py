@@ -1,7 +1,5 @@
 """What adapters ask of flags and folders, and how they begin."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

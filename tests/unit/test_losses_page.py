@@ -1,7 +1,5 @@
 """docs/losses.md has the tables that the losses themselves make."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Answers of mathematics as MATH and its kin write them: which are the same, and which only look so."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The one table of metrics: it knows every number that our runs write, and lets users' own be."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Launches of open-instruct in our flags: what is the same run, and what is said of the rest."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Mixer lists and the rows they select."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Flags of TRL, axolotl, LLaMA-Factory, verl and OpenRLHF lead to ours."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

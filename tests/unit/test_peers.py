@@ -1,7 +1,5 @@
 """Who is lost among the ranks, as their signs tell, and who says it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The plan of a run that starts: against which memory, what is said, and when it is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`open-instruct plan`: what it is asked, prints, draws and advises, and the check when a run starts."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """An objective that the planner has never heard of is planned from its record alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

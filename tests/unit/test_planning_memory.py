@@ -1,7 +1,5 @@
 """Planned activations and phases against real blocks, and against PyTorch's tracker."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Shapes of public models and of config.json files, and the workload that flags stand for."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

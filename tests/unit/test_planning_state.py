@@ -4,8 +4,6 @@ The model is built and sharded as in a run, in a process group without other pro
 with whatever the collectives leave in the buffers, and the storages it then holds are added up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Every policy loss against its paper's equation, completion by completion, and what holds for all of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

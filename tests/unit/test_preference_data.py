@@ -1,7 +1,5 @@
 """From files of preference pairs to the tokenised data set, its report and its cache."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -4,8 +4,6 @@ The equations stand here once more, written from the papers. Legend: w chosen, l
 reply, R the reference's, n its number of tokens; u = e^(L - R).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

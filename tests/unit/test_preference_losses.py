@@ -3,8 +3,6 @@
 Pair 0 has replies of 2 and 4 tokens, pair 1 of 5 and 1. Log-probs are whole-reply sums.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

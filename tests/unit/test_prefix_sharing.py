@@ -1,7 +1,5 @@
 """Rows whose documents share their prompts: how they are laid out, planned, and that nothing computed changes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

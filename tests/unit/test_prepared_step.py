@@ -1,7 +1,5 @@
 """A loss that must know all rows of a step before it learns from the first: `BoundLoss.prepare`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

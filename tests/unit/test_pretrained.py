@@ -1,7 +1,5 @@
 """Which files a model is opened from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What `open-instruct preview` shows: the very tokens of a run, in the terminal and on a page."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """From files of prompts to the tokenised data set, and the order in which prompts are asked."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a replay may be asked for, and the weights that it chooses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`open-instruct report`: what the page has of a run, what it says of it, and that no text of a run is markup."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

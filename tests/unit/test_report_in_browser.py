@@ -1,7 +1,5 @@
 """Pages as a browser shows them: on a phone and on a desk, in the light and in the dark."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from itertools import product

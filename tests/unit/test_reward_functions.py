@@ -1,7 +1,5 @@
 """Rewards that are plain functions, as `--verifier mine.py:reward`."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Iterator

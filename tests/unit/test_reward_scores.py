@@ -1,7 +1,5 @@
 """Reward models: the loss, the head, its rows, what is refused, and scores of a file and of a verifier."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rollouts over mini-batches, ranks and microbatches, and the tensors that come of them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows that cannot be used, each with its kind and its reason; test_what_forms_teach.py has those that can."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

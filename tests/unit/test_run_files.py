@@ -1,7 +1,5 @@
 """Files of a run that are replaced as a whole, and what a crash or a bad disk may leave of them."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

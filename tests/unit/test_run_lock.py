@@ -1,7 +1,5 @@
 """One run a folder: who is refused, who is not, and what is left behind."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

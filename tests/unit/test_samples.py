@@ -1,7 +1,5 @@
 """What of a step's groups is trained on, with which advantage, and what the step's metrics say of them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """From rows of conversations to documents of which every assistant turn is learned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

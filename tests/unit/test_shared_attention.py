@@ -1,7 +1,5 @@
 """Responses that share one copy of their prompt compute what they compute with a copy of their own."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Times of the parts of a step, and how much of a GPU's arithmetic it uses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The loop: a step's time has all of its work in it, though a device does some when nobody waits; when it saves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Folders of checkpoints: whole ones, damaged ones, half ones, and those of the format before."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

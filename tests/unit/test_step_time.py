@@ -1,7 +1,5 @@
 """Traffic on links and arithmetic, by numbers that can be worked out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

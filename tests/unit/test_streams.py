@@ -1,7 +1,5 @@
 """Three losses over the tokens of a step: none changes with what is added to another, nor with the cut."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import re

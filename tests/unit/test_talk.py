@@ -1,7 +1,5 @@
 """`open-instruct chat`: what it says is what the model says, in the words it was trained with, and it ends cleanly."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

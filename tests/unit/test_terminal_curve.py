@@ -1,7 +1,5 @@
 """Curves drawn in the terminal."""
 
-from __future__ import annotations
-
 import doctest
 import math
 from itertools import zip_longest

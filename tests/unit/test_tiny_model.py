@@ -1,7 +1,5 @@
 """`open-instruct tiny-model`: checkpoints that everything else can be tried on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Calls of tools in replies: what counts as a call, as none, and as an error."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Saved rollouts: exactly what a step had, and messages for what is not there."""
 
-from __future__ import annotations
-
 import errno
 import tempfile
 from pathlib import Path

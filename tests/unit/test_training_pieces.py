@@ -1,7 +1,5 @@
 """The small parts of a run: metrics, the loader, optimizers, memory, the run directory."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What stands between a reply and the next prompt: proven from the template, and in the ids that were sampled."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The commands that scripts/upstream_launches.py finds in shell scripts."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Verifiers, the processes they are killed in, and the reward made of them."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Shared memory goes with the driver that it belongs to, whatever becomes of the processes that made it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

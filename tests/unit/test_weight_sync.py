@@ -1,7 +1,5 @@
 """How tensors are packed into buckets, and which way weights may travel."""
 
-from __future__ import annotations
-
 import math
 import pickle
 

@@ -1,7 +1,5 @@
 """Forms of rows and what each of them teaches, token by token."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows in files, and the data sets of tokens that come of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """PyTorch's variable-length attention on a CPU, where it has no kernel: exact ones, which check what they are given."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

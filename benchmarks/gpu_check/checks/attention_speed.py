@@ -1,7 +1,5 @@
 """How fast attention is, with the heads of models of 7B and 8B, beside a product of matrices and dense attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

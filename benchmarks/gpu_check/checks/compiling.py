@@ -1,7 +1,5 @@
 """Compiled blocks against uncompiled ones: the same losses, how many versions are compiled, what a budget saves."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

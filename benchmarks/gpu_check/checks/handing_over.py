@@ -1,7 +1,5 @@
 """Weights from a learner to a receiver in another process on the same device, without vLLM: CUDA's shared memory."""
 
-from __future__ import annotations
-
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One rank under torchrun, over NCCL: a run that is stopped and resumed is the run that was not; its export opens."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

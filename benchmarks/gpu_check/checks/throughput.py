@@ -1,7 +1,5 @@
 """`benchmarks/dpo_throughput.py` with a model of 1B, in the ways that people run it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`pytest -m gpu`: what is computed on the GPU against what is computed on the CPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

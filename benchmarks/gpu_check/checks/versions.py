@@ -1,7 +1,5 @@
 """Which versions are there, whether they go together by pyproject.toml, and whether the device computes at all."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 import subprocess

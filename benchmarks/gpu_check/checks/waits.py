@@ -1,7 +1,5 @@
 """Where a step of DPO, of SFT and of GRPO makes the host wait for the GPU: by PyTorch's sync debug mode."""
 
-from __future__ import annotations
-
 import math
 import random
 import traceback

@@ -1,7 +1,5 @@
 """What a flag of another suite is called here: hints for users who come from there, read from other_suites.yaml."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from functools import cache
 

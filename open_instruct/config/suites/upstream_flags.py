@@ -3,8 +3,6 @@
 The parser and `open-instruct migrate-args` both use it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field

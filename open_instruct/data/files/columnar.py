@@ -1,7 +1,5 @@
 """Column files: .parquet and .arrow."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """JSON from files that others wrote: every error becomes a message that names the file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from itertools import islice

@@ -1,7 +1,5 @@
 """From a name to its rows: a local file, a folder of files, or a data set that the datasets library reads."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import zlib

@@ -1,7 +1,5 @@
 """Tables of text: .csv and .tsv, packed or not."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import json

@@ -1,7 +1,5 @@
 """From a checkpoint on disk to a DeepSpeed engine with its weights in place."""
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The flags of `grpo_fast.py`: those of GRPO, from where --backend deepspeed is set."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """DeepSpeed itself, if a fit version is installed. The other files of this folder import it from here."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import warnings

@@ -1,7 +1,5 @@
 """The choice of AdamW: DeepSpeed's own for the device, or PyTorch's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The DeepSpeed backend's answers to the planner, without torch and without DeepSpeed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 

@@ -9,8 +9,6 @@ at their largest, at every moment; an exchange is the sum of a step, however Dee
 tests/ranks/test_deepspeed_plan.py compares both with runs.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 So there is no second model: a rank holds 4 bytes more for each weight that it steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Flags become DeepSpeed's own configuration, or are refused; neither torch nor DeepSpeed is imported."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import gcd
 from typing import Any

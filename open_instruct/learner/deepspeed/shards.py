@@ -5,8 +5,6 @@ this rank's range, so loading, saving and exporting read and write the ranges, a
 The forward pass computes with copies of these weights in its own dtype.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 T ranks split each pair of matrices: a rank computes with rows of the first ones, and with columns of the second.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The installed version of DeepSpeed is checked without importing torch or DeepSpeed."""
 
-from __future__ import annotations
-
 import importlib.metadata
 
 from packaging.specifiers import SpecifierSet

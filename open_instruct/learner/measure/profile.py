@@ -1,7 +1,5 @@
 """OLMo-core's callbacks profile some steps of a run with torch's profiler, and record a GPU's memory history."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The time that parts of a step take, the memory it needs, and its FLOPs beside the device's peak."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

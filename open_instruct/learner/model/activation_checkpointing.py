@@ -1,7 +1,5 @@
 """Activation checkpointing, from flags to OLMo-core's config; settings without an effect are replaced or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

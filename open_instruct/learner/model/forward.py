@@ -3,8 +3,6 @@
 B rows, T tokens of a row, K label positions kept for the language-model head, N labelled tokens, S documents.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 

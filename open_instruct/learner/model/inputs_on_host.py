@@ -4,8 +4,6 @@ A recomputed block saves only its input. A separate stream copies the input out 
 next block runs backward, so the host waits for neither. The last block's input never leaves the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

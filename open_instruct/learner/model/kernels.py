@@ -4,8 +4,6 @@ Decisions are pure functions of the device's facts, so tests can make them for d
 FlashAttention 3 has not been run: it is used where PyTorch offers it, and only if its results equal PyTorch's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Models are sharded alike: the policy, and a second model beside it without weights and without an optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """From a checkpoint on disk to shards of FSDP2 with its weights in place."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ FSDP casts a sharded model unit by unit. On a single device the whole copy stays
 exported: an update that is small beside a weight would be lost in bfloat16, but not in float32.
 """
 
-from __future__ import annotations
-
 import torch
 from olmo_core.nn.transformer import Transformer
 

@@ -3,8 +3,6 @@
 PyTorch's own functions take five times as long to list it, and the training waits for that.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Muon for matrices and AdamW for the rest, as one optimizer with one state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import prod, sqrt
 from typing import Any

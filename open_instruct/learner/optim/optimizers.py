@@ -1,7 +1,5 @@
 """Optimizers and learning-rate schedules, from flags to OLMo-core configs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

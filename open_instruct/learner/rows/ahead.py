@@ -1,7 +1,5 @@
 """The host builds the next batch in a thread while the device is busy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar

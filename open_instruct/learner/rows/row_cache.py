@@ -4,8 +4,6 @@ A row's key covers its token ids and spans, and so the tokenizer, the template a
 covers everything else that the numbers depend on: the weights, the configuration, and more.
 """
 
-from __future__ import annotations
-
 import logging
 from copy import copy
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Samples in the order of the run, cut into global batches, of which each rank builds its own part."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

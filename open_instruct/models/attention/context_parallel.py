@@ -7,8 +7,6 @@ the heads, and another turns them back.
 Legend: T tokens of a row, C ranks of the context group, H query heads, G key-value heads, D features of a head.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -4,8 +4,6 @@ B rows, K kept label positions (all T of a row where none are chosen), N positio
 V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Names of parameters and modules: the one map between OLMo-core's and Hugging Face's, and the patterns of flags."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase

@@ -7,8 +7,6 @@ writers of checkpoints (`held_of`) see the model without adapters.
 Legend of the shape suffixes: O output features of a layer, I input features, R rank.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import UserDict

@@ -3,8 +3,6 @@
 A matrix is there under `base_model.model.` + the Hugging Face name of its layer + `.lora_A.weight` or `.lora_B.weight`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -17,8 +17,6 @@ A matrix that is frozen keeps nothing for its gradient; an adapter beside it kee
 features. The input of the first block needs no gradient then; the block is counted like the others, an upper bound too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ variable of the function that made it holds it, or while it is saved for the bac
 place where a tensor is used more than once. The backward pass takes the operations in reverse order, as PyTorch does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -18,8 +18,6 @@ PyTorch 2.13:
   (`FSDPParam.to_accumulated_grad_if_needed`), of which each unit's are freed when it is reduced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod

@@ -14,8 +14,6 @@ Sources, in PyTorch 2.13 and OLMo-core 3.0:
   is AdamW's.
 """
 
-from __future__ import annotations
-
 from math import ceil, prod
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The buckets in which weights go to the engines, as `weights/manifest.py` cuts them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import prod
 from types import SimpleNamespace

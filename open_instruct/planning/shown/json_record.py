@@ -1,7 +1,5 @@
 """A plan as JSON, for scripts and pages: bytes, seconds, and every layout of the ranking."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

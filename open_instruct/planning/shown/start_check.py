@@ -1,7 +1,5 @@
 """The line of its plan that a run prints when it starts, and the refusal where it surely cannot fit."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Parts of a plan's memory and rows of its traffic, the same on the terminal and in HTML."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A plan on the terminal: the layout drawn, a bar of a GPU's memory for every phase, traffic, time, advice."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Iterator
 from itertools import chain

@@ -1,7 +1,5 @@
 """Published numbers of the GPUs that plans are made for."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The shapes of a model's parameters from its config.json alone, without torch and without weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ public_models.json has, of the config.json that each was released with, what dec
 stored in 16 bits, as the tuned ones are; for another dtype, or another shape, give the folder or its config.json.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import json

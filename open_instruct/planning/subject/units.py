@@ -1,7 +1,5 @@
 """The spelling of a plan's numbers, and the names of the parts of a GPU's memory, for terminal and HTML page alike."""
 
-from __future__ import annotations
-
 GIB = 2**30
 
 

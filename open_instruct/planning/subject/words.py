@@ -1,7 +1,5 @@
 """The sentences of a plan, from words.txt.jinja."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One kind of collective of a step: its calls, their bytes, and which links they pass."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ tokens between the layers (sequence parallelism, Korthikanti et al. 2022, arXiv:
 T tokens of a microbatch on one context rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from open_instruct.planning.memory.activations import logit_chunks

@@ -5,8 +5,6 @@ the largest first, and give each rank one of them, in bfloat16; then it gives th
 same beside them. With tensor parallelism calls are of the group of all ranks, where other copies are sent nothing.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

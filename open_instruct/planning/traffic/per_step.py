@@ -6,8 +6,6 @@ are, and those a row or token that a loss over the whole global batch brings tog
 no matrix of attention, the backward pass of the first block, whose attention then has none, is counted all the same.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 

@@ -3,8 +3,6 @@
 L layers, T tokens of a microbatch, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Checkpoints of GRPO's learner: written on some ranks, read on others, damaged, planted, and cut short on the way."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """GRPO's learner steps on DeepSpeed, what goes to engines between them, and what a stopped run goes on from."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

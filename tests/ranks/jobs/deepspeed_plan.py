@@ -1,7 +1,5 @@
 """What ranks on DeepSpeed really hold from step to step, and every collective of a step."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

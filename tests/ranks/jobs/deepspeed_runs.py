@@ -1,7 +1,5 @@
 """Runs on DeepSpeed, with what a run from the command line seldom has: nothing to learn, broken gradients."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Commands as the docs show them, one after the other in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The gradients of a step of DPO, reduced after every microbatch and after the last, in the same ranks."""
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any

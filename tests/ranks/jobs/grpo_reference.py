@@ -1,7 +1,5 @@
 """GRPO steps whose reference policy follows the policy, stopped and started again on the way."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from typing import Any

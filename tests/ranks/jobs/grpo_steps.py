@@ -1,7 +1,5 @@
 """GRPO's learner steps on made-up completions, case after case in the same ranks."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

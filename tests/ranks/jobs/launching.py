@@ -1,7 +1,5 @@
 """Jobs that test the launcher itself."""
 
-from __future__ import annotations
-
 import os
 import time
 

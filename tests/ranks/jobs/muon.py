@@ -1,7 +1,5 @@
 """Muon's steps with matrices in shards, of some of which there are none on some ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

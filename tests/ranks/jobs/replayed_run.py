@@ -1,7 +1,5 @@
 """A GRPO run of a few steps with saved rollouts, but without engines: its groups are made up."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

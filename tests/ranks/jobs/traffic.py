@@ -1,7 +1,5 @@
 """Optimizer steps of DPO, distillation and GRPO on rows of one given length, with every collective counted."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from dataclasses import replace

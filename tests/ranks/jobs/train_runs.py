@@ -1,7 +1,5 @@
 """Whole DPO or SFT runs, one after the other, in the same ranks."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import nullcontext

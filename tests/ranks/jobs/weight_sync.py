@@ -1,7 +1,5 @@
 """Jobs in which the first ranks are learners and the others receivers, which need no process group."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Jobs that load checkpoints into every kind of sharding and export them again."""
 
-from __future__ import annotations
-
 import itertools
 import resource
 import signal
