@@ -57,7 +57,7 @@ def run_grpo(
 # Users' own code is loaded before torch, so that a misspelt name is refused at once.
 def look_at_run(config: GRPOConfig) -> None:
     """:raises InputError: what the flags name, or the first of the prompts, will not do."""
-    verifiers = known_verifiers(config.reward.verifier)
+    verifiers = known_verifiers(config.reward)
     look_at(config)
     data, changes = config.data, row_changes(config)
     changes.pop("system_prompt", None)  # of which the rows need not know

@@ -122,7 +122,7 @@ def _builder(config: LearnerConfig, objective: Objective | None, chat: ChatForma
             chat,
             max_prompt_token_length=config.data.max_prompt_token_length,
             on_bad_row="skip",
-            known_verifiers=known_verifiers(config.reward.verifier),
+            known_verifiers=known_verifiers(config.reward),
             **row_changes(config),
         )
     assert objective is not None

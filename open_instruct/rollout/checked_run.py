@@ -63,7 +63,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     """
     layout = layout_of(config.parallel, config.parallel.num_learners_per_node)
     backend_named(config.parallel.backend).refuse_unfit()
-    verifiers = known_verifiers(config.reward.verifier)
+    verifiers = known_verifiers(config.reward)
     environments = known_environments(config.environment.environment)
     own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
     own_function(config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES)

@@ -169,12 +169,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
     config, console = run.config, run.console
     shape = FleetShape.of(config.fleet, config.parallel)
     with ExitStack() as stack:
-        verifiers = VerifierPool(
-            config.reward.verifier,
-            num_processes=config.reward.num_verifier_processes,
-            timeout_s=config.reward.verifier_timeout_s,
-            say=console.warn,
-        )
+        verifiers = VerifierPool(config.reward, say=console.warn)
         stack.callback(verifiers.close)
         doing("starting learners and engines")
         logs_folder = run.directory.path / LOGS_FOLDER

@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
+from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.parallel.launch import threads_of_each
 from open_instruct.records import Check, Completion
 from open_instruct.verifiers.registry import known_verifiers
@@ -64,29 +65,22 @@ class Outcome:
 
 
 class VerifierPool:
-    """Asks verifiers for scores: isolated ones in `num_processes` processes, the others in the caller's.
+    """Asks verifiers for scores: isolated ones in processes of their own, the others in the caller's.
 
     `say` gets a message about the first problem of each verifier, with its traceback.
 
     Raises:
-        InputError: a verifier of `user_verifiers` (words of `--verifier`) cannot be loaded.
+        InputError: a verifier that `flags` name cannot be loaded.
     """
 
-    def __init__(
-        self,
-        user_verifiers: Sequence[str] = (),
-        *,
-        num_processes: int,
-        timeout_s: float,
-        say: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.verifiers = known_verifiers(user_verifiers)
+    def __init__(self, flags: RewardSection, *, say: Callable[[str], None] = lambda text: None) -> None:
+        self.verifiers = known_verifiers(flags)
         # Started by its path and with -P, a worker imports nothing from the working folder or from ours. An empty entry
         # of PYTHONPATH would mean the working folder.
         paths = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-        environment = {**os.environ, **threads_of_each(num_processes), "PYTHONPATH": paths}
-        self._start = partial(Popen, [sys.executable, "-P", WORKER, *user_verifiers], env=environment)
-        self._timeout_s = timeout_s
+        environment = {**os.environ, **threads_of_each(flags.num_verifier_processes), "PYTHONPATH": paths}
+        self._start = partial(Popen, [sys.executable, "-P", WORKER, json.dumps(asdict(flags))], env=environment)
+        self._timeout_s = flags.verifier_timeout_s
         self._start_timeout_s = max(verifier.start_timeout_s for verifier in self.verifiers.values())
         self._say = say
         self._said: set[str] = set()
@@ -96,8 +90,8 @@ class VerifierPool:
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="verifier-starter")
         # A place is a worker, or None until somebody needs one.
         self._places: queue.Queue[_Worker | None] = queue.Queue()
-        self._num_places = num_processes
-        for _ in range(num_processes):
+        self._num_places = flags.num_verifier_processes
+        for _ in range(self._num_places):
             self._places.put(None)
 
     def scores(self, check: Check, prompt: str, completions: Sequence[Completion]) -> list[Outcome]:

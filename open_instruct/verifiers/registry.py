@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 from open_instruct.config.parser import nearest
+from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
 from open_instruct.users_code import load_named
 from open_instruct.verifiers.answers import GSM8K, Passthrough, R1Format, StringF1, StringMatcher
@@ -18,30 +19,32 @@ BUILT_IN: tuple[type[Verifier], ...] = (GSM8K, IFEval, Math, StringMatcher, Stri
 ENTRY_POINT_GROUP = "open_instruct.verifiers"
 
 
-def known_verifiers(user: Sequence[str] = ()) -> dict[str, Verifier]:
-    """All verifiers by name, with those that the words `user` of `--verifier` add.
+def known_verifiers(flags: RewardSection) -> dict[str, Verifier]:
+    """All verifiers by name, with those that the words of `--verifier` add, each configured by `flags`.
 
     A word is the name of a verifier, `FILE.py:NAME` or `module:NAME` of a class or a function, or `reward_model:FOLDER`
     with the exported model of a run.
 
     Raises:
-        InputError: a word cannot be imported, is not a `Verifier`, or has the name of another; or a folder has no such
-            model.
+        InputError: a word cannot be imported, is not a `Verifier`, or has the name of another; a folder has no such
+            model; or a verifier cannot do what the flags ask of it.
     """
     verifiers = {kind.name: kind() for kind in BUILT_IN}
     for point in entry_points(group=ENTRY_POINT_GROUP):
         _add(verifiers, f"the entry point {point.name} = {point.value}", point.value)
-    for word in user:
+    for word in flags.verifier:
         name, colon, settings = word.partition(":")
         if name == RewardModel.name and name not in verifiers:
             verifiers[name] = RewardModel(settings)
         elif colon:
             _add(verifiers, f"--verifier {word}", word)
-    if unknown := [word for word in user if ":" not in word and word not in verifiers]:
+    if unknown := [word for word in flags.verifier if ":" not in word and word not in verifiers]:
         raise InputError(
             f"--verifier {unknown[0]}: there is no verifier of that name{nearest(unknown[0], verifiers) or ';'} known "
             f"are {', '.join(sorted(verifiers))}, and FILE.py:NAME or module:NAME of your own"
         )
+    for verifier in verifiers.values():
+        verifier.configure(flags)
     return verifiers
 
 

@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from open_instruct.config.rollout_sections import RewardSection
+
 THINKING_ENDS = "</think>"
 
 
@@ -32,6 +34,14 @@ class Verifier(ABC):
     def bounds(self) -> tuple[float, float]:
         """The lowest and the highest valid score."""
         return (0.0, 1.0) if self.is_bounded else (-sys.float_info.max, sys.float_info.max)
+
+    def configure(self, flags: RewardSection) -> None:
+        """Take the settings of the run that are this verifier's; called once, before anything else.
+
+        Raises:
+            InputError: they cannot be met.
+        """
+        return
 
     def load(self) -> None:
         """Prepare for the first verdict, such as by loading a model; called once in every process that scores."""

@@ -26,6 +26,7 @@ if "open_instruct" not in sys.modules:
     sys.modules["open_instruct"] = module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["open_instruct"])
 
+from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.parallel import processes
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.verifier import Verifier
@@ -107,7 +108,7 @@ def _children() -> list[int]:
     return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if processes.parent(pid) == os.getpid()]
 
 
-def main(user_verifiers: list[str]) -> None:
+def main(flags: RewardSection) -> None:
     leave_a_guard()
     end_with_parent()
     # Requests and answers get descriptors of their own, so that a verifier that prints or reads does not meet them.
@@ -118,7 +119,7 @@ def main(user_verifiers: list[str]) -> None:
     worker = os.getpid()
     greeting: dict[str, Any] = {"id": 0}
     try:
-        verifiers = known_verifiers(user_verifiers)
+        verifiers = known_verifiers(flags)
         for verifier in verifiers.values():
             verifier.load()
     except BaseException as error:
@@ -140,4 +141,4 @@ def _failure(error: BaseException) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(RewardSection(**json.loads(sys.argv[1])))

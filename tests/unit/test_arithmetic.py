@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.errors import InputError
@@ -57,7 +58,7 @@ def test_sizes_and_forms(rows: tuple[Rows, Rows, Rows]) -> None:
     sft, prompts, held_out = rows
     assert list(map(len, rows)) == [3000, 4500, 200]
     assert {tuple(message["role"] for message in row["messages"]) for row in sft} == {("user", "assistant")}
-    verifiers = known_verifiers()
+    verifiers = known_verifiers(RewardSection())
     for row in prompts + held_out:
         _, checks = parse_prompt_row(row, verifiers)
         assert [(check.verifier, check.ground_truth) for check in checks] == [("gsm8k", str(sum(operands(row))))]

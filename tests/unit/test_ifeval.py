@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.verifiers.constraints import RELATIONS, has_postscript, num_sentences
@@ -22,7 +23,7 @@ NULLS = dict.fromkeys(["N", "quantifier", "end_phrase", "keyword_list", "word", 
 
 
 def score(text: str, ground_truth: Any) -> float:
-    return known_verifiers()["ifeval"].score(text, ground_truth)
+    return known_verifiers(RewardSection())["ifeval"].score(text, ground_truth)
 
 
 def ifeval(name: str, kwargs: dict[str, Any] | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
+from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.data import token_dataset
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow
@@ -27,7 +28,7 @@ from open_instruct.verifiers.registry import judges_named, known_verifiers
 from tests.unit.token_data import byte_tokenizer, load_rows, turns, write_rows
 
 Load = Callable[..., tuple[Prompts, DataReport]]
-VERIFIERS = {name: known_verifiers()[name] for name in ("gsm8k", "ifeval", "string_matcher")}
+VERIFIERS = {name: known_verifiers(RewardSection())[name] for name in ("gsm8k", "ifeval", "string_matcher")}
 NO_COMMAS = {"func_name": "validate_no_commas"}
 
 
@@ -161,9 +162,9 @@ class TestRowsThatNameNoVerifier:
         )
         words = ["math", f"{own}:Short", "reward_model:/a/folder,last"]
         assert judges_named(words) == ["math", "short", "reward_model"]
-        assert "short" in known_verifiers(words[:2])
+        assert "short" in known_verifiers(RewardSection(verifier=words[:2]))
         with pytest.raises(InputError, match=r"--verifier gsm: there is no verifier of that name; did you mean g"):
-            known_verifiers(["gsm"])
+            known_verifiers(RewardSection(verifier=["gsm"]))
 
     def test_rows_of_verl(self, load: Load, tmp_path: Path) -> None:
         row = {"prompt": turns("2 + 2?"), "reward_model": {"ground_truth": "4", "style": "rule"}}

@@ -55,7 +55,9 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def pool(mine: str) -> Iterator[VerifierPool]:
     names = ("short", "same", "asked", "ranked", "too_many", "nothing")
-    pool = VerifierPool([f"{mine}:{name}" for name in names], num_processes=1, timeout_s=60.0)
+    pool = VerifierPool(
+        RewardSection(verifier=[f"{mine}:{name}" for name in names], num_verifier_processes=1, verifier_timeout_s=60.0)
+    )
     yield pool
     pool.close()
 
@@ -85,7 +87,7 @@ def test_what_it_must_not_return_is_a_problem(pool: VerifierPool, name: str, pro
 
 def test_it_judges_rows_that_name_none_by_all_their_columns(mine: str) -> None:
     words = [f"{mine}:same"]
-    known = known_verifiers(words)
+    known = known_verifiers(RewardSection(verifier=words))
     read = ReadRow(ROW)
     _, checks = parse_prompt_row(read, known, judges=judges_named(words))
     assert checks == (Check(verifier="same", ground_truth=ROW),)

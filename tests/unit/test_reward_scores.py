@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from open_instruct.cli import main
+from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.errors import InputError
 from open_instruct.learner.model.forward import token_logprobs
@@ -324,7 +325,9 @@ def test_a_verifier_gives_the_reward_of_prompt_and_completion(judge: Path, tmp_p
     asked = AutoTokenizer.from_pretrained(judge).apply_chat_template(
         row["messages"][:1], add_generation_prompt=True, tokenize=False
     )
-    pool = VerifierPool([f"reward_model:{judge}"], num_processes=1, timeout_s=300)
+    pool = VerifierPool(
+        RewardSection(verifier=[f"reward_model:{judge}"], num_verifier_processes=1, verifier_timeout_s=300)
+    )
     try:
         check = Check(verifier="reward_model", ground_truth=None)
         outcome = score(pool, check, "It is, surely.", prompt=asked)
@@ -346,9 +349,9 @@ def test_a_verifier_gives_the_reward_of_prompt_and_completion(judge: Path, tmp_p
 )
 def test_a_verifier_that_cannot_judge_is_refused(judge: Path, settings: str, told: str) -> None:
     with pytest.raises(InputError, match=told):
-        known_verifiers([f"reward_model:{settings.format(there=judge)}"])
+        known_verifiers(RewardSection(verifier=[f"reward_model:{settings.format(there=judge)}"]))
     with pytest.raises(InputError, match=r"is called 'reward_model'|cannot be loaded"):
-        known_verifiers([f"reward_model:{judge}", f"reward_model:{judge}"])
+        known_verifiers(RewardSection(verifier=[f"reward_model:{judge}", f"reward_model:{judge}"]))
 
 
 def test_a_judge_of_another_chat_template_than_the_policys_is_noticed(judge: Path) -> None:
@@ -359,7 +362,7 @@ def test_a_judge_of_another_chat_template_than_the_policys_is_noticed(judge: Pat
 
 def test_a_causal_model_is_no_reward_model_for_a_verifier(folder: Path) -> None:
     with pytest.raises(InputError, match="has no num_labels"):
-        known_verifiers([f"reward_model:{folder}"])
+        known_verifiers(RewardSection(verifier=[f"reward_model:{folder}"]))
 
 
 def test_it_is_planned_and_told_of(capsys: pytest.CaptureFixture[str]) -> None:

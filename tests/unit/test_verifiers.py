@@ -43,9 +43,10 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @contextmanager
-def open_pool(*words: str, timeout_s: float = 60, **settings: Any) -> Iterator[VerifierPool]:
-    """With one process. Within a minute nothing is taken for what does not end, also on a machine that is busy."""
-    pool = VerifierPool(words, **{"num_processes": 1, "timeout_s": timeout_s} | settings)
+def open_pool(*words: str, num_processes: int = 1, timeout_s: float = 60, **said: Any) -> Iterator[VerifierPool]:
+    """Within a minute nothing is taken for what does not end, also on a machine that is busy."""
+    flags = RewardSection(verifier=list(words), num_verifier_processes=num_processes, verifier_timeout_s=timeout_s)
+    pool = VerifierPool(flags, **said)
     try:
         yield pool
     finally:
@@ -92,7 +93,7 @@ def check(verifier: str, ground_truth: Any = None, weight: float = 1.0) -> Check
     ],
 )
 def test_scores(verifier: str, completion: str, ground_truth: Any, expected: float) -> None:
-    assert known_verifiers()[verifier].score(completion, ground_truth) == pytest.approx(expected)
+    assert known_verifiers(RewardSection())[verifier].score(completion, ground_truth) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_scores(verifier: str, completion: str, ground_truth: Any, expected: flo
     ],
 )
 def test_answers_of_mathematics_are_found(completion: str, ground_truth: str, expected: float) -> None:
-    assert known_verifiers()["math"].score(completion, ground_truth) == expected
+    assert known_verifiers(RewardSection())["math"].score(completion, ground_truth) == expected
 
 
 class TestPool:
@@ -228,11 +229,12 @@ class TestPool:
         """Idle, busy, and not giving other threads a turn; and with them what their verifiers have left behind."""
         code = f"""
 import os, signal, threading, time
+from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.records import Check
 from open_instruct.verifiers import pool as verifier_pool
 from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.pool import VerifierPool
-pool = VerifierPool(["{user_module}:Odd"], num_processes=1, timeout_s=300)
+pool = VerifierPool(RewardSection(verifier=["{user_module}:Odd"], num_verifier_processes=1, verifier_timeout_s=300))
 odd = Check(verifier="odd", ground_truth=None)
 from tests.unit.scored import completion_of, score
 print(round(1 / score(pool, odd, "pid").score), flush=True)
@@ -295,7 +297,7 @@ class TestLate:
         monkeypatch.setattr(verifier_pool, "time", clock)
         monkeypatch.setattr(verifier_pool, "_Worker", Worker)
         self.said: list[str] = []
-        pool = VerifierPool(num_processes=1, timeout_s=10, say=self.said.append)
+        pool = VerifierPool(RewardSection(num_verifier_processes=1), say=self.said.append)
 
         def judge(completion: str, verifier: str = "math") -> tuple[float, str | None]:
             began_s = clock.now_s
@@ -366,7 +368,7 @@ def assert_ends(process_id: int) -> None:
 )
 def test_a_verifier_that_cannot_be_used_is_refused(user_module: str, word: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        known_verifiers([word])
+        known_verifiers(RewardSection(verifier=[word]))
 
 
 def test_the_form_of_thinking_and_answering() -> None:
@@ -424,14 +426,14 @@ class TestOwnFiles:
     def test_an_installed_module_goes_before_a_file_of_its_name(self) -> None:
         Path("mine.py").rename("sympy.py")
         with pytest.raises(InputError, match="has no attribute 'Odd'"):
-            known_verifiers(["sympy:Odd"])
-        assert "odd" in known_verifiers(["sympy.py:Odd"])
+            known_verifiers(RewardSection(verifier=["sympy:Odd"]))
+        assert "odd" in known_verifiers(RewardSection(verifier=["sympy.py:Odd"]))
 
     def test_a_file_that_is_gone_or_raises(self) -> None:
         Path("raises.py").write_text("import sys\nsys.exit(3)\n")
         for word, reason in (("gone.py:Odd", "FileNotFoundError"), ("raises.py:Odd", "SystemExit: 3")):
             with pytest.raises(InputError, match=reason):
-                known_verifiers([word])
+                known_verifiers(RewardSection(verifier=[word]))
 
     def test_a_worker_says_why_it_did_not_start(self) -> None:
         said: list[str] = []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.prompts import load_prompt_dataset
 from open_instruct.data.report import DataReport
@@ -176,7 +177,9 @@ def load(
     given: dict[str, Any] = {"tokenizer": tokenizer, "template": template, "cache_dir": folder / "cache"}
     rows = write_rows(folder / "rows.jsonl", row)
     if kind == "prompts":
-        load_one = partial(load_prompt_dataset, known_verifiers=known_verifiers(), max_prompt_token_length=64)
+        load_one = partial(
+            load_prompt_dataset, known_verifiers=known_verifiers(RewardSection()), max_prompt_token_length=64
+        )
         prompts, report = load_rows(load_one, rows, "1.0", **given)
         return prompts.dataset, report
     load_one = partial(load_token_dataset, BUILDERS[kind], max_seq_length=128)
