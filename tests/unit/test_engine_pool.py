@@ -145,7 +145,8 @@ class TestRequests:
         assert home.engine == 1 and [len(engine.requests) for engine in two.made] == [1, 2]
         for number in range(3, 10):
             two.pool.submit(request(number), Home(engine=1))
-        assert [len(engine.requests) for engine in two.made] == [2, 8]  # 7 are more than twice 1 and 4; 8 are not more than twice 2 and 4
+        # 7 are more than twice 1 and 4; 8 are not more than twice 2 and 4.
+        assert [len(engine.requests) for engine in two.made] == [2, 8]
 
     def test_of_an_episode_go_on_elsewhere_when_its_engine_is_lost(self, two: Pool) -> None:
         gate = two.gate("make")
