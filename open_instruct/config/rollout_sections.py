@@ -80,6 +80,11 @@ class RolloutSection:
     inflight_updates: bool = flag(
         "update weights in the midst of completions; otherwise finish those first", True, read_with="async_steps >0"
     )
+    num_spare_prompts: int = flag(
+        "prompts asked beyond those of a step, which then gives up the slowest: long completions are learned from less",
+        0,
+        minimum=0,
+    )
     active_sampling: bool = flag("replace groups without a learning signal by further prompts", False)
     no_resampling_pass_rate: float | None = flag(
         "never ask a prompt again once this share of its group scored the full reward", None, above=0, maximum=1

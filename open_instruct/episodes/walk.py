@@ -33,6 +33,8 @@ class AskedGroup:
     prompt: Prompt
     requests: Sequence[GenerationRequest]
     answers: Sequence[Future[Answer]]  # by sample
+    version: int = 0  # of the weights when it was asked
+    asked: list[Future[Completion]] = field(default_factory=list)  # by sample
     completions: dict[int, Completion] = field(default_factory=dict)  # by sample, those that engines have finished
 
     @property
@@ -43,6 +45,11 @@ class AskedGroup:
         """The completions with their verdicts; waits for them, and raises the `RunError` of one that failed."""
         completions, verdicts = zip(*(answer.result() for answer in self.answers), strict=True)
         return RolloutGroup(ticket=self.ticket, prompt=self.prompt, completions=completions, verdicts=verdicts)
+
+    def give_up(self) -> None:
+        """Cancel what is still being generated."""
+        for completion in self.asked:
+            completion.cancel()
 
     def fail(self, error: BaseException, samples: Sequence[int], reason: str) -> None:
         """Fail all open answers of the group, because `samples` did; `reason` goes on after their names."""
@@ -73,14 +80,18 @@ class Episodes:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def ask(self, ticket: int, prompt: Prompt, requests: Sequence[GenerationRequest]) -> AskedGroup:
+    def ask(
+        self, ticket: int, prompt: Prompt, requests: Sequence[GenerationRequest], *, version: int = 0
+    ) -> AskedGroup:
         """Ask the requests of a prompt, without waiting for the answers.
 
         An answer whose completion cannot be generated or judged raises a `RunError`, as do all others of its group.
         """
-        group = AskedGroup(ticket=ticket, prompt=prompt, requests=requests, answers=[Future() for _ in requests])
+        answers: list[Future[Answer]] = [Future() for _ in requests]
+        group = AskedGroup(ticket=ticket, prompt=prompt, requests=requests, answers=answers, version=version)
         for sample, request in enumerate(requests):
             completion = self._completion(prompt, request)
+            group.asked.append(completion)
             with self._lock:
                 self._generating.add(completion)
             completion.add_done_callback(partial(self._generated, group, sample))
@@ -105,7 +116,7 @@ class Episodes:
         """A completion has arrived: have it judged, or its group. A pool's thread calls this."""
         with self._lock:
             self._generating.discard(completion)
-            if self._is_closed:
+            if self._is_closed or completion.cancelled():
                 return
             error = completion.exception()
             if error is None:

@@ -5,6 +5,9 @@ Each time a prompt is asked, it gets a ticket, counted from the start of the run
 late verdicts change it. Tickets are drawn by the driver's own thread at fixed points of its walk, so the prompt of a
 ticket does not depend on timing either.
 
+With `num_spare_prompts` a step may pass over as many groups that are late, which are given up before they are stale.
+Which groups those are does depend on timing.
+
 While step s waits for its batch the engines have version s - 1, and at most `async_steps` + 1 batches of groups are
 out: those of steps s to s + `async_steps`. A ticket drawn then is consumed by step s + `async_steps` at the latest,
 where the learners are at version s + `async_steps` - 1. So no token is more than `async_steps` steps stale, whether a
@@ -18,7 +21,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.grpo import GRPOConfig
@@ -111,7 +114,10 @@ class Conductor:
             else:
                 groups.append(group)
                 self._num_accepted = len(groups)
-        batch = RolloutStepBatch(groups=tuple(groups), rejected=tuple(rejected))
+        groups.sort(key=lambda group: group.ticket)
+        batch = RolloutStepBatch(
+            groups=tuple(groups), rejected=tuple(rejected), num_given_up=self._give_up_before(step + 1)
+        )
         for row_id in solved_rows(batch, self._config):
             self._prompts.exclude(row_id)
         return batch
@@ -165,27 +171,42 @@ class Conductor:
         """Draw tickets until groups in flight and accepted groups fill all batches that may be out at once."""
         num_batches = min(self._config.async_steps + 1, self._num_steps - self._version)
         size = num_batches * self._config.num_unique_prompts_rollout
+        size += self._config.num_spare_prompts if num_batches else 0
         while len(self._outstanding) + self._num_accepted < size:
             self._ask(*self._prompts.next())
 
     def _ask(self, ticket: int, prompt: Prompt) -> None:
-        group = self._episodes.ask(ticket, prompt, self._requests_of(ticket, prompt))
+        group = self._episodes.ask(ticket, prompt, self._requests_of(ticket, prompt), version=self._version)
         with self._changed:
             self._outstanding.append(group)
         for answer in group.answers:
             answer.add_done_callback(self._answered)
 
     def _next_group(self, timeout_s: float) -> RolloutGroup:
+        """The first group in ticket order that is complete, past as many others as there are spare prompts."""
         with self._changed:
-            head = self._outstanding[0]
-            while self._failure is None and head.num_missing:
+            near = list(islice(self._outstanding, 1 + self._config.num_spare_prompts))
+            while self._failure is None and all(group.num_missing for group in near):
                 # Every verdict resets the clock, which runs only while nothing arrives.
                 if not self._changed.wait(timeout_s):
-                    raise RunError(self._stalled(head, timeout_s))
+                    raise RunError(self._stalled(near[0], timeout_s))
             if self._failure is not None:
                 raise self._failure
-            self._outstanding.popleft()
-        return head.rollouts()
+            complete = next(group for group in near if not group.num_missing)
+            self._outstanding.remove(complete)
+        return complete.rollouts()
+
+    def _give_up_before(self, step: int) -> int:
+        """Give up groups that are too old to be learned from in `step`: spare ones. Returns how many there were."""
+        with self._changed:
+            is_over = step > self._num_steps
+            oldest = step - 1 - self._config.async_steps  # the weights with which such a group was asked
+            late = [group for group in self._outstanding if is_over or group.version < oldest]
+            for group in late:
+                self._outstanding.remove(group)
+        for group in late:
+            group.give_up()
+        return len(late)
 
     def _stalled(self, head: AskedGroup, timeout_s: float) -> str:
         stats = self.stats()

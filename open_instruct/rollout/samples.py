@@ -40,6 +40,7 @@ class RolloutStepBatch:
 
     groups: tuple[RolloutGroup, ...]
     rejected: tuple[RolloutGroup, ...] = ()
+    num_given_up: int = 0  # groups that were passed over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +105,9 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
         "num_trained_completions": float(len(samples)),
         "num_generated_tokens": float(sum(len(each.logprobs) for each in all_completions(everything))),
     }
-    return StepSamples(
-        samples=tuple(samples),
-        advantages=tuple(advantages),
-        is_used=tuple(is_used),
-        metrics=metrics,
-    )
+    if config.num_spare_prompts:
+        metrics["num_given_up_groups"] = float(batch.num_given_up)
+    return StepSamples(samples=tuple(samples), advantages=tuple(advantages), is_used=tuple(is_used), metrics=metrics)
 
 
 def verdict_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:

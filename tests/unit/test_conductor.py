@@ -254,6 +254,36 @@ class TestInFlight:
             assert it.stats() == {"in_flight": 2 * size, "verifying": 0, "waiting": 0}
 
 
+class TestSparePrompts:
+    def test_the_slowest_are_not_waited_for_and_given_up_before_they_are_stale(self) -> None:
+        words = ("--num_spare_prompts", "2", "--async_steps", "0")
+        with conductor(*words, pool=FakePool()) as (it, pool):
+            asked = list(pool.pending)
+            assert len(asked) == (NUM_PROMPTS + 2) * NUM_SAMPLES
+            late = [future for request, _, future in asked if request.request_id.startswith(("0/", "3/"))]
+            pool.pending = [each for each in asked if each[2] not in late]
+            pool.finish_all()
+            batch = next_batch(it)
+            assert [group.ticket for group in batch.groups] == [1, 2, 4]
+            assert batch.num_given_up == 2 and all(future.cancelled() for future in late)
+            it.weights_published(1)
+            tickets = {int(request.request_id.split("/")[0]) for request, _, _ in pool.pending}
+            assert tickets == set(range(5, 10))
+
+    @pytest.mark.parametrize("async_steps", [0, 1, 2])
+    def test_no_token_is_staler_than_without_any(self, async_steps: int) -> None:
+        words = ("--async_steps", f"{async_steps}", "--num_spare_prompts", "2", "--active_sampling")
+        with conductor(*words, num_steps=12) as (it, pool):
+            tickets: list[int] = []
+            for step, batch in enumerate(walk(it, pool, range(1, 13)), start=1):
+                learned = training_samples(batch, config=config_of(*words).rollout, version=step - 1)
+                assert learned.metrics["staleness/max"] <= async_steps
+                assert learned.metrics["num_given_up_groups"] == batch.num_given_up
+                tickets += [group.ticket for group in (*batch.groups, *batch.rejected)]
+            assert len(set(tickets)) == len(tickets)
+            assert it.state_dict()["unconsumed"] == []
+
+
 class TestActiveSampling:
     def test_gives_up_where_nothing_can_be_learned(self) -> None:
         sentence = r"--active_sampling rejected \d+ groups of step 1.* mean is 1\)"
