@@ -80,7 +80,7 @@ class Flag:
 
     @property
     def condition(self) -> str:
-        """`read_with` in words: `--beta above 0`, or `--loss_fn clip_cov or kl_cov`."""
+        """`read_with` in words: `--beta above 0`, or `--loss_fn dppo_tv or dppo_kl`."""
         other, *values = self.read_with.split()
         if not values:
             return f"--{other}"
@@ -165,8 +165,8 @@ class Flag:
 def is_met(condition: str, values: Mapping[str, Any]) -> bool:
     """Whether the `values` of flags meet a `Flag.read_with`.
 
-    `use_lora` is met by any value that is not false, empty or none, and `beta >0` by a number above 0. `loss_fn kl_cov
-    FILE.py:FUNCTION` is met by the word kl_cov, and by any function of the user's own.
+    `use_lora` is met by any value that is not false, empty or none, and `beta >0` by a number above 0. `loss_fn dppo_kl
+    FILE.py:FUNCTION` is met by the word dppo_kl, and by any function of the user's own.
     """
     other, *wanted = condition.split()
     value = values[other]

@@ -172,22 +172,6 @@ class PolicyLossSection:
     sapo_temperature_neg: float = flag(
         "steepness of the gate for other advantages", 1.05, read_with=loss_fns_reading("sapo_temperature_neg"), above=0
     )
-    cov_fraction: float = flag(
-        "share of the tokens that are clipped or penalised for their covariance",
-        2e-4,
-        read_with=loss_fns_reading("cov_fraction"),
-        above=0,
-        maximum=1,
-    )
-    clip_cov_lower: float = flag(
-        "least covariance of a clipped token", 1.0, read_with=loss_fns_reading("clip_cov_lower")
-    )
-    clip_cov_upper: float = flag(
-        "largest covariance of a clipped token", 5.0, read_with=loss_fns_reading("clip_cov_upper")
-    )
-    kl_cov_coef: float = flag(
-        "weight of the covariance penalty", 1.0, read_with=loss_fns_reading("kl_cov_coef"), minimum=0
-    )
     top_entropy_quantile: float = flag(
         "learn from this share of the tokens, those where the policy is least certain", 1.0, above=0, maximum=1
     )

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from open_instruct.losses.covariance import is_covariant, is_drawn_by_covariance
 from open_instruct.losses.flags_taken import flags_taken, with_flags
 from open_instruct.losses.logprobs import MAX_LOG_RATIO, clamped_exp, lengths_of, sequence_means, sequence_sums
 
@@ -40,7 +39,6 @@ class PolicyLossInputs:
     """The inputs of any policy loss.
 
     Only `logprobs_N` carries a gradient. `sequence_ids_N` (int64, 0..S-1) gives the completion of each token.
-    `marked_N` is 1 at the tokens that a loss with `marks` treats apart, else 0.
     """
 
     logprobs_N: torch.Tensor
@@ -48,7 +46,6 @@ class PolicyLossInputs:
     advantages_N: torch.Tensor
     sequence_ids_N: torch.Tensor
     num_sequences: int
-    marked_N: torch.Tensor | None = None
 
     @property
     def log_ratio_N(self) -> torch.Tensor:
@@ -95,14 +92,11 @@ class PolicyLoss:
     """Whether each completion is averaged over its tokens first."""
     by_completion: bool = False
     """Whether a completion has one ratio, the geometric mean of its tokens'."""
-    marks: Callable[..., torch.Tensor] | None = None
-    """`marks(here, everywhere, **flags)` says which tokens of the update are `PolicyLossInputs.marked_N`."""
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The flags that it reads, but those of the clip range."""
-        flags = (*flags_taken(self.function), *(flags_taken(self.marks) if self.marks else ()))
-        return tuple(flag for flag in dict.fromkeys(flags) if flag not in CLIP_FLAGS)
+        return tuple(flag for flag in flags_taken(self.function) if flag not in CLIP_FLAGS)
 
     def outputs(self, inputs: PolicyLossInputs, flags: object) -> PolicyLossOutputs:
         """The loss of every token, to be summed and divided by the `denominator`; `flags` is the section of flags."""
@@ -294,25 +288,6 @@ def _within_divergence(
         losses_N = losses_N * (delta / ratio_N.detach()).clamp(max=1)
         is_clipped_N = is_clipped_N.maximum((ratio_N > delta).to(ratio_N.dtype))
     return PolicyLossOutputs(losses_N=losses_N, is_clipped_N=is_clipped_N.float())
-
-
-@register("clip_cov", "`dapo`'s, but 0 at some tokens", "2505.22617 eq. 10 and 11", marks=is_drawn_by_covariance)
-def clip_cov(
-    inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, delta: float | None
-) -> PolicyLossOutputs:
-    assert inputs.marked_N is not None
-    outputs = _clipped(inputs, inputs.log_ratio_N, clip_lower, clip_higher, delta)
-    return PolicyLossOutputs(
-        losses_N=outputs.losses_N * (1 - inputs.marked_N),
-        is_clipped_N=outputs.is_clipped_N.maximum(inputs.marked_N.float()),
-    )
-
-
-@register("kl_cov", "−r A, and `--kl_cov_coef` |log r| at some tokens", "2505.22617 eq. 12 and 13", marks=is_covariant)
-def kl_cov(inputs: PolicyLossInputs, *, kl_cov_coef: float) -> PolicyLossOutputs:
-    assert inputs.marked_N is not None
-    losses_N = -clamped_exp(inputs.log_ratio_N) * inputs.advantages_N
-    return _nothing_clipped(losses_N + kl_cov_coef * inputs.marked_N * inputs.log_ratio_N.abs())
 
 
 @register("gpg", "−A log π", "2504.02546")

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.data.prompts import PromptBuilder
-from open_instruct.losses.covariance import TokenColumns, is_highest
 from open_instruct.losses.flags_taken import with_flags
 from open_instruct.losses.kl import kl_estimates
 from open_instruct.losses.mismatch import Correction, correct_mismatch, rho_values
@@ -97,8 +96,7 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
 
 def chooses_tokens(loss: PolicyLossSection) -> bool:
     """Whether the loss selects tokens over the whole batch, which needs an extra forward pass in every update."""
-    known = POLICY_LOSSES.get(loss.loss_fn)
-    return loss.top_entropy_quantile < 1 or (known is not None and known.marks is not None)
+    return loss.top_entropy_quantile < 1
 
 
 def measures_entropy(loss: PolicyLossSection) -> bool:
@@ -168,7 +166,6 @@ def _sampled_tokens(
         advantages_N=stream.take(batch.values["advantages_N"]),
         sequence_ids_N=stream.take(scores.sequence_ids_N),
         num_sequences=batch.packed.num_sequences,
-        marked_N=batch.values.get("is_marked"),
     )
     log_rho_N = inputs.old_logprobs_N - stream.take(batch.values["engine_logprobs_N"])
     correction = with_flags(correct_mismatch, loss)(log_rho_N, inputs.sequence_ids_N, inputs.num_sequences)
@@ -213,34 +210,26 @@ def _cross_entropy_sum(scores: TokenLogprobs, batch: Batch) -> torch.Tensor:
 def choose_tokens(
     step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, loss: PolicyLossSection
 ) -> StepBatch:
-    """Choose tokens among those of the whole update and mark each token of `rl`: `is_learned` for the highest entropy,
-    `is_marked` for the tokens that a loss of covariances treats apart. So the choice is the same however the batch is
-    cut.
+    """Mark the tokens of `rl` that are among those of the highest entropy in the whole update, as `is_learned`.
+
+    At least one is, with all ties. So the choice is the same however the batch is cut.
     """
     import torch
 
     from open_instruct.packing.documents import on_device
 
-    rl_columns: list[torch.Tensor] = []
+    entropies: list[torch.Tensor] = []
     for batch, scored in zip(step.microbatches, scores, strict=True):
-        values = on_device(batch.values, scored.logprobs_N.device)
-        rl = Stream.of("rl", values)
-        entropy_N = scored.entropy_N
-        if entropy_N is None:
-            entropy_N = torch.zeros_like(scored.logprobs_N)
-        columns = [scored.logprobs_N, entropy_N, values["advantages_N"], values["engine_logprobs_N"]]
-        rl_columns.append(torch.stack([rl.take(column_N).double() for column_N in columns], dim=1))
-    everywhere = TokenColumns(*gather(torch.cat(rl_columns)).unbind(dim=1))
-    known = POLICY_LOSSES.get(loss.loss_fn)
-    microbatches = []
-    for batch, rows in zip(step.microbatches, rl_columns, strict=True):
-        here = TokenColumns(*rows.unbind(dim=1))
-        chosen = {}
-        if loss.top_entropy_quantile < 1:
-            chosen["is_learned"] = is_highest(here.entropy, everywhere.entropy, share=loss.top_entropy_quantile).float()
-        if known is not None and known.marks is not None:
-            chosen["is_marked"] = with_flags(known.marks, loss)(here, everywhere).float()
-        microbatches.append(replace(batch, values={**batch.values, **chosen}))
+        assert scored.entropy_N is not None, "see `measures_entropy`"
+        rl = Stream.of("rl", on_device(batch.values, scored.entropy_N.device))
+        entropies.append(rl.take(scored.entropy_N).double())
+    everywhere_N = gather(torch.cat(entropies))
+    num_chosen = max(1, round(loss.top_entropy_quantile * everywhere_N.numel()))
+    least = everywhere_N.topk(num_chosen).values[-1] if everywhere_N.numel() else 0.0
+    microbatches = [
+        replace(batch, values={**batch.values, "is_learned": (entropy_N >= least).float()})
+        for batch, entropy_N in zip(step.microbatches, entropies, strict=True)
+    ]
     return replace(step, microbatches=tuple(microbatches))
 
 

@@ -81,7 +81,7 @@ CASES = {
     "grpo_one_device": Case("--single_gpu_mode", "grpo", world=1),
     "grpo_mini_batches": Case("--loss_fn gspo --num_mini_batches 2 --rho_correction sequence_mask", "grpo", world=2),
     "grpo_reference": Case("--beta 0.1 --ref_policy_update_freq 1 --loss_fn cispo", "grpo", world=2),
-    "grpo_marked_tokens": Case("--loss_fn clip_cov", "grpo", world=2),
+    "grpo_chosen_tokens": Case("--top_entropy_quantile 0.5", "grpo", world=2),
 }
 
 

@@ -128,7 +128,7 @@ WITHOUT_TORCH = [
 LIGHT_TO_IMPORT = [
     *("dpo.py", "grpo_fast.py", "grpo_olmo_core_actor.py", "replay.py", "reward_model.py", "score.py"),
     *("sft.py", "chat/command.py"),
-    *(f"losses/{name}.py" for name in ("advantages", "covariance", "flags_taken", "logprobs", "policy", "preference")),
+    *(f"losses/{name}.py" for name in ("advantages", "flags_taken", "logprobs", "policy", "preference")),
 ]
 
 MAX_LINES_OF_A_FILE = 400

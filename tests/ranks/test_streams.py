@@ -18,7 +18,7 @@ RUN, REPLAY = "tests.ranks.jobs.replayed_run:run_it", "tests.ranks.jobs.replayed
 COMPLETIONS = [9, 2]
 CONVERSATIONS = 5
 # Two updates a step, so that the policy at its start is another than that of the second.
-MARKED = {"loss_fn": "kl_cov", "cov_fraction": 0.1, "top_entropy_quantile": 0.5, "num_mini_batches": 2}
+CHOSEN = {"top_entropy_quantile": 0.5, "num_mini_batches": 2}
 PAGE = REPOSITORY / "docs" / "losses.md"
 
 
@@ -35,7 +35,7 @@ def ways(grpo_case: GRPOCase) -> dict[str, dict[str, Any]]:
             "sft_rows_per_step": CONVERSATIONS,
             "ce_coef": 0.5,
         },
-        "marked": MARKED,
+        "chosen": CHOSEN,
     }
 
 
@@ -84,7 +84,7 @@ def test_conversations_know_nothing_of_the_temperature_of_sampling(one_process: 
     assert abs(cold["teacher_kl"] - warm["teacher_kl"]) > 1e-3
 
 
-@pytest.mark.parametrize("way", ["streams", "marked"])
+@pytest.mark.parametrize("way", ["streams", "chosen"])
 @pytest.mark.parametrize("cut", ["single", "shared", "accumulated"])
 def test_cutting_does_not_matter(one_process: dict[str, Rows], way: str, cut: str) -> None:
     assert_same_trajectory(one_process[f"{way}/{cut}"], one_process[way])
@@ -103,7 +103,7 @@ def test_ranks(
     one_process: dict[str, Rows],
     run_ranks: RunRanks,
 ) -> None:
-    layouts = {"streams": {}, "marked": {}} | (
+    layouts = {"streams": {}, "chosen": {}} | (
         {"streams/context": {"context_parallel_degree": 2}} if num_ranks == 2 else {}
     )
     cases = {}
@@ -136,7 +136,7 @@ def test_replay(grpo_case: GRPOCase, tmp_path: Path, run_ranks: RunRanks) -> Non
     run = grpo_case.folder / "replayed_streams"
     changes = {
         "as_it_was": [],
-        "table": ["--loss_fn", "clip_cov", "--advantages", "rloo", "--ce_coef", "0.5"],
+        "table": ["--loss_fn", "dppo_tv", "--advantages", "rloo", "--ce_coef", "0.5"],
         "own": ["--loss_fn", f"{own}:squared", "--advantages", f"{own}:signs"],
     }
     commands = [[str(run), "--step", "2", *words, "--json", str(tmp_path / name)] for name, words in changes.items()]

@@ -133,7 +133,7 @@ CASES: dict[str, Case] = {
         model="tied",
         num_ranks=4,
         algorithm="grpo",
-        flags=TENSOR | TEACHER | {"loss_fn": "kl_cov", "record_entropy": True, "num_mini_batches": 2, "beta": 0.05},
+        flags=TENSOR | TEACHER | {"top_entropy_quantile": 0.5, "num_mini_batches": 2, "beta": 0.05},
     ),
     "updated reference, sorted pairs": Case(
         model="untied", num_ranks=4, flags=HSDP | {"loss_type": "aot", "ref_policy_update_freq": 1}

@@ -161,7 +161,7 @@ def test_workload_of_grpo() -> None:
 def test_workload_of_streams() -> None:
     """A teacher of another size, conversations in microbatches of their own, and tokens chosen in every update."""
     flags = ["--num_mini_batches", "2", "--num_epochs", "3", "--teacher_model_name_or_path", "Qwen/Qwen3-4B"]
-    flags += ["--loss_fn", "clip_cov", "--top_entropy_quantile", "0.2"]
+    flags += ["--top_entropy_quantile", "0.2"]
     flags += ["--sft_mixer_list", "chats.jsonl", "1.0", "--sft_rows_per_step", "200"]
     workload = workload_of(parse(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
     frozen, chosen = Scoring(shape=SHAPE, num_rounds=2), Scoring(shape=SHAPE, num_rounds=6, num_values=2)

@@ -17,8 +17,8 @@ from open_instruct.losses.policy import POLICY_LOSSES, PolicyLoss, PolicyLossInp
 
 E_LOW, E_HIGH, DELTA = 0.2, 0.28, 1.9
 Tensor = torch.Tensor
-# Of one completion: its ratios r(t), log-probs now and at the start, whether they are marked, and its advantage.
-Formula = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+# Of one completion: its ratios r(t), log-probs now and at the start, and its advantage.
+Formula = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 def ppo(ratios: Tensor, advantage: float, delta: float | None = None) -> Tensor:
@@ -30,36 +30,36 @@ def ppo(ratios: Tensor, advantage: float, delta: float | None = None) -> Tensor:
     return torch.stack(terms)
 
 
-def dapo(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tensor:
+def dapo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
     return ppo(r, a).sum()
 
 
-def grpo(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tensor:
+def grpo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
     return ppo(r, a).mean()
 
 
 def cispo(lowest: float = 0.0) -> Formula:
-    def formula(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tensor:
+    def formula(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
         weights = torch.tensor([min(max(float(x.detach()), lowest), 1 + E_HIGH) for x in r], dtype=r.dtype)
         return -(weights * a * new).sum()
 
     return formula
 
 
-def gspo(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tensor:
+def gspo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
     return ppo((new - old).mean().exp()[None], a)[0]
 
 
-def luspo(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tensor:
-    return gspo(r, new, old, marked, a) * len(r)
+def luspo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
+    return gspo(r, new, old, a) * len(r)
 
 
-def sapo(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tensor:
+def sapo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
     t = 1.3 if a > 0 else 2.1
     return -(4 / t / (1 + torch.exp(-t * (r - 1))) * a).mean()
 
 
-def gmpo(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tensor:
+def gmpo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
     kept = []
     for x in r:
         clipped = min(max(x, torch.tensor(1 - E_LOW)), torch.tensor(1 + E_HIGH))
@@ -67,14 +67,14 @@ def gmpo(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tenso
     return -a * torch.stack(kept).prod() ** (1 / len(r))
 
 
-def vespo(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tensor:
+def vespo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
     k, rate = (2, 3) if a >= 0 else (3, 2)
     w = r.detach().prod()
     return -(w**k * torch.exp(rate - rate * w) * a * new).sum()
 
 
 def dppo(divergence: Callable[[float, float], float], delta: float = math.inf) -> Formula:
-    def formula(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tensor:
+    def formula(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
         terms = []
         for x, p, q in zip(r, new.detach().exp().tolist(), old.exp().tolist(), strict=True):
             moved_as_asked = p > q if a > 0 else p < q
@@ -91,15 +91,7 @@ def coins(q: float, p: float) -> float:
     return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
 
 
-def clip_cov(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tensor:
-    return sum((term for term, is_out in zip(ppo(r, a), marked, strict=True) if not is_out), new.sum() * 0)
-
-
-def kl_cov(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tensor:
-    return sum(-x * a + (0.7 * abs(n - o) if m else 0) for x, n, o, m in zip(r, new, old, marked, strict=True))
-
-
-def gpg(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tensor:
+def gpg(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
     return -a * new.sum()
 
 
@@ -116,8 +108,6 @@ FORMULAS: dict[str, Formula] = {
     "vespo": vespo,
     "dppo_tv": dppo(lambda q, p: abs(p - q)),
     "dppo_kl": dppo(coins),
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
     "gpg": gpg,
 }
 
@@ -129,7 +119,6 @@ def section(kind: str, **rest: Any) -> PolicyLossSection:
         clip_higher=E_HIGH,
         sapo_temperature_pos=1.3,
         sapo_temperature_neg=2.1,
-        kl_cov_coef=0.7,
         **rest,
     )
 
@@ -150,17 +139,15 @@ def inputs(seed: int, *, spread: float) -> PolicyLossInputs:
         ),
         sequence_ids_N=torch.tensor([i for i, n in enumerate(lengths) for _ in range(n)]),
         num_sequences=len(lengths),
-        marked_N=torch.tensor([float(chance.random() < 0.4) for _ in range(count)], dtype=torch.float64),
     )
 
 
 def by_formula(formula: Formula, given: PolicyLossInputs) -> Tensor:
-    assert given.marked_N is not None
     total = given.logprobs_N.sum() * 0
     for completion in range(given.num_sequences):
         own = given.sequence_ids_N == completion
         new, old = given.logprobs_N[own], given.old_logprobs_N[own]
-        total = total + formula((new - old).exp(), new, old, given.marked_N[own], float(given.advantages_N[own][0]))
+        total = total + formula((new - old).exp(), new, old, float(given.advantages_N[own][0]))
     return total
 
 
@@ -197,7 +184,7 @@ def test_cispo_may_clamp_from_below_too() -> None:
 def test_two_sided_and_dual_clip_are_one(spread: float) -> None:
     """INTELLECT-2 bounds the ratio before the minimum; dual clip bounds the objective of a bad token from below."""
 
-    def dual(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tensor:
+    def dual(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
         objective = -ppo(r, a)
         return -(torch.maximum(objective, torch.tensor(DELTA * a)) if a < 0 else objective).sum()
 
@@ -205,7 +192,7 @@ def test_two_sided_and_dual_clip_are_one(spread: float) -> None:
         given = inputs(seed, spread=spread)
         loss = section("dapo", delta=DELTA)
         check(given, loss, by_formula(dual, given))
-        check(given, loss, by_formula(lambda r, new, old, marked, a: ppo(r, a, delta=DELTA).sum(), given))
+        check(given, loss, by_formula(lambda r, new, old, a: ppo(r, a, delta=DELTA).sum(), given))
     is_out_N = (given.log_ratio_N.exp() > DELTA) & (given.advantages_N < 0)
     assert outputs(given, loss).is_clipped_N[is_out_N].all() and is_out_N.any() == (spread == 2.0)
 
@@ -237,9 +224,6 @@ def test_a_token_without_an_advantage_is_not_clipped() -> None:
 def test_a_clip_covers_what_it_says() -> None:
     """The share of clipped tokens, where it is not that of the plain clip."""
     given = inputs(3, spread=2.0)
-    marked = outputs(given, section("clip_cov")).is_clipped_N
-    plain = outputs(given, section("dapo")).is_clipped_N
-    assert given.marked_N is not None and marked.tolist() == torch.maximum(plain, given.marked_N.float()).tolist()
     for kind in ("dppo_tv", "dppo_kl"):
         clipped = outputs(given, section(kind))
         assert clipped.is_clipped_N.any() and (clipped.losses_N[clipped.is_clipped_N > 0] == 0).all()
@@ -254,7 +238,6 @@ def two_completions(ratios: list[float]) -> PolicyLossInputs:
         advantages_N=torch.tensor([2.0, 2.0, 2.0, -1.0], dtype=torch.float64),
         sequence_ids_N=torch.tensor([0, 0, 0, 1]),
         num_sequences=2,
-        marked_N=torch.zeros(4, dtype=torch.float64),
     )
 
 
@@ -286,7 +269,6 @@ def test_no_completions_cost_nothing(kind: str) -> None:
         advantages_N=torch.zeros(0),
         sequence_ids_N=torch.zeros(0, dtype=torch.long),
         num_sequences=0,
-        marked_N=torch.zeros(0),
     )
     loss = outputs(given, section(kind)).losses_N.sum() + POLICY_LOSSES[kind].shares(empty, given).sum()
     loss.backward()
@@ -313,7 +295,6 @@ def test_the_sum_does_not_depend_on_the_split(completions: list, kind: str) -> N
             advantages_N=torch.tensor([a[0] for _, a in chosen for _ in a], dtype=torch.float64),
             sequence_ids_N=torch.tensor([i for i, (r, _) in enumerate(chosen) for _ in r]),
             num_sequences=len(chosen),
-            marked_N=torch.tensor([float(r > 1) for r in ratios], dtype=torch.float64),
         )
         return float(outputs(given, section(kind)).losses_N.sum())
 
@@ -330,7 +311,6 @@ def test_policies_that_are_far_apart_have_finite_losses_and_gradients(kind: str)
         advantages_N=torch.tensor([1.0] * 4 + [-1.0] * 4),
         sequence_ids_N=torch.arange(8),
         num_sequences=8,
-        marked_N=torch.ones(8),
     )
     losses_N = outputs(given, section(kind)).losses_N
     (gradient_N,) = torch.autograd.grad(losses_N.sum(), given.logprobs_N)
