@@ -36,6 +36,11 @@ class Prompts:
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.__getitem__, range(len(self)))
 
+    def have(self, key: str, name: str) -> bool:
+        """Whether the `verifier` of a check or the `environment` of a prompt, which `key` says, has this name."""
+        spelled = json.dumps({key: name})[1:-1].encode()
+        return any(spelled in self.dataset.details(row_id) for row_id in range(len(self)))
+
     def __getitem__(self, index: int) -> Prompt:
         row_id = range(len(self))[index]
         details = json.loads(self.dataset.details(row_id))

@@ -1,6 +1,6 @@
 """The driver checks and opens a run before any learner or engine exists, so that mistakes are refused at once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from open_instruct.config.backends import backend_named
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
+from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
 from open_instruct.data.token_dataset import TokenDataset
@@ -30,8 +31,10 @@ from open_instruct.run.metrics_log import Tracker, build_trackers
 from open_instruct.run.opened import made_ready, memory_of, say_plan, shared_by, with_chosen
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
+from open_instruct.sandbox.trial import try_walls
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.users_code import own_function
+from open_instruct.verifiers.code import SHARE_OF_TIME, Code, CodeStdio
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.reward_models import RewardModel
 from open_instruct.verifiers.verifier import Verifier
@@ -85,6 +88,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         for warning in (*pretrained.warnings, *_other_templates(verifiers, chat)):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
+        _look_at_programs(config.reward, [prompts, *([held_out] if held_out else [])], console)
         if prompts[0].environment:
             check_bridges(chat)
         yield RolloutRun(
@@ -132,6 +136,19 @@ def _read_prompts(
         return prompts, None
     listed = data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits
     return prompts, read("held-out prompts", "--dataset_mixer_eval_list", *listed)
+
+
+def _look_at_programs(reward: RewardSection, read: Sequence[Prompts], console: Console) -> None:
+    """Try the walls if programs of the policy are to run here, and say how long they may take."""
+    are_judged = any(prompts.have("verifier", name) for prompts in read for name in (Code.name, CodeStdio.name))
+    if are_judged:
+        console.say(
+            f"a test of a program has {reward.code_max_execution_time:g} s, and all tests of a verdict together "
+            f"{SHARE_OF_TIME * reward.verifier_timeout_s:g} s: those that are not reached have failed "
+            "(--code_max_execution_time, --verifier_timeout_s)"
+        )
+    if (are_judged and not reward.code_api_url) or any(prompts.have("environment", "python") for prompts in read):
+        try_walls(reward.code_sandbox, say=console.say, warn=console.warn)
 
 
 def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunDirectory) -> GRPOConfig:
