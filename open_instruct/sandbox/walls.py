@@ -77,6 +77,7 @@ def _filter() -> Any:
     for name, number, comparison, *values in TABLES["denied_by_argument"]:
         argument = pyseccomp.Arg(number, getattr(pyseccomp, comparison), *values)
         calls.add_rule(pyseccomp.ERRNO(errno.EPERM), name, argument)
-    for number in range(*TABLES["numbers_of_newer_calls"]):
-        calls.add_rule(pyseccomp.ERRNO(errno.ENOSYS), number)
+    for ends in TABLES["numbers_of_newer_calls"]:
+        for number in range(*ends):
+            calls.add_rule(pyseccomp.ERRNO(errno.ENOSYS), number)
     return calls
