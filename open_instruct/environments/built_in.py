@@ -24,7 +24,6 @@ MAX_NUMBER = 1e30
 MAX_SHOWN = 4000  # characters
 PYTHON_TIMEOUT_S = 5.0  # of a call
 MAX_PYTHON_S = 600  # of CPU time in an episode
-WHY_ENDED = {"late": f"took more than {PYTHON_TIMEOUT_S:g} s", "died": "died, or printed too much"}
 
 
 class Calculator:
@@ -63,7 +62,8 @@ class Python:
         if ran.status in ("late", "died"):
             self._interpreter.close()
             self._interpreter = None
-            shown += f"\nThe interpreter {WHY_ENDED[ran.status]}. It is started anew: its names are gone."
+            why = f"took more than {PYTHON_TIMEOUT_S:g} s" if ran.status == "late" else "died, or printed too much"
+            shown += f"\nThe interpreter {why}. It is started anew: its names are gone."
         return shown if len(shown) <= MAX_SHOWN else f"{shown[: MAX_SHOWN // 2]}\n…\n{shown[-MAX_SHOWN // 2 :]}"
 
     def close(self) -> None:

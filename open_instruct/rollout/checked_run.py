@@ -52,7 +52,7 @@ class RolloutRun:
     chat: ChatFormat
     prompts: Prompts
     held_out: Prompts | None
-    environments: Mapping[str, Factory]
+    environments: Mapping[str, Factory] | None  # by name; None where no prompt has one
     conversations: TokenDataset | None
     trackers: tuple[Tracker, ...]
 
@@ -88,8 +88,10 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         for warning in (*pretrained.warnings, *_other_templates(verifiers, chat)):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
-        _look_at_programs(config.reward, [prompts, *([held_out] if held_out else [])], console)
-        if prompts[0].environment:
+        read = [prompts] if held_out is None else [prompts, held_out]
+        _look_at_programs(config.reward, read, console)
+        are_answered = any(each.have("environment") for each in read)
+        if are_answered:
             check_bridges(chat)
         yield RolloutRun(
             config=config,
@@ -100,7 +102,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             chat=chat,
             prompts=prompts,
             held_out=held_out,
-            environments=environments,
+            environments=environments if are_answered else None,
             conversations=load_conversations(config, pretrained.tokenizer, console=console),
             trackers=tuple(trackers),
         )
@@ -140,14 +142,11 @@ def _read_prompts(
 
 def _look_at_programs(reward: RewardSection, read: Sequence[Prompts], console: Console) -> None:
     """Try the walls if programs of the policy are to run here, and say how long they may take."""
-    are_judged = any(prompts.have("verifier", name) for prompts in read for name in (Code.name, CodeStdio.name))
+    are_judged = any(each.have("verifier", kind.name) for each in read for kind in (Code, CodeStdio))
     if are_judged:
-        console.say(
-            f"a test of a program has {reward.code_max_execution_time:g} s, and all tests of a verdict together "
-            f"{SHARE_OF_TIME * reward.verifier_timeout_s:g} s: those that are not reached have failed "
-            "(--code_max_execution_time, --verifier_timeout_s)"
-        )
-    if (are_judged and not reward.code_api_url) or any(prompts.have("environment", "python") for prompts in read):
+        time_s = f"{SHARE_OF_TIME * reward.verifier_timeout_s:g} s (--verifier_timeout_s)"
+        console.say(f"tests of a program that are not reached in {time_s} have failed")
+    if (are_judged and not reward.code_api_url) or any(each.have("environment", "python") for each in read):
         try_walls(reward.code_sandbox, say=console.say, warn=console.warn)
 
 

@@ -27,9 +27,7 @@ main(socket.socket(fileno=0))
 START_TIMEOUT_S = 60.0
 MAX_OUTPUT_BYTES = 1 << 20
 PIECE_BYTES = 1 << 16
-LEAST_TIMEOUT_S = 1e-3
-LIBRARIES = ("LD_LIBRARY_PATH",)
-# All else that a program sees of an environment: libraries of numbers are to start no threads.
+# All that a program sees of an environment, but for LD_LIBRARY_PATH: libraries of numbers are to start no threads.
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -63,23 +61,21 @@ class Interpreter:
         mark = secrets.token_hex(16)
         request = json.dumps({"code": code, "mark": mark, "is_plain": is_plain})
         told = b""
-        status: Literal["late", "died"] = "died"
         try:
-            self._connection.settimeout(max(timeout_s, LEAST_TIMEOUT_S))
+            self._connection.settimeout(max(timeout_s, 1e-3))  # 0 would be no time-out
             self._connection.sendall(self._unsent + request.encode() + b"\n")
             self._unsent = b""
             while not (mark.encode() in told and told.endswith(b"\n")) and len(told) <= max_output_bytes:
-                self._connection.settimeout(max(deadline_s - time.monotonic(), LEAST_TIMEOUT_S))
+                self._connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))
                 if not (piece := self._connection.recv(PIECE_BYTES)):
                     break
                 told += piece
             output, _, answer = told.partition(mark.encode())
             return Ran(output=output.decode(errors="replace").removesuffix("\n"), **json.loads(answer))
         except TimeoutError:
-            status = "late"
+            return Ran(status="late", output=told.decode(errors="replace"))
         except (OSError, ValueError, TypeError):  # it has been closed, or has given no answer
-            pass
-        return Ran(status=status, output=told.decode(errors="replace"))
+            return Ran(status="died", output=told.decode(errors="replace"))
 
     def close(self) -> None:
         for each in (self._connection, self._life):
@@ -114,7 +110,7 @@ class Sandbox:
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
         command = [sys.executable, "-I", "-X", "utf8", "-c", START, PACKAGE]
-        environment = ENVIRONMENT | {name: os.environ[name] for name in LIBRARIES if name in os.environ}
+        environment = ENVIRONMENT | {name: os.environ[name] for name in os.environ if name == "LD_LIBRARY_PATH"}
         with theirs:
             self._server = Popen(
                 command, stdin=theirs.fileno(), stdout=DEVNULL, stderr=DEVNULL, env=environment, start_new_session=True
