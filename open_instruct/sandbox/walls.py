@@ -18,6 +18,7 @@ import yaml
 from landlockpy import AccessFS, LandlockError, Ruleset, Scope
 
 TABLES = yaml.safe_load(Path(__file__).with_name("walls.yaml").read_text(encoding="utf-8"))
+TRUNCATE_ABI = 3  # of Landlock: Linux 6.2
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 CAPABILITY_VERSION_3 = 0x20080522  # <linux/capability.h>
 READ = AccessFS.READ_FILE | AccessFS.EXECUTE  # libraries are mapped to be executed
@@ -32,7 +33,7 @@ class Walls:
         # What a path of imports names beside these, such as the checkout of a project, may hold rows and their answers.
         sys.path[:] = [path for path in sys.path if path in packages or path.startswith(libraries)]
         self._ruleset = _ruleset([*packages, libraries, f"{libraries}64", *TABLES["readable"]])
-        self.filter = _filter()
+        self.filter = _filter(is_truncate_free=self._ruleset is not None and self._ruleset.abi_version < TRUNCATE_ABI)
 
     def put_up(self, *, cpu_s: int) -> None:
         """Raises if a wall that this machine has cannot be put up."""
@@ -65,7 +66,7 @@ def _ruleset(readable: list[str]) -> Ruleset | None:
     return ruleset
 
 
-def _filter() -> Any:
+def _filter(*, is_truncate_free: bool) -> Any:
     """The filter of system calls; None where there is no seccomp, or no libseccomp."""
     try:
         import pyseccomp
@@ -74,7 +75,8 @@ def _filter() -> Any:
     calls = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     for name in " ".join(TABLES["denied"]).split():
         calls.add_rule(pyseccomp.ERRNO(errno.EPERM), name)
-    for name, number, comparison, *values in TABLES["denied_by_argument"]:
+    more = TABLES["denied_without_truncate"] if is_truncate_free else []
+    for name, number, comparison, *values in [*TABLES["denied_by_argument"], *more]:
         argument = pyseccomp.Arg(number, getattr(pyseccomp, comparison), *values)
         calls.add_rule(pyseccomp.ERRNO(errno.EPERM), name, argument)
     for ends in TABLES["numbers_of_newer_calls"]:

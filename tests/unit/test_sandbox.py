@@ -20,6 +20,7 @@ from open_instruct.errors import InputError
 from open_instruct.parallel import processes
 from open_instruct.sandbox.sandbox import Ran, Sandbox
 from open_instruct.sandbox.trial import try_walls
+from open_instruct.sandbox.walls import _filter
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ESCAPES = yaml.safe_load(Path(__file__).with_name("escapes.yaml").read_text())
@@ -207,6 +208,16 @@ class TestInterpreter:
 
 
 class TestWalls:
+    @pytest.mark.parametrize("is_truncate_free", [True, False])
+    def test_no_file_is_emptied_where_landlock_is_too_old_to_forbid_it(
+        self, is_truncate_free: bool, tmp_path: Path
+    ) -> None:
+        pytest.importorskip("pyseccomp")
+        with (tmp_path / "rules").open("w+") as file:
+            _filter(is_truncate_free=is_truncate_free).export_pfc(file)
+            file.seek(0)
+            assert ("$a2.lo32 & 0x00000200" in file.read()) is is_truncate_free
+
     @pytest.mark.usefixtures("all_walls")
     def test_a_run_is_told_that_all_stand(self) -> None:
         said, warned = list[str](), list[str]()
@@ -235,7 +246,7 @@ class TestWalls:
             "    print(json.dumps([said, warned]))\n"
         )
         told = json.loads(subprocess.check_output([sys.executable, "-c", program], cwd=REPOSITORY))
-        missing = "without the wall around files a program reads and changes the files of this user (of 43 programs"
+        missing = f"without the wall around files a program reads and changes the files of this user (of {len(ESCAPES)} "
         if choice == "required":
             assert missing in told and "--code_sandbox auto" in told and "network a program" not in told
         else:
