@@ -54,7 +54,7 @@ class Python:
         Args:
             code: the Python code
         """
-        self._interpreter = self._interpreter or SANDBOX.interpreter(cpu_s=MAX_PYTHON_S, shows_errors=True)
+        self._interpreter = self._interpreter or SANDBOX.interpreter(cpu_s=MAX_PYTHON_S, stderr=True)
         if self._is_closed:  # meanwhile
             self._interpreter.close()
         ran = self._interpreter.run(code, timeout_s=PYTHON_TIMEOUT_S)

@@ -53,9 +53,7 @@ class Interpreter:
         self._life = life
         self._unsent = json.dumps(settings).encode() + b"\n"
 
-    def run(
-        self, code: str, *, timeout_s: float, is_plain: bool = False, max_output_bytes: int = MAX_OUTPUT_BYTES
-    ) -> Ran:
+    def run(self, code: str, *, timeout_s: float, is_plain: bool = False, max_bytes: int = MAX_OUTPUT_BYTES) -> Ran:
         """Run a piece of code; with `is_plain`, its value is shown as the literal that it equals, if there is one."""
         deadline_s = time.monotonic() + timeout_s
         mark = secrets.token_hex(16)
@@ -65,7 +63,7 @@ class Interpreter:
             self._connection.settimeout(max(timeout_s, 1e-3))  # 0 would be no time-out
             self._connection.sendall(self._unsent + request.encode() + b"\n")
             self._unsent = b""
-            while not (mark.encode() in told and told.endswith(b"\n")) and len(told) <= max_output_bytes:
+            while not (mark.encode() in told and told.endswith(b"\n")) and len(told) <= max_bytes:
                 self._connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))
                 if not (piece := self._connection.recv(PIECE_BYTES)):
                     break
@@ -90,10 +88,10 @@ class Sandbox:
         self._lock = threading.Lock()
         self._server: Popen[bytes] | None = None
 
-    def interpreter(
-        self, *, cpu_s: int, name: str = "__main__", stdin: str = "", shows_errors: bool = False
-    ) -> Interpreter:
-        """A new one, with `cpu_s` of CPU time. `stdin` is what the program reads, `name` its `__name__`.
+    def interpreter(self, *, cpu_s: int, name: str = "__main__", stdin: str = "", stderr: bool = False) -> Interpreter:
+        """A new one, with `cpu_s` of CPU time. `stdin` is what programs read, `name` their `__name__`.
+
+        What they write to stderr is among their output with `stderr`, and nowhere without.
 
         Raises:
             RunError: the sandbox did not start.
@@ -104,7 +102,7 @@ class Sandbox:
             if self._server is None or self._server.poll() is not None:
                 self._start()
             socket.send_fds(self._control, [b"+"], [work.fileno(), end.fileno()])
-        settings = {"cpu_s": cpu_s, "name": name, "stdin": stdin, "shows_errors": shows_errors}
+        settings = {"cpu_s": cpu_s, "name": name, "stdin": stdin, "stderr": stderr}
         return Interpreter(connection, life, settings)
 
     def _start(self) -> None:

@@ -85,7 +85,7 @@ def _live(work: int, walls: Walls, server: int) -> NoReturn:
             stdin.seek(0)
             os.dup2(stdin.fileno(), 0)
         os.dup2(work, 1)
-        os.dup2(work if settings["shows_errors"] else 2, 2)
+        os.dup2(work if settings["stderr"] else 2, 2)
         walls.put_up(cpu_s=settings["cpu_s"])
         if os.getppid() != server:
             os._exit(0)  # it has ended before it could take this process with it

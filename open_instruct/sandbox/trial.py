@@ -9,8 +9,8 @@ from open_instruct.sandbox.walls import TABLES
 
 TRIAL_TIMEOUT_S = 10.0
 REMEDY = (
-    "Run on Linux 5.13 or newer with Landlock and libseccomp (docs/security.md); or have a server run them, "
-    "--code_api_url; or run them all the same, --code_sandbox auto"
+    "Use Linux 5.13 or newer with Landlock and libseccomp (docs/security.md), a server (--code_api_url), or the walls "
+    "that there are (--code_sandbox auto)"
 )
 
 

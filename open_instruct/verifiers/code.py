@@ -10,7 +10,6 @@ import json
 import math
 import time
 import urllib.request
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import closing
 from decimal import Decimal, InvalidOperation
@@ -26,9 +25,12 @@ PYTHON = ("python", "py", "python3")
 NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
 
-class _ProgramVerifier(Verifier):
-    test: ClassVar[str]  # an example
-    endpoint: ClassVar[str]
+class Code(Verifier):
+    """A program is what statements such as `assert add(1, 2) == 3` call."""
+
+    name: ClassVar[str] = "code"
+    test: ClassVar[str] = '"assert add(1, 2) == 3"'
+    endpoint: ClassVar[str] = "/test_program"
 
     def configure(self, flags: RewardSection) -> None:
         self._flags = flags
@@ -60,26 +62,14 @@ class _ProgramVerifier(Verifier):
         with urllib.request.urlopen(request, timeout=self._time_s) as answer:
             return (result == 1 for result in json.load(answer)["results"])
 
-    @abstractmethod
-    def is_test(self, test: Any) -> bool: ...
-
-    @abstractmethod
-    def passes(self, program: str, test: Any, timeout_s: float) -> bool:
-        """Whether a program passes a test in this time; false also where it dies, or prints without an end."""
-
-
-class Code(_ProgramVerifier):
-    """A program is what statements such as `assert add(1, 2) == 3` call."""
-
-    name: ClassVar[str] = "code"
-    test: ClassVar[str] = '"assert add(1, 2) == 3"'
-    endpoint: ClassVar[str] = "/test_program"
-
     def is_test(self, test: Any) -> bool:
         return isinstance(test, str)
 
-    def passes(self, program: str, test: str, timeout_s: float) -> bool:
-        """Of `assert CALL == LITERAL` the program sees only the call: its value comes out, and is compared here."""
+    def passes(self, program: str, test: Any, timeout_s: float) -> bool:
+        """Whether a program passes a test in this time; false also where it dies, or prints without an end.
+
+        Of `assert CALL == LITERAL` the program sees only the call: its value comes out, and is compared here.
+        """
         call, expected = asked_value(test)
         deadline_s = time.monotonic() + timeout_s
         with closing(SANDBOX.interpreter(cpu_s=math.ceil(timeout_s) + 1, name="solution")) as interpreter:
@@ -92,7 +82,7 @@ class Code(_ProgramVerifier):
             return False
 
 
-class CodeStdio(_ProgramVerifier):
+class CodeStdio(Code):
     """A program reads a test's input and prints its output, but for spaces around lines and how numbers are written."""
 
     name: ClassVar[str] = "code_stdio"
@@ -104,12 +94,12 @@ class CodeStdio(_ProgramVerifier):
             isinstance(test, dict) and isinstance(test.get("output"), str) and isinstance(test.get("input"), str | list)
         )
 
-    def passes(self, program: str, test: dict[str, Any], timeout_s: float) -> bool:
+    def passes(self, program: str, test: Any, timeout_s: float) -> bool:
         given, expected = test["input"], test["output"]
         stdin = given if isinstance(given, str) else "\n".join(map(str, given))
         most = MAX_OUTPUT_BYTES + 4 * len(expected)
         with closing(SANDBOX.interpreter(cpu_s=math.ceil(timeout_s) + 1, stdin=stdin)) as interpreter:
-            ran = interpreter.run(program, timeout_s=timeout_s, max_output_bytes=most)
+            ran = interpreter.run(program, timeout_s=timeout_s, max_bytes=most)
         lines, expected_lines = ran.output.strip().split("\n"), expected.strip().split("\n")
         are_as_many = ran.status in ("done", "exit") and len(lines) == len(expected_lines)
         return are_as_many and all(map(_is_same_line, lines, expected_lines))

@@ -250,7 +250,7 @@ class TestRun:
     @pytest.mark.parametrize("name", ["code", "code_stdio", "python"])
     def test_a_wall_that_is_missing_stops_it(self, name: str, opened: Callable[..., str]) -> None:
         missing = "without the wall around files a program gets out"
-        with pytest.raises(InputError, match=f"{missing}.* --code_sandbox auto"):
+        with pytest.raises(InputError, match=f"{missing}.*--code_sandbox auto"):
             opened(name, has_walls=False)
         said = opened(name, "--code_sandbox", "auto", has_walls=False)
         assert missing in said and "these walls stand: network" in said

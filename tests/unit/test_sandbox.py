@@ -92,7 +92,7 @@ class TestEscapes:
     def test_it_is_contained(self, name: str, sandbox: Sandbox, facts: Mapping[str, Any]) -> None:
         program = Template(ESCAPES[name]).safe_substitute(facts)
         compile(program, name, "exec")
-        ran = run(sandbox, program, timeout_s=1 if name in NEVER_END else 20, shows_errors=True)
+        ran = run(sandbox, program, timeout_s=1 if name in NEVER_END else 20, stderr=True)
         assert "ESCAPED" not in ran.output
         if name in NEVER_END:
             assert ran.status == "late"
@@ -121,7 +121,7 @@ def resource_limit(pid: int) -> tuple[int, int]:
 
 class TestInterpreter:
     def test_it_keeps_its_names_and_tells_what_came_of_each_piece(self, sandbox: Sandbox) -> None:
-        with closing(sandbox.interpreter(cpu_s=20, shows_errors=True)) as interpreter:
+        with closing(sandbox.interpreter(cpu_s=20, stderr=True)) as interpreter:
 
             def told(code: str, **settings: Any) -> tuple[str, str, str]:
                 ran = interpreter.run(code, timeout_s=20, **settings)
@@ -246,7 +246,9 @@ class TestWalls:
             "    print(json.dumps([said, warned]))\n"
         )
         told = json.loads(subprocess.check_output([sys.executable, "-c", program], cwd=REPOSITORY))
-        missing = f"without the wall around files a program reads and changes the files of this user (of {len(ESCAPES)} "
+        missing = (
+            f"the wall around files a program reads and changes the files of this user (of {len(ESCAPES)} programs"
+        )
         if choice == "required":
             assert missing in told and "--code_sandbox auto" in told and "network a program" not in told
         else:
