@@ -1,10 +1,11 @@
 """Verifiers that run programs: what is judged right, what cheats get, and how long a verdict takes."""
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
+from open_instruct.parallel.processes import has_ended
 from open_instruct.records import Check
 from open_instruct.rollout.checked_run import open_rollout_run
 from open_instruct.sandbox.walls import TABLES
@@ -34,6 +36,16 @@ def code(kind: type[Code] | type[CodeStdio] = Code, **flags: Any) -> Code | Code
     verifier = kind()
     verifier.configure(RewardSection(**{"code_max_execution_time": 10, "verifier_timeout_s": 60, **flags}))
     return verifier
+
+
+def sandboxes() -> set[int]:
+    """The ids of the warm processes that there are, and of their children."""
+    ids = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if b"open_instruct.sandbox.server" in (folder / "cmdline").read_bytes():
+                ids.add(int(folder.name))
+    return ids
 
 
 class TestCode:
@@ -97,14 +109,20 @@ class TestCode:
         assert verifier.score(program, [f"assert f({n}) == {n}" for n in range(40)]) == 2 / 40
         assert time.monotonic() - began_s < 3
 
-    def test_a_pool_judges_by_them(self) -> None:
+    def test_a_pool_judges_by_them_and_leaves_nothing_behind(self) -> None:
         said: list[str] = []
         flags = RewardSection(num_verifier_processes=1, verifier_timeout_s=60, code_max_execution_time=10)
+        before = sandboxes()
         with closing(VerifierPool(flags, say=said.append)) as pool:
-            outcome = score(
-                pool, Check(verifier="code", ground_truth=TESTS), f"<think>```\n1\n```</think>```\n{RIGHT}\n```"
-            )
+            text = f"<think>```\n1\n```</think>```\n{RIGHT}\n```"
+            outcome = score(pool, Check(verifier="code", ground_truth=TESTS), text)
+            started = sandboxes() - before
         assert (outcome.score, outcome.problem, said) == (1.0, None, [])
+        if sys.platform == "linux":
+            deadline_s = time.monotonic() + 20
+            while not (have_ended := all(map(has_ended, started))) and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+            assert started and have_ended
 
     @pytest.mark.parametrize("truth", ["assert add(1, 2) == 3", [], [3], "eJxrYEwtZgAA", None, {"a": 1}])
     def test_what_is_no_list_of_tests_is_refused(self, truth: Any) -> None:
