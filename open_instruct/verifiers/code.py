@@ -48,11 +48,15 @@ class Code(Verifier):
         return rate if rate >= flags.code_pass_rate_reward_threshold else 0.0
 
     def _run(self, program: str, tests: list[Any]) -> Iterator[bool]:
-        """Whether each test passes, up to the last that the time of a verdict reaches."""
+        """Whether each test passes, as long as there is time for a verdict, and the score can be more than 0."""
         deadline_s = time.monotonic() + self._time_s
+        num_good = len(tests)
         for test in tests:
             left_s = deadline_s - time.monotonic()
-            yield left_s > 0 and self.passes(program, test, min(left_s, self._flags.code_max_execution_time))
+            counts = left_s > 0 and num_good / len(tests) >= self._flags.code_pass_rate_reward_threshold
+            passes = counts and self.passes(program, test, min(left_s, self._flags.code_max_execution_time))
+            num_good -= not passes
+            yield passes
 
     def _ask(self, program: str, tests: list[Any]) -> Iterator[bool]:
         asked = {"program": program, "tests": tests, "max_execution_time": self._flags.code_max_execution_time}

@@ -109,6 +109,12 @@ class TestCode:
         assert verifier.score(program, [f"assert f({n}) == {n}" for n in range(40)]) == 2 / 40
         assert time.monotonic() - began_s < 3
 
+    def test_no_test_is_run_once_the_score_is_0(self) -> None:
+        verifier = code(code_max_execution_time=1, code_pass_rate_reward_threshold=0.8)
+        began_s = time.monotonic()
+        assert verifier.score("```\nwhile True: pass\n```", [f"assert f({n}) == {n}" for n in range(10)]) == 0.0
+        assert 3 <= time.monotonic() - began_s < 6
+
     def test_a_pool_judges_by_them_and_leaves_nothing_behind(self) -> None:
         said: list[str] = []
         flags = RewardSection(num_verifier_processes=1, verifier_timeout_s=60, code_max_execution_time=10)
