@@ -144,6 +144,8 @@ def _reward_problems(reward: RewardSection) -> Iterator[str]:
         old, _, new = word.partition("=")
         if not (old and new) or "=" in new:
             yield f"--remap_verifier {word}: takes OLD=NEW, such as math_dapo=math"
+    if reward.code_api_url and not reward.code_api_url.startswith(("http://", "https://")):
+        yield f"--code_api_url {reward.code_api_url}: is an address such as http://localhost:1234/test_program"
 
 
 def _loss_problems(config: GRPOConfig) -> Iterator[str]:

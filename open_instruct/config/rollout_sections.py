@@ -106,8 +106,8 @@ class EnvironmentSection:
     """Environments"""
 
     environment: str | None = flag(
-        "answers the replies of prompts that name none in `env_config`: calculator, counter, guess_number, wordle, or "
-        "FILE.py:factory or module:factory of your own",
+        "answers the replies of prompts that name none in `env_config`: calculator, python, counter, guess_number, "
+        "wordle, or FILE.py:factory or module:factory of your own",
         None,
     )
     max_turns: int = flag("replies of an episode in an environment, at most", 8, minimum=1)
@@ -136,6 +136,10 @@ class RewardSection:
     remap_verifier: list[str] = flag("OLD=NEW: prompts that name the verifier OLD are judged by NEW", [])
     several_verifiers: Literal["mean", "sum"] = flag("how weighted scores of a prompt's verifiers are combined", "mean")
     verifier_timeout_s: float = free_flag("seconds that one verdict may take before it counts as 0", 10.0, above=0)
+    code_sandbox: Literal["required", "auto"] = free_flag("walls around programs: all, or those there are", "required")
+    code_api_url: str | None = flag("server that runs programs in the sandbox's place: http://HOST/test_program", None)
+    code_max_execution_time: float = flag("seconds of one test of a program", 1.0, above=0)
+    code_pass_rate_reward_threshold: float = flag("least share of tests that counts", 0.0, minimum=0, maximum=1)
     num_verifier_processes: int = free_flag("processes for verifiers that run foreign code", 2, minimum=1)
     apply_r1_style_format_reward: bool = flag("reward <think>…</think><answer>…</answer>", False)
     r1_style_format_reward: float = flag("reward of that form", 1.0, read_with=R1_STYLE)

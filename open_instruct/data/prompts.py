@@ -33,11 +33,11 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    @property
-    def have_environments(self) -> bool:
-        """Whether an environment answers the replies to any of them."""
+    def have(self, key: str, name: str = "") -> bool:
+        """Whether any has this `verifier`, or this `environment`, as `key` says; without a name, any of them."""
         # Not read as JSON, which takes 20 times as long. Inside a text, the quotes would have backslashes.
-        return any(b'"environment": "' in self.dataset.details(row_id) for row_id in range(len(self)))
+        spelled = f'"{key}": "{name}' + ('"' if name else "")
+        return any(spelled.encode() in self.dataset.details(row_id) for row_id in range(len(self)))
 
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.__getitem__, range(len(self)))

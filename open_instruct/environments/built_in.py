@@ -1,4 +1,4 @@
-"""The environments that come with the package: a calculator, and the games of open-instruct's launches."""
+"""The environments that come with the package: a calculator, Python, and the games of open-instruct's launches."""
 
 import ast
 import operator
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from open_instruct.environments.environment import ToolAnswer
+from open_instruct.sandbox.sandbox import SANDBOX, Interpreter
 
 OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
     ast.Add: operator.add,
@@ -20,6 +21,9 @@ OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
 }
 MAX_EXPRESSION = 200  # characters
 MAX_NUMBER = 1e30
+MAX_SHOWN = 4000  # characters
+PYTHON_TIMEOUT_S = 5.0  # of a call
+MAX_PYTHON_S = 600  # of CPU time in an episode
 
 
 class Calculator:
@@ -35,6 +39,37 @@ class Calculator:
             raise ValueError(f"an expression has at most {MAX_EXPRESSION} characters")
         value = _value(ast.parse(expression.strip(), mode="eval").body)
         return str(int(value)) if float(value).is_integer() else str(value)
+
+
+class Python:
+    """A tool that runs Python in the sandbox. Names stay from one call to the next, until one is late or dies."""
+
+    def __init__(self) -> None:
+        self._interpreter: Interpreter | None = None
+        self._is_closed = False
+
+    def python(self, code: str) -> str:
+        """Runs Python code, and gives what it prints and the value of its last line.
+
+        Args:
+            code: the Python code
+        """
+        self._interpreter = self._interpreter or SANDBOX.interpreter(cpu_s=MAX_PYTHON_S, stderr=True)
+        if self._is_closed:  # meanwhile
+            self._interpreter.close()
+        ran = self._interpreter.run(code, timeout_s=PYTHON_TIMEOUT_S)
+        shown = ran.output + (ran.problem or ("" if ran.value == "None" else ran.value))
+        if ran.status in ("late", "died"):
+            self._interpreter.close()
+            self._interpreter = None
+            why = f"took more than {PYTHON_TIMEOUT_S:g} s" if ran.status == "late" else "died, or printed too much"
+            shown += f"\nThe interpreter {why}. It is started anew: its names are gone."
+        return shown if len(shown) <= MAX_SHOWN else f"{shown[: MAX_SHOWN // 2]}\n…\n{shown[-MAX_SHOWN // 2 :]}"
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._interpreter is not None:
+            self._interpreter.close()
 
 
 def _value(node: ast.AST) -> float:

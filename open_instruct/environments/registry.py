@@ -5,7 +5,7 @@ from typing import Any
 
 from open_instruct.config.parser import nearest
 from open_instruct.environments.adapters import as_environment, taken
-from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Wordle
+from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
 from open_instruct.environments.environment import Environment
 from open_instruct.errors import InputError
 from open_instruct.users_code import load_named
@@ -13,6 +13,7 @@ from open_instruct.users_code import load_named
 Factory = Callable[..., Any]
 BUILT_IN: dict[str, Factory] = {
     "calculator": Calculator,
+    "python": Python,
     "counter": Counter,
     "guess_number": GuessNumber,
     "wordle": Wordle,

@@ -45,6 +45,11 @@ def parent(pid: int) -> int | None:
     return int(fields[1]) if fields else None
 
 
+def children(pid: int) -> list[int]:
+    """The ids of a process's children."""
+    return [child for child in map(int, filter(str.isdecimal, os.listdir(PROC))) if parent(child) == pid]
+
+
 def start_time(pid: int) -> str | None:
     """The start time, which differs between a process and a later one with the same id."""
     fields = _fields(pid)

@@ -1,6 +1,6 @@
 """The driver checks and opens a run before any learner or engine exists, so that mistakes are refused at once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from open_instruct.config.backends import backend_named
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
+from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
 from open_instruct.data.token_dataset import TokenDataset
@@ -30,8 +31,10 @@ from open_instruct.run.metrics_log import Tracker, build_trackers
 from open_instruct.run.opened import made_ready, memory_of, say_plan, shared_by, with_chosen
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
+from open_instruct.sandbox.trial import try_walls
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.users_code import own_function
+from open_instruct.verifiers.code import SHARE_OF_TIME, Code, CodeStdio
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.reward_models import RewardModel
 from open_instruct.verifiers.verifier import Verifier
@@ -85,7 +88,9 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         for warning in (*pretrained.warnings, *_other_templates(verifiers, chat)):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
-        are_answered = prompts.have_environments or (held_out is not None and held_out.have_environments)
+        read = [prompts] if held_out is None else [prompts, held_out]
+        _look_at_programs(config.reward, read, console)
+        are_answered = any(each.have("environment") for each in read)
         if are_answered:
             check_bridges(chat)
         yield RolloutRun(
@@ -133,6 +138,16 @@ def _read_prompts(
         return prompts, None
     listed = data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits
     return prompts, read("held-out prompts", "--dataset_mixer_eval_list", *listed)
+
+
+def _look_at_programs(reward: RewardSection, read: Sequence[Prompts], console: Console) -> None:
+    """Try the walls if programs of the policy are to run here, and say how long they may take."""
+    are_judged = any(each.have("verifier", kind.name) for each in read for kind in (Code, CodeStdio))
+    if are_judged:
+        time_s = f"{SHARE_OF_TIME * reward.verifier_timeout_s:g} s (--verifier_timeout_s)"
+        console.say(f"tests of a program that are not reached in {time_s} have failed")
+    if (are_judged and not reward.code_api_url) or any(each.have("environment", "python") for each in read):
+        try_walls(reward.code_sandbox, say=console.say, warn=console.warn)
 
 
 def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunDirectory) -> GRPOConfig:

@@ -87,7 +87,7 @@ def leave_a_guard() -> None:
     while os.getppid() == parent and worker not in _reaped(os.WNOHANG):
         if signal.sigwait(GUARD_SIGNALS) == signal.SIGTERM:
             break
-    while children := _children():
+    while children := processes.children(os.getpid()):
         for child in children:
             os.kill(child, signal.SIGKILL)  # not yet reaped: this is no other's id
         _reaped(0)
@@ -102,10 +102,6 @@ def _reaped(options: int) -> list[int]:
             ended.append(child)
             options = os.WNOHANG
     return ended
-
-
-def _children() -> list[int]:
-    return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if processes.parent(pid) == os.getpid()]
 
 
 def main(flags: RewardSection) -> None:

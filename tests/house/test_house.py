@@ -63,6 +63,7 @@ FLOORS = [
     {"config"},
     {"toys"},
     {"parallel"},
+    {"sandbox"},
     {"verifiers"},
     {"data"},
     {"models"},

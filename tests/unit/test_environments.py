@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
+from open_instruct.environments import built_in
 from open_instruct.environments.adapters import as_environment
-from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Wordle
+from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
 from open_instruct.environments.environment import Opening, Reply, ToolAnswer, ToolCall, Turn
 from open_instruct.environments.registry import factory_named, make_environment
 from open_instruct.episodes.conversations import Conversations
@@ -60,6 +61,26 @@ class TestBuiltIn:
         opening, (turn,) = played(Calculator(), {}, [calls("calculate", expression=expression)])
         assert opening.messages is None and opening.tools[0]["function"]["name"] == "calculate"
         assert "Error" in turn.messages[0]["content"] and not turn.done
+
+    def test_python_keeps_its_names_until_a_call_is_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(built_in, "PYTHON_TIMEOUT_S", 20.0)
+        python = Python()
+        programs = ["x = 2; print('two')", "x * 3", "1 / 0", "print('y' * 9999)", "import os; os._exit(0)", "x"]
+        row = {"tools": ["python"]}
+        opening, turns = played(python, row, [calls("python", code=program) for program in programs])
+        assert opening.tools[0]["function"]["parameters"]["required"] == ["code"]
+        said = [turn.messages[0]["content"] for turn in turns]
+        assert said[:2] == ["two\n", "6"]
+        assert said[2].endswith("line 1, in <module>\nZeroDivisionError: division by zero\n")
+        assert len(said[3]) < 4010 and "y\n…\ny" in said[3]
+        assert said[4] == "\nThe interpreter died, or printed too much. It is started anew: its names are gone."
+        assert said[5].endswith("NameError: name 'x' is not defined\n")
+        # Closed, it leaves no process behind, and a call that comes late finds none.
+        assert python._interpreter is not None and python._interpreter.run("1", timeout_s=5).status == "died"
+        assert "The interpreter died" in python.python("1")
+        monkeypatch.setattr(built_in, "PYTHON_TIMEOUT_S", 0.5)
+        _, turns = played(Python(), {}, [calls("python", code="while True: pass")])
+        assert "The interpreter took more than" in turns[0].messages[0]["content"]
 
     def test_a_counter_is_brought_to_its_target(self) -> None:
         up = calls("increment")

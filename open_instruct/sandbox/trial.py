@@ -1,0 +1,37 @@
+"""Whether each wall of the sandbox stands on this machine: a program tries to get past it."""
+
+from collections.abc import Callable
+from contextlib import closing
+
+from open_instruct.errors import InputError
+from open_instruct.sandbox.sandbox import Sandbox
+from open_instruct.sandbox.walls import TABLES
+
+TRIAL_TIMEOUT_S = 10.0
+REMEDY = (
+    "Use Linux 5.13 or newer with Landlock and libseccomp (docs/security.md), a server (--code_api_url), or the walls "
+    "that there are (--code_sandbox auto)"
+)
+
+
+def try_walls(choice: str, *, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    """Say which walls stand around the programs of the policy; `choice` is `--code_sandbox`.
+
+    Raises:
+        InputError: it is `required`, and one does not.
+        RunError: the sandbox does not start.
+    """
+    standing, missing = [], []
+    with closing(Sandbox()) as sandbox, closing(sandbox.interpreter(cpu_s=10)) as interpreter:
+        for name, wall in TABLES["trials"].items():
+            if interpreter.run(wall["trial"], timeout_s=TRIAL_TIMEOUT_S).status == "error":
+                standing.append(name)
+            else:
+                missing.append(f"without the wall around {name} a program {wall['without']}")
+    if missing and choice == "required":
+        raise InputError(
+            f"--code_sandbox required: programs of the policy would run here; {'; '.join(missing)}. {REMEDY}"
+        )
+    if missing:
+        warn(f"programs of the policy run on this machine; {'; '.join(missing)} (docs/security.md)")
+    say(f"programs of the policy run in a sandbox; these walls stand: {', '.join(standing) or 'none'}")

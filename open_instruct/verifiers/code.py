@@ -1,0 +1,149 @@
+"""Verifiers that run a completion's program against tests: in a sandbox, or on a server such as open-instruct's.
+
+A score is the share of the tests that pass; 0 where that is below --code_pass_rate_reward_threshold. Tests run one
+after the other, each in a process of its own, for at most --code_max_execution_time. Those that the time of a verdict
+does not reach have failed.
+"""
+
+import ast
+import json
+import math
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from decimal import Decimal, InvalidOperation
+from typing import Any, ClassVar
+
+from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.sandbox.sandbox import MAX_OUTPUT_BYTES, SANDBOX
+from open_instruct.verifiers.verifier import Verifier
+
+# Of --verifier_timeout_s, so that the verdict on a program that is late in every test still comes.
+SHARE_OF_TIME = 0.9
+PYTHON = ("python", "py", "python3")
+NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
+
+
+class Code(Verifier):
+    """A program is what statements such as `assert add(1, 2) == 3` call."""
+
+    name: ClassVar[str] = "code"
+    test: ClassVar[str] = '"assert add(1, 2) == 3"'
+    endpoint: ClassVar[str] = "/test_program"
+
+    def configure(self, flags: RewardSection) -> None:
+        self._flags = flags
+        self._time_s = SHARE_OF_TIME * flags.verifier_timeout_s
+
+    def check_ground_truth(self, ground_truth: Any) -> None:
+        tests = _tests(ground_truth)
+        if not (isinstance(tests, list) and tests and all(map(self.is_test, tests))):
+            raise ValueError(f"is no list of tests such as {self.test}, and no JSON of one")
+
+    def score(self, completion: str, ground_truth: Any) -> float:
+        program, tests, flags = program_of(completion), _tests(ground_truth), self._flags
+        passed = self._ask(program, tests) if flags.code_api_url else self._run(program, tests)
+        rate = sum(passed) / len(tests)
+        return rate if rate >= flags.code_pass_rate_reward_threshold else 0.0
+
+    def _run(self, program: str, tests: list[Any]) -> Iterator[bool]:
+        """Whether each test passes, as long as there is time for a verdict, and the score can be more than 0."""
+        deadline_s = time.monotonic() + self._time_s
+        num_good = len(tests)
+        for test in tests:
+            left_s = deadline_s - time.monotonic()
+            counts = left_s > 0 and num_good / len(tests) >= self._flags.code_pass_rate_reward_threshold
+            passes = counts and self.passes(program, test, min(left_s, self._flags.code_max_execution_time))
+            num_good -= not passes
+            yield passes
+
+    def _ask(self, program: str, tests: list[Any]) -> Iterator[bool]:
+        asked = {"program": program, "tests": tests, "max_execution_time": self._flags.code_max_execution_time}
+        headers = {"Content-Type": "application/json"}
+        url = str(self._flags.code_api_url).replace("/test_program", self.endpoint)
+        request = urllib.request.Request(url, data=json.dumps(asked).encode(), headers=headers)
+        with urllib.request.urlopen(request, timeout=self._time_s) as answer:
+            return (result == 1 for result in json.load(answer)["results"])
+
+    def is_test(self, test: Any) -> bool:
+        return isinstance(test, str)
+
+    def passes(self, program: str, test: Any, timeout_s: float) -> bool:
+        """Whether a program passes a test in this time; false also where it dies, or prints without an end.
+
+        Of `assert CALL == LITERAL` the program sees only the call: its value comes out, and is compared here.
+        """
+        call, expected = asked_value(test)
+        deadline_s = time.monotonic() + timeout_s
+        with closing(SANDBOX.interpreter(cpu_s=math.ceil(timeout_s) + 1, name="solution")) as interpreter:
+            if interpreter.run(program, timeout_s=timeout_s).status != "done":
+                return False
+            ran = interpreter.run(call, timeout_s=deadline_s - time.monotonic(), is_plain=True)
+        try:
+            return ran.status == "done" and (not expected or ast.literal_eval(ran.value) == ast.literal_eval(expected))
+        except NO_LITERAL:
+            return False
+
+
+class CodeStdio(Code):
+    """A program reads a test's input and prints its output, but for spaces around lines and how numbers are written."""
+
+    name: ClassVar[str] = "code_stdio"
+    test: ClassVar[str] = '{"input": "1 2", "output": "3"}'
+    endpoint: ClassVar[str] = "/test_program_stdio"
+
+    def is_test(self, test: Any) -> bool:
+        return (
+            isinstance(test, dict) and isinstance(test.get("output"), str) and isinstance(test.get("input"), str | list)
+        )
+
+    def passes(self, program: str, test: Any, timeout_s: float) -> bool:
+        given, expected = test["input"], test["output"]
+        stdin = given if isinstance(given, str) else "\n".join(map(str, given))
+        most = MAX_OUTPUT_BYTES + 4 * len(expected)
+        with closing(SANDBOX.interpreter(cpu_s=math.ceil(timeout_s) + 1, stdin=stdin)) as interpreter:
+            ran = interpreter.run(program, timeout_s=timeout_s, max_bytes=most)
+        lines, expected_lines = ran.output.strip().split("\n"), expected.strip().split("\n")
+        are_as_many = ran.status in ("done", "exit") and len(lines) == len(expected_lines)
+        return are_as_many and all(map(_is_same_line, lines, expected_lines))
+
+
+def program_of(completion: str) -> str:
+    """The last block of Python between fences, else the last of any language, else all of it.
+
+    Example: ``program_of("So:\\n```python\\nx = 1\\n```") == "x = 1\\n"``.
+    """
+    blocks = [block.partition("\n") for block in completion.split("```")[1:-1:2]]
+    of_python = [block for block in blocks if block[0].strip().lower() in PYTHON]
+    return (of_python or blocks or [("", "", completion)])[-1][2]
+
+
+def asked_value(test: str) -> tuple[str, str]:
+    """The call and the literal of a test `assert CALL == LITERAL`; the whole test and nothing, if it has another form.
+
+    Example: `asked_value("assert add(1, 2) == 3") == ("add(1, 2)", "3")`.
+    """
+    try:
+        match ast.parse(test).body:
+            case [ast.Assert(test=ast.Compare(left=call, ops=[ast.Eq()], comparators=[literal]))]:
+                ast.literal_eval(literal)
+                return ast.unparse(call), ast.unparse(literal)
+    except NO_LITERAL:
+        pass
+    return test, ""
+
+
+def _tests(ground_truth: Any) -> Any:
+    try:
+        return json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    except ValueError:
+        return None
+
+
+def _is_same_line(line: str, expected: str) -> bool:
+    try:
+        is_same = line.strip() == expected.strip()
+        return is_same or [*map(Decimal, line.split())] == [*map(Decimal, expected.split())]
+    except InvalidOperation:
+        return False
