@@ -21,6 +21,7 @@ LEAST_TEMPERATURE = 0.01
 # What several flags are read with.
 HELD_OUT = "dataset_mixer_eval_list"
 R1_STYLE = "apply_r1_style_format_reward"
+JUDGE = "llm_judge_model"
 BOUNDS = "rho_correction bounds"
 CAPPED = "rho_correction clamp token_mask sequence_mask"
 
@@ -132,6 +133,19 @@ class RewardSection:
     several_verifiers: Literal["mean", "sum"] = flag("how weighted scores of a prompt's verifiers are combined", "mean")
     verifier_timeout_s: float = free_flag("seconds that one verdict may take before it counts as 0", 10.0, above=0)
     num_verifier_processes: int = free_flag("processes for verifiers that run foreign code", 2, minimum=1)
+    llm_judge_model: str | None = flag("the model that judges for judge, rubric and general-…", None)
+    llm_judge_url: str | None = free_flag(
+        "of its server; default: $OPENAI_BASE_URL, or OpenAI's", None, read_with=JUDGE
+    )
+    llm_judge_prompt: str = flag("of judge: the NAME of one of ours, or a FILE", "general-quality", read_with=JUDGE)
+    llm_judge_temperature: float = flag("temperature of its sampling", 1.0, read_with=JUDGE, minimum=0)
+    llm_judge_max_tokens: int = flag("tokens of a verdict, with its thoughts", 2048, read_with=JUDGE, minimum=1)
+    llm_judge_max_context_length: int = flag("tokens of question and verdict", 8192, read_with=JUDGE, minimum=1)
+    llm_judge_timeout: float = free_flag("seconds that a request may take", 60.0, read_with=JUDGE, above=0)
+    llm_judge_max_retries: int = free_flag("times that a request is sent again", 3, read_with=JUDGE, minimum=0)
+    llm_judge_concurrency: int = free_flag("requests at once", 64, read_with=JUDGE, minimum=1)
+    llm_judge_requests_per_minute: int | None = free_flag("no more", None, read_with=JUDGE, minimum=1)
+    max_length_verifier_max_length: int = flag("tokens off at which max_length gives 0", 32768, minimum=1)
     apply_r1_style_format_reward: bool = flag("reward <think>…</think><answer>…</answer>", False)
     r1_style_format_reward: float = flag("reward of that form", 1.0, read_with=R1_STYLE)
     additive_format_reward: bool = flag("add verifiers' rewards where the form is wrong too", False, read_with=R1_STYLE)

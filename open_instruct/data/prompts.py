@@ -36,6 +36,11 @@ class Prompts:
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.__getitem__, range(len(self)))
 
+    def names_of_verifiers(self) -> set[str]:
+        """Those that judge one of the prompts at least."""
+        details = (json.loads(self.dataset.details(row_id)) for row_id in range(len(self)))
+        return {check["verifier"] for each in details for check in each["checks"]}
+
     def __getitem__(self, index: int) -> Prompt:
         row_id = range(len(self))[index]
         details = json.loads(self.dataset.details(row_id))

@@ -158,8 +158,8 @@ def _rewards(sheet: Sheet) -> None:
         sheet.drop("adds nothing without --additive_format_reward", "r1_style_format_reward")
         sheet.set("r1_style_format_reward", ["0"], "additive_format_reward")
     name = sheet.word("remap_verifier", "").partition("=")[2]
-    if name == "rubric" or name.startswith(("general", "code")):
-        sheet.refuse("remap_verifier", f"names {name}, which asks a model or runs code: not had yet")
+    if name.startswith("code"):
+        sheet.refuse("remap_verifier", f"names {name}, which runs code: not had yet")
     if sheet.number("beta") == 0 and "beta" in sheet.given:
         sheet.drop("--beta 0 builds no reference policy", "load_ref_policy")
 

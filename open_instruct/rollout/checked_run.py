@@ -13,7 +13,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
-from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.data.token_dataset import TokenDataset, cache_root
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.environments.registry import Factory, known_environments
 from open_instruct.episodes.bridge import check_bridges
@@ -85,6 +85,8 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         for warning in (*pretrained.warnings, *_other_templates(verifiers, chat)):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
+        for name in prompts.names_of_verifiers() | (held_out.names_of_verifiers() if held_out else set()):
+            verifiers[name].begin_run(cache_root(data.cache_dir))
         if prompts[0].environment:
             check_bridges(chat)
         yield RolloutRun(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from open_instruct.verifiers import constraints
-from open_instruct.verifiers.verifier import Verifier
+from open_instruct.verifiers.verifier import Verifier, as_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,21 +57,22 @@ class IFEval(Verifier):
         return sum(check(text, **arguments) for check, arguments in rules) / len(rules) if text else 0.0
 
 
+class IFEvalOld(IFEval):
+    """The same, by the name that open-instruct has for rows of RLVR-IFeval."""
+
+    name: ClassVar[str] = "ifeval_old"
+
+
 def parse(ground_truth: Any) -> list[tuple[Callable[..., bool], dict[str, Any]]]:
     """The checks that a ground truth asks for, each with its arguments.
 
     Raises:
         ValueError: it is of neither form, or a constraint or an argument is not known, missing or of the wrong kind.
     """
-    if isinstance(ground_truth, str):
-        try:
-            ground_truth = json.loads(ground_truth)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"it is no JSON ({error})") from error
-    if not isinstance(ground_truth, dict) or not ground_truth.keys() & {"func_name", "instruction_id_list"}:
-        raise ValueError(
-            "it must be an object with 'func_name' and its arguments, or 'instruction_id_list' and 'kwargs'"
-        )
+    wanted = "an object with 'func_name' and its arguments, or 'instruction_id_list' and 'kwargs'"
+    ground_truth = as_object(ground_truth, wanted=wanted)
+    if not ground_truth.keys() & {"func_name", "instruction_id_list"}:
+        raise ValueError(f"it must be {wanted}")
     if "func_name" in ground_truth:
         arguments = {name: value for name, value in ground_truth.items() if name != "func_name"}
         return [_parse_one(rules_of("rlvr_ifeval"), ground_truth["func_name"], arguments)]

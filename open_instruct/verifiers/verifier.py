@@ -1,19 +1,25 @@
 """The base class of verifiers, which score a completion against a row's ground truth, from 0 to 1."""
 
+import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from open_instruct.config.rollout_sections import RewardSection
 
 THINKING_ENDS = "</think>"
 
+Score = float | Awaitable[float]
+Scores = Sequence[Score] | Awaitable[Sequence[Score]]
+
 
 class Verifier(ABC):
     """One kind of answer.
 
-    A verifier of your own is a subclass with a `name` of its own, which rows give as their `dataset`.
+    A verifier of your own is a subclass with a `name` of its own, which rows give as their `dataset`. Its `score`,
+    `judge` or `judge_all` may be `async def`.
     """
 
     name: ClassVar[str]
@@ -25,6 +31,8 @@ class Verifier(ABC):
     """Whether its scores are between 0 and 1; otherwise they may be any numbers."""
     reads_row: ClassVar[bool] = False
     """Whether its ground truth is the whole row."""
+    counts_tokens: ClassVar[bool] = False
+    """Whether its completion is a number: that of its tokens, not the text."""
     judges_groups: ClassVar[bool] = False
     """Whether it is asked once about all completions of a prompt, by `judge_all`."""
     start_timeout_s: ClassVar[float] = 60.0
@@ -35,11 +43,24 @@ class Verifier(ABC):
         """The lowest and the highest valid score."""
         return (0.0, 1.0) if self.is_bounded else (-sys.float_info.max, sys.float_info.max)
 
+    @property
+    def needs_ground_truth(self) -> bool:
+        """Whether a row without a ground truth cannot be judged."""
+        return not self.reads_row
+
     def configure(self, flags: RewardSection) -> None:
         """Take the settings of the run that are this verifier's; called once, before anything else.
 
         Raises:
             InputError: they cannot be met.
+        """
+        return
+
+    def begin_run(self, cache: Path) -> None:
+        """Make sure that a run whose prompts name it can be judged, in the driver; `cache` is a folder for its files.
+
+        Raises:
+            InputError: it cannot.
         """
         return
 
@@ -56,17 +77,17 @@ class Verifier(ABC):
         return
 
     @abstractmethod
-    def score(self, completion: str, ground_truth: Any) -> float:
+    def score(self, completion: str, ground_truth: Any) -> Score:
         """The score of a completion, which comes without its thinking part unless `sees_thinking`."""
 
-    def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
+    def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> Score:
         """`score` for verifiers that also look at the prompt, or at whether the completion was cut off."""
         del prompt, is_truncated
         return self.score(completion, ground_truth)
 
     def judge_all(
         self, *, prompt: str, completions: Sequence[str], ground_truth: Any, are_truncated: Sequence[bool]
-    ) -> list[float]:
+    ) -> Scores:
         """The scores of completions of one prompt."""
         return [
             self.judge(prompt, completion, ground_truth, is_truncated=is_truncated)
@@ -77,3 +98,19 @@ class Verifier(ABC):
 def without_thinking(completion: str) -> str:
     """The text behind the last `</think>`, or all of it if there is none."""
     return completion.rpartition(THINKING_ENDS)[2]
+
+
+def as_object(ground_truth: Any, *, wanted: str) -> dict[str, Any]:
+    """A ground truth that is an object, or its JSON.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(ground_truth, str):
+        try:
+            ground_truth = json.loads(ground_truth)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"it is no JSON ({error})") from error
+    if not isinstance(ground_truth, dict):
+        raise ValueError(f"it must be {wanted}")
+    return ground_truth

@@ -28,6 +28,7 @@ if "open_instruct" not in sys.modules:
 
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.parallel import processes
+from open_instruct.verifiers.event_loop import awaited
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.verifier import Verifier
 
@@ -40,12 +41,13 @@ MAX_TRACEBACK_CHARACTERS = 4000
 
 
 def verdicts(verifier: Verifier, **asked: Any) -> dict[str, Any]:
-    """`{"scores": […]}`, or `{"problem": …, "traceback": …}` where the verifier raised.
+    """`{"scores": […]}`, or `{"problem": …, "traceback": …}` where the verifier raised, or for one of the scores.
 
     `asked` are the arguments of `Verifier.judge_all`.
     """
     try:
-        return {"scores": [float(score) for score in verifier.judge_all(**asked)]}
+        scores = awaited(verifier.judge_all(**asked))
+        return {"scores": [_failure(each) if isinstance(each, BaseException) else float(each) for each in scores]}
     except BaseException as error:  # foreign code, which may raise anything, and exit
         return _failure(error)
 

@@ -1,0 +1,161 @@
+"""A model that judges, behind a server that speaks OpenAI's form, and a file of the verdicts that it has given."""
+
+import asyncio
+import hashlib
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.errors import InputError
+from open_instruct.verifiers import event_loop
+from open_instruct.verifiers.verifier import without_thinking
+
+KEY = "OPENAI_API_KEY"
+CACHE_FILE = "judge_verdicts.sqlite"
+COSTS = ("requests", "prompt_tokens", "completion_tokens", "cache_hits", "seconds")
+TRIAL = ("Is 7 more than 5?", {"Yes": 1.0, "No": 0.0})
+MAX_SHOWN_CHARACTERS = 300
+
+
+class JudgeServer:
+    """Asks for verdicts, each once: equal questions share one, also those of other runs with the same cache."""
+
+    def __init__(self, flags: RewardSection) -> None:
+        self._flags = flags
+        self._settings = {
+            "model": flags.llm_judge_model,
+            "temperature": flags.llm_judge_temperature,
+            "max_completion_tokens": flags.llm_judge_max_tokens,
+        }
+        self._slots = asyncio.Semaphore(flags.llm_judge_concurrency)
+        self._asking: dict[bytes, asyncio.Task[str]] = {}
+        self._costs: dict[str, float] = {}
+        self._told: dict[str, float] = {}
+        self._client: Any = None
+        self._forces = True  # vLLM, for one, can be held to the verdicts
+        self._next_s = 0.0
+
+    def begin(self, cache: Path) -> None:
+        """Ask a first question, and open the cache in a folder; once.
+
+        Raises:
+            InputError: the judge can never answer, or the cache cannot be opened.
+        """
+        if self._client is not None:
+            return
+        flags = self._flags
+        if flags.llm_judge_model is None:
+            raise InputError("prompts are judged by a model, which no flag names; add --llm_judge_model")
+        import openai
+
+        limits: dict[str, Any] = {"timeout": flags.llm_judge_timeout, "max_retries": flags.llm_judge_max_retries}
+        self._client = openai.AsyncOpenAI(base_url=flags.llm_judge_url, api_key=os.environ.get(KEY) or "none", **limits)
+        self._costs = dict.fromkeys(COSTS, 0.0)
+        event_loop.run(self._try())
+        try:
+            self._cache = sqlite3.connect(cache / CACHE_FILE, isolation_level=None, check_same_thread=False)
+            self._cache.execute("PRAGMA journal_mode=WAL")
+            self._cache.execute("CREATE TABLE IF NOT EXISTS verdicts (question BLOB PRIMARY KEY, verdict TEXT)")
+        except sqlite3.Error as error:
+            raise InputError(
+                f"--cache_dir: {cache / CACHE_FILE}: {error}; remove it, or give another folder"
+            ) from error
+
+    async def score(self, question: str, scores: Mapping[str, float]) -> float:
+        """The score of the judge's verdict, which is one of the names in `scores`.
+
+        Raises:
+            RuntimeError: it cannot be asked, or gives no verdict.
+        """
+        content = json.dumps([str(self._client.base_url), self._settings, question, list(scores)])
+        key = hashlib.blake2b(content.encode(), digest_size=32).digest()
+        kept = self._cache.execute("SELECT verdict FROM verdicts WHERE question = ?", [key]).fetchone()
+        self._costs["cache_hits"] += kept is not None or key in self._asking
+        if kept is not None:
+            return scores[kept[0]]
+        if key not in self._asking:
+            self._asking[key] = asyncio.create_task(self._ask(key, question, scores))
+            self._asking[key].add_done_callback(lambda _: self._asking.pop(key))
+        return scores[await self._asking[key]]
+
+    def costs(self) -> dict[str, float]:
+        """What verdicts have cost since the last call; nothing where no run has begun."""
+        costs, told = self._costs.copy(), self._told
+        self._told = costs
+        return {f"judge/{name}": cost - told.get(name, 0) for name, cost in costs.items()}
+
+    async def _try(self) -> None:
+        import openai
+
+        for self._forces in (True, False):
+            try:
+                await self._answer(*TRIAL)
+                return
+            except (openai.OpenAIError, AttributeError) as error:  # the second where it answers in another form
+                problem = said(error)
+                if getattr(error, "status_code", 0) not in (400, 422):  # a field that it does not know
+                    break
+        raise InputError(
+            f"--llm_judge_model {self._settings['model']} at {self._client.base_url} cannot judge: {problem}; see that "
+            f"a server runs there (--llm_judge_url, mostly ending in /v1) and serves this model, and that {KEY} is its key"
+        )
+
+    async def _ask(self, key: bytes, question: str, scores: Mapping[str, float]) -> str:
+        import openai
+
+        async with self._slots:
+            # So far apart that no minute has more requests than it may.
+            turn_s = max(self._next_s, time.monotonic())
+            self._next_s = turn_s + 60 / (self._flags.llm_judge_requests_per_minute or float("inf"))
+            await asyncio.sleep(turn_s - time.monotonic())
+            try:
+                answer = await self._answer(question, scores)
+            except openai.OpenAIError as error:
+                raise RuntimeError(said(error)) from None
+        # Whatever was thought or explained before it.
+        end = without_thinking(answer).replace("*", "").strip(" .\n").lower()
+        verdict = next((verdict for verdict in scores if end.endswith(verdict.lower())), None)
+        if verdict is None:
+            raise RuntimeError(f"the judge gave no verdict, but {answer[-MAX_SHOWN_CHARACTERS:]!r}")
+        with suppress(sqlite3.Error):  # a verdict that cannot be kept is asked for again, no more
+            self._cache.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", [key, verdict])
+        return verdict
+
+    async def _answer(self, question: str, scores: Mapping[str, float]) -> str:
+        began_s = time.monotonic()
+        self._costs["requests"] += 1
+        messages = [{"role": "user", "content": question}]
+        more = {"structured_outputs": {"choice": list(scores)}} if self._forces else None
+        reply = await self._client.chat.completions.create(messages=messages, extra_body=more, **self._settings)
+        if reply.usage is not None:
+            self._costs["prompt_tokens"] += reply.usage.prompt_tokens
+            self._costs["completion_tokens"] += reply.usage.completion_tokens
+        self._costs["seconds"] += time.monotonic() - began_s
+        return reply.choices[0].message.content or ""
+
+
+def said(error: Exception) -> str:
+    """What an error says, on one line, without the key."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_SHOWN_CHARACTERS]
+    return text.replace(os.environ.get(KEY) or "\0", f"${KEY}")
+
+
+_SERVERS: dict[str, JudgeServer] = {}
+
+
+def server_of(flags: RewardSection) -> JudgeServer:
+    """The one server of all judges with these flags: its limits and its costs are theirs together."""
+    return _SERVERS.setdefault(json.dumps(asdict(flags)), JudgeServer(flags))
+
+
+def judges_costs() -> dict[str, float]:
+    """What the judges of this process have cost since the last call."""
+    return dict(chain.from_iterable(server.costs().items() for server in _SERVERS.values()))
