@@ -146,8 +146,6 @@ def _reward_problems(reward: RewardSection) -> Iterator[str]:
             yield f"--remap_verifier {word}: takes OLD=NEW, such as math_dapo=math"
     if reward.llm_judge_max_tokens >= reward.llm_judge_max_context_length:
         yield "--llm_judge_max_tokens leaves no room for a question: must be below --llm_judge_max_context_length"
-    if "@" in (reward.llm_judge_url or ""):
-        yield "--llm_judge_url holds a password, which config.yaml would show: set OPENAI_API_KEY in its place"
 
 
 def _loss_problems(config: GRPOConfig) -> Iterator[str]:

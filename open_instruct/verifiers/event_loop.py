@@ -5,13 +5,12 @@ import inspect
 import threading
 from collections.abc import Coroutine
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
 _STARTING = threading.Lock()
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine. All run in one loop, so that clients of servers keep their connections."""
     with _STARTING:
         loop = _loop()

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,9 @@ from open_instruct.verifiers.verifier import without_thinking
 KEY = "OPENAI_API_KEY"
 CACHE_FILE = "judge_verdicts.sqlite"
 COSTS = ("requests", "prompt_tokens", "completion_tokens", "cache_hits", "seconds")
+# What all judges of this process have cost, and what of that is told; both empty where none was ever asked.
+_COSTS: dict[str, float] = {}
+_TOLD: dict[str, float] = {}
 TRIAL = ("Is 7 more than 5?", {"Yes": 1.0, "No": 0.0})
 MAX_SHOWN_CHARACTERS = 300
 
@@ -37,8 +39,6 @@ class JudgeServer:
         }
         self._slots = asyncio.Semaphore(flags.llm_judge_concurrency)
         self._asking: dict[bytes, asyncio.Task[str]] = {}
-        self._costs: dict[str, float] = {}
-        self._told: dict[str, float] = {}
         self._client: Any = None
         self._forces = True  # vLLM, for one, can be held to the verdicts
         self._next_s = 0.0
@@ -58,16 +58,15 @@ class JudgeServer:
 
         limits: dict[str, Any] = {"timeout": flags.llm_judge_timeout, "max_retries": flags.llm_judge_max_retries}
         self._client = openai.AsyncOpenAI(base_url=flags.llm_judge_url, api_key=os.environ.get(KEY) or "none", **limits)
-        self._costs = dict.fromkeys(COSTS, 0.0)
+        _COSTS.update(dict.fromkeys(COSTS, 0.0) | _COSTS)
         event_loop.run(self._try())
+        path = cache / CACHE_FILE
         try:
-            self._cache = sqlite3.connect(cache / CACHE_FILE, isolation_level=None, check_same_thread=False)
+            self._cache = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._cache.execute("PRAGMA journal_mode=WAL")
             self._cache.execute("CREATE TABLE IF NOT EXISTS verdicts (question BLOB PRIMARY KEY, verdict TEXT)")
         except sqlite3.Error as error:
-            raise InputError(
-                f"--cache_dir: {cache / CACHE_FILE}: {error}; remove it, or give another folder"
-            ) from error
+            raise InputError(f"--cache_dir: {path}: {error}; remove that, or give another folder") from error
 
     async def score(self, question: str, scores: Mapping[str, float]) -> float:
         """The score of the judge's verdict, which is one of the names in `scores`.
@@ -78,19 +77,13 @@ class JudgeServer:
         content = json.dumps([str(self._client.base_url), self._settings, question, list(scores)])
         key = hashlib.blake2b(content.encode(), digest_size=32).digest()
         kept = self._cache.execute("SELECT verdict FROM verdicts WHERE question = ?", [key]).fetchone()
-        self._costs["cache_hits"] += kept is not None or key in self._asking
+        _COSTS["cache_hits"] += kept is not None or key in self._asking
         if kept is not None:
             return scores[kept[0]]
         if key not in self._asking:
             self._asking[key] = asyncio.create_task(self._ask(key, question, scores))
             self._asking[key].add_done_callback(lambda _: self._asking.pop(key))
         return scores[await self._asking[key]]
-
-    def costs(self) -> dict[str, float]:
-        """What verdicts have cost since the last call; nothing where no run has begun."""
-        costs, told = self._costs.copy(), self._told
-        self._told = costs
-        return {f"judge/{name}": cost - told.get(name, 0) for name, cost in costs.items()}
 
     async def _try(self) -> None:
         import openai
@@ -105,7 +98,7 @@ class JudgeServer:
                     break
         raise InputError(
             f"--llm_judge_model {self._settings['model']} at {self._client.base_url} cannot judge: {problem}; see that "
-            f"a server runs there (--llm_judge_url, mostly ending in /v1) and serves this model, and that {KEY} is its key"
+            f"a server runs there (--llm_judge_url mostly ends in /v1) and serves this model, and that {KEY} is its key"
         )
 
     async def _ask(self, key: bytes, question: str, scores: Mapping[str, float]) -> str:
@@ -131,21 +124,21 @@ class JudgeServer:
 
     async def _answer(self, question: str, scores: Mapping[str, float]) -> str:
         began_s = time.monotonic()
-        self._costs["requests"] += 1
+        _COSTS["requests"] += 1
         messages = [{"role": "user", "content": question}]
         more = {"structured_outputs": {"choice": list(scores)}} if self._forces else None
         reply = await self._client.chat.completions.create(messages=messages, extra_body=more, **self._settings)
         if reply.usage is not None:
-            self._costs["prompt_tokens"] += reply.usage.prompt_tokens
-            self._costs["completion_tokens"] += reply.usage.completion_tokens
-        self._costs["seconds"] += time.monotonic() - began_s
+            _COSTS["prompt_tokens"] += reply.usage.prompt_tokens
+            _COSTS["completion_tokens"] += reply.usage.completion_tokens
+        _COSTS["seconds"] += time.monotonic() - began_s
         return reply.choices[0].message.content or ""
 
 
 def said(error: Exception) -> str:
     """What an error says, on one line, without the key."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_SHOWN_CHARACTERS]
-    return text.replace(os.environ.get(KEY) or "\0", f"${KEY}")
+    text = f"{type(error).__name__}: {error}".replace(os.environ.get(KEY) or "\0", f"${KEY}")
+    return " ".join(text.split())[:MAX_SHOWN_CHARACTERS]
 
 
 _SERVERS: dict[str, JudgeServer] = {}
@@ -157,5 +150,8 @@ def server_of(flags: RewardSection) -> JudgeServer:
 
 
 def judges_costs() -> dict[str, float]:
-    """What the judges of this process have cost since the last call."""
-    return dict(chain.from_iterable(server.costs().items() for server in _SERVERS.values()))
+    """What judges have cost since the last call."""
+    costs = _COSTS.copy()
+    since = {f"judge/{name}": cost - _TOLD.get(name, 0.0) for name, cost in costs.items()}
+    _TOLD.update(costs)
+    return since

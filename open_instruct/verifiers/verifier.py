@@ -12,7 +12,6 @@ from open_instruct.config.rollout_sections import RewardSection
 THINKING_ENDS = "</think>"
 
 Score = float | Awaitable[float]
-Scores = Sequence[Score] | Awaitable[Sequence[Score]]
 
 
 class Verifier(ABC):
@@ -87,8 +86,8 @@ class Verifier(ABC):
 
     def judge_all(
         self, *, prompt: str, completions: Sequence[str], ground_truth: Any, are_truncated: Sequence[bool]
-    ) -> Scores:
-        """The scores of completions of one prompt."""
+    ) -> Any:
+        """The scores of completions of one prompt: a list, or what it is to be awaited for."""
         return [
             self.judge(prompt, completion, ground_truth, is_truncated=is_truncated)
             for completion, is_truncated in zip(completions, are_truncated, strict=True)

@@ -47,7 +47,8 @@ def judge_stub(answer: Answer) -> Iterator[Stub]:
                 stub.num_at_once -= 1
             if isinstance(said, float):
                 time.sleep(said)
-                said = 500
+                self.close_connection = True
+                return
             if isinstance(said, int):
                 self.reply(said, {"error": {"message": f"no, {self.headers['Authorization']}", "code": None}})
                 return

@@ -68,7 +68,9 @@ def test_a_judge_sees_the_question_and_the_answer_without_thoughts_and_marks(tmp
         text = "Hm, 4?</think><answer>It is 5 {label}. <|im_end|></output></answer> Bye"
         assert judge.scores("general-quality_ref", [text], "5 {input}") == [0.7]
         (asked,) = judge.stub.questions
-    assert "<output>\nIt is 5 {label}. [im_end][/output]\n</output>" in asked and "<label>\n5 {input}\n</label>" in asked
+    assert (
+        "<output>\nIt is 5 {label}. [im_end][/output]\n</output>" in asked and "<label>\n5 {input}\n</label>" in asked
+    )
     assert "[im_start]user\nWhat is 2 + 3?[im_end]" in asked and not {"Hm", "Bye"} & set(asked.split())
     assert asked.endswith("nothing else:\n" + "\n".join(f"Score: {score}" for score in range(11)))
     body = judge.stub.bodies[-1]
@@ -117,7 +119,10 @@ def test_a_prompt_of_the_users_own(tmp_path: Path) -> None:
         assert judge.scores("judge", ["Yes, dear."]) == [0.9]
         assert judge.stub.questions[0].startswith("Is this kind?\nYes, dear.\nAnswer with one of these")
     (tmp_path / "bad.txt").write_text("Is this kind?")
-    for prompt, reason in ((f"{tmp_path}/bad.txt", "has no {output}"), ("general_quality", "is none of general-quality")):
+    for prompt, reason in (
+        (f"{tmp_path}/bad.txt", "has no {output}"),
+        ("general_quality", "is none of general-quality"),
+    ):
         with pytest.raises(InputError, match=reason):
             known_verifiers(RewardSection(llm_judge_prompt=prompt))
 
@@ -134,7 +139,8 @@ def test_a_long_completion_is_cut_to_the_context(tmp_path: Path) -> None:
     with judged(lambda body: "Score: 2", tmp_path, **flags) as judge:
         assert judge.scores("general-quality", ["word " * 1000]) == [0.2]
         (asked,) = judge.stub.questions
-    assert 1500 < len(asked) < 1800 and "word \n[The rest is left out.]\n</output>" in asked.replace("wor\n", "word \n")
+    kept, left_out, _ = asked.partition("<output>\n")[2].partition("\n[The rest is left out.]\n</output>")
+    assert left_out and kept == ("word " * 1000)[: len(kept)] and 1500 < len(asked) < 1800
 
 
 # --- the server -------------------------------------------------------------------------------------------
@@ -296,5 +302,5 @@ def test_a_rubric_is_the_weighted_mean_of_its_criteria(tmp_path: Path) -> None:
     ],
 )
 def test_a_malformed_rubric_is_refused(truth: Any) -> None:
-    with pytest.raises(ValueError, match="it must be|it is no JSON"):
+    with pytest.raises(ValueError, match=r"it must be|it is no JSON"):
         parse_rubrics(truth)
