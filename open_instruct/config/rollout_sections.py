@@ -137,7 +137,7 @@ class RewardSection:
     llm_judge_url: str | None = free_flag(
         "of its server; default: $OPENAI_BASE_URL, or OpenAI's", None, read_with=JUDGE
     )
-    llm_judge_prompt: str = flag("of judge: the NAME of one of ours, or a FILE", "general-quality", read_with=JUDGE)
+    llm_judge_prompt: str | None = flag("file with the prompt of the verifier judge", None, read_with=JUDGE)
     llm_judge_temperature: float = flag("temperature of its sampling", 1.0, read_with=JUDGE, minimum=0)
     llm_judge_max_tokens: int = flag("tokens of a verdict, with its thoughts", 2048, read_with=JUDGE, minimum=1)
     llm_judge_max_context_length: int = flag("tokens of question and verdict", 8192, read_with=JUDGE, minimum=1)

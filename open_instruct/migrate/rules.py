@@ -160,6 +160,11 @@ def _rewards(sheet: Sheet) -> None:
     name = sheet.word("remap_verifier", "").partition("=")[2]
     if name.startswith("code"):
         sheet.refuse("remap_verifier", f"names {name}, which runs code: not had yet")
+    for model in sheet.asked.get("llm_judge_model", []):
+        if model.startswith("azure/"):
+            sheet.refuse("llm_judge_model", "is asked by LiteLLM there; name a model of a server of OpenAI's form")
+        else:
+            sheet.asked["llm_judge_model"] = [model.removeprefix("hosted_vllm/")]
     if sheet.number("beta") == 0 and "beta" in sheet.given:
         sheet.drop("--beta 0 builds no reference policy", "load_ref_policy")
 

@@ -6,7 +6,7 @@ import string
 from collections import Counter
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.verifiers.verifier import Verifier
@@ -104,7 +104,8 @@ class MaxLength(Verifier):
 
     name: ClassVar[str] = "max_length"
     isolated: ClassVar[bool] = False
-    counts_tokens: ClassVar[bool] = True
+    sees_thinking: ClassVar[bool] = True
+    reads: ClassVar[Literal["text", "token_ids"]] = "token_ids"
 
     def configure(self, flags: RewardSection) -> None:
         self._most_off = flags.max_length_verifier_max_length
@@ -113,7 +114,7 @@ class MaxLength(Verifier):
         float(ground_truth)
 
     def score(self, completion: Any, ground_truth: Any) -> float:
-        return max(0.0, 1 - abs(completion - float(ground_truth)) / self._most_off)
+        return max(0.0, 1 - abs(len(completion) - float(ground_truth)) / self._most_off)
 
 
 class UpToMaxLength(MaxLength):
@@ -122,7 +123,7 @@ class UpToMaxLength(MaxLength):
     name: ClassVar[str] = "up_to_max_length"
 
     def score(self, completion: Any, ground_truth: Any) -> float:
-        return super().score(max(completion, float(ground_truth)), ground_truth)
+        return 1.0 if len(completion) < float(ground_truth) else super().score(completion, ground_truth)
 
 
 class Passthrough(Verifier):

@@ -47,14 +47,11 @@ class Judge(Verifier):
     def configure(self, flags: RewardSection) -> None:
         self._server = server_of(flags)
         self._most_tokens = flags.llm_judge_max_context_length - flags.llm_judge_max_tokens
-        known = judge_prompts()
-        word = self.name if self.name in known else flags.llm_judge_prompt
-        self._prompt, self._verdicts = known.get(word, known["general-quality"])
-        if word not in known:
-            where = f"--llm_judge_prompt {word}"
-            self._prompt = read_asked(word, where=f"{where} is none of {', '.join(known)}")
+        self._prompt, self._verdicts = judge_prompts().get(self.name, judge_prompts()["general-quality"])
+        if self.name == Judge.name and (file := flags.llm_judge_prompt) is not None:
+            self._prompt = read_asked(file, where="--llm_judge_prompt")
             if "{output}" not in self._prompt:
-                raise InputError(f"{where} has no {{output}}, the place of the completion; docs/rewards.md has one")
+                raise InputError(f"--llm_judge_prompt {file}: has no {{output}}, the place of the completion; add it")
 
     def begin_run(self, cache: Path) -> None:
         self._server.begin(cache)
@@ -104,10 +101,10 @@ def parse_rubrics(ground_truth: Any) -> tuple[str, dict[str, float]]:
     weights: dict[str, float] = {}
     try:
         for each in truth["rubrics"]:
-            text = each.get("description") or each.get("rubric_item") or each["Ingredient"]
-            weights[str(text)] = weights.get(str(text), 0.0) + float(each.get("weight", 1.0))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"it must be {RUBRICS}") from error
-    if not 0 < sum(map(abs, weights.values())) < float("inf"):
-        raise ValueError(f"it must be {RUBRICS}")
+            text = str(each.get("description") or each.get("rubric_item") or each["Ingredient"])
+            weights[text] = weights.get(text, 0.0) + float(each.get("weight", 1.0))
+        if not 0 < sum(map(abs, weights.values())) < float("inf"):
+            raise ValueError
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"it must be {RUBRICS}") from None
     return str(truth.get("query") or truth.get("Question") or ""), weights

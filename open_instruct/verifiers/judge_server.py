@@ -19,12 +19,17 @@ from open_instruct.verifiers.verifier import without_thinking
 
 KEY = "OPENAI_API_KEY"
 CACHE_FILE = "judge_verdicts.sqlite"
-COSTS = ("requests", "prompt_tokens", "completion_tokens", "cache_hits", "seconds")
-# What all judges of this process have cost, and what of that is told; both empty where none was ever asked.
-_COSTS: dict[str, float] = {}
-_TOLD: dict[str, float] = {}
 TRIAL = ("Is 7 more than 5?", {"Yes": 1.0, "No": 0.0})
 MAX_SHOWN_CHARACTERS = 300
+COSTS = ("requests", "prompt_tokens", "completion_tokens", "cache_hits", "seconds")
+# What all judges of this process have cost so far, as metrics; empty where none was asked.
+JUDGE_COSTS: dict[str, float] = {}
+_SERVERS: dict[str, "JudgeServer"] = {}
+
+
+def server_of(flags: RewardSection) -> "JudgeServer":
+    """The one server of all judges with these flags, which share its limits."""
+    return _SERVERS.setdefault(json.dumps(asdict(flags)), JudgeServer(flags))
 
 
 class JudgeServer:
@@ -32,14 +37,9 @@ class JudgeServer:
 
     def __init__(self, flags: RewardSection) -> None:
         self._flags = flags
-        self._settings = {
-            "model": flags.llm_judge_model,
-            "temperature": flags.llm_judge_temperature,
-            "max_completion_tokens": flags.llm_judge_max_tokens,
-        }
         self._slots = asyncio.Semaphore(flags.llm_judge_concurrency)
         self._asking: dict[bytes, asyncio.Task[str]] = {}
-        self._client: Any = None
+        self._cache: Any = None
         self._forces = True  # vLLM, for one, can be held to the verdicts
         self._next_s = 0.0
 
@@ -47,9 +47,9 @@ class JudgeServer:
         """Ask a first question, and open the cache in a folder; once.
 
         Raises:
-            InputError: the judge can never answer, or the cache cannot be opened.
+            InputError: the judge does not answer, or the cache cannot be opened.
         """
-        if self._client is not None:
+        if self._cache is not None:
             return
         flags = self._flags
         if flags.llm_judge_model is None:
@@ -58,8 +58,18 @@ class JudgeServer:
 
         limits: dict[str, Any] = {"timeout": flags.llm_judge_timeout, "max_retries": flags.llm_judge_max_retries}
         self._client = openai.AsyncOpenAI(base_url=flags.llm_judge_url, api_key=os.environ.get(KEY) or "none", **limits)
-        _COSTS.update(dict.fromkeys(COSTS, 0.0) | _COSTS)
-        event_loop.run(self._try())
+        JUDGE_COSTS.update({f"judge/{name}": 0.0 for name in COSTS} | JUDGE_COSTS)
+        for self._forces in (True, False):
+            try:
+                event_loop.run(self._answer(*TRIAL))
+                break
+            except (openai.OpenAIError, AttributeError) as error:  # the second where it answers in another form
+                if self._forces and getattr(error, "status_code", 0) in (400, 422):  # it does not know the field
+                    continue
+                raise InputError(
+                    f"--llm_judge_model {flags.llm_judge_model} at {self._client.base_url} cannot judge ({said(error)}); "
+                    f"have a server run there that serves it, or give its --llm_judge_url, and its key in {KEY}"
+                ) from None
         path = cache / CACHE_FILE
         try:
             self._cache = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -74,32 +84,18 @@ class JudgeServer:
         Raises:
             RuntimeError: it cannot be asked, or gives no verdict.
         """
-        content = json.dumps([str(self._client.base_url), self._settings, question, list(scores)])
+        flags = self._flags
+        settings = (flags.llm_judge_model, flags.llm_judge_temperature, flags.llm_judge_max_tokens, list(scores))
+        content = json.dumps([str(self._client.base_url), question, *settings])
         key = hashlib.blake2b(content.encode(), digest_size=32).digest()
         kept = self._cache.execute("SELECT verdict FROM verdicts WHERE question = ?", [key]).fetchone()
-        _COSTS["cache_hits"] += kept is not None or key in self._asking
+        JUDGE_COSTS["judge/cache_hits"] += kept is not None or key in self._asking
         if kept is not None:
             return scores[kept[0]]
         if key not in self._asking:
             self._asking[key] = asyncio.create_task(self._ask(key, question, scores))
             self._asking[key].add_done_callback(lambda _: self._asking.pop(key))
         return scores[await self._asking[key]]
-
-    async def _try(self) -> None:
-        import openai
-
-        for self._forces in (True, False):
-            try:
-                await self._answer(*TRIAL)
-                return
-            except (openai.OpenAIError, AttributeError) as error:  # the second where it answers in another form
-                problem = said(error)
-                if getattr(error, "status_code", 0) not in (400, 422):  # a field that it does not know
-                    break
-        raise InputError(
-            f"--llm_judge_model {self._settings['model']} at {self._client.base_url} cannot judge: {problem}; see that "
-            f"a server runs there (--llm_judge_url mostly ends in /v1) and serves this model, and that {KEY} is its key"
-        )
 
     async def _ask(self, key: bytes, question: str, scores: Mapping[str, float]) -> str:
         import openai
@@ -113,7 +109,7 @@ class JudgeServer:
                 answer = await self._answer(question, scores)
             except openai.OpenAIError as error:
                 raise RuntimeError(said(error)) from None
-        # Whatever was thought or explained before it.
+        # What was thought or explained before the verdict does not count.
         end = without_thinking(answer).replace("*", "").strip(" .\n").lower()
         verdict = next((verdict for verdict in scores if end.endswith(verdict.lower())), None)
         if verdict is None:
@@ -124,14 +120,17 @@ class JudgeServer:
 
     async def _answer(self, question: str, scores: Mapping[str, float]) -> str:
         began_s = time.monotonic()
-        _COSTS["requests"] += 1
-        messages = [{"role": "user", "content": question}]
-        more = {"structured_outputs": {"choice": list(scores)}} if self._forces else None
-        reply = await self._client.chat.completions.create(messages=messages, extra_body=more, **self._settings)
-        if reply.usage is not None:
-            _COSTS["prompt_tokens"] += reply.usage.prompt_tokens
-            _COSTS["completion_tokens"] += reply.usage.completion_tokens
-        _COSTS["seconds"] += time.monotonic() - began_s
+        JUDGE_COSTS["judge/requests"] += 1
+        reply = await self._client.chat.completions.create(
+            model=self._flags.llm_judge_model,
+            messages=[{"role": "user", "content": question}],
+            temperature=self._flags.llm_judge_temperature,
+            max_completion_tokens=self._flags.llm_judge_max_tokens,
+            extra_body={"structured_outputs": {"choice": list(scores)}} if self._forces else None,
+        )
+        JUDGE_COSTS["judge/seconds"] += time.monotonic() - began_s
+        for kind in ("prompt_tokens", "completion_tokens"):  # some servers do not count them
+            JUDGE_COSTS[f"judge/{kind}"] += getattr(reply.usage, kind, 0)
         return reply.choices[0].message.content or ""
 
 
@@ -139,19 +138,3 @@ def said(error: Exception) -> str:
     """What an error says, on one line, without the key."""
     text = f"{type(error).__name__}: {error}".replace(os.environ.get(KEY) or "\0", f"${KEY}")
     return " ".join(text.split())[:MAX_SHOWN_CHARACTERS]
-
-
-_SERVERS: dict[str, JudgeServer] = {}
-
-
-def server_of(flags: RewardSection) -> JudgeServer:
-    """The one server of all judges with these flags: its limits and its costs are theirs together."""
-    return _SERVERS.setdefault(json.dumps(asdict(flags)), JudgeServer(flags))
-
-
-def judges_costs() -> dict[str, float]:
-    """What judges have cost since the last call."""
-    costs = _COSTS.copy()
-    since = {f"judge/{name}": cost - _TOLD.get(name, 0.0) for name, cost in costs.items()}
-    _TOLD.update(costs)
-    return since

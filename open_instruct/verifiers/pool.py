@@ -101,23 +101,17 @@ class VerifierPool:
         """
         name = check.verifier
         verifier = self.verifiers[name]
-        given: list[Any] = [each.text for each in completions]
-        if verifier.counts_tokens:
-            given = [len(each.token_ids) for each in completions]
-        elif not verifier.sees_thinking:
-            given = list(map(without_thinking, given))
+        given = [getattr(each, verifier.reads) for each in completions]
         asked = {
-            "completions": given,
+            "completions": given if verifier.sees_thinking else list(map(without_thinking, given)),
             "are_truncated": [each.is_truncated for each in completions],
             "ground_truth": check.ground_truth,
             "prompt": prompt,
         }
         answer = self._ask_worker(name, asked) if verifier.isolated else verdicts(verifier, **asked)
-        if "problem" in answer:
-            return [self._without_score(name, **answer)] * len(completions)
         low, high = verifier.bounds
         outcomes = []
-        for score in answer["scores"]:
+        for score in answer.get("scores", [answer] * len(completions)):
             if isinstance(score, dict):
                 outcomes.append(self._without_score(name, **score))
             elif low <= score <= high:

@@ -5,7 +5,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from open_instruct.config.rollout_sections import RewardSection
 
@@ -30,8 +30,8 @@ class Verifier(ABC):
     """Whether its scores are between 0 and 1; otherwise they may be any numbers."""
     reads_row: ClassVar[bool] = False
     """Whether its ground truth is the whole row."""
-    counts_tokens: ClassVar[bool] = False
-    """Whether its completion is a number: that of its tokens, not the text."""
+    reads: ClassVar[Literal["text", "token_ids"]] = "text"
+    """What its completion is. One that reads token ids sees those of its thoughts, too."""
     judges_groups: ClassVar[bool] = False
     """Whether it is asked once about all completions of a prompt, by `judge_all`."""
     start_timeout_s: ClassVar[float] = 60.0

@@ -12,7 +12,7 @@ from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
 from open_instruct.records import Check, Prompt
 from open_instruct.verifiers.judge import judge_prompts, parse_rubrics
-from open_instruct.verifiers.judge_server import CACHE_FILE, judges_costs
+from open_instruct.verifiers.judge_server import CACHE_FILE, JUDGE_COSTS
 from open_instruct.verifiers.pool import Outcome, VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.reward import RewardManager
@@ -40,7 +40,7 @@ class Judged:
         self.flags = RewardSection(llm_judge_model="mine", llm_judge_url=stub.url, **flags)
         self.pool = VerifierPool(self.flags, say=self.said.append)
         self.pool.verifiers["judge"].begin_run(folder)
-        judges_costs()
+        JUDGE_COSTS.update(dict.fromkeys(JUDGE_COSTS, 0.0))
 
     def outcomes(self, name: str, texts: list[str], ground_truth: Any = None, prompt: str = QUESTION) -> list[Outcome]:
         check = Check(verifier=name, ground_truth=ground_truth)
@@ -119,16 +119,13 @@ def test_a_prompt_of_the_users_own(tmp_path: Path) -> None:
         assert judge.scores("judge", ["Yes, dear."]) == [0.9]
         assert judge.stub.questions[0].startswith("Is this kind?\nYes, dear.\nAnswer with one of these")
     (tmp_path / "bad.txt").write_text("Is this kind?")
-    for prompt, reason in (
-        (f"{tmp_path}/bad.txt", "has no {output}"),
-        ("general_quality", "is none of general-quality"),
-    ):
+    for file, reason in (("bad.txt", "has no {output}"), ("none.txt", "no such file")):
         with pytest.raises(InputError, match=reason):
-            known_verifiers(RewardSection(llm_judge_prompt=prompt))
+            known_verifiers(RewardSection(llm_judge_prompt=f"{tmp_path}/{file}"))
 
 
 def test_a_ground_truth_is_needed_where_the_prompt_has_a_place_for_it() -> None:
-    verifiers = known_verifiers(RewardSection(llm_judge_prompt="general-safety"))
+    verifiers = known_verifiers(RewardSection())
     needing = {name for name, verifier in verifiers.items() if "{label}" in judge_prompts().get(name, ("", {}))[0]}
     assert {name for name in ("judge", *judge_prompts()) if verifiers[name].needs_ground_truth} == needing
     assert "general-quality" not in needing and "rubric" in needing
@@ -156,11 +153,11 @@ def test_what_costs_nothing_twice(tmp_path: Path) -> None:
     with judged(slow, tmp_path) as judge:
         assert judge.scores("general-quality", ["a", "b", "a", "a"]) == [0.4] * 4
         assert len(judge.stub.questions) == 2
-        costs = judges_costs()
+        costs = dict(JUDGE_COSTS)
         assert 0.2 <= costs.pop("judge/seconds") < 20
         expected = {"requests": 2, "prompt_tokens": 20, "completion_tokens": 4, "cache_hits": 2}
         assert costs == {f"judge/{name}": value for name, value in expected.items()}
-        assert judge.scores("general-quality", ["b"]) == [0.4] and judges_costs()["judge/cache_hits"] == 1
+        assert judge.scores("general-quality", ["b"]) == [0.4] and JUDGE_COSTS["judge/cache_hits"] == 3
         again = Judged(judge.stub, tmp_path, llm_judge_concurrency=3)  # another run's flags, with one cache
         assert again.scores("general-quality", ["a", "b"]) == [0.4] * 2 and len(judge.stub.questions) == 2
         warmer = Judged(judge.stub, tmp_path, llm_judge_temperature=0.5)
