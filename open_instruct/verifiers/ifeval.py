@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from open_instruct.verifiers import constraints
-from open_instruct.verifiers.verifier import Verifier, as_object
+from open_instruct.verifiers.verifier import Verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,22 @@ def parse(ground_truth: Any) -> list[tuple[Callable[..., bool], dict[str, Any]]]
     if not isinstance(ids, list) or not ids or not isinstance(kwargs, list) or len(ids) != len(kwargs):
         raise ValueError("'instruction_id_list' and 'kwargs' must be lists with one entry a constraint, and not empty")
     return [_parse_one(rules_of("ifeval"), name, arguments) for name, arguments in zip(ids, kwargs, strict=True)]
+
+
+def as_object(ground_truth: Any, *, wanted: str) -> dict[str, Any]:
+    """A ground truth that is an object, or its JSON.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(ground_truth, str):
+        try:
+            ground_truth = json.loads(ground_truth)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"it is no JSON ({error})") from error
+    if not isinstance(ground_truth, dict):
+        raise ValueError(f"it must be {wanted}")
+    return ground_truth
 
 
 def _parse_one(rules: Mapping[str, Rule], name: Any, arguments: Any) -> tuple[Callable[..., bool], dict[str, Any]]:

@@ -11,8 +11,9 @@ import yaml
 
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
+from open_instruct.verifiers.ifeval import as_object
 from open_instruct.verifiers.judge_server import server_of
-from open_instruct.verifiers.verifier import Verifier, as_object
+from open_instruct.verifiers.verifier import Verifier
 from open_instruct.whole_file import read_asked
 
 # Fewer than a token of English has, so that what is cut to a number of tokens fits.

@@ -67,8 +67,8 @@ class JudgeServer:
                 if self._forces and getattr(error, "status_code", 0) in (400, 422):  # it does not know the field
                     continue
                 raise InputError(
-                    f"--llm_judge_model {flags.llm_judge_model} at {self._client.base_url} cannot judge ({said(error)}); "
-                    f"have a server run there that serves it, or give its --llm_judge_url, and its key in {KEY}"
+                    f"--llm_judge_model {flags.llm_judge_model} at {self._client.base_url} cannot judge: {said(error)} "
+                    f"(start a server there that has it, or give another --llm_judge_url, and its key as {KEY})"
                 ) from None
         path = cache / CACHE_FILE
         try:

@@ -1,6 +1,5 @@
 """The base class of verifiers, which score a completion against a row's ground truth, from 0 to 1."""
 
-import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
@@ -97,19 +96,3 @@ class Verifier(ABC):
 def without_thinking(completion: str) -> str:
     """The text behind the last `</think>`, or all of it if there is none."""
     return completion.rpartition(THINKING_ENDS)[2]
-
-
-def as_object(ground_truth: Any, *, wanted: str) -> dict[str, Any]:
-    """A ground truth that is an object, or its JSON.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(ground_truth, str):
-        try:
-            ground_truth = json.loads(ground_truth)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"it is no JSON ({error})") from error
-    if not isinstance(ground_truth, dict):
-        raise ValueError(f"it must be {wanted}")
-    return ground_truth

@@ -1,5 +1,6 @@
 """Models that judge: what they are asked, how their answers are read, and what goes wrong at their server."""
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
 from open_instruct.records import Check, Prompt
+from open_instruct.rollout import checked_run
+from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.judge import judge_prompts, parse_rubrics
 from open_instruct.verifiers.judge_server import CACHE_FILE, JUDGE_COSTS
 from open_instruct.verifiers.pool import Outcome, VerifierPool
@@ -259,6 +264,30 @@ def test_a_judge_is_one_verifier_of_several(tmp_path: Path) -> None:
         {"gsm8k": 1.0, "general-quality": 0.5},
         {"gsm8k": 0.0, "general-quality": 0.5},
     ]
+
+
+def test_a_run_begins_with_a_first_question_if_a_prompt_names_a_judge(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", family="olmo2")
+    words = ["--model_name_or_path", str(model), "--dataset_mixer_list", f"{tmp_path}/rows.jsonl", "1.0"]
+    words += ["--num_unique_prompts_rollout", "1", "--total_episodes", "4", "--cache_dir", f"{tmp_path}/cache"]
+    words += ["--output_dir", f"{tmp_path}/out", "--report_to", "--param_dtype", "float32"]
+
+    def begin(verifier: str, *more: str) -> None:
+        row = {"prompt": "Why?", "dataset": ["gsm8k", verifier], "ground_truth": "5"}
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        with checked_run.open_rollout_run(parse(GRPOConfig, [*words, *more])):
+            pass
+
+    with judge_stub(lambda body: "Yes") as stub:
+        judge = ["--llm_judge_model", "mine", "--llm_judge_url", stub.url]
+        begin("string_f1", *judge)
+        assert not stub.bodies
+        with pytest.raises(InputError, match="add --llm_judge_model"):
+            begin("general-quality", "--overwrite_output_dir")
+        begin("general-quality", *judge, "--overwrite_output_dir")
+        assert len(stub.bodies) == 1 and (tmp_path / "cache" / CACHE_FILE).exists()
+    told = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert "llm_judge_model" in (tmp_path / "out" / "config.yaml").read_text() and told == []
 
 
 # --- rubrics ----------------------------------------------------------------------------------------------
