@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -18,31 +19,28 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def awaited(given: Any) -> list[Any]:
-    """The entries of a list, which may be awaitable, as each of its entries may.
+    """The entries of a list, where the list or its entries may be awaitable.
 
-    Those are awaited all at once; where one raises, its error is the entry.
+    Entries are awaited all at once; where one raises, its error is the entry.
     """
-    if not inspect.isawaitable(given):
-        given = list(given)
-        if not any(map(inspect.isawaitable, given)):
-            return given
-    return run(_entries(given))
+    if inspect.iscoroutine(given):
+        given = run(given)
+    entries = list(given)
+    return run(_together(entries)) if any(map(inspect.isawaitable, entries)) else entries
 
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
+
+    def keep_running() -> None:
+        while True:
+            with suppress(BaseException):  # exit() in a verifier must not end the loop for all others
+                loop.run_forever()
+
+    threading.Thread(target=keep_running, name="verifiers", daemon=True).start()
     return loop
 
 
-async def _entries(given: Any) -> list[Any]:
-    entries = await _value(given)
-    return await asyncio.gather(*map(_value, entries), return_exceptions=True)
-
-
-async def _value(given: Any) -> Any:
-    try:
-        return await given if inspect.isawaitable(given) else given
-    except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop for all others
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+async def _together(entries: list[Any]) -> list[Any]:
+    return await asyncio.gather(*entries, return_exceptions=True)

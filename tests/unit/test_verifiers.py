@@ -319,7 +319,7 @@ class TestAsync:
             outcomes = list(threads.map(lambda text: score(pool, check(name), text), texts))
         assert [outcome.score for outcome in outcomes] == [0.01, 0.02, 0, 0, 0.03]
         told = [str(outcome.problem).partition(": ")[2].partition(":")[0] for outcome in outcomes]
-        assert told == ["", "", "ValueError", "RuntimeError", ""]
+        assert told == ["", "", "ValueError", "SystemExit", ""]
 
     def test_a_group_is_awaited_at_once(self, user_module: str) -> None:
         with open_pool(f"{user_module}:WaitsTogether") as pool:
