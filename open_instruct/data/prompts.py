@@ -1,6 +1,7 @@
 """Prompts as engines receive them, tokenised once, with their verifiers, and the order in which they are asked."""
 
 import json
+import re
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache, partial
@@ -11,7 +12,7 @@ import numpy as np
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.prompt_rows import environment_of, json_value, parse_prompt_row
+from open_instruct.data.prompt_rows import json_value, parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.token_dataset import TokenDataset, check_saved_place, load_token_dataset
@@ -21,6 +22,8 @@ from open_instruct.verifiers.registry import judges_named
 from open_instruct.verifiers.verifier import Verifier
 from open_instruct.whole_file import read_asked
 from open_instruct.wording import counted
+
+_VERIFIER = re.compile(rb'"verifier": "([^"\\]+)"')
 
 
 class Prompts:
@@ -33,13 +36,19 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @property
+    def have_environments(self) -> bool:
+        """Whether an environment answers the replies to any of them."""
+        # Not read as JSON, which takes 20 times as long. Inside a text, the quotes would have backslashes.
+        return any(b'"environment": "' in self.dataset.details(row_id) for row_id in range(len(self)))
+
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.__getitem__, range(len(self)))
 
     def names_of_verifiers(self) -> set[str]:
-        """Those that judge one of the prompts at least."""
-        details = (json.loads(self.dataset.details(row_id)) for row_id in range(len(self)))
-        return {check["verifier"] for each in details for check in each["checks"]}
+        """Those that judge one of the prompts at least; perhaps words of ground truths too, see `have_environments`."""
+        details = map(self.dataset.details, range(len(self)))
+        return {name.decode() for each in details for name in _VERIFIER.findall(each)}
 
     def __getitem__(self, index: int) -> Prompt:
         row_id = range(len(self))[index]
@@ -87,8 +96,7 @@ class PromptBuilder(RowBuilder):
         self.known_environments = known_environments
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
-        answered_by = environment_of(row, default=self.environment, known=self.known_environments)
-        messages, checks = parse_prompt_row(
+        messages, checks, answered_by = parse_prompt_row(
             row,
             self.known_verifiers,
             judges=self.judges,
@@ -102,8 +110,8 @@ class PromptBuilder(RowBuilder):
         text, _ = self.chat.render(messages, ())
         details: dict[str, Any] = {"text": text, "checks": list(map(asdict, checks))}
         if answered_by is not None:
-            environment, columns = answered_by
-            details |= {"environment": environment, "row": json_value({**columns, "messages": messages}, "the row")}
+            columns = json_value(answered_by.columns | {"messages": messages}, "the row")
+            details |= {"environment": answered_by.name, "row": columns}
         return RenderedRow(texts=(text,), details=json.dumps(details).encode())
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
