@@ -15,9 +15,8 @@ from typing import Any
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
 from open_instruct.verifiers import event_loop
-from open_instruct.verifiers.verifier import without_thinking
+from open_instruct.verifiers.verifier import JUDGE_KEY, said, without_thinking
 
-KEY = "OPENAI_API_KEY"
 CACHE_FILE = "judge_verdicts.sqlite"
 TRIAL = ("Is 7 more than 5?", {"Yes": 1.0, "No": 0.0})
 MAX_SHOWN_CHARACTERS = 300
@@ -57,7 +56,8 @@ class JudgeServer:
         import openai
 
         limits: dict[str, Any] = {"timeout": flags.llm_judge_timeout, "max_retries": flags.llm_judge_max_retries}
-        self._client = openai.AsyncOpenAI(base_url=flags.llm_judge_url, api_key=os.environ.get(KEY) or "none", **limits)
+        key = os.environ.get(JUDGE_KEY) or "none"
+        self._client = openai.AsyncOpenAI(base_url=flags.llm_judge_url, api_key=key, **limits)
         JUDGE_COSTS.update({f"judge/{name}": 0.0 for name in COSTS} | JUDGE_COSTS)
         for self._forces in (True, False):
             try:
@@ -68,7 +68,7 @@ class JudgeServer:
                     continue
                 raise InputError(
                     f"--llm_judge_model {flags.llm_judge_model} at {self._client.base_url} cannot judge: {said(error)} "
-                    f"(start a server there that has it, or give another --llm_judge_url, and its key as {KEY})"
+                    f"(start a server there that has it, or give another --llm_judge_url, and its key as {JUDGE_KEY})"
                 ) from None
         path = cache / CACHE_FILE
         try:
@@ -82,7 +82,8 @@ class JudgeServer:
         """The score of the judge's verdict, which is one of the names in `scores`.
 
         Raises:
-            RuntimeError: it cannot be asked, or gives no verdict.
+            openai.OpenAIError: it cannot be asked.
+            ValueError: it gives no verdict.
         """
         flags = self._flags
         settings = (flags.llm_judge_model, flags.llm_judge_temperature, flags.llm_judge_max_tokens, list(scores))
@@ -98,22 +99,17 @@ class JudgeServer:
         return scores[await self._asking[key]]
 
     async def _ask(self, key: bytes, question: str, scores: Mapping[str, float]) -> str:
-        import openai
-
         async with self._slots:
             # So far apart that no minute has more requests than it may.
             turn_s = max(self._next_s, time.monotonic())
             self._next_s = turn_s + 60 / (self._flags.llm_judge_requests_per_minute or float("inf"))
             await asyncio.sleep(turn_s - time.monotonic())
-            try:
-                answer = await self._answer(question, scores)
-            except openai.OpenAIError as error:
-                raise RuntimeError(said(error)) from None
+            answer = await self._answer(question, scores)
         # What was thought or explained before the verdict does not count.
         end = without_thinking(answer).replace("*", "").strip(" .\n").lower()
         verdict = next((verdict for verdict in scores if end.endswith(verdict.lower())), None)
         if verdict is None:
-            raise RuntimeError(f"the judge gave no verdict, but {answer[-MAX_SHOWN_CHARACTERS:]!r}")
+            raise ValueError(f"the judge gave no verdict, but {answer[-MAX_SHOWN_CHARACTERS:]!r}")
         with suppress(sqlite3.Error):  # a verdict that cannot be kept is asked for again, no more
             self._cache.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", [key, verdict])
         return verdict
@@ -132,9 +128,3 @@ class JudgeServer:
         for kind in ("prompt_tokens", "completion_tokens"):  # some servers do not count them
             JUDGE_COSTS[f"judge/{kind}"] += getattr(reply.usage, kind, 0)
         return reply.choices[0].message.content or ""
-
-
-def said(error: Exception) -> str:
-    """What an error says, on one line, without the key."""
-    text = f"{type(error).__name__}: {error}".replace(os.environ.get(KEY) or "\0", f"${KEY}")
-    return " ".join(text.split())[:MAX_SHOWN_CHARACTERS]

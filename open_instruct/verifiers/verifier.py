@@ -1,5 +1,6 @@
 """The base class of verifiers, which score a completion against a row's ground truth, from 0 to 1."""
 
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
@@ -9,6 +10,8 @@ from typing import Any, ClassVar, Literal
 from open_instruct.config.rollout_sections import RewardSection
 
 THINKING_ENDS = "</think>"
+JUDGE_KEY = "OPENAI_API_KEY"
+MAX_SAID_CHARACTERS = 500
 
 Score = float | Awaitable[float]
 
@@ -96,3 +99,13 @@ class Verifier(ABC):
 def without_thinking(completion: str) -> str:
     """The text behind the last `</think>`, or all of it if there is none."""
     return completion.rpartition(THINKING_ENDS)[2]
+
+
+def said(error: BaseException) -> str:
+    """What an error says, on one line, without the key of a judge, which a server may repeat."""
+    return without_key(" ".join(f"{type(error).__name__}: {error}".split()))[:MAX_SAID_CHARACTERS]
+
+
+def without_key(text: str) -> str:
+    """A text for logs and traces."""
+    return text.replace(os.environ.get(JUDGE_KEY) or "\0", f"${JUDGE_KEY}")

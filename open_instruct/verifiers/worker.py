@@ -30,13 +30,12 @@ from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.parallel import processes
 from open_instruct.verifiers.event_loop import awaited
 from open_instruct.verifiers.registry import known_verifiers
-from open_instruct.verifiers.verifier import Verifier
+from open_instruct.verifiers.verifier import Verifier, said, without_key
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_WATCH_INTERVAL_S = 1.0
 GUARD_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
-MAX_PROBLEM_CHARACTERS = 500
 MAX_TRACEBACK_CHARACTERS = 4000
 
 
@@ -138,8 +137,8 @@ def main(flags: RewardSection) -> None:
 
 
 def _failure(error: BaseException) -> dict[str, str]:
-    problem = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_PROBLEM_CHARACTERS]
-    return {"problem": problem, "traceback": "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]}
+    shown = without_key("".join(traceback.format_exception(error)))
+    return {"problem": said(error), "traceback": shown[-MAX_TRACEBACK_CHARACTERS:]}
 
 
 if __name__ == "__main__":
