@@ -69,10 +69,15 @@ def parse(ground_truth: Any) -> list[tuple[Callable[..., bool], dict[str, Any]]]
     Raises:
         ValueError: it is of neither form, or a constraint or an argument is not known, missing or of the wrong kind.
     """
-    wanted = "an object with 'func_name' and its arguments, or 'instruction_id_list' and 'kwargs'"
-    ground_truth = as_object(ground_truth, wanted=wanted)
-    if not ground_truth.keys() & {"func_name", "instruction_id_list"}:
-        raise ValueError(f"it must be {wanted}")
+    if isinstance(ground_truth, str):
+        try:
+            ground_truth = json.loads(ground_truth)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"it is no JSON ({error})") from error
+    if not isinstance(ground_truth, dict) or not ground_truth.keys() & {"func_name", "instruction_id_list"}:
+        raise ValueError(
+            "it must be an object with 'func_name' and its arguments, or 'instruction_id_list' and 'kwargs'"
+        )
     if "func_name" in ground_truth:
         arguments = {name: value for name, value in ground_truth.items() if name != "func_name"}
         return [_parse_one(rules_of("rlvr_ifeval"), ground_truth["func_name"], arguments)]
@@ -81,22 +86,6 @@ def parse(ground_truth: Any) -> list[tuple[Callable[..., bool], dict[str, Any]]]
     if not isinstance(ids, list) or not ids or not isinstance(kwargs, list) or len(ids) != len(kwargs):
         raise ValueError("'instruction_id_list' and 'kwargs' must be lists with one entry a constraint, and not empty")
     return [_parse_one(rules_of("ifeval"), name, arguments) for name, arguments in zip(ids, kwargs, strict=True)]
-
-
-def as_object(ground_truth: Any, *, wanted: str) -> dict[str, Any]:
-    """A ground truth that is an object, or its JSON.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(ground_truth, str):
-        try:
-            ground_truth = json.loads(ground_truth)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"it is no JSON ({error})") from error
-    if not isinstance(ground_truth, dict):
-        raise ValueError(f"it must be {wanted}")
-    return ground_truth
 
 
 def _parse_one(rules: Mapping[str, Rule], name: Any, arguments: Any) -> tuple[Callable[..., bool], dict[str, Any]]:

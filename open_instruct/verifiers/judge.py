@@ -11,7 +11,6 @@ import yaml
 
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
-from open_instruct.verifiers.ifeval import as_object
 from open_instruct.verifiers.judge_server import server_of
 from open_instruct.verifiers.verifier import Verifier
 from open_instruct.whole_file import read_asked
@@ -98,9 +97,9 @@ def parse_rubrics(ground_truth: Any) -> tuple[str, dict[str, float]]:
     Raises:
         ValueError: it has none, or one without a description, or without a number as weight; or all weights are 0.
     """
-    truth = as_object(ground_truth, wanted=RUBRICS)
     weights: dict[str, float] = {}
     try:
+        truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
         for each in truth["rubrics"]:
             text = str(each.get("description") or each.get("rubric_item") or each["Ingredient"])
             weights[text] = weights.get(text, 0.0) + float(each.get("weight", 1.0))
