@@ -146,6 +146,8 @@ def _reward_problems(reward: RewardSection) -> Iterator[str]:
             yield f"--remap_verifier {word}: takes OLD=NEW, such as math_dapo=math"
     if reward.code_api_url and not reward.code_api_url.startswith(("http://", "https://")):
         yield f"--code_api_url {reward.code_api_url}: is an address such as http://localhost:1234/test_program"
+    if reward.llm_judge_max_tokens >= reward.llm_judge_max_context_length:
+        yield "--llm_judge_max_tokens leaves no room for a question: must be below --llm_judge_max_context_length"
 
 
 def _loss_problems(config: GRPOConfig) -> Iterator[str]:

@@ -21,6 +21,7 @@ LEAST_TEMPERATURE = 0.01
 # What several flags are read with.
 HELD_OUT = "dataset_mixer_eval_list"
 R1_STYLE = "apply_r1_style_format_reward"
+JUDGE = "llm_judge_model"
 BOUNDS = "rho_correction bounds"
 CAPPED = "rho_correction clamp token_mask sequence_mask"
 
@@ -141,6 +142,17 @@ class RewardSection:
     code_max_execution_time: float = flag("seconds of one test of a program", 1.0, above=0)
     code_pass_rate_reward_threshold: float = flag("least share of tests that counts", 0.0, minimum=0, maximum=1)
     num_verifier_processes: int = free_flag("processes for verifiers that run foreign code", 2, minimum=1)
+    llm_judge_model: str | None = flag("model that judges for the verifiers judge, rubric and general-…", None)
+    llm_judge_url: str | None = free_flag("its server; default: $OPENAI_BASE_URL or OpenAI's", None, read_with=JUDGE)
+    llm_judge_prompt: str | None = flag("text file with what the verifier judge asks", None, read_with=JUDGE)
+    llm_judge_temperature: float = flag("temperature of its sampling", 1.0, read_with=JUDGE, minimum=0)
+    llm_judge_max_tokens: int = flag("tokens of a verdict, with its thoughts", 2048, read_with=JUDGE, minimum=1)
+    llm_judge_max_context_length: int = flag("tokens of a question and its verdict", 8192, read_with=JUDGE, minimum=1)
+    llm_judge_timeout: float = free_flag("seconds that a verdict may take", 60.0, read_with=JUDGE, above=0)
+    llm_judge_max_retries: int = free_flag("times that a request is sent again", 3, read_with=JUDGE, minimum=0)
+    llm_judge_concurrency: int = free_flag("requests to it at once", 64, read_with=JUDGE, minimum=1)
+    llm_judge_requests_per_minute: int | None = free_flag("none: no limit", None, read_with=JUDGE, minimum=1)
+    max_length_verifier_max_length: int = flag("tokens off at which max_length gives 0", 32768, minimum=1)
     apply_r1_style_format_reward: bool = flag("reward <think>…</think><answer>…</answer>", False)
     r1_style_format_reward: float = flag("reward of that form", 1.0, read_with=R1_STYLE)
     additive_format_reward: bool = flag("add verifiers' rewards where the form is wrong too", False, read_with=R1_STYLE)

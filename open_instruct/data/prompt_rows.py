@@ -122,7 +122,7 @@ def _checks(
     if not verifiers:
         raise MalformedRow("bad_verifier", "'dataset' names no verifier")
     truths = row.get("ground_truth")
-    if truths is None and not all(known[name].reads_row for name in verifiers):
+    if truths is None and any(known[name].needs_ground_truth for name in verifiers):
         raise MalformedRow("missing_key", f"no 'ground_truth'; the row has {keys_of(row)}")
     if not isinstance(names, list):
         truths = [truths]  # one verifier: the list itself is its ground truth

@@ -1,11 +1,12 @@
 """Prompts as engines receive them, tokenised once, with their verifiers, and the order in which they are asked."""
 
 import json
+import re
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,11 +34,12 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def have(self, key: str, name: str = "") -> bool:
-        """Whether any has this `verifier`, or this `environment`, as `key` says; without a name, any of them."""
+    def named(self, what: Literal["verifier", "environment"]) -> set[str]:
+        """The names of those that judge or answer one of the prompts at least; perhaps words of their columns, too."""
         # Not read as JSON, which takes 20 times as long. Inside a text, the quotes would have backslashes.
-        spelled = f'"{key}": "{name}' + ('"' if name else "")
-        return any(spelled.encode() in self.dataset.details(row_id) for row_id in range(len(self)))
+        spelled = re.compile(rf'"{what}": ("(?:[^"\\]|\\.)+")'.encode())
+        found = {name for row_id in range(len(self)) for name in spelled.findall(self.dataset.details(row_id))}
+        return set(map(json.loads, found))
 
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.__getitem__, range(len(self)))

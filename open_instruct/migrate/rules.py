@@ -157,9 +157,11 @@ def _rewards(sheet: Sheet) -> None:
         # Upstream the form then only decides whether the verifiers count.
         sheet.drop("adds nothing without --additive_format_reward", "r1_style_format_reward")
         sheet.set("r1_style_format_reward", ["0"], "additive_format_reward")
-    name = sheet.word("remap_verifier", "").partition("=")[2]
-    if name == "rubric" or name.startswith("general"):
-        sheet.refuse("remap_verifier", f"names {name}, which asks a model: not had yet")
+    for model in sheet.asked.get("llm_judge_model", []):
+        if model.startswith("azure/"):
+            sheet.refuse("llm_judge_model", "is asked by LiteLLM there; name a model of a server of OpenAI's form")
+        else:
+            sheet.asked["llm_judge_model"] = [model.removeprefix("hosted_vllm/")]
     if sheet.number("beta") == 0 and "beta" in sheet.given:
         sheet.drop("--beta 0 builds no reference policy", "load_ref_policy")
 

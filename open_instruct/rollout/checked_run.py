@@ -1,6 +1,6 @@
 """The driver checks and opens a run before any learner or engine exists, so that mistakes are refused at once."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
-from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.data.token_dataset import TokenDataset, cache_root
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.environments.registry import Factory, known_environments
 from open_instruct.episodes.bridge import check_bridges
@@ -88,10 +88,13 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         for warning in (*pretrained.warnings, *_other_templates(verifiers, chat)):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
-        read = [prompts] if held_out is None else [prompts, held_out]
-        _look_at_programs(config.reward, read, console)
-        are_answered = any(each.have("environment") for each in read)
-        if are_answered:
+        judges, answering = (
+            prompts.named(what) | (held_out.named(what) if held_out else set()) for what in ("verifier", "environment")
+        )
+        for name in verifiers.keys() & judges:
+            verifiers[name].begin_run(cache_root(data.cache_dir))
+        _look_at_programs(config.reward, judges, answering, console)
+        if answering:
             check_bridges(chat)
         yield RolloutRun(
             config=config,
@@ -102,7 +105,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             chat=chat,
             prompts=prompts,
             held_out=held_out,
-            environments=environments if are_answered else None,
+            environments=environments if answering else None,
             conversations=load_conversations(config, pretrained.tokenizer, console=console),
             trackers=tuple(trackers),
         )
@@ -140,13 +143,15 @@ def _read_prompts(
     return prompts, read("held-out prompts", "--dataset_mixer_eval_list", *listed)
 
 
-def _look_at_programs(reward: RewardSection, read: Sequence[Prompts], console: Console) -> None:
+def _look_at_programs(
+    reward: RewardSection, judges: Container[str], answering: Container[str], console: Console
+) -> None:
     """Try the walls if programs of the policy are to run here, and say how long they may take."""
-    are_judged = any(each.have("verifier", kind.name) for each in read for kind in (Code, CodeStdio))
+    are_judged = Code.name in judges or CodeStdio.name in judges
     if are_judged:
         time_s = f"{SHARE_OF_TIME * reward.verifier_timeout_s:g} s (--verifier_timeout_s)"
         console.say(f"tests of a program that are not reached in {time_s} have failed")
-    if (are_judged and not reward.code_api_url) or any(each.have("environment", "python") for each in read):
+    if (are_judged and not reward.code_api_url) or "python" in answering:
         try_walls(reward.code_sandbox, say=console.say, warn=console.warn)
 
 

@@ -23,6 +23,7 @@ from open_instruct.rollout.view import FleetView
 from open_instruct.run.alarms import slowest
 from open_instruct.run.cadence import Noted, cadence_of, noting_signals, stopped_by
 from open_instruct.run.metrics_log import MetricsLog
+from open_instruct.verifiers.judge_server import JUDGE_COSTS
 
 # The metrics of a step without anything to learn from.
 NOTHING_LEARNED = {
@@ -116,6 +117,7 @@ class Driver:
             row |= self._evaluate()
         if self.cadence.compares_speed_after(step) and not self.fleet.engines_share_cores:
             row |= slowest("engine", self.fleet.engines.paces())
+        row |= JUDGE_COSTS
         row["time/step"] = time.monotonic() - began_s
         row["tokens_per_second/learners"] = work[0].num_tokens_global / max(row["time/train"], 1e-9)
         row["tokens_per_second/engines"] = row["num_generated_tokens"] / max(row["time/step"], 1e-9)

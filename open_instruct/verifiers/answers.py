@@ -1,14 +1,18 @@
 """Verifiers that compare texts and numbers, fast and in the caller's process."""
 
+import json
 import re
 import string
 from collections import Counter
+from contextlib import suppress
 from decimal import Decimal, InvalidOperation
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.verifiers.verifier import Verifier
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+_FINISHED = re.compile(r"<finish>(.*?)</finish>", flags=re.IGNORECASE | re.DOTALL)
 _ARTICLES = {"a", "an", "the"}
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -37,8 +41,25 @@ class StringMatcher(Verifier):
     isolated: ClassVar[bool] = False
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
-        return float(words_of(answer_of(completion)) in [words_of(str(truth)) for truth in accepted])
+        return float(is_one_of(answer_of(completion), ground_truth))
+
+
+class Flan(StringMatcher):
+    """The same of what follows the last "The answer is: "; without it, of the whole completion."""
+
+    name: ClassVar[str] = "flan"
+
+    def score(self, completion: str, ground_truth: Any) -> float:
+        return float(is_one_of(completion.rpartition("The answer is: ")[2], ground_truth))
+
+
+class Puzzle(StringMatcher):
+    """The same of the whole completion, without the tags of `<answer>…</answer>`."""
+
+    name: ClassVar[str] = "puzzle"
+
+    def score(self, completion: str, ground_truth: Any) -> float:
+        return float(is_one_of(completion.replace("<answer>", "").replace("</answer>", ""), ground_truth))
 
 
 class StringF1(Verifier):
@@ -54,6 +75,55 @@ class StringF1(Verifier):
         given = words_of(answer_of(completion))
         accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
         return max((_f1(given, words_of(str(truth))) for truth in accepted), default=0.0)
+
+
+class ReSearch(StringMatcher):
+    """The same of what stands in the first `<finish>…</finish>`; a list may be written as JSON."""
+
+    name: ClassVar[str] = "re_search"
+
+    def score(self, completion: str, ground_truth: Any) -> float:
+        found = _FINISHED.search(completion)
+        return float(found is not None and bool(found[1].strip()) and is_one_of(found[1], listed(ground_truth)))
+
+
+class ReSearchF1(StringMatcher):
+    """F1 of the words in the last `<finish>…</finish>`, 0.1 where none is right (Chen et al., arXiv 2503.19470)."""
+
+    name: ClassVar[str] = "re_search_f1"
+
+    def score(self, completion: str, ground_truth: Any) -> float:
+        answer = completion.rpartition("<finish>")[2].partition("</finish>")[0]
+        if not answer or answer == completion:
+            return 0.0
+        return max(_f1(words_of(answer), words_of(str(truth))) for truth in listed(ground_truth)) or 0.1
+
+
+class MaxLength(Verifier):
+    """1 for as many tokens as the ground truth says, and less for each off, 0 at --max_length_verifier_max_length."""
+
+    name: ClassVar[str] = "max_length"
+    isolated: ClassVar[bool] = False
+    sees_thinking: ClassVar[bool] = True
+    reads: ClassVar[Literal["text", "token_ids"]] = "token_ids"
+
+    def configure(self, flags: RewardSection) -> None:
+        self._most_off = flags.max_length_verifier_max_length
+
+    def check_ground_truth(self, ground_truth: Any) -> None:
+        float(ground_truth)
+
+    def score(self, completion: Any, ground_truth: Any) -> float:
+        return max(0.0, 1 - abs(len(completion) - float(ground_truth)) / self._most_off)
+
+
+class UpToMaxLength(MaxLength):
+    """The same, but 1 for fewer tokens too."""
+
+    name: ClassVar[str] = "up_to_max_length"
+
+    def score(self, completion: Any, ground_truth: Any) -> float:
+        return 1.0 if len(completion) < float(ground_truth) else super().score(completion, ground_truth)
 
 
 class Passthrough(Verifier):
@@ -81,6 +151,19 @@ def has_r1_format(text: str) -> bool:
     thought, _, answer = text.strip().removeprefix("<think>").partition("</think>")
     answer = answer.lstrip()
     return "<think>" not in thought and answer.startswith("<answer>") and answer.endswith("</answer>")
+
+
+def is_one_of(text: str, accepted: Any) -> bool:
+    """Whether a text has the words of the one that is accepted, or of one of a list."""
+    texts = accepted if isinstance(accepted, list) else [accepted]
+    return words_of(text) in [words_of(str(each)) for each in texts]
+
+
+def listed(ground_truth: Any) -> list[Any]:
+    """A ground truth as a list, which may be written as JSON."""
+    with suppress(TypeError, ValueError):
+        ground_truth = json.loads(ground_truth)
+    return ground_truth if isinstance(ground_truth, list) else [ground_truth]
 
 
 def last_number(text: str) -> Decimal | None:
@@ -122,3 +205,7 @@ def _f1(given: list[str], expected: list[str]) -> float:
     precision = num_shared / len(given)
     recall = num_shared / len(expected)
     return 2 * precision * recall / (precision + recall)
+
+
+MATCHERS = (StringMatcher, Flan, Puzzle, ReSearch, ReSearchF1, StringF1)
+ALL: tuple[type[Verifier], ...] = (GSM8K, *MATCHERS, MaxLength, UpToMaxLength, Passthrough, R1Format)

@@ -9,6 +9,7 @@ from types import CodeType
 from typing import Any, ClassVar
 
 from open_instruct.errors import InputError
+from open_instruct.verifiers.event_loop import awaited
 from open_instruct.verifiers.verifier import Verifier
 from open_instruct.wording import counted
 
@@ -46,7 +47,7 @@ class RewardFunction(Verifier):
         given = repeated | {"completions": list(completions)}
         if self._taken is not None:
             given = {name: value for name, value in given.items() if name in self._taken}
-        rewards = [float(reward) for reward in self._function(**given)]
+        rewards = awaited(self._function(**given))
         if len(rewards) != len(completions):
             raise ValueError(
                 f"{counted(len(rewards), 'reward')} for {counted(len(completions), 'completion')}: return a list with "

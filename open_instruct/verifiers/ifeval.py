@@ -57,6 +57,12 @@ class IFEval(Verifier):
         return sum(check(text, **arguments) for check, arguments in rules) / len(rules) if text else 0.0
 
 
+class IFEvalOld(IFEval):
+    """The same, by the name that open-instruct has for rows of RLVR-IFeval."""
+
+    name: ClassVar[str] = "ifeval_old"
+
+
 def parse(ground_truth: Any) -> list[tuple[Callable[..., bool], dict[str, Any]]]:
     """The checks that a ground truth asks for, each with its arguments.
 

@@ -9,6 +9,7 @@ from open_instruct.verifiers.verifier import Verifier
 MAX_CHARACTERS = 300
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SAID = re.compile(r"(?:final )?answer(?: is|:)\s*:?\s*([^\n]+)", flags=re.IGNORECASE)
+_FINAL = re.compile(r"Final Answer: The final answer is(.*?). I hope it is correct.")
 _DOLLARS = re.compile(r"\$+([^$]+)\$+")
 _WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|operatorname|mbox)\s*\{([^{}]*)\}")
 
@@ -28,6 +29,19 @@ class Math(Verifier):
             return 0.0
         expected = find_answer(str(ground_truth)) if "\\boxed" in str(ground_truth) else str(ground_truth)
         return float(expected is not None and are_equal(answer, expected))
+
+
+class StrictMath(Math):
+    """The same, of an answer written as "Final Answer: The final answer is … . I hope it is correct."
+
+    Without that sentence the answer is the whole completion.
+    """
+
+    name: ClassVar[str] = "strict_math"
+
+    def score(self, completion: str, ground_truth: Any) -> float:
+        said = _FINAL.search(completion + "I hope it is correct.")
+        return float(are_equal(said[1] if said else completion, str(ground_truth)))
 
 
 def find_answer(completion: str) -> str | None:

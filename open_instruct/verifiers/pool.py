@@ -101,27 +101,27 @@ class VerifierPool:
         """
         name = check.verifier
         verifier = self.verifiers[name]
-        texts = [each.text for each in completions]
+        given = [getattr(each, verifier.reads) for each in completions]
         asked = {
-            "completions": texts if verifier.sees_thinking else list(map(without_thinking, texts)),
+            "completions": given if verifier.sees_thinking else list(map(without_thinking, given)),
             "are_truncated": [each.is_truncated for each in completions],
             "ground_truth": check.ground_truth,
             "prompt": prompt,
         }
         answer = self._ask_worker(name, asked) if verifier.isolated else verdicts(verifier, **asked)
-        if "problem" in answer:
-            return [self._without_score(name, answer["problem"], answer.get("traceback", ""))] * len(completions)
         low, high = verifier.bounds
         outcomes = []
-        for score in answer["scores"]:
-            if low <= score <= high:
+        for score in answer.get("scores", [answer] * len(completions)):
+            if isinstance(score, dict):
+                outcomes.append(self._without_score(name, **score))
+            elif low <= score <= high:
                 outcomes.append(Outcome(score=score))
             else:
                 problem = f"gave {score}, which is not between {low:g} and {high:g}"
                 outcomes.append(self._without_score(name, problem))
         return outcomes
 
-    def _without_score(self, name: str, problem: str, traceback: str = "") -> Outcome:
+    def _without_score(self, name: str, problem: str, traceback: str = "", **_: object) -> Outcome:
         shown = f"the verifier {name}: {problem}\n{traceback}".rstrip()
         self._say_once(name, f"{shown}\nIts score is 0. Further ones are only counted, as num_verifier_problems.")
         return Outcome(score=0.0, problem=f"{name}: {problem}")

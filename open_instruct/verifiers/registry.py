@@ -8,18 +8,18 @@ from open_instruct.config.parser import nearest
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
 from open_instruct.users_code import load_named
-from open_instruct.verifiers.answers import GSM8K, Passthrough, R1Format, StringF1, StringMatcher
+from open_instruct.verifiers import answers
 from open_instruct.verifiers.code import Code, CodeStdio
 from open_instruct.verifiers.function import RewardFunction
-from open_instruct.verifiers.ifeval import IFEval
-from open_instruct.verifiers.math_answers import Math
+from open_instruct.verifiers.ifeval import IFEval, IFEvalOld
+from open_instruct.verifiers.judge import Judge, Rubric, judge_prompts
+from open_instruct.verifiers.math_answers import Math, StrictMath
 from open_instruct.verifiers.reward_models import RewardModel
 from open_instruct.verifiers.verifier import Verifier
 
-BUILT_IN: tuple[type[Verifier], ...] = (
-    *(GSM8K, IFEval, Math, Code, CodeStdio),
-    *(StringMatcher, StringF1, Passthrough, R1Format),
-)
+GENERAL = [type("General", (Judge,), {"name": name}) for name in judge_prompts() if name != Rubric.name]
+JUDGES: list[type[Verifier]] = [Judge, Rubric, *GENERAL]
+BUILT_IN = [*answers.ALL, *JUDGES, IFEval, IFEvalOld, Math, StrictMath, Code, CodeStdio]
 ENTRY_POINT_GROUP = "open_instruct.verifiers"
 
 

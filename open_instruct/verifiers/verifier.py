@@ -1,19 +1,26 @@
 """The base class of verifiers, which score a completion against a row's ground truth, from 0 to 1."""
 
+import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from open_instruct.config.rollout_sections import RewardSection
 
 THINKING_ENDS = "</think>"
+JUDGE_KEY = "OPENAI_API_KEY"
+MAX_SAID_CHARACTERS = 500
+
+Score = float | Awaitable[float]
 
 
 class Verifier(ABC):
     """One kind of answer.
 
-    A verifier of your own is a subclass with a `name` of its own, which rows give as their `dataset`.
+    A verifier of your own is a subclass with a `name` of its own, which rows give as their `dataset`. Its `score`,
+    `judge` or `judge_all` may be `async def`.
     """
 
     name: ClassVar[str]
@@ -25,6 +32,8 @@ class Verifier(ABC):
     """Whether its scores are between 0 and 1; otherwise they may be any numbers."""
     reads_row: ClassVar[bool] = False
     """Whether its ground truth is the whole row."""
+    reads: ClassVar[Literal["text", "token_ids"]] = "text"
+    """What its completion is. One that reads token ids sees those of its thoughts, too."""
     judges_groups: ClassVar[bool] = False
     """Whether it is asked once about all completions of a prompt, by `judge_all`."""
     start_timeout_s: ClassVar[float] = 60.0
@@ -35,11 +44,24 @@ class Verifier(ABC):
         """The lowest and the highest valid score."""
         return (0.0, 1.0) if self.is_bounded else (-sys.float_info.max, sys.float_info.max)
 
+    @property
+    def needs_ground_truth(self) -> bool:
+        """Whether a row without a ground truth cannot be judged."""
+        return not self.reads_row
+
     def configure(self, flags: RewardSection) -> None:
         """Take the settings of the run that are this verifier's; called once, before anything else.
 
         Raises:
             InputError: they cannot be met.
+        """
+        return
+
+    def begin_run(self, cache: Path) -> None:
+        """Make sure that a run whose prompts name it can be judged, in the driver; `cache` is a folder for its files.
+
+        Raises:
+            InputError: it cannot.
         """
         return
 
@@ -56,18 +78,18 @@ class Verifier(ABC):
         return
 
     @abstractmethod
-    def score(self, completion: str, ground_truth: Any) -> float:
+    def score(self, completion: str, ground_truth: Any) -> Score:
         """The score of a completion, which comes without its thinking part unless `sees_thinking`."""
 
-    def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
+    def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> Score:
         """`score` for verifiers that also look at the prompt, or at whether the completion was cut off."""
         del prompt, is_truncated
         return self.score(completion, ground_truth)
 
     def judge_all(
         self, *, prompt: str, completions: Sequence[str], ground_truth: Any, are_truncated: Sequence[bool]
-    ) -> list[float]:
-        """The scores of completions of one prompt."""
+    ) -> Any:
+        """The scores of completions of one prompt: a list, or what it is to be awaited for."""
         return [
             self.judge(prompt, completion, ground_truth, is_truncated=is_truncated)
             for completion, is_truncated in zip(completions, are_truncated, strict=True)
@@ -77,3 +99,13 @@ class Verifier(ABC):
 def without_thinking(completion: str) -> str:
     """The text behind the last `</think>`, or all of it if there is none."""
     return completion.rpartition(THINKING_ENDS)[2]
+
+
+def said(error: BaseException) -> str:
+    """What an error says, on one line, without the key of a judge, which a server may repeat."""
+    return without_key(" ".join(f"{type(error).__name__}: {error}".split()))[:MAX_SAID_CHARACTERS]
+
+
+def without_key(text: str) -> str:
+    """A text for logs and traces."""
+    return text.replace(os.environ.get(JUDGE_KEY) or "\0", f"${JUDGE_KEY}")

@@ -28,24 +28,25 @@ if "open_instruct" not in sys.modules:
 
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.parallel import processes
+from open_instruct.verifiers.event_loop import awaited
 from open_instruct.verifiers.registry import known_verifiers
-from open_instruct.verifiers.verifier import Verifier
+from open_instruct.verifiers.verifier import Verifier, said, without_key
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_WATCH_INTERVAL_S = 1.0
 GUARD_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
-MAX_PROBLEM_CHARACTERS = 500
 MAX_TRACEBACK_CHARACTERS = 4000
 
 
 def verdicts(verifier: Verifier, **asked: Any) -> dict[str, Any]:
-    """`{"scores": […]}`, or `{"problem": …, "traceback": …}` where the verifier raised.
+    """`{"scores": […]}`, or `{"problem": …, "traceback": …}` where the verifier raised, or for one of the scores.
 
     `asked` are the arguments of `Verifier.judge_all`.
     """
     try:
-        return {"scores": [float(score) for score in verifier.judge_all(**asked)]}
+        scores = awaited(verifier.judge_all(**asked))
+        return {"scores": [_failure(each) if isinstance(each, BaseException) else float(each) for each in scores]}
     except BaseException as error:  # foreign code, which may raise anything, and exit
         return _failure(error)
 
@@ -132,8 +133,8 @@ def main(flags: RewardSection) -> None:
 
 
 def _failure(error: BaseException) -> dict[str, str]:
-    problem = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_PROBLEM_CHARACTERS]
-    return {"problem": problem, "traceback": "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]}
+    shown = without_key("".join(traceback.format_exception(error)))
+    return {"problem": said(error), "traceback": shown[-MAX_TRACEBACK_CHARACTERS:]}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ if __name__ == "__main__":
         "--dtype",
         "float32",
         "--max-model-len",
-        "128",
+        "512",
         "--kv-cache-memory-bytes",
         str(64 << 20),
         "--enforce-eager",

@@ -14,8 +14,14 @@ from typing import Any
 import pytest
 
 from open_instruct import cli
+from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.errors import InputError
+from open_instruct.records import Check
 from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.verifiers.judge_server import JUDGE_COSTS
+from open_instruct.verifiers.pool import VerifierPool
 from tests.ranks.train_case import free_ports
+from tests.unit.scored import completion_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600
@@ -35,10 +41,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def address(model: Path, tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def address(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     pytest.importorskip("vllm", reason="needs vLLM")
     (port,) = free_ports(1)
+    tmp_path = tmp_path_factory.mktemp("server")
     program = str(REPOSITORY / "tests" / "fleet" / "openai_server.py")
     with (tmp_path / "log").open("w") as log:
         command = [sys.executable, program, str(model), str(port)]
@@ -99,3 +106,26 @@ def test_lm_eval_scores_an_export(model: Path, tmp_path: Path) -> None:
     told = json.loads(scores.read_text())
     assert told["results"]["sums"]["acc,none"] in (0.0, 0.5, 1.0)
     assert told["chat_template"] == (model / "chat_template.jinja").read_text()
+
+
+def test_a_served_model_judges(address: str, tmp_path: Path) -> None:
+    """One of random weights, which would never answer so by itself, is held to the verdicts."""
+    (tmp_path / "short.txt").write_text("Good?\n{output}")
+    flags = RewardSection(
+        llm_judge_model="mine",
+        llm_judge_url=f"{address}/v1",
+        llm_judge_prompt=f"{tmp_path}/short.txt",
+        llm_judge_max_tokens=16,
+    )
+    pool = VerifierPool(flags)
+    pool.verifiers["judge"].begin_run(tmp_path)
+    before = dict(JUDGE_COSTS)
+    completions = [completion_of(text) for text in ("yes", "no", "5")]
+    outcomes = pool.scores(Check(verifier="judge", ground_truth=None), "", completions)
+    assert [outcome.problem for outcome in outcomes] == [None] * 3
+    assert {outcome.score for outcome in outcomes} <= {tenth / 10 for tenth in range(11)}
+    cost = {name: JUDGE_COSTS[f"judge/{name}"] - before[f"judge/{name}"] for name in ("requests", "completion_tokens")}
+    assert cost["requests"] == 3 and 3 <= cost["completion_tokens"] <= 3 * 16
+    flags.llm_judge_model = "another"
+    with pytest.raises(InputError, match=r"NotFoundError.*does not exist"):
+        VerifierPool(flags).verifiers["judge"].begin_run(tmp_path)

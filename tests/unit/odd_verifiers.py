@@ -1,11 +1,12 @@
 """A verifier that does what its completion says, good or bad; tests copy this file to where a user has it."""
 
+import asyncio
 import os
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from open_instruct.verifiers.verifier import Verifier
 
@@ -76,6 +77,34 @@ class Odd(Verifier):
 class Inline(Odd):
     name = "inline"
     isolated = False
+
+
+class Waits(Verifier):
+    """Sleeps as many seconds as its completion says, and gives that, in a loop whose id it notes."""
+
+    name = "waits"
+    loops: ClassVar[set[int]] = set()
+
+    async def score(self, completion: str, ground_truth: Any) -> float:
+        if completion == "exit":
+            sys.exit()
+        seconds = float(completion)
+        self.loops.add(id(asyncio.get_running_loop()))
+        await asyncio.sleep(seconds)
+        return seconds if len(self.loops) == 1 else 0.0
+
+
+class WaitsTogether(Waits):
+    name = "waits_together"
+    isolated = False
+    judges_groups = True
+
+
+class WaitsForAll(Waits):
+    name = "waits_for_all"
+
+    async def judge_all(self, *, completions: list[str], **_: Any) -> list[float]:
+        return [await self.score(each, None) for each in completions]
 
 
 class NotOne:

@@ -22,6 +22,8 @@ from open_instruct.verifiers.reward import RewardManager
 from tests.unit.scored import completion_of, score
 
 FUNCTIONS = """
+import asyncio
+
 def short(completions, **columns):
     assert set(columns) == {"prompts", "prompt", "answer"}, columns
     return [-float(len(text)) for text in completions]
@@ -41,6 +43,10 @@ def too_many(completions, **columns):
 
 def nothing(completions):
     return [None]
+
+async def waits(completions):
+    await asyncio.sleep(0.01)
+    return [float(len(text)) for text in completions]
 """
 ROW = {"prompt": "Say hi.", "answer": "hi"}
 
@@ -54,7 +60,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def pool(mine: str) -> Iterator[VerifierPool]:
-    names = ("short", "same", "asked", "ranked", "too_many", "nothing")
+    names = ("short", "same", "asked", "ranked", "too_many", "nothing", "waits")
     pool = VerifierPool(
         RewardSection(verifier=[f"{mine}:{name}" for name in names], num_verifier_processes=1, verifier_timeout_s=60.0)
     )
@@ -64,7 +70,13 @@ def pool(mine: str) -> Iterator[VerifierPool]:
 
 @pytest.mark.parametrize(
     ("name", "completion", "reward"),
-    [("short", "<think></think>hi", -17.0), ("same", "hi", 1.0), ("same", "no", 0.0), ("asked", "Say hi. Hi", 1.0)],
+    [
+        ("waits", "hi", 2.0),
+        ("short", "<think></think>hi", -17.0),
+        ("same", "hi", 1.0),
+        ("same", "no", 0.0),
+        ("asked", "Say hi. Hi", 1.0),
+    ],
 )
 def test_a_function_is_given_what_it_takes(pool: VerifierPool, name: str, completion: str, reward: float) -> None:
     outcome = score(pool, Check(verifier=name, ground_truth=ROW), completion, prompt="Say hi.")

@@ -90,6 +90,38 @@ def check(verifier: str, ground_truth: Any = None, weight: float = 1.0) -> Check
         ("string_f1", "x", ["y", "x"], 1.0),
         ("string_f1", "", "x", 0.0),
         ("passthrough", "anything", None, 0.0),
+        # Upstream's, worked out by hand from its source.
+        ("flan", "So.\nThe answer is: A dog. The answer is: The Cat!", "cat", 1.0),
+        ("flan", "the cat", "Cat", 1.0),
+        ("flan", "The answer is: cat food", "cat", 0.0),
+        ("puzzle", "<answer>The red, house</answer>", "red house", 1.0),
+        ("puzzle", "It is <answer>red</answer>", "red", 0.0),
+        ("puzzle", "Answer: red", "red", 0.0),
+        ("re_search", "I found <FINISH> Paris.</finish> <finish>Lyon</finish>", "paris", 1.0),
+        ("re_search", "<finish>Lyon</finish>", '["Paris", "lyon"]', 1.0),
+        ("re_search", "<finish>42</finish>", "42", 1.0),
+        ("re_search", "<finish>Lyon</finish>", ["Paris"], 0.0),
+        ("re_search", "<finish> </finish>", "the", 0.0),
+        ("re_search", "<finish>Lyon", "Lyon", 0.0),
+        ("re_search_f1", "<finish>a</finish> <finish>big red dog</finish>", "the red cat", 0.4),
+        ("re_search_f1", "<finish>red dog</finish>", '["blue", "dog"]', 2 / 3),
+        ("re_search_f1", "<finish>red</finish>", "blue", 0.1),
+        ("re_search_f1", "red</finish>", "red", 1.0),
+        ("re_search_f1", "<finish>red", "red", 1.0),
+        ("re_search_f1", "<finish></finish>", "blue", 0.0),
+        ("re_search_f1", "red", "red", 0.0),
+        ("max_length", [7] * 100, "100", 1.0),
+        ("max_length", [7] * 16484, 100, 0.5),
+        ("max_length", [7] * 16384, "32768", 0.5),
+        ("max_length", [7] * 40000, 1, 0.0),
+        ("up_to_max_length", [7] * 1, "100", 1.0),
+        ("up_to_max_length", [7] * 8292, "100", 0.75),
+        ("strict_math", "Final Answer: The final answer is $\\frac{1}{2}$. I hope it is correct.", "0.5", 1.0),
+        ("strict_math", "Final Answer: The final answer is 3. I hope it is correct. No, \\boxed{4}.", "3", 1.0),
+        ("strict_math", "\\frac{1}{2}", "0.5", 1.0),
+        ("strict_math", "It is \\boxed{4}.", "4", 0.0),
+        ("ifeval_old", "no comma", '{"func_name": "validate_no_commas", "N": null}', 1.0),
+        ("ifeval_old", "one, comma", {"func_name": "validate_no_commas"}, 0.0),
     ],
 )
 def test_scores(verifier: str, completion: str, ground_truth: Any, expected: float) -> None:
@@ -122,6 +154,11 @@ class TestPool:
     def test_what_was_thought_is_not_judged(self, pool: VerifierPool) -> None:
         assert score(pool, check("gsm8k", "5"), "5</think> it is 6").score == 0.0
         assert score(pool, check("gsm8k", "6"), "5</think> it is 6").score == 1.0
+
+    def test_a_length_is_that_in_tokens(self) -> None:
+        with open_pool() as pool:
+            one = score(pool, check("max_length", 16385), "a long text of one token")
+            assert one.score == 0.5 and score(pool, check("up_to_max_length", 1), "thought</think> it").score == 1.0
 
     def test_a_verifier_of_the_users_runs_elsewhere(self, pool: VerifierPool) -> None:
         assert score(pool, check("odd"), "0.25").score == 0.25
@@ -269,6 +306,32 @@ os.kill(os.getpid(), signal.SIGKILL)
         run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
         assert run.stdout.strip().isdecimal(), run.stderr
         assert_ends(int(run.stdout))
+
+
+class TestAsync:
+    WORDS = ("Waits", "WaitsTogether", "WaitsForAll")
+
+    @pytest.mark.parametrize("name", ["waits", "waits_together", "waits_for_all"])
+    def test_what_it_gives_is_awaited_in_one_loop(self, user_module: str, name: str) -> None:
+        """Also from many threads; one that raises, or exits, costs its own score and no other."""
+        with open_pool(*(f"{user_module}:{word}" for word in self.WORDS)) as pool, ThreadPoolExecutor(4) as threads:
+            texts = ["0.01", "0.02", "no number", "exit", "0.03"]
+            outcomes = list(threads.map(lambda text: score(pool, check(name), text), texts))
+        assert [outcome.score for outcome in outcomes] == [0.01, 0.02, 0, 0, 0.03]
+        told = [str(outcome.problem).partition(": ")[2].partition(":")[0] for outcome in outcomes]
+        assert told == ["", "", "ValueError", "SystemExit", ""]
+
+    def test_a_group_is_awaited_at_once(self, user_module: str) -> None:
+        with open_pool(f"{user_module}:WaitsTogether") as pool:
+            began_s = time.monotonic()
+            outcomes = pool.scores(check("waits_together"), "", [completion_of(text) for text in ["0.5"] * 8 + ["x"]])
+            assert time.monotonic() - began_s < 2
+        assert [outcome.score for outcome in outcomes] == [0.5] * 8 + [0]
+        assert [outcome.problem is None for outcome in outcomes] == [True] * 8 + [False]
+
+    def test_one_that_never_comes_is_ended(self, user_module: str) -> None:
+        with open_pool(f"{user_module}:Waits", timeout_s=0.5) as pool:
+            assert score(pool, check("waits"), "600").problem == "waits: took more than 0.5 s, or died"
 
 
 class TestLate:
