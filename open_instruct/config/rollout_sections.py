@@ -101,8 +101,8 @@ class EnvironmentSection:
     """Environments"""
 
     environment: str | None = flag(
-        "answers the replies of prompts that name none in `env_config`: calculator, counter, guess_number, wordle, or "
-        "FILE.py:factory or module:factory of your own",
+        "answers the replies of prompts that name none in `env_config`: calculator, counter, guess_number, wordle, "
+        "FILE.py:factory or module:factory of your own, or mcp:COMMAND or mcp:http://… for the tools of an MCP server",
         None,
     )
     max_turns: int = flag("replies of an episode in an environment, at most", 8, minimum=1)
