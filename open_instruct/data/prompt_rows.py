@@ -13,13 +13,28 @@ import json
 import math
 from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from open_instruct.data.files.rows import MalformedRow, kind_of
 from open_instruct.data.messages import Message, keys_of, prompt_of
 from open_instruct.data.tool_turns import schemas_of
 from open_instruct.records import Check
 from open_instruct.verifiers.verifier import Verifier
+
+
+class AnsweredBy(NamedTuple):
+    """The environment that answers a row's replies, and the columns that it is made of."""
+
+    name: str
+    columns: dict[str, Any]
+
+
+class ParsedPrompt(NamedTuple):
+    """A row's conversation, which ends with the user's turn; how replies are judged; what answers them, if anything."""
+
+    messages: tuple[Message, ...]
+    checks: tuple[Check, ...]
+    answered_by: AnsweredBy | None
 
 
 def parse_prompt_row(
@@ -30,8 +45,8 @@ def parse_prompt_row(
     remapped: Mapping[str, str] = MappingProxyType({}),
     environment: str | None = None,
     known_environments: Container[str] = (),
-) -> tuple[tuple[Message, ...], tuple[Check, ...]]:
-    """Check one row and return its conversation, which ends with the user's turn, and how a reply is judged.
+) -> ParsedPrompt:
+    """Check one row, and read it.
 
     `judges` judge a row that names no verifier; without any, a row is refused unless an environment answers it, see
     `environment_of`. `remapped` gives the verifier for a name in lower case.
@@ -42,18 +57,17 @@ def parse_prompt_row(
     messages, names = prompt_of(row), row.get("dataset")
     answered_by = environment_of(row, default=environment, known=known_environments)
     if names is None and not judges and answered_by is not None:
-        return messages, ()
+        return ParsedPrompt(messages, (), answered_by)
     if names is None and not judges:
         raise MalformedRow(
             "missing_key", f"no 'dataset', and no --verifier NAME to judge such rows; the row has {keys_of(row)}"
         )
-    return messages, _checks(row, list(judges) if names is None else names, known_verifiers, remapped)
+    checks = _checks(row, list(judges) if names is None else names, known_verifiers, remapped)
+    return ParsedPrompt(messages, checks, answered_by)
 
 
-def environment_of(
-    row: Mapping[str, Any], *, default: str | None, known: Container[str]
-) -> tuple[str, dict[str, Any]] | None:
-    """The environment that answers a row's replies, with the columns that it is made of; None where none does.
+def environment_of(row: Mapping[str, Any], *, default: str | None, known: Container[str]) -> AnsweredBy | None:
+    """The environment that answers a row's replies; None where none does.
 
     `env_config` has it as open-instruct's rows do: `{"env_name": "counter", "target": 5}`, a list of one such object,
     or `{"env_configs": [...], "max_steps": 8}`. What it says beside the name counts as columns of the row.
@@ -84,9 +98,10 @@ def environment_of(
         more = {**more, **{key: value for key, value in entry.items() if key not in ("env_name", "is_text_env")}}
     if name is None and _has_content(more):
         raise MalformedRow("environment", "'env_config' names no environment; give its 'env_name', or --environment")
-    if name is None and schemas_of(tools):
+    schemas = schemas_of(tools)
+    if name is None and schemas:
         return None  # what the prompt tells of
-    if tools is not None and (name is None or not all(isinstance(tool, str) for tool in tools)):
+    if tools is not None and (name is None or schemas or not all(isinstance(tool, str) for tool in tools)):
         raise MalformedRow(
             "environment",
             "'tools' are the names of those tools of the row's environment that the policy may call"
@@ -95,7 +110,7 @@ def environment_of(
     if name is None:
         return None
     columns = {key: value for key, value in row.items() if key not in ("env_config", "messages")}
-    return name, {**columns, **{key: value for key, value in more.items() if value is not None}}
+    return AnsweredBy(name, columns | {key: value for key, value in more.items() if value is not None})
 
 
 def _has_content(value: Any) -> bool:

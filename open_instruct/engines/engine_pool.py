@@ -1,4 +1,5 @@
-"""The pool of all engines: requests go to the least busy one, and those of an engine that died are asked again.
+"""The pool of all engines: requests go to the least busy one, or to the one that holds their episode, and are asked
+again when their engine dies.
 
 The pool gives every request a key of its own, since request ids repeat after a restart of the learners. A completion is
 handed out once: answers of an engine that was given up are ignored.
@@ -7,6 +8,7 @@ handed out once: answers of an engine that was given up are ignored.
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -19,7 +21,7 @@ from typing import Any, TypeVar
 
 from open_instruct.engines.engine import Engine, EngineMethod, P, R
 from open_instruct.engines.engine_host import RayEngine
-from open_instruct.engines.requests import EngineAnswers, GenerationRequest
+from open_instruct.engines.requests import EngineAnswers, GenerationRequest, Home
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
 
@@ -28,6 +30,9 @@ log = logging.getLogger(__name__)
 A = TypeVar("A")
 
 POLL_WAIT_S = 1.0
+# An episode leaves the engine that holds its keys and values for one with so many times fewer requests, and a few.
+BUSIER = 2
+FEW = 4
 PACE_OF = 64  # completions in the window of an engine's pace; none is reported of fewer than a quarter
 END_TIMEOUT_S = 10.0
 
@@ -37,6 +42,7 @@ class InFlight:
     """A request in flight, with the one future of its completion. The engine's process knows its key only."""
 
     request: GenerationRequest
+    home: Home
     future: Future[Completion] = field(default_factory=Future)
     asked_s: float = 0.0  # when its engine was asked last
 
@@ -97,9 +103,12 @@ class EnginePool:
 
     # Completions
 
-    def submit(self, request: GenerationRequest) -> Future[Completion]:
-        """Submit a request. Cancelling its future gives it up; the future fails with nothing but a RunError."""
-        asked = InFlight(request)
+    def submit(self, request: GenerationRequest, home: Home | None = None) -> Future[Completion]:
+        """Submit a request. Cancelling its future gives it up; the future fails with nothing but a RunError.
+
+        Requests with one `home`, the turns of an episode, go to one engine, unless that is much busier than another.
+        """
+        asked = InFlight(request, home or Home())
         with self._lock:
             key = next(self._keys)
             if self._failure is not None:
@@ -175,12 +184,16 @@ class EnginePool:
     # With the lock held
 
     def _send(self, asked: Mapping[int, InFlight]) -> None:
-        alive = [member for member in self._members if member.is_alive]
-        if not alive:
-            self._homeless |= asked
-            return
         for key, each in asked.items():
-            member = min(alive, key=lambda member: len(member.asked))
+            num_asked = {at: len(member.asked) for at, member in enumerate(self._members) if member.is_alive}
+            if not num_asked:
+                self._homeless[key] = each
+                continue
+            idlest = min(num_asked, key=num_asked.__getitem__)
+            at = each.home.engine
+            if at is None or num_asked.get(at, math.inf) > BUSIER * num_asked[idlest] + FEW:
+                at = each.home.engine = idlest
+            member = self._members[at]
             each.asked_s = time.monotonic()
             member.asked[key] = each
             member.handle.tell(Engine.begin, {key: each.request})

@@ -118,3 +118,10 @@ class EngineSettings:
     seed: int
     stop_token_ids: tuple[int, ...] = ()
     adapter: LoRASection | None = None
+
+
+@dataclass(slots=True)
+class Home:
+    """The engine that holds what an episode has come to, by index; None before the first request."""
+
+    engine: int | None = None

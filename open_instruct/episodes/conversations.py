@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.data.chat import ChatFormat
-from open_instruct.engines.requests import GenerationRequest
+from open_instruct.engines.requests import GenerationRequest, Home
 from open_instruct.environments.adapters import called
 from open_instruct.environments.environment import ChatMessage, Environment, Reply
 from open_instruct.environments.registry import Factory, make_environment
@@ -114,7 +114,7 @@ class Conversations:
         max_turns = min(flags.max_turns, int(prompt.row.get("max_steps") or flags.max_turns))
         for turn in range(max_turns):
             asked = walked.request(turn, turn_length=flags.turn_length)
-            reply = await asyncio.wrap_future(self._pool.submit(asked))
+            reply = await asyncio.wrap_future(self._pool.submit(asked, walked.home))
             text = walked.add_reply(reply)
             if walked.num_left <= 0 and reply.is_truncated:
                 return "length"
@@ -143,6 +143,7 @@ class _Walked:
 
     asked: GenerationRequest
     adds_rewards: bool
+    home: Home = field(default_factory=Home)
     talk: Conversation | None = None
     num_prompt: int = 0
     own_prompt: tuple[int, ...] = ()

@@ -49,7 +49,7 @@ class RolloutRun:
     chat: ChatFormat
     prompts: Prompts
     held_out: Prompts | None
-    environments: Mapping[str, Factory]
+    environments: Mapping[str, Factory] | None  # by name; None where no prompt has one
     conversations: TokenDataset | None
     trackers: tuple[Tracker, ...]
 
@@ -85,7 +85,8 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         for warning in (*pretrained.warnings, *_other_templates(verifiers, chat)):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
-        if prompts[0].environment:
+        are_answered = prompts.have_environments or (held_out is not None and held_out.have_environments)
+        if are_answered:
             check_bridges(chat)
         yield RolloutRun(
             config=config,
@@ -96,7 +97,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             chat=chat,
             prompts=prompts,
             held_out=held_out,
-            environments=environments,
+            environments=environments if are_answered else None,
             conversations=load_conversations(config, pretrained.tokenizer, console=console),
             trackers=tuple(trackers),
         )

@@ -72,13 +72,15 @@ class Fleet:
             say=run.console.warn,
         )
         self.publisher.attach(self.engines)
-        self.conversations = Conversations(
-            self.engines,
-            run.chat,
-            run.environments,
-            flags=run.config.environment,
-            max_prompt_tokens=run.config.data.max_prompt_token_length,
-        )
+        self.conversations: Conversations | None = None
+        if run.environments is not None:
+            self.conversations = Conversations(
+                self.engines,
+                run.chat,
+                run.environments,
+                flags=run.config.environment,
+                max_prompt_tokens=run.config.data.max_prompt_token_length,
+            )
 
     def new_conductor(self) -> Conductor:
         """A new conductor at the start of the run; it may load another state."""
@@ -198,7 +200,8 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         stack.callback(learners.shutdown)
         fleet = Fleet(run, placement, learners, verifiers, environment)
         stack.callback(fleet.engines.close)
-        stack.callback(fleet.conversations.close)
+        if fleet.conversations is not None:
+            stack.callback(fleet.conversations.close)
         stack.callback(run.directory.pids.unlink, missing_ok=True)
         fleet.write_pids()
         yield fleet

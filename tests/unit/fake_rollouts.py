@@ -97,7 +97,7 @@ class FakePool:
         self.most_pending = 0
         self.changed = threading.Condition()
 
-    def submit(self, request: GenerationRequest) -> Future[Completion]:
+    def submit(self, request: GenerationRequest, home: object = None) -> Future[Completion]:
         future: Future[Completion] = Future()
         with self.changed:
             self.requests.append(request)

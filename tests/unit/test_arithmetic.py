@@ -60,7 +60,7 @@ def test_sizes_and_forms(rows: tuple[Rows, Rows, Rows]) -> None:
     assert {tuple(message["role"] for message in row["messages"]) for row in sft} == {("user", "assistant")}
     verifiers = known_verifiers(RewardSection())
     for row in prompts + held_out:
-        _, checks = parse_prompt_row(row, verifiers)
+        _, checks, _ = parse_prompt_row(row, verifiers)
         assert [(check.verifier, check.ground_truth) for check in checks] == [("gsm8k", str(sum(operands(row))))]
 
 

@@ -11,6 +11,7 @@ import pytest
 from open_instruct.engines import engine_pool
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.engine_pool import EnginePool
+from open_instruct.engines.requests import Home
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
 from open_instruct.run.alarms import slowest
@@ -134,6 +135,28 @@ def test_a_slow_engine_is_known_by_its_own_requests(two: Pool) -> None:
 
 
 class TestRequests:
+    def test_of_an_episode_go_to_its_engine_unless_that_is_much_busier(self, two: Pool) -> None:
+        two.hold()
+        home = Home()
+        two.submit(0)  # so that the other engine is the idlest
+        two.pool.submit(request(1, num_tokens=1), home)
+        assert home.engine == 1
+        two.pool.submit(request(2, num_tokens=1), home)
+        assert home.engine == 1 and [len(engine.requests) for engine in two.made] == [1, 2]
+        for number in range(3, 10):
+            two.pool.submit(request(number), Home(engine=1))
+        # 7 are more than twice 1 and 4; 8 are not more than twice 2 and 4.
+        assert [len(engine.requests) for engine in two.made] == [2, 8]
+
+    def test_of_an_episode_go_on_elsewhere_when_its_engine_is_lost(self, two: Pool) -> None:
+        gate = two.gate("make")
+        home = Home(engine=1)
+        two.made[1].kill()
+        eventually(lambda: two.restarts)
+        assert two.pool.submit(request(1), home).result(TIMEOUT_S).text == text_of(request(1))
+        assert home.engine == 0
+        gate.set()
+
     def test_go_to_the_least_busy(self, two: Pool) -> None:
         two.hold()
         futures = two.submit(*range(6), num_tokens=1)

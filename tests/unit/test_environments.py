@@ -169,7 +169,7 @@ class Engines:
         self._texts = list(texts)
         self.requests: list[GenerationRequest] = []
 
-    def submit(self, request: GenerationRequest) -> Future[Completion]:
+    def submit(self, request: GenerationRequest, home: object = None) -> Future[Completion]:
         self.requests.append(request)
         future: Future[Completion] = Future()
         text = self._texts.pop(0) if self._texts else "<|im_end|>"

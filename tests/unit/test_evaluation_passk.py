@@ -104,7 +104,7 @@ def test_the_samples_to_show_are_those_of_the_first_prompts() -> None:
 class FailingPool(FakePool):
     """Answers at once, but for one request."""
 
-    def submit(self, request: GenerationRequest) -> Future[Completion]:
+    def submit(self, request: GenerationRequest, home: object = None) -> Future[Completion]:
         future = super().submit(request)
         self.finish(error=RunError("no engine is left") if len(self.requests) == 3 else None)
         return future

@@ -54,14 +54,13 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(fleet, "RayEngine", it.engine)
         pool = SimpleNamespace(close=lambda: None, pids=list)
         monkeypatch.setattr(fleet, "EnginePool", lambda *args, **kwargs: pool)
-        monkeypatch.setattr(fleet, "Conversations", lambda *args, **kwargs: pool)
         run = SimpleNamespace(
             config=config,
             console=SimpleNamespace(say=it.said.append, warn=lambda text: None),
             directory=RunDirectory(path=tmp_path),
             pretrained=SimpleNamespace(folder=tmp_path, tokenizer_folder=tmp_path),
             chat=SimpleNamespace(turn_end_token_ids=tuple),
-            environments={},
+            environments=None,
         )
         with fleet.start_fleet(object, run):  # type: ignore[arg-type, type-var]
             pass

@@ -79,7 +79,7 @@ HEAD = len("BU\n") + len("\nA\n")  # bos, the role tokens and their line breaks
     ],
 )
 def test_verifiers_and_ground_truths_pair_up(keys: dict[str, Any], checks: list[tuple[str, Any, float]]) -> None:
-    messages, found = parse_prompt_row({"prompt": "?"} | keys, VERIFIERS)
+    messages, found, _ = parse_prompt_row({"prompt": "?"} | keys, VERIFIERS)
     assert messages == ({"role": "user", "content": "?"},)
     assert [(check.verifier, check.ground_truth, check.weight) for check in found] == checks
 
@@ -122,12 +122,12 @@ def test_malformed_rows(change: dict[str, Any], kind: str, told: str) -> None:
 
 @pytest.mark.parametrize("said", [None, "", "[]", [], {}, {"env_configs": [], "max_steps": None}, [{"env_name": None}]])
 def test_a_column_of_environments_that_says_nothing_is_nothing(said: Any) -> None:
-    messages, _ = parse_prompt_row(row("q") | {"env_config": said, "tools": said}, VERIFIERS)
+    messages, *_ = parse_prompt_row(row("q") | {"env_config": said, "tools": said}, VERIFIERS)
     assert messages[-1]["content"] == "q"
 
 
 def test_an_answer_behind_the_question_is_left_out() -> None:
-    messages, _ = parse_prompt_row(row("?", messages=turns(*"suaua", roles="suaua")), VERIFIERS)
+    messages, *_ = parse_prompt_row(row("?", messages=turns(*"suaua", roles="suaua")), VERIFIERS)
     assert [message["content"] for message in messages] == ["s", "u", "a", "u"]
 
 
@@ -144,13 +144,13 @@ def test_a_verifier_that_fails_over_a_ground_truth_refuses_the_row() -> None:
 
 class TestRowsThatNameNoVerifier:
     def test_those_of_the_flag_judge_them(self) -> None:
-        _, checks = parse_prompt_row({"question": "q", "ground_truth": "4"}, VERIFIERS, judges=["gsm8k"])
+        _, checks, _ = parse_prompt_row({"question": "q", "ground_truth": "4"}, VERIFIERS, judges=["gsm8k"])
         assert checks == (Check(verifier="gsm8k", ground_truth="4"),)
-        _, checks = parse_prompt_row(
+        _, checks, _ = parse_prompt_row(
             {"prompt": "q", "ground_truth": "4"}, VERIFIERS, judges=["gsm8k", "string_matcher"]
         )
         assert [(check.verifier, check.ground_truth) for check in checks] == [("gsm8k", "4"), ("string_matcher", "4")]
-        _, (check,) = parse_prompt_row(row("q", verifier="string_matcher"), VERIFIERS, judges=["gsm8k"])
+        _, (check,), _ = parse_prompt_row(row("q", verifier="string_matcher"), VERIFIERS, judges=["gsm8k"])
         assert check.verifier == "string_matcher"
 
     def test_the_flag_takes_names_classes_and_folders(self, tmp_path: Path) -> None:

@@ -89,10 +89,10 @@ def test_it_judges_rows_that_name_none_by_all_their_columns(mine: str) -> None:
     words = [f"{mine}:same"]
     known = known_verifiers(RewardSection(verifier=words))
     read = ReadRow(ROW)
-    _, checks = parse_prompt_row(read, known, judges=judges_named(words))
+    _, checks, _ = parse_prompt_row(read, known, judges=judges_named(words))
     assert checks == (Check(verifier="same", ground_truth=ROW),)
     assert list(read.unread()) == []
-    _, checks = parse_prompt_row({**ROW, "dataset": ["same", "gsm8k"], "ground_truth": "4"}, known)
+    _, checks, _ = parse_prompt_row({**ROW, "dataset": ["same", "gsm8k"], "ground_truth": "4"}, known)
     assert [check.ground_truth for check in checks][1] == "4"
     with pytest.raises(MalformedRow, match="no 'ground_truth'"):
         parse_prompt_row({**ROW, "dataset": ["same", "gsm8k"]}, known)

@@ -254,6 +254,7 @@ def test_an_environment_has_its_own_tools(tokenizer: Any) -> None:
     builder = PromptBuilder(form(tokenizer, OLMO), on_bad_row="error", environment="counter", **own)
     for row, told in (
         ({"messages": [ASKED], "tools": [TOOL]}, "'tools' are the names of those tools"),
+        ({"messages": [ASKED], "tools": json.dumps([TOOL])}, "'tools' are the names of those tools"),
         ({"messages": [ASKED | {"functions": json.dumps([TOOL])}]}, "has 'functions', and an environment"),
     ):
         with pytest.raises(MalformedRow, match=told):

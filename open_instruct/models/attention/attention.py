@@ -216,9 +216,8 @@ def _stack(documents: list[torch.Tensor]) -> torch.Tensor:
 
 def is_seen(num_queries: int, num_keys: int, *, distance: int, left: int, device: torch.device) -> torch.Tensor:
     """Which keys each query sees: those at 0 to `left` (if that is at least 0) positions before it; shape (Q, K)."""
-    query = torch.arange(distance, distance + num_queries, device=device).unsqueeze(1)
-    apart = query - torch.arange(num_keys, device=device)
-    return (apart >= 0) & (apart <= left) if left >= 0 else apart >= 0
+    seen_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(distance)
+    return seen_QK.triu(distance - left) if left >= 0 else seen_QK
 
 
 @lru_cache(maxsize=MAX_CACHED_MASKS)
