@@ -73,6 +73,10 @@ OTHER_FORM: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
+def _has_tools(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "tool" or not OTHER_FORM.keys().isdisjoint(message)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolForm:
     """What a chat template reads of tools.
@@ -101,6 +105,9 @@ class ToolForm:
         turns: list[Any] = []
         tools: list[Any] = []
         for message in messages:
+            if not _has_tools(message):
+                turns.append(message)
+                continue
             turn = {name: value for name, value in message.items() if name not in OTHER_FORM}
             turn["role"] = self.role if turn["role"] == "tool" else turn["role"]
             for name, (other, convert) in OTHER_FORM.items():
@@ -124,7 +131,7 @@ class ToolForm:
 
     def parts(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
         """Texts that must stand in what the template writes, each as often: what was said, and the names of tools."""
-        turns, tools = self.as_read([each for each in messages if each["role"] == "tool" or OTHER_FORM.keys() & each])
+        turns, tools = self.as_read(list(filter(_has_tools, messages)))
         functions = [*tools, *(call for turn in turns for call in turn.get("tool_calls", ()))]
         names = [str(each.get("function", each).get("name", "")) for each in functions]
         texts = [turn[key] for turn in turns for key in ("functions", "function_calls") if key in turn]

@@ -12,11 +12,12 @@ from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import ChatTemplate, template_text
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import conversation_of
-from open_instruct.data.preference_rows import PreferenceBuilder
+from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.prompts import PromptBuilder
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.tool_turns import ToolForm
+from open_instruct.objectives.kto_rows import parse_labelled_row
 from open_instruct.verifiers.answers import GSM8K
 from tests.unit.test_chat import CHATML, LLAMA3, make_tokenizer
 from tests.unit.token_data import write_rows
@@ -167,6 +168,9 @@ def test_a_pair_of_calls_and_a_prompt_that_ends_with_a_tools_answer(tokenizer: A
     assert prompt == oracle(tokenizer, name, NATIVE[:2], add_generation_prompt=True)
     assert (prompt + chosen).rstrip("\n") == oracle(tokenizer, name, NATIVE[:3]).rstrip("\n")
     assert "naïve" in chosen and "naïve" not in rejected and "3" in rejected
+    parsed = parse_preference_row(pair)  # taken apart for KTO, it is read once more
+    messages = (*parsed.prompt, parsed.chosen)
+    assert parse_labelled_row({"messages": list(messages), "label": 1}) == (messages, True)
     with pytest.raises(MalformedRow, match="the chosen reply equals"):
         texts(PreferenceBuilder, pair | {"rejected": pair["chosen"]}, tokenizer, TEMPLATES[name])
 

@@ -180,3 +180,13 @@ def test_tools_are_told_in_the_form_that_the_template_reads(tokenizer: PreTraine
     assert json.dumps(TOOL) in described and "<tool_call>" in described
     assert f"<functions>{json.dumps([TOOL])}</functions>" in olmo and "do not currently have access" not in olmo
     assert "Tools: [" in own
+
+
+def test_the_answer_of_a_tool_has_the_role_of_the_family(tokenizer: PreTrainedTokenizerFast) -> None:
+    for name, role in (("olmo", "environment"), ("chatml", "tool"), ("trims", "ipython")):
+        talk = Conversation(template_of(tokenizer, name), [{"role": "user", "content": "What?"}], [TOOL])
+        talk.reply(tokenizer("calls", add_special_tokens=False)["input_ids"])
+        start = len(talk.token_ids)
+        talk.answer([{"role": "tool", "content": "7"}])
+        header = {"trims": f"<|start_header_id|>{role}<|end_header_id|>"}.get(name, f"<|im_start|>{role}\n7")
+        assert header in tokenizer.decode(talk.token_ids[start:])
