@@ -83,7 +83,7 @@ def said(factory: Any, *replies: Reply, **row: Any) -> list[Any]:
             environment = make_environment(factory, {"messages": [USER], **row})
             await environment.start()
             try:
-                turn = await environment.step(reply)
+                turn = await asyncio.wait_for(environment.step(reply), START_S)
                 answers.append([message["content"] for message in turn.messages] if not turn.done else "done")
             except Exception as error:
                 answers.append(error)
