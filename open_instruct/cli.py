@@ -34,8 +34,6 @@ COMMANDS = {
     "replay": ("take one step of a GRPO run again, under its own or another loss", "replay:main"),
     "export": ("write a checkpoint of a run as a Hugging Face folder", "run.export_command:main"),
     "merge": ("add an adapter to the model that it was trained beside", "merge:main"),
-    "chat": ("talk to a model: what a run has exported, or one on the hub", "chat.command:main"),
-    "score": ("score the conversations of a file, or their steps, with a reward model", "score:main"),
     "tiny-model": ("write a small random checkpoint, to try things on", "toys.tiny_command:tiny_model_command"),
 }
 

@@ -22,6 +22,7 @@ from open_instruct.data.chat_templates import ChatTemplate, choose_another, choo
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import REASONING, Message
+from open_instruct.data.tool_turns import ToolForm
 from open_instruct.errors import InputError
 from open_instruct.records import Document, Span
 
@@ -43,6 +44,7 @@ class ChatFormat:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self.tool_form = ToolForm.of(template.text)
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
         self._end_tokens = tuple(sorted(token for token in added if token.strip()))
 
@@ -75,6 +77,7 @@ class ChatFormat:
         prompt_text = self.apply(prompt, add_generation_prompt=True)
         if not prompt_text:
             raise self._refusal("writes nothing before the reply")
+        self._check_tools(prompt, prompt_text)
         return prompt_text, tuple(self._render_reply(prompt, prompt_text, reply) for reply in replies)
 
     def render_turns(self, messages: Sequence[Message]) -> tuple[str, ...]:
@@ -123,28 +126,34 @@ class ChatFormat:
         reply = message["content"]
         reply_text = whole[len(prompt_text) :]
         # The generation prompt may hold the first words of the reply, such as <think>.
-        starts = (n for n in range(min(len(reply), _LONGEST_OPENING)) if prompt_text.endswith(reply[:n]))
+        starts = (n for n in range(min(len(reply), _LONGEST_OPENING) or 1) if prompt_text.endswith(reply[:n]))
         if not any(squeezed(reply[n:]) in squeezed(reply_text) for n in starts):
             raise self._refusal(f"leaves out part of the reply {_shorten(reply)}")
         if self.reads_reasoning and squeezed(message.get(REASONING, "")) not in squeezed(reply_text):
             raise self._refusal(f"leaves out part of the {REASONING} of the reply {_shorten(reply)}")
+        self._check_tools([message], reply_text)
         # A model never generates text behind the end of the turn (ChatML's newline), so it is not learned.
         trimmed = reply_text.rstrip()
         return trimmed if self.ends_turn(trimmed) else reply_text
 
-    def apply(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
-        """The text that the template writes.
+    def _check_tools(self, messages: Sequence[Message], text: str) -> None:
+        """Check that what messages have of tools is in their text; a template may leave it out without a word."""
+        parts = self.tool_form.parts(messages)
+        written = squeezed(text) if parts else ""
+        for part in parts:
+            if max(written.count(squeezed(each)) for each in (part, json_text(part))) < parts.count(part):
+                raise self._refusal(
+                    f"leaves out {_shorten(part)}, of tools or their calls and answers; choose another by "
+                    "--chat_template_name"
+                )
+
+    def apply(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        """The text that the template writes, with what has to do with tools as it reads that.
 
         Raises:
-            MalformedRow: the template refuses the conversation, or writes without end.
+            MalformedRow: the template refuses the conversation, cannot write calls or tools, or writes without end.
         """
-        turns: list[Any] = list(messages)
+        turns, tools = self.tool_form.as_read(messages)
         try:
             with _ends_in_time(self.template):
                 text = self.tokenizer.apply_chat_template(
@@ -153,7 +162,7 @@ class ChatFormat:
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
                     date_string=_TEMPLATE_DATE,
-                    tools=[dict(tool) for tool in tools] or None,
+                    tools=tools or None,
                 )
         except InputError:
             raise
@@ -216,6 +225,11 @@ class ChatFormat:
 def squeezed(text: str) -> str:
     """Text in Unicode form NFKC without white space; templates and tokenizers must leave this unchanged."""
     return "".join(unicodedata.normalize("NFKC", text).split())
+
+
+def json_text(content: str) -> str:
+    """A text as it stands in JSON, without the quotes: some templates write a tool's answer so."""
+    return json.dumps(content, ensure_ascii=False)[1:-1]
 
 
 def _where_they_part(one: str, other: str) -> str:

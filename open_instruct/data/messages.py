@@ -1,24 +1,31 @@
 """The conversations of rows: the forms in which published rows write them, and the checks of their messages.
 
-A conversation is an optional system turn, then user and assistant in turn.
+A conversation is an optional system turn, then user and assistant in turn; answers of tools stand between two turns of
+the assistant.
 """
 
+import json
 import re
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final, Literal, NotRequired, TypedDict, cast
 
 from open_instruct.data.files.rows import MalformedRow, kind_of
+from open_instruct.data.tool_turns import CALLS, OTHER_FORM, calls_of, schemas_of
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+# What may come behind each of them; "" is the beginning.
+_FOLLOWING = {"": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
 # Other names of the roles: ShareGPT's, those of chat programs in its data, and OpenAI's.
 _OTHER_ROLES = {
     "human": "user",
     "developer": "system",
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("environment", "function", "ipython"), "tool"),
 }
 # ShareGPT writes turns as {"from", "value"}. OpenAI's `weight` and axolotl's `train` say whether a reply is learned.
-READ_KEYS = {"role", "content", "from", "value", "weight", "train"}
+READ_KEYS = {"role", "content", "from", "value", "weight", "train", *OTHER_FORM}
 REASONING: Final = "reasoning_content"
 # The keys of conversations; the second and the third are ShareGPT's.
 _TURNS = ("messages", "conversations", "conversation")
@@ -47,6 +54,10 @@ class Message(TypedDict):
     content: str
     reasoning_content: NotRequired[str]  # the reasoning before the reply, which some templates write
     is_learned: NotRequired[Literal[False]]  # a reply that is context only, not to be learned
+    tools: NotRequired[list[Any]]  # JSON schemas of all tools, in the first message
+    functions: NotRequired[str]  # the same, as OLMo 3's data have it
+    tool_calls: NotRequired[list[Any]]
+    function_calls: NotRequired[str]  # the same, as OLMo 3's data have it
 
 
 class ReadRow(UserDict[str, Any]):
@@ -118,9 +129,9 @@ def replies_to_one(row: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[Me
 def parse_conversation(
     row: Mapping[str, Any], key: str, *, last_role: Literal["assistant", "user"] = "assistant"
 ) -> tuple[Message, ...]:
-    """The turns under `key`: an optional system turn, then user and assistant in turn, until `last_role`'s.
+    """The turns under `key`, as this file's head has them, until `last_role`'s.
 
-    If `last_role` is the user, an assistant's turn at the end is left out.
+    If `last_role` is the user, it may also be a tool's, and an assistant's turn at the end is left out.
 
     Raises:
         MalformedRow: the turns are of another form, or the last one is empty.
@@ -136,10 +147,15 @@ def parse_conversation(
     if last_role == "user" and len(messages) > 1 and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     _check_order(messages, key, last_role)
-    if not messages[-1]["content"].strip():
+    if says_nothing(messages[-1]) and messages[-1]["role"] != "tool":
         kind, what = ("empty_reply", "reply") if last_role == "assistant" else ("empty_prompt", "last turn")
         raise MalformedRow(kind, f"the {what} in {key!r} is empty")
     return messages
+
+
+def says_nothing(message: Message) -> bool:
+    """Whether a turn has neither text nor calls."""
+    return not message["content"].strip() and not any(message.get(key) for key in CALLS)
 
 
 def check_is_learned(reply: Message, where: str) -> None:
@@ -200,10 +216,17 @@ def _parse_message(message: Any, where: str) -> Message:
             "bad_message", f"{where}: must be an object with 'role' and 'content', not {kind_of(message)}"
         )
     content = _text_of(message.get("content") if "role" in message or "content" in message else message.get("value"))
+    calls = calls_of(message.get("tool_calls"), where)
+    if content is None and (calls or message.get("function_calls")):
+        content = ""  # as OpenAI writes a reply that only calls
     fields = {"role": role_of(message), "content": content}
     if message.get(REASONING):
         fields[REASONING] = _text_of(message[REASONING])
-    for key, value in fields.items():
+    fields |= {key: message[key] for key in ("functions", "function_calls") if message.get(key) not in (None, [])}
+    of_tools = {"tools": schemas_of(message.get("tools")), "tool_calls": calls}
+    of_tools = {key: value for key, value in of_tools.items() if value}
+    told = {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in of_tools.items()}
+    for key, value in {**fields, **told}.items():
         if value is None:
             raise MalformedRow("bad_message", f"{where}: no {key!r}")
         if not isinstance(value, str):
@@ -214,11 +237,11 @@ def _parse_message(message: Any, where: str) -> Message:
             raise MalformedRow(
                 "not_unicode", f"{where}: {key!r} has half of a surrogate pair at character {error.start + 1}"
             ) from error
-    if message.get("tool_calls"):
-        raise MalformedRow("bad_message", f"{where}: 'tool_calls' are not supported; write them into 'content'")
-    parsed = cast(Message, fields)
+    parsed = cast(Message, fields | of_tools)
     if parsed["role"] not in ROLES:
         raise MalformedRow("unknown_role", f"{where}: unknown role {parsed['role']!r}; use {', '.join(ROLES)}")
+    if parsed["role"] != "assistant" and any(parsed.get(key) for key in CALLS):
+        raise MalformedRow("bad_tools", f"{where}: calls of tools in a turn that is no assistant's")
     if not _is_learned(message, where) and parsed["role"] == "assistant":
         parsed["is_learned"] = False
     return parsed
@@ -247,15 +270,14 @@ def _is_learned(message: Mapping[str, Any], where: str) -> bool:
 def _check_order(messages: tuple[Message, ...], key: str, last_role: str) -> None:
     roles = [message["role"] for message in messages]
     first = 1 if roles[0] == "system" else 0
-    for turn, role in enumerate(roles[first:], start=first + 1):
-        expected = ("user", "assistant")[(turn - first - 1) % 2]
-        if role != expected:
+    for turn, (before, role) in enumerate(pairwise(["", *roles[first:]]), start=first + 1):
+        if role not in _FOLLOWING[before]:
             raise MalformedRow(
                 "roles_out_of_order",
-                f"{key!r}, turn {turn}: the role is {role!r} where {expected!r} should follow; "
-                "an optional system turn comes first, then user and assistant in turn",
+                f"{key!r}, turn {turn}: the role is {role!r} where {' or '.join(map(repr, _FOLLOWING[before]))} should "
+                "follow; an optional system turn comes first, then user and assistant in turn",
             )
-    if roles[-1] != last_role:
+    if roles[-1] != last_role and (last_role, roles[-1]) != ("user", "tool"):
         raise MalformedRow("roles_out_of_order", f"{key!r}: the last turn is {roles[-1]!r}, it must be {last_role!r}")
 
 
@@ -318,13 +340,16 @@ def _turns_asked(row: Mapping[str, Any], before: str = "") -> tuple[str, list[An
 
 
 def _with_system(row: Mapping[str, Any], turns: list[Any]) -> list[Any]:
-    """The turns with the row's separate system prompt in front, unless they have one."""
+    """The turns with the row's separate system prompt in front, unless they have one; the first has the row's tools."""
     key = _key(row, _SYSTEM)
     first = turns[0] if turns else None
-    if key is None or (isinstance(first, Mapping) and role_of(first) == "system"):
-        return turns
-    system = row[key]
-    return [{"role": "system", "content": system}, *turns] if not isinstance(system, str) or system.strip() else turns
+    if key is not None and not (isinstance(first, Mapping) and role_of(first) == "system"):
+        system = row[key]
+        if not isinstance(system, str) or system.strip():
+            turns = [{"role": "system", "content": system}, *turns]
+    if turns and isinstance(turns[0], Mapping) and schemas_of(_unread(row).get("tools")):
+        turns = [{**turns[0], "tools": row["tools"]}, *turns[1:]]
+    return turns
 
 
 def _is_transcript(text: Any) -> bool:
@@ -356,5 +381,9 @@ def _alpaca(row: Mapping[str, Any]) -> list[Any]:
 
 def _key(row: Mapping[str, Any], keys: Sequence[str]) -> str | None:
     """The first of `keys` under which a row has a value other than null, which Arrow fills missing columns with."""
-    values = row.data if isinstance(row, ReadRow) else row
-    return next((key for key in keys if values.get(key) is not None), None)
+    return next((key for key in keys if _unread(row).get(key) is not None), None)
+
+
+def _unread(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row, to be looked into without its keys counting as read."""
+    return row.data if isinstance(row, ReadRow) else row

@@ -11,6 +11,7 @@ from typing import Any
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import REASONING, Message, check_is_learned, replies_to_one
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
+from open_instruct.data.tool_turns import CALLS
 from open_instruct.wording import counted
 
 
@@ -48,8 +49,8 @@ def parse_preference_row(row: Mapping[str, Any]) -> PreferencePair:
     return PreferencePair(prompt=chosen[:-1], chosen=chosen[-1], rejected=rejected[-1])
 
 
-def _stripped(reply: Message) -> tuple[str, str]:
-    return reply.get(REASONING, "").strip(), reply["content"].strip()
+def _stripped(reply: Message) -> tuple[Any, ...]:
+    return reply.get(REASONING, "").strip(), reply["content"].strip(), *(reply.get(key) for key in CALLS)
 
 
 def _where_prompts_differ(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> str:

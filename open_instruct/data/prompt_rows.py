@@ -4,7 +4,8 @@ The last turn is the user's (an answer behind it is left out); messages.py has t
 `dataset` names the verifier that judges the answers; without it the verifiers of `--verifier` do. A list
 of several pairs up with a list of as many ground truths, or shares one ground truth. `weights` (or `weight`) says how
 much each verifier counts, 1 where it is not given.
-`env_config` names the environment that answers the replies, and `tools` those of its tools that the row has.
+`env_config` names the environment that answers the replies, and `tools` those of its tools that the row has. Where
+there is none, `tools` may be the JSON schemas of tools that the prompt tells of.
 """
 
 import difflib
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from open_instruct.data.files.rows import MalformedRow, kind_of
 from open_instruct.data.messages import Message, keys_of, prompt_of
+from open_instruct.data.tool_turns import schemas_of
 from open_instruct.records import Check
 from open_instruct.verifiers.verifier import Verifier
 
@@ -96,7 +98,10 @@ def environment_of(row: Mapping[str, Any], *, default: str | None, known: Contai
         more = {**more, **{key: value for key, value in entry.items() if key not in ("env_name", "is_text_env")}}
     if name is None and _has_content(more):
         raise MalformedRow("environment", "'env_config' names no environment; give its 'env_name', or --environment")
-    if tools is not None and (name is None or not all(isinstance(tool, str) for tool in tools)):
+    schemas = schemas_of(tools)
+    if name is None and schemas:
+        return None  # what the prompt tells of
+    if tools is not None and (name is None or schemas or not all(isinstance(tool, str) for tool in tools)):
         raise MalformedRow(
             "environment",
             "'tools' are the names of those tools of the row's environment that the policy may call"

@@ -12,6 +12,8 @@ import numpy as np
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.messages import Message
 from open_instruct.data.prompt_rows import json_value, parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
@@ -100,10 +102,15 @@ class PromptBuilder(RowBuilder):
         )
         if self.system_prompt is not None:
             turns = messages[1:] if messages[0]["role"] == "system" else messages
-            messages = ({"role": "system", "content": self.system_prompt}, *turns)
+            system = messages[0] if messages[0]["role"] == "system" else Message(role="system", content="")
+            messages = ({**system, "content": self.system_prompt}, *turns)
         text, _ = self.chat.render(messages, ())
         details: dict[str, Any] = {"text": text, "checks": list(map(asdict, checks))}
         if answered_by is not None:
+            if any(message.get("functions") for message in messages):
+                raise MalformedRow(
+                    "environment", "the row has 'functions', and an environment, which has its own tools"
+                )
             columns = json_value(answered_by.columns | {"messages": messages}, "the row")
             details |= {"environment": answered_by.name, "row": columns}
         return RenderedRow(texts=(text,), details=json.dumps(details).encode())

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import Message, conversation_of
+from open_instruct.data.messages import Message, conversation_of, says_nothing
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 
 
@@ -18,7 +18,7 @@ def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:
     if not any(message["role"] == "assistant" and "is_learned" not in message for message in messages):
         raise MalformedRow("nothing_learned", "every reply has weight 0 or train false, so there is nothing to learn")
     for turn, message in enumerate(messages, start=1):
-        if message["role"] == "assistant" and not message["content"].strip():
+        if message["role"] == "assistant" and says_nothing(message):
             raise MalformedRow("empty_reply", f"turn {turn}: the reply is empty")
     return messages
 

@@ -7,6 +7,7 @@ from open_instruct.config.parser import nearest
 from open_instruct.environments.adapters import as_environment, taken
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
 from open_instruct.environments.environment import Environment
+from open_instruct.environments.mcp_tools import PREFIX, McpServer
 from open_instruct.errors import InputError
 from open_instruct.users_code import load_named
 
@@ -21,17 +22,19 @@ BUILT_IN: dict[str, Factory] = {
 
 
 def factory_named(word: str, *, origin: str) -> Factory:
-    """The factory that `word` names: one that is built in, or `FILE.py:factory` or `module:factory`.
+    """The factory that `word` names: one that is built in, `FILE.py:factory` or `module:factory`, or `mcp:SERVER`.
 
     Raises:
         InputError: there is none of that name, it cannot be imported, or it cannot be called.
     """
+    if word.startswith(PREFIX):
+        return McpServer(word.removeprefix(PREFIX), origin=origin)
     if ":" not in word:
         if word in BUILT_IN:
             return BUILT_IN[word]
         raise InputError(
             f"{origin}: there is no environment of that name{nearest(word, BUILT_IN) or ';'} known are "
-            f"{', '.join(sorted(BUILT_IN))}, and FILE.py:factory or module:factory of your own"
+            f"{', '.join(sorted(BUILT_IN))}, mcp:SERVER, and FILE.py:factory or module:factory of your own"
         )
     factory: Factory = load_named(word, origin=origin, what="factory")
     if not callable(factory):

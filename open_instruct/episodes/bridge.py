@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from open_instruct.data.chat import ChatFormat
+from open_instruct.data.chat import ChatFormat, json_text
 from open_instruct.environments.environment import ChatMessage
 from open_instruct.errors import InputError
 
@@ -40,7 +40,6 @@ class TurnTemplate:
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
-        self._template = chat.template.text
         self.end_token_ids = frozenset(chat.turn_end_token_ids())
         # A template may end an earlier turn otherwise than the last one, as OLMo's does.
         special = [str(token) for token in chat.tokenizer.added_tokens_decoder.values() if token.special]
@@ -49,25 +48,22 @@ class TurnTemplate:
         self._plain.encode_special_tokens = True
         added = [str(token) for token in chat.tokenizer.added_tokens_decoder.values() if not token.special]
         self._added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True)))) if added else None
-        named = re.search("""['"](environment|ipython)['"]""", self._template)
-        self.tool_role = named[1] if named else "tool"
 
-    def render(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-        return self._chat.apply(turns, add_generation_prompt=True, tools=tools if "tools" in self._template else ())
+    def render(self, turns: Sequence[Mapping[str, Any]]) -> str:
+        return self._chat.apply(turns, add_generation_prompt=True)
 
     def with_tools(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> list[Mapping[str, Any]]:
-        """Where the template does not read `tools`, the system turn has them: as its `functions`, or described."""
-        if not tools or "tools" in self._template:
+        """The first message has the tools, or where the template reads none, the system turn describes them."""
+        if not tools:
             return list(messages)
+        if messages and self._chat.tool_form.reads & {"tools", "functions"}:
+            return [{**messages[0], "tools": list(tools)}, *messages[1:]]
         has_system = bool(messages) and messages[0]["role"] == "system"
         system = dict(messages[0]) if has_system else {"role": "system", "content": ""}
-        if "functions" in self._template:
-            system["functions"] = json.dumps(list(tools))
-        else:
-            described = DESCRIPTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
-            system["content"] = f"{system['content']}\n\n{described}".strip()
+        described = DESCRIPTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
+        system["content"] = f"{system['content']}\n\n{described}".strip()
         return [system, *messages[1 if has_system else 0 :]]
 
     def text_of(self, token_ids: Sequence[int]) -> tuple[str, bool]:
@@ -99,14 +95,12 @@ class TurnTemplate:
         end = next((end for end in self._ends if rest.startswith(end)), None)
         return None if end is None else rest[len(end) :]
 
-    def opening_of_reply(
-        self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, str]:
+    def opening_of_reply(self, turns: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         """What a prompt has more than the header of a reply, such as `<think>`, and what the header has more."""
         mark = REPLY_MARK.format("Opening")
-        prompt = self.render(turns, tools)
+        prompt = self.render(turns)
         behind = [{"role": "assistant", "content": mark}, {"role": "user", "content": "?"}]
-        header = self.render([*turns, *behind], tools).partition(mark)[0]
+        header = self.render([*turns, *behind]).partition(mark)[0]
         pairs = zip(prompt, header, strict=False)
         common = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(prompt), len(header)))
         return prompt[common:], header[common:]
@@ -135,11 +129,10 @@ class Conversation:
         prompt_token_ids: Sequence[int] | None = None,
     ) -> None:
         self._template = template
-        self._tools = tools
         # With a mark in the place of each reply.
         self._turns = template.with_tools(messages, tools)
-        self._text = template.render(self._turns, tools)
-        self._opening, self._header = template.opening_of_reply(self._turns, tools)
+        self._text = template.render(self._turns)
+        self._opening, self._header = template.opening_of_reply(self._turns)
         self._has_end = False
         self.token_ids: list[int] = list(prompt_token_ids or template.encode(self._text, ()))
 
@@ -156,13 +149,13 @@ class Conversation:
             UnbridgeableTemplate: the template does not say what stands between.
         """
         contents = [message["content"] for message in messages]
-        literal = [self._turn(message, message["content"]) for message in messages]
-        marked = [self._turn(message, CONTENT_MARK.format(at)) for at, message in enumerate(messages)]
+        literal = [{"role": message["role"], "content": message["content"]} for message in messages]
+        marked = [{**message, "content": CONTENT_MARK.format(at)} for at, message in enumerate(literal)]
         mark = REPLY_MARK.format(len(self._turns))
         turns = [*self._turns, {"role": "assistant", "content": self._opening + mark}]
         done = self._text + self._header + mark
-        whole = self._template.render([*turns, *literal], self._tools)
-        with_marks = self._template.render([*turns, *marked], self._tools)
+        whole = self._template.render([*turns, *literal])
+        with_marks = self._template.render([*turns, *marked])
         behind_end = self._template.strip_end(with_marks[len(done) :])
         written = _written(whole, with_marks, contents)
         if not with_marks.startswith(done) or behind_end is None or written is None:
@@ -173,19 +166,11 @@ class Conversation:
         self._turns, self._text = [*turns, *literal], whole
         self.token_ids += self._template.encode(behind_end if self._has_end else with_marks[len(done) :], written)
 
-    def _turn(self, message: ChatMessage, content: str) -> Mapping[str, Any]:
-        role = self._template.tool_role if message["role"] == "tool" else message["role"]
-        return {"role": role, "content": content}
-
 
 def _written(whole: str, with_marks: str, contents: Sequence[str]) -> list[str] | None:
     """Contents as the template writes them: as they are, trimmed, or as JSON; None where it does something else."""
-    for write in (str, str.strip, _in_json):
+    for write in (str, str.strip, json_text):
         written = [write(content) for content in contents]
         if ANY_MARK.sub(lambda mark, texts=written: texts[int(mark[1])], with_marks) == whole:  # type: ignore[misc]
             return written
     return None
-
-
-def _in_json(content: str) -> str:
-    return json.dumps(content, ensure_ascii=False)[1:-1]

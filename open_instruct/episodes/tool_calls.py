@@ -5,12 +5,12 @@ A call counts only where its name is known and its arguments are an object. Text
 is not looked at.
 """
 
-import ast
 import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from open_instruct.data.python_calls import ToolCallError, read_python_calls
 from open_instruct.environments.environment import ToolCall
 
 THINKING_ENDS = "</think>"
@@ -18,10 +18,6 @@ MAX_CALLS = 64
 
 Found = Iterator[tuple[Any, Any]]
 """Names and arguments, unchecked."""
-
-
-class ToolCallError(ValueError):
-    """A reply begins a call that cannot be read; the message says why."""
 
 
 def tool_calls(text: str, form: str, names: Collection[str]) -> tuple[ToolCall, ...]:
@@ -85,14 +81,14 @@ def _llama3_json(answer: str) -> Found:
 def _function_calls(answer: str) -> Found:
     """OLMo 3's form: `<function_calls>add(a=2, b=3)</function_calls>`, a line for each call."""
     for body in _between(answer, "<function_calls>", "</function_calls>"):
-        yield from _python_calls(body)
+        yield from read_python_calls(body)
 
 
 def _pythonic(answer: str) -> Found:
     """Llama 4's form: the whole answer is a list of calls, `[add(a=2, b=3), now()]`."""
     stripped = answer.strip()
     if re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", stripped):
-        yield from _python_calls(stripped)
+        yield from read_python_calls(stripped)
 
 
 def _qwen3_xml(answer: str) -> Found:
@@ -144,33 +140,6 @@ def _name_and_arguments(call: Any, key: str) -> tuple[Any, Any]:
         raise ToolCallError("a call is an object with the name of a tool")
     other = "parameters" if key == "arguments" else "arguments"
     return call["name"], call.get(key, call.get(other))
-
-
-def _python_calls(text: str) -> Found:
-    """Calls with literal keyword arguments, one a line or in one list."""
-    literals = {"null": None, "true": True, "false": False}
-    try:
-        tree = ast.parse(text.strip().replace("\r\n", "\n"))
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ToolCallError(f"the calls are no Python: {type(error).__name__}") from error
-    nodes: list[ast.AST] = []
-    for statement in tree.body:
-        value = statement.value if isinstance(statement, ast.Expr) else statement
-        nodes += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
-    for node in nodes:
-        if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
-            raise ToolCallError("a call is NAME(argument=value, …)")
-        arguments = {}
-        for keyword in node.keywords:
-            value = keyword.value
-            if isinstance(value, ast.Name) and value.id in literals:
-                arguments[keyword.arg] = literals[value.id]
-                continue
-            try:
-                arguments[keyword.arg] = ast.literal_eval(value)
-            except (ValueError, TypeError, RecursionError, MemoryError) as error:
-                raise ToolCallError(f"the argument {keyword.arg} is no literal") from error
-        yield ast.unparse(node.func), arguments
 
 
 def _value(text: str) -> Any:

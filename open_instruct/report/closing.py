@@ -58,11 +58,11 @@ def held_out_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _next_command(model: Path) -> dict[str, str]:
-    config = model / "config.json"  # an adapter has none
-    folder = shlex.quote(str(model))
-    if config.exists() and "CausalLM" not in str(read_object(config).get("architectures")):
-        return {"score": f"open-instruct score {folder} FILE"}
-    return {"chat": f"open-instruct chat {folder}"}
+    """The server of a model that talks; a judge has no such one, and an adapter no config.json."""
+    config = model / "config.json"
+    if not config.exists() or "CausalLM" not in str(read_object(config).get("architectures")):
+        return {}
+    return {"talk": f"transformers serve {shlex.quote(str(model))}"}
 
 
 def _first_to_last(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:

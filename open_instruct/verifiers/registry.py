@@ -19,7 +19,7 @@ from open_instruct.verifiers.verifier import Verifier
 
 GENERAL = [type("General", (Judge,), {"name": name}) for name in judge_prompts() if name != Rubric.name]
 JUDGES: list[type[Verifier]] = [Judge, Rubric, *GENERAL]
-BUILT_IN = [*answers.ALL, *JUDGES, IFEval, IFEvalOld, Math, StrictMath, Code, CodeStdio]
+BUILT_IN: list[type[Verifier]] = [*answers.ALL, *JUDGES, IFEval, IFEvalOld, Math, StrictMath, Code, CodeStdio]
 ENTRY_POINT_GROUP = "open_instruct.verifiers"
 
 

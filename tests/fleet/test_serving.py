@@ -1,6 +1,5 @@
 """What an export is for: vLLM's server, asked as OpenAI's is, and lm-eval where that is installed (docs/after.md)."""
 
-import io
 import json
 import os
 import subprocess
@@ -12,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from open_instruct import cli
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
 from open_instruct.records import Check
@@ -67,10 +67,8 @@ def address(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
         server.wait(60)
 
 
-def test_vllm_serves_an_export(
-    model: Path, address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And says what `open-instruct chat` says."""
+def test_vllm_serves_an_export(model: Path, address: str) -> None:
+    """And says what transformers goes on with, behind the export's own chat template."""
     asked = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": NUM_TOKENS}
     request = urllib.request.Request(
         f"{address}/v1/chat/completions",
@@ -79,10 +77,12 @@ def test_vllm_serves_an_export(
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         reply: dict[str, Any] = json.load(answer)
-    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION))
-    assert cli.main(["chat", str(model), "--temperature", "0", "--max_tokens", str(NUM_TOKENS)]) == 0
-    assert reply["choices"][0]["message"]["content"] == capsys.readouterr().out.removesuffix("\n")
-    assert reply["usage"]["completion_tokens"] == NUM_TOKENS
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    encoded = tokenizer.apply_chat_template(asked["messages"], return_tensors="pt", return_dict=True)
+    ids = network.generate(**encoded, do_sample=False, max_new_tokens=NUM_TOKENS)[0, encoded["input_ids"].shape[1] :]
+    assert reply["choices"][0]["message"]["content"] == tokenizer.decode(ids, skip_special_tokens=True)
+    assert reply["usage"]["completion_tokens"] == len(ids) == NUM_TOKENS
 
 
 def test_lm_eval_scores_an_export(model: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from open_instruct.chat.command import ChatFlags
 from open_instruct.config.flags import OWN, flags_of
 from open_instruct.config.plan import PlanFlags
 from open_instruct.config.suites.upstream_flags import upstream_table
@@ -26,7 +25,6 @@ from open_instruct.preview.command import PreviewFlags
 from open_instruct.replay import ReplayFlags
 from open_instruct.report.command import ReportFlags
 from open_instruct.run.export_command import ExportFlags
-from open_instruct.score import ScoreFlags
 from open_instruct.toys.tiny_command import TinyModelFlags
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -83,14 +81,12 @@ FLOORS = [
     {"episodes"},
     {"weights"},
     {"rollout"},
-    {"chat"},
     {
         "entry",
         "distill",
         "dpo",
         "reward_model",
         "merge",
-        "score",
         "sft",
         "grpo_fast",
         "grpo_olmo_core_actor",
@@ -127,8 +123,7 @@ WITHOUT_TORCH = [
     *(str(path.relative_to(PACKAGE)) for room in ("planning", "report") for path in (PACKAGE / room).rglob("*.py")),
 ]
 LIGHT_TO_IMPORT = [
-    *("dpo.py", "grpo_fast.py", "grpo_olmo_core_actor.py", "replay.py", "reward_model.py", "score.py"),
-    *("sft.py", "chat/command.py"),
+    *("dpo.py", "grpo_fast.py", "grpo_olmo_core_actor.py", "replay.py", "reward_model.py", "sft.py"),
     *(f"losses/{name}.py" for name in ("advantages", "flags_taken", "logprobs", "policy", "preference")),
 ]
 
@@ -157,7 +152,7 @@ FOREIGN_FLAGS = {
     ),
     *("nodes", "signal", "index_url", "extra_index_url", "require_hashes", "no_deps", "no_index", "target"),
     *("help", "version", "no_build_isolation", "from"),
-    *("model", "host", "model_args", "tasks", "apply_chat_template", "batch_size"),
+    *("model", "host", "url", "system_prompt", "model_args", "tasks", "apply_chat_template", "batch_size"),
 }
 PLACEHOLDERS = {"flag"}
 
@@ -473,7 +468,6 @@ def known_flags() -> frozenset[str]:
     """Flags of our commands: the config's, and whatever a program of ours spells as a word of its own."""
     trained = [command.config_class for command in commands_with_flags()]
     others = (
-        ChatFlags,
         ExportFlags,
         LayoutFlags,
         MergeFlags,
@@ -481,7 +475,6 @@ def known_flags() -> frozenset[str]:
         PreviewFlags,
         ReplayFlags,
         ReportFlags,
-        ScoreFlags,
     )
     configs = (*trained, *others, TinyModelFlags)
     flags = [flag for config_class in configs for flag in flags_of(config_class).values()]

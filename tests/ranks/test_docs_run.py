@@ -52,33 +52,26 @@ class Shown:
     command: str
     folder: Path
     words: list[str]
-    stdin: str = ""
 
 
 def reason_of(command: str) -> str | None:
     return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command)), None)
 
 
-def words_of(command: str, folder: Path) -> tuple[list[str], str]:
-    """Tiny things stand for those that the page has, and two ranks for eight; and stdin."""
+def words_of(command: str) -> list[str]:
+    """Tiny things stand for those that the page has, and two ranks for eight."""
     words = shlex.split(command.replace(" [RUN ...]", ""), comments=True)
-    stdin = "Name a prime."
-    if "<" in words:
-        words, name = words[: words.index("<")], words[-1]
-        stdin = (folder / name).read_text()
     words = [STANDS_FOR.get(word, word) for word in words]
     more: dict[str, str] = {}
     if words[0] == "torchrun" or words[1] in OBJECTIVES or words[1] == "train":
         more = {flag: "2" for flag in ("--nproc_per_node", "--num_processes") if flag in words}
         more |= SHORT | (OF_A_FILE if any(word.startswith("configs/") for word in words) else {})
-    elif words[1] == "chat":
-        more = {"--max_tokens": "8"}
     for flag, value in more.items():
         if flag in words:
             words[words.index(flag) + 1 : words.index(flag) + 1 + len(value.split())] = value.split()
         else:
             words += [flag, *value.split()]
-    return words, stdin
+    return words
 
 
 def lay_out(folder: Path, model: Path) -> None:
@@ -98,7 +91,6 @@ def lay_out(folder: Path, model: Path) -> None:
     }.items():
         (folder / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (folder / "pairs.json").write_text(json.dumps(rows))
-    (folder / "question.txt").write_text("Name\na prime.")
     tables = {
         "chats.csv": [{"dialogue": json.dumps(chat["messages"])} for chat in chats],
         "prompts.csv": [{"prompt": "1 + 1?", "ground_truth": "2", "dataset": "gsm8k"}] * 8,
@@ -111,12 +103,8 @@ def lay_out(folder: Path, model: Path) -> None:
 
 
 def prepared(folder: Path, page: Path) -> list[list[str]]:
-    """What a page takes for done: models to score with, a run that has ended, a class in a file."""
+    """What a page takes for done: a run that has ended, a class in a file."""
     trained = ["--model_name_or_path", "tiny", *(word for pair in SHORT.items() for word in pair)]
-    if page.stem == "reward_model":
-        held_out = ["--eval_mixer_list", "rows.jsonl", "4"]
-        rows = ["--mixer_list", "rows.jsonl", "1.0"]
-        return [["open-instruct", "reward_model", *trained, *rows, *held_out, "--output_dir", "runs/rm"]]
     if page.stem in ("report", "after"):
         out = "RUN" if page.stem == "report" else "OUT"
         return [["open-instruct", "sft", *trained, "--mixer_list", "chats.jsonl", "1.0", "--output_dir", out]]
@@ -155,20 +143,20 @@ def test_every_command_that_can_be_is_run(tmp_path: Path) -> None:
         for words in prepared(folder, page) if commands else []:
             shown.append(Shown(page=page, command=shlex.join(words), folder=folder, words=words))
         for command in commands:
-            words, stdin = words_of(command, folder)
+            words = words_of(command)
             if "--output_dir" in words:  # a page may show several runs with one name for their folder
                 out = words.index("--output_dir") + 1
                 taken = any(each.page == page and words[out] in each.words for each in shown)
                 words[out] += "_TOO" if taken else ""
             if words[1:3] == ["tiny-model", "tiny"]:
                 words[2] = f"tiny_by_itself_{len(shown)}"
-            shown.append(Shown(page=page, command=command, folder=folder, words=words, stdin=stdin))
+            shown.append(Shown(page=page, command=command, folder=folder, words=words))
     # Ranks are forked from a process that has not been in a process group itself.
     shown.sort(key=lambda each: not {"--num_processes", "--nproc_per_node"} & set(each.words))
     told_at = tmp_path / "outcomes.json"
     with fake_hub() as hub:
         environment = {"HF_TOKEN": "hf_of_a_test", "OPEN_INSTRUCT_CACHE": str(tmp_path / "cache"), "COLUMNS": "100"}
-        asked = [(str(each.folder), each.words, each.stdin) for each in shown]
+        asked = [(str(each.folder), each.words) for each in shown]
         process = Forked(run_all, asked, hub.endpoint, told_at, environment=environment, cwd=tmp_path)
         told, _ = process.communicate(timeout=800)
     assert process.returncode == 0, told[-4000:]

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from open_instruct.cli import main
+from open_instruct.data.chat import ChatFormat
+from open_instruct.learner.model.forward import token_logprobs
+from open_instruct.packing.documents import pack_documents
 from open_instruct.toys.synthetic import write_synthetic_preferences
 from tests.ranks.objective_case import assert_resumed_bitwise, assert_same, read, stopped_and_not, train, write
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase
+from tests.unit.test_reward_scores import CPU, document, opened, scoring_model
 
 OTHER_FAMILIES = {"olmo3": False, "qwen3": True, "llama": True}  # and whether their embeddings are tied
 CENTER = 0.1
@@ -116,24 +119,20 @@ def rewards_by_transformers(folder: Path, conversations: list[list[dict[str, str
 
 
 @pytest.mark.parametrize("run", ["base", *(f"from_{family}" for family in OTHER_FAMILIES)])
-def test_transformers_gives_the_rewards_that_we_give(one_process: TrainCase, tmp_path: Path, run: str) -> None:
+def test_transformers_gives_the_rewards_that_we_give(one_process: TrainCase, run: str) -> None:
     folder = one_process.folder / run / "hf_model"
     chats = [row["chosen"] for row in read(one_process.rows)][:8]
-    write(tmp_path / "chats.jsonl", [{"messages": chat, "n": n} for n, chat in enumerate(chats)])
-    assert main(["score", str(folder), str(tmp_path / "chats.jsonl"), "--output", str(tmp_path / "out.jsonl")]) == 0
-    rows = read(tmp_path / "out.jsonl")
-    assert [row["n"] for row in rows] == list(range(8)) and [row["messages"] for row in rows] == chats
-    ours = [row["score"] for row in rows]
+    model, form = scoring_model(opened(folder)), ChatFormat.choose(AutoTokenizer.from_pretrained(folder), None)
+    ours = [
+        token_logprobs(model, pack_documents([document(*form.encode(chat).token_ids)]), device=CPU).logprobs_N.item()
+        for chat in chats
+    ]
     assert ours == pytest.approx(rewards_by_transformers(folder, chats), abs=1e-5)
     assert len(set(ours)) == 8
-
     if run == "base":
-        words = ["--normalize", "--batch_tokens", "1", "--output", str(tmp_path / "scaled.jsonl")]
-        assert main(["score", str(folder), str(tmp_path / "chats.jsonl"), *words]) == 0
-        held_out = read(one_process.folder / run / "eval.jsonl")[-1]
-        mean, std = held_out["eval/rewards/mean"], held_out["eval/rewards/std"]
-        expected = [(score - mean) / std for score in ours]
-        assert [row["score"] for row in read(tmp_path / "scaled.jsonl")] == pytest.approx(expected, abs=1e-4)
+        held_out, config = read(one_process.folder / run / "eval.jsonl")[-1], AutoConfig.from_pretrained(folder)
+        scale = (held_out["eval/rewards/mean"], held_out["eval/rewards/std"])
+        assert (config.score_mean, config.score_std) == pytest.approx(scale, abs=1e-6)
 
 
 def test_the_loss_is_that_of_the_paper_on_the_rewards_of_transformers(one_process: TrainCase) -> None:

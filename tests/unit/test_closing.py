@@ -32,7 +32,7 @@ def test_it_has_what_was_learned_and_what_to_do_next(tmp_path: Path, capsys: pyt
         "held out: preference_accuracy 0 -> 0.5",
         "time: 2 min",
         f"model: {folder}/hf_model",
-        f"chat: open-instruct chat {folder}/hf_model",
+        f"talk: transformers serve {folder}/hf_model",
         f"report: open-instruct report {folder}",
     ]
 
@@ -40,8 +40,7 @@ def test_it_has_what_was_learned_and_what_to_do_next(tmp_path: Path, capsys: pyt
 def test_a_judge_is_not_talked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_results(finished(tmp_path / "out", architectures=["Olmo2ForSequenceClassification"]), took_s=7200)
     said = capsys.readouterr().out
-    assert f"score: open-instruct score {tmp_path}/out/hf_model FILE" in said and "chat" not in said
-    assert "time: 2.0 h" in said
+    assert "time: 2.0 h" in said and "talk: " not in said
 
 
 def test_a_run_without_a_model_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,7 @@ def test_verifiers_and_ground_truths_pair_up(keys: dict[str, Any], checks: list[
         ({"env_config": "shop"}, "environment", "an object"),
         ({"tools": ["python"]}, "environment", "the row has none"),
         ({"tools": [{"name": "python"}], "env_config": {"env_name": "shop"}}, "environment", "names of those tools"),
-        ({"tools": '[{"type": "function"}]'}, "environment", "'tools'"),
+        ({"tools": ["add"]}, "environment", "'tools'"),
     ],
 )
 def test_malformed_rows(change: dict[str, Any], kind: str, told: str) -> None:

@@ -1,7 +1,9 @@
-"""Reward models: the loss, the head, its rows, what is refused, and scores of a file and of a verifier."""
+"""Reward models: the loss, the head, its rows, what is refused, and what scores with one."""
 
 import json
 import math
+import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from open_instruct.cli import main
 from open_instruct.config.rollout_sections import RewardSection
@@ -42,6 +44,7 @@ from open_instruct.verifiers.registry import known_verifiers
 from tests.unit.objective_runs import config_of, load_rows, write_rows
 from tests.unit.scored import score
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reward_model.md"
 CPU = torch.device("cpu")
 SEED = 7
 
@@ -263,68 +266,36 @@ def chat(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
 
 
-def test_rows_are_scored_in_their_order_however_they_are_batched(
-    judge: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def rewards_of_transformers(folder: Path, texts: list[str]) -> list[float]:
+    """Each by itself, at its last token."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return [model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits.item() for text in texts]
+
+
+def test_the_lines_of_the_page_score_a_file(judge: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `open-instruct` itself computes them, one conversation at a time."""
     rows = [{"messages": chat("a" * n, "b" * (7 * n % 11 + 1)), "id": n} for n in range(9)]
-    rows[4] = {"prompt": chat("aaaa"), "completion": chat("", "b" * 7)[1:], "id": 4}
-    write_rows(tmp_path / "rows.jsonl", rows)
-    outs = []
-    for tokens in ("1", "10000"):
-        out = tmp_path / f"out{tokens}.jsonl"
-        words = [str(judge), str(tmp_path / "rows.jsonl"), "--output", str(out), "--batch_tokens", tokens]
-        assert main(["score", *words, "--max_seq_length", "20"]) == 0
-        outs.append([json.loads(line) for line in out.read_text().splitlines()])
-    assert [row["id"] for row in outs[0]] == list(range(9))
-    assert [row["score"] for row in outs[0]] == pytest.approx([row["score"] for row in outs[1]], abs=1e-5)
-    whole = {"messages": chat("aaaa", "b" * 7)}
-    write_rows(tmp_path / "one.jsonl", [whole])
-    assert main(["score", str(judge), str(tmp_path / "one.jsonl"), "--output", str(tmp_path / "o.jsonl")]) == 0
-    assert json.loads((tmp_path / "o.jsonl").read_text())["score"] == pytest.approx(outs[0][4]["score"], abs=1e-5)
-    assert {row["id"] for row in outs[0] if row.get("truncated")} and "scored 9 rows" in capsys.readouterr().out
+    write_rows(tmp_path / "chats.jsonl", rows)
+    (tmp_path / "runs" / "rm").mkdir(parents=True)
+    (tmp_path / "runs" / "rm" / "hf_model").symlink_to(judge)
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    exec(compile(block, str(PAGE), "exec"), {})
+    scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    model, form = scoring_model(opened(judge)), ChatFormat.choose(AutoTokenizer.from_pretrained(judge), None)
+    for row, before in zip(scored, rows, strict=True):
+        ids = form.encode(before["messages"]).token_ids
+        ours = token_logprobs(model, pack_documents([document(*ids)]), device=CPU).logprobs_N.item()
+        assert row == before | {"score": pytest.approx(ours, abs=1e-5)}
 
 
-@pytest.mark.parametrize(
-    ("row", "words", "told"),
-    [
-        ({"messages": chat("a")}, [], "rows.jsonl, line 2: 'messages': the last turn is 'user'"),
-        ({"prompt": chat("a")}, [], "rows.jsonl, line 2: no key 'messages', nor 'conversations', 'prompt' with"),
-        ({"messages": chat("a", "b")}, ["--normalize"], "has no score_mean and score_std"),
-    ],
-)
-def test_what_cannot_be_scored_is_told_of(
-    judge: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: Any, words: list[str], told: str
-) -> None:
-    file = write_rows(tmp_path / "rows.jsonl", [{"messages": chat("a", "b")}, row])
-    assert main(["score", str(judge), str(file), "--output", str(tmp_path / "out"), *words]) == 2
-    assert told in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_a_model_that_is_no_folder_is_not_looked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("open_instruct.score.load_tokenizer", lambda *_, **__: pytest.fail("the hub was asked"))
-    (tmp_path / "rows.jsonl").write_text("")
-    assert main(["score", "some/model", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out")]) == 2
-    assert "MODEL: some/model: no such folder; give the hf_model that a run has left" in capsys.readouterr().err
-
-
-def test_a_model_of_words_scores_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").write_text("")
-    assert main(["score", str(folder), str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out")]) == 2
-    assert "is no reward model" in capsys.readouterr().err
-    assert main(["score", "--output", str(tmp_path / "out")]) == 2
-
-
-def test_a_verifier_gives_the_reward_of_prompt_and_completion(judge: Path, tmp_path: Path) -> None:
-    row = {"messages": chat("Is it?", "It is, surely.")}
-    write_rows(tmp_path / "rows.jsonl", [row])
-    assert main(["score", str(judge), str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out.jsonl")]) == 0
-    wanted = json.loads((tmp_path / "out.jsonl").read_text())["score"]
-    asked = AutoTokenizer.from_pretrained(judge).apply_chat_template(
-        row["messages"][:1], add_generation_prompt=True, tokenize=False
-    )
+def test_a_verifier_gives_the_reward_of_prompt_and_completion(judge: Path) -> None:
+    messages = chat("Is it?", "It is, surely.")
+    render: Any = partial(AutoTokenizer.from_pretrained(judge).apply_chat_template, tokenize=False)
+    asked = render(messages[:1], add_generation_prompt=True)
+    (wanted,) = rewards_of_transformers(judge, [render(messages)])
     pool = VerifierPool(
         RewardSection(verifier=[f"reward_model:{judge}"], num_verifier_processes=1, verifier_timeout_s=300)
     )
@@ -372,4 +343,4 @@ def test_it_is_planned_and_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     assert workload["tokens_per_microbatch"] == 8 * 2 * 2048 and workload["label_tokens_per_microbatch"] == 2 * 8
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
-    assert "reward_model" in told and "score the conversations of a file" in told
+    assert "reward_model" in told

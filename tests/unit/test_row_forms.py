@@ -40,8 +40,8 @@ PAIRS = [
     (both([*turns("q"), {"role": 3, "content": "yes"}]), "bad_message", "'role' must be text, not a number"),
     (
         both([*turns("q"), {"role": "assistant", "content": "yes", "tool_calls": [{"id": 1}]}]),
-        "bad_message",
-        "'tool_calls' are not supported",
+        "bad_tools",
+        "turn 2: a call in 'tool_calls' needs a name",
     ),
     (both([*turns("q"), {"role": "bot", "content": "yes"}]), "unknown_role", "'bot'; use system, user, assistant"),
     (both(turns("\ud83d", "yes")), "not_unicode", "turn 1: 'content' has half of a surrogate pair at character 1"),

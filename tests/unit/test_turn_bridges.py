@@ -139,11 +139,11 @@ def test_ids_are_those_of_the_rendered_conversation_where_replies_are_plain(
         talk.reply(tokenizer(text + end, add_special_tokens=False)["input_ids"])
         talk.answer([{"role": "user", "content": "again"}])
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "again"}]
-    opening, _ = template.opening_of_reply([{"role": "user", "content": "What?"}], [])
+    opening, _ = template.opening_of_reply([{"role": "user", "content": "What?"}])
     turns = [
         {**turn, "content": opening + turn["content"]} if turn["role"] == "assistant" else turn for turn in messages
     ]
-    whole = template.render(turns, [])
+    whole = template.render(turns)
     decoded = tokenizer.backend_tokenizer.decode(talk.token_ids, skip_special_tokens=False)
     for end in (EOS, "<|im_end|>"):  # OLMo's template ends an earlier turn otherwise than the last one
         decoded, whole = decoded.replace(end, "<end>"), whole.replace(end, "<end>")
@@ -173,10 +173,20 @@ def test_a_template_that_says_nothing_of_the_next_turn_is_refused(tokenizer: Pre
 
 def test_tools_are_told_in_the_form_that_the_template_reads(tokenizer: PreTrainedTokenizerFast) -> None:
     asked = [{"role": "user", "content": "What?"}]
-    template = template_of(tokenizer, "chatml")
-    described = template.render(template.with_tools(asked, [TOOL]), [TOOL])
+    described, olmo, own = (
+        template.render(template.with_tools(asked, [TOOL]))
+        for template in (template_of(tokenizer, name) for name in ("chatml", "olmo", "drops thoughts"))
+    )
     assert json.dumps(TOOL) in described and "<tool_call>" in described
-    turns = template_of(tokenizer, "olmo").with_tools(asked, [TOOL])
-    assert json.loads(turns[0]["functions"]) == [TOOL]
-    written = template_of(tokenizer, "drops thoughts").render(asked, [TOOL])
-    assert "Tools: [" in written
+    assert f"<functions>{json.dumps([TOOL])}</functions>" in olmo and "do not currently have access" not in olmo
+    assert "Tools: [" in own
+
+
+def test_the_answer_of_a_tool_has_the_role_of_the_family(tokenizer: PreTrainedTokenizerFast) -> None:
+    for name, role in (("olmo", "environment"), ("chatml", "tool"), ("trims", "ipython")):
+        talk = Conversation(template_of(tokenizer, name), [{"role": "user", "content": "What?"}], [TOOL])
+        talk.reply(tokenizer("calls", add_special_tokens=False)["input_ids"])
+        start = len(talk.token_ids)
+        talk.answer([{"role": "tool", "content": "7"}])
+        header = {"trims": f"<|start_header_id|>{role}<|end_header_id|>"}.get(name, f"<|im_start|>{role}\n7")
+        assert header in tokenizer.decode(talk.token_ids[start:])

@@ -232,7 +232,7 @@ def test_what_was_thought_is_named_where_the_template_does_not_read_it(tokenizer
 
 def test_what_nothing_reads_is_named(tokenizer: Any, tmp_path: Path) -> None:
     reply = REPLY | {"reasoning_content": "Hm.", "name": None}
-    row = {"messages": [ASKED, reply], "system": " ", "tools": [{"name": "f"}], "id": 3, "source": None}
+    row = {"messages": [ASKED, reply], "system": " ", "tools": ["f"], "id": 3, "source": None}
     _, report = load("sft", row, tokenizer, tmp_path)
     (warning,) = report.warnings
     assert warning.endswith(" of 1 row: nothing reads what is there")

@@ -17,18 +17,18 @@ from tests.ranks import programs
 PROGRAMS = {"open-instruct": main, "torchrun": programs.torchrun}
 
 
-def run_all(commands: Sequence[tuple[str, list[str], str]], hub: str, out: Path) -> int:
-    """Run each (folder, words, stdin), and write [exit code, what it said, CPU seconds] of all.
+def run_all(commands: Sequence[tuple[str, list[str]]], hub: str, out: Path) -> int:
+    """Run each (folder, words), and write [exit code, what it said, CPU seconds] of all.
 
     `hub` is the address of what is to be taken for the hub.
     """
     SubprocessHandler._popen = programs._fork_rank  # type: ignore[method-assign]
     constants.ENDPOINT, constants.HF_HUB_DISABLE_XET = hub, True
     outcomes = []
-    for folder, command, stdin in commands:
+    for folder, command in commands:
         os.chdir(folder)
         environment = dict(os.environ)
-        sys.stdin, sys.argv = io.StringIO(stdin), command
+        sys.argv = command
         began_s, said = _cpu_s(), io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             code = PROGRAMS[command[0]](command[1:])

@@ -1,1 +1,0 @@
-"""Talk to a model that a run has left."""

@@ -1,0 +1,127 @@
+"""The tools of an MCP server: a program that is spoken to over its stdin and stdout, or one at an address.
+
+All episodes of a run share one session. A program takes seconds to start and milliseconds to answer a call, so one for
+each episode would keep a machine busy with starting them; what a server remembers, it remembers for all of them.
+"""
+
+import asyncio
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from open_instruct.environments.environment import Opening, Reply, Turn
+from open_instruct.errors import InputError
+
+PREFIX = "mcp:"
+START_TIMEOUT_S = 60.0
+
+
+class McpServer:
+    """Makes the environments of episodes, whose tools are those of the server at `where`.
+
+    Example: `McpServer("uvx mcp-server-time", origin="--environment")`, or `"http://127.0.0.1:8000/mcp"`.
+
+    Raises:
+        InputError: no server answers there, or it has no tools.
+    """
+
+    def __init__(self, where: str, *, origin: str) -> None:
+        self._where = where
+        self._keeper: asyncio.Task[None] | None = None
+        try:
+            with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running loop
+                self._schemas = thread.submit(asyncio.run, self._listed()).result()
+        except Exception as error:
+            raise InputError(
+                f"{origin}: no MCP server answers ({_reason(error)}): mcp: is followed by a command or an address that "
+                "begins with http, and the package mcp, which vLLM brings, must be there"
+            ) from error
+        if not self._schemas:
+            raise InputError(f"{origin}: the MCP server has no tools")
+
+    def __call__(self, tools: Sequence[str] | None = None) -> "McpTools":
+        """The environment of one episode, with the tools that its row names, or all."""
+        return McpTools(self, [each for each in self._schemas if not tools or each["function"]["name"] in tools])
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What a tool answers, or has to say against its arguments.
+
+        Raises:
+            Exception: the server is lost; the next call starts it anew.
+        """
+        from mcp import MCPError
+        from mcp_types import INVALID_PARAMS
+
+        if self._keeper is None:
+            self._opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._keeper = asyncio.create_task(self._keep(self._opened))
+        keeper = self._keeper
+        try:
+            client = await asyncio.shield(self._opened)
+            result = await client.call_tool(name, dict(arguments))
+        except Exception as error:
+            if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
+                return f"error: {error}"
+            keeper.cancel()
+            self._keeper = None if self._keeper is keeper else self._keeper
+            raise
+        return "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+
+    async def _keep(self, opened: "asyncio.Future[Any]") -> None:
+        """Hold a session in a task of its own, which must begin and end it, until it is cancelled."""
+        try:
+            async with self._client() as client:
+                opened.set_result(client)
+                await asyncio.Event().wait()
+        except Exception as error:
+            if not opened.done():
+                opened.set_exception(RuntimeError(_reason(error)))
+
+    async def _listed(self) -> list[dict[str, Any]]:
+        found, cursor = [], None
+        async with asyncio.timeout(START_TIMEOUT_S), self._client() as client:
+            while True:
+                page = await client.list_tools(cursor=cursor)
+                found += page.tools
+                if not (cursor := page.next_cursor):
+                    break
+        own = (
+            {"name": each.name, "description": each.description or "", "parameters": each.input_schema}
+            for each in found
+        )
+        return [{"type": "function", "function": function} for function in own]
+
+    def _client(self) -> Any:
+        from mcp import Client, StdioServerParameters, stdio_client
+
+        if self._where.startswith(("http://", "https://")):
+            return Client(self._where)
+        command, *words = shlex.split(self._where) or [""]
+        # What a server logs would stand between the lines of the run.
+        return Client(stdio_client(StdioServerParameters(command=command, args=words), errlog=subprocess.DEVNULL))
+
+
+class McpTools:
+    """Tools of a server that a reply may call; a reply without a call ends the episode."""
+
+    def __init__(self, server: McpServer, schemas: Sequence[Mapping[str, Any]]) -> None:
+        self._server = server
+        self._schemas = schemas
+
+    async def start(self) -> Opening:
+        return Opening(tools=self._schemas)
+
+    async def step(self, reply: Reply) -> Turn:
+        answers = [await self._server.call(call.name, call.arguments) for call in reply.calls]
+        return Turn(messages=[{"role": "tool", "content": answer} for answer in answers], done=not answers)
+
+    async def close(self) -> None: ...
+
+
+def _reason(error: BaseException) -> str:
+    """The first of the errors that a group of tasks has died of."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
