@@ -108,7 +108,7 @@ class EnvironmentSection:
 
     environment: str | None = flag(
         "answers the replies of prompts that name none in `env_config`: calculator, python, counter, guess_number, "
-        "wordle, FILE.py:factory or module:factory of your own, or mcp:COMMAND or mcp:http://… for an MCP server's tools",
+        "wordle, FILE.py:factory or module:factory of your own, or mcp:COMMAND or mcp:http://… for a server's tools",
         None,
     )
     max_turns: int = flag("replies of an episode in an environment, at most", 8, minimum=1)

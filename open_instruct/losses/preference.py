@@ -39,8 +39,7 @@ class PreferenceLossInputs:
     """The inputs of any preference loss; row 0 is for the chosen replies, row 1 for the rejected ones.
 
     Log-probs are sums over the reply's tokens. `collision_logps_2P` are sums of log(sum over v of p(v)^2), see
-    `TokenLogprobs`; without them, weights are not aligned. `matched_3P` are values from other pairs for losses over the
-    global batch: see `matched_pairs`.
+    `TokenLogprobs`; without them, weights are not aligned.
 
     Example: one pair, replies of 2 and 4 tokens, before the first step::
 
@@ -55,7 +54,6 @@ class PreferenceLossInputs:
     lengths_2P: torch.Tensor
     reference_logps_2P: torch.Tensor | None = None
     collision_logps_2P: torch.Tensor | None = None
-    matched_3P: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         # Shapes (B,) and (B, T) broadcast silently into a wrong loss, so every one must have the same P.
@@ -128,8 +126,6 @@ class PreferenceLoss:
     """Whether log-probs are averaged over the reply, or added up."""
     needs_reference: bool = True
     """Whether log-probs are compared with those of the start model."""
-    needs_global_batch: bool = False
-    """Whether a pair's loss depends on the other pairs of the global batch."""
     changed_by: tuple[str, ...] = ()
     """The flags that change what it compares."""
     knows_first_loss: bool = True
@@ -252,41 +248,6 @@ def sppo_losses(pairs: ComparedPairs) -> torch.Tensor:
     return (pairs.chosen_P - target).square() + (pairs.rejected_P + target).square()
 
 
-@register(
-    "aot",
-    "−log σ(β m), m of sorted margins of policy and reference",
-    "2406.05882",
-    needs_global_batch=True,
-    changed_by=(SHORTER,),
-)
-def aot_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tensor:
-    """AOT on pairs: DPO's loss of the policy's margins against the reference's, each sorted."""
-    assert pairs.inputs.matched_3P is not None
-    shifts_P = pairs.inputs.matched_3P[0].to(pairs.chosen_P.dtype)
-    shifted_P = pairs.chosen_P - pairs.rejected_P + shifts_P
-    return _smoothed_logistic(pairs.beta * shifted_P, label_smoothing)
-
-
-@register(
-    "aot_unpaired",
-    "−log σ(β m), m of sorted r(y_c) and sorted r(y_r)",
-    "2406.05882",
-    needs_global_batch=True,
-    changed_by=(SHORTER,),
-)
-def aot_unpaired_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tensor:
-    """AOT: DPO's loss of chosen against rejected replies, each sorted by their log-ratios.
-
-    A pair has the loss of its chosen reply, and the gradients of both.
-    """
-    matched_3P = pairs.inputs.matched_3P
-    assert matched_3P is not None
-    _, rejected_partners_P, chosen_partners_P = matched_3P.to(pairs.chosen_P.dtype)
-    chosen_losses_P = _smoothed_logistic(pairs.beta * (pairs.chosen_P - rejected_partners_P), label_smoothing)
-    rejected_losses_P = _smoothed_logistic(pairs.beta * (chosen_partners_P - pairs.rejected_P), label_smoothing)
-    return chosen_losses_P + (rejected_losses_P - rejected_losses_P.detach())
-
-
 @register("apo_zero", "1 − σ(w) + σ(l)", "2408.06266 eq. 7", changed_by=(SHORTER,))
 def apo_zero_losses(pairs: ComparedPairs) -> torch.Tensor:
     """APO-zero: chosen replies up, rejected ones down."""
@@ -365,34 +326,3 @@ def divergence_terms(
         return _log_sigmoid(log_ratios) + math.log(2.0)
     exponent = -1.0 if f_divergence_type == "forward_kl" else f_alpha_divergence_coef - 1.0
     return (exponent * log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).expm1() / exponent
-
-
-def to_match(inputs: PreferenceLossInputs) -> torch.Tensor:
-    """The input of `matched_pairs`, shape (3, P), float64: both log-ratios, and the reference's margins."""
-    import torch
-
-    assert inputs.reference_logps_2P is not None
-    reference_chosen_P, reference_rejected_P = inputs.reference_logps_2P
-    log_ratios_2P = inputs.policy_logps_2P - inputs.reference_logps_2P
-    return torch.stack([*log_ratios_2P, reference_chosen_P - reference_rejected_P]).detach().double()
-
-
-def matched_pairs(to_match_3P: torch.Tensor) -> torch.Tensor:
-    """Values for losses over the global batch, which match pairs by the ranks of their values; shape (3, P).
-
-    Row 0 is for aot, which compares a pair's margin under the policy with the reference's margin of the same rank: the
-    pair's own reference margin minus the matched one, so that large margins cancel exactly. Rows 1 and 2 are for
-    aot_unpaired: the rejected log-ratio with the rank of the pair's chosen one, and the chosen log-ratio with the rank
-    of the pair's rejected one. Among equal values the first ranks lower.
-    """
-    import torch
-
-    chosen_P, rejected_P, reference_margins_P = to_match_3P
-    margins_P = chosen_P - rejected_P + reference_margins_P
-    shifts_P = reference_margins_P - _rank_partners(reference_margins_P, margins_P)
-    return torch.stack([shifts_P, _rank_partners(rejected_P, chosen_P), _rank_partners(chosen_P, rejected_P)])
-
-
-def _rank_partners(others_P: torch.Tensor, values_P: torch.Tensor) -> torch.Tensor:
-    """For each of `values_P`, the one of `others_P` with the same rank."""
-    return others_P.new_empty(others_P.shape).index_copy(0, values_P.argsort(stable=True), others_P.sort().values)

@@ -5,9 +5,8 @@ Legend: P pairs of a microbatch, S = 2P documents of it (chosen first), N pairs 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from open_instruct.config.dpo import DPOConfig, loss_problems, needs_reference, validate_dpo
@@ -22,20 +21,17 @@ from open_instruct.losses.preference import (
     PreferenceLossInputs,
     PreferenceLossOutputs,
     divergence_terms,
-    matched_pairs,
-    to_match,
 )
 from open_instruct.objectives.objective import (
     REFERENCE,
     REFERENCE_TOKENS,
     BoundLoss,
     Evaluation,
-    Gather,
     LossOutputs,
     Objective,
     TokenLogprobs,
 )
-from open_instruct.records import Batch, Metric, StepBatch, mean_metrics
+from open_instruct.records import Batch, Metric, mean_metrics
 from open_instruct.wording import counted
 
 if TYPE_CHECKING:
@@ -44,16 +40,12 @@ if TYPE_CHECKING:
 
     from open_instruct.data.token_dataset import TokenDataset
 
-# The values that a microbatch has from other pairs of the global batch, see `matched_pairs`.
-MATCHED = "matched_3P"
-
 
 def bind(loss: PreferenceLossSection) -> BoundLoss:
     """The loss that the flags name; raises InputError for flags that cannot work."""
     refuse([*limit_problems(loss), *idle_problems(loss), *loss_problems(loss)])
     known = [PREFERENCE_LOSSES[name] for name in loss.names]
     starts_alike = all(each.needs_reference and each.knows_first_loss for each in known)
-    needs_other_pairs = any(each.needs_global_batch for each in known)
 
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         outputs = preference_loss(loss, preference_inputs(scores, batch, ld_alpha=loss.ld_alpha))
@@ -61,7 +53,6 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
 
     return BoundLoss(
         function=function,
-        prepare=partial(with_matched_pairs, ld_alpha=loss.ld_alpha) if needs_other_pairs else None,
         with_collisions=loss.weight_alignment,
         ld_alpha=loss.ld_alpha,
         first_loss=(lambda counts: first_loss(loss)) if starts_alike else None,
@@ -85,7 +76,6 @@ def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | 
         lengths_2P=lengths_S.view(2, -1),
         reference_logps_2P=None if reference_S is None else on_device(reference_S, logps_S.device).view(2, -1),
         collision_logps_2P=None if collisions_S is None else collisions_S.view(2, -1),
-        matched_3P=batch.values.get(MATCHED),
     )
 
 
@@ -139,33 +129,8 @@ def first_loss(loss: PreferenceLossSection) -> float:
         policy_logps_2P=zeros_21,
         lengths_2P=torch.ones(2, 1),
         reference_logps_2P=zeros_21,
-        matched_3P=torch.zeros(3, 1, dtype=torch.float64),
     )
     return preference_loss(loss, inputs).losses_P.item()
-
-
-def with_matched_pairs(
-    step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, ld_alpha: float | None
-) -> StepBatch:
-    """The step, with the values of `matched_pairs` added to its microbatches."""
-    import torch
-
-    from open_instruct.packing.documents import on_device
-
-    row_ids_P = torch.tensor([row for batch in step.microbatches for row in batch.row_ids], dtype=torch.float64)
-    inputs = [preference_inputs(*each, ld_alpha=ld_alpha) for each in zip(scores, step.microbatches, strict=True)]
-    own_3P = torch.cat([to_match(each) for each in inputs], dim=1)
-    row_ids_P = on_device(row_ids_P, own_3P.device)
-    all_P4 = gather(torch.cat([row_ids_P[None], own_3P]).T)
-    # Sorted by row, so that the order of equal values does not depend on the ranks.
-    all_4P = all_P4[all_P4[:, 0].argsort()].T.contiguous()
-    places_P = torch.searchsorted(all_4P[0], row_ids_P)
-    parts = matched_pairs(all_4P[1:])[:, places_P].split([len(batch.row_ids) for batch in step.microbatches], dim=1)
-    microbatches = (
-        replace(batch, values={**batch.values, MATCHED: part_3P})
-        for batch, part_3P in zip(step.microbatches, parts, strict=True)
-    )
-    return replace(step, microbatches=tuple(microbatches))
 
 
 def preference_metrics(outputs: PreferenceLossOutputs) -> dict[str, Metric]:
@@ -201,8 +166,6 @@ def evaluate(
         lengths_2P=torch.tensor(dataset.label_lengths().T, dtype=torch.float32),
         reference_logps_2P=None if reference_N2 is None else torch.tensor(reference_N2.T),
     )
-    if reference_N2 is not None:
-        inputs = replace(inputs, matched_3P=matched_pairs(to_match(inputs)))
     # Held-out scores lack the collision log-probs that weight alignment needs.
     outputs = preference_loss(replace(config.loss, weight_alignment=False), inputs)
     margins_N = outputs.rewards_2P[0] - outputs.rewards_2P[1]

@@ -62,7 +62,6 @@ CASES = {
     "dpo_skip_step": Case("--optimizer skip_step_adamw"),
     "dpo_muon": Case(f"--optimizer muon {HSDP}"),
     "dpo_ld": Case("--loss_type dpo --ld_alpha 0.5"),
-    "dpo_aot": Case("--loss_type aot"),
     "dpo_wpo": Case("--loss_type wpo"),
     "dpo_moving_reference": Case("--ref_policy_update_freq 1"),
     "zero_1": Case(f"{ZERO} 1 {OFFLOAD}"),

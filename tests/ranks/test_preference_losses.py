@@ -16,10 +16,8 @@ RunRanks = Callable[..., list[Any]]
 
 JOB = "tests.ranks.jobs.train_runs:run_each"
 EXO = {"label_smoothing": 1e-3}
-# What a loss has of the whole batch, of single tokens, of both replies' lengths, or of other losses.
+# What a loss has of single tokens, of both replies' lengths, or of other losses.
 CASES: dict[str, dict[str, Any]] = {
-    "aot": {"loss_type": "aot"},
-    "aot_unpaired": {"loss_type": "aot_unpaired"},
     "desensitized": {"loss_type": "dpo", "ld_alpha": 0.3, "f_divergence_type": "js_divergence"},
     "aligned": {"loss_type": "wpo", "weight_alignment": True},
     "mixed": {"loss_type": ["dpo", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
@@ -92,7 +90,7 @@ def test_a_sum_of_losses_tells_each_of_them(one_process: TrainCase) -> None:
     assert first["loss/dpo"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["loss/bco_pair"] == pytest.approx(2 * math.log(2), abs=1e-5)
     assert first["loss/sft"] == pytest.approx(one_process.metrics("first_sft")[0]["loss"], rel=1e-6)
-    assert not [name for name in one_process.metrics("aot_base")[0] if name.startswith("loss/")]
+    assert not [name for name in one_process.metrics("orpo_base")[0] if name.startswith("loss/")]
 
 
 def test_sums_that_count_tokens_differently_are_kept_apart(one_process: TrainCase) -> None:
@@ -104,7 +102,7 @@ def test_sums_that_count_tokens_differently_are_kept_apart(one_process: TrainCas
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks(one_process: TrainCase, run_ranks: RunRanks, ranks: int) -> None:
-    names = list(CASES) if ranks == 2 else ["aot", "aot_unpaired"]
+    names = list(CASES) if ranks == 2 else ["mixed"]
     commands = [one_process.command(f"{name}_{ranks}", ranks=ranks, **LONG, **CASES[name]) for name in names]
     run_ranks(ranks, JOB, commands=commands, ports=free_ports(len(commands)))
     for name in names:

@@ -135,9 +135,7 @@ CASES: dict[str, Case] = {
         algorithm="grpo",
         flags=TENSOR | TEACHER | {"top_entropy_quantile": 0.5, "num_mini_batches": 2, "beta": 0.05},
     ),
-    "updated reference, sorted pairs": Case(
-        model="untied", num_ranks=4, flags=HSDP | {"loss_type": "aot", "ref_policy_update_freq": 1}
-    ),
+    "updated reference": Case(model="untied", num_ranks=4, flags=HSDP | {"ref_policy_update_freq": 1}),
     "updated reference, weighed pairs": Case(
         model="tied",
         num_ranks=2,
@@ -167,7 +165,7 @@ CASES: dict[str, Case] = {
 IN_ONE_PROCESS = (
     *("fsdp 4 deep", "replicas 4 untied", "fsdp 2 x tensor 2, checkpointing deep", "checkpointing", "muon, hsdp 2x2"),
     *("hsdp 2x2, reduced last", "fsdp 2 x tensor 2, reduced last", "adapters, fsdp 2 x tensor 2, checkpointing"),
-    *("updated reference, sorted pairs", "teacher's logits, hsdp 2x2", "adapters, hsdp 2x2"),
+    *("updated reference", "teacher's logits, hsdp 2x2", "adapters, hsdp 2x2"),
     *("grpo hsdp 2x2", "grpo fsdp 4, two updates, reduced last", "grpo fsdp 4, six updates"),
     *("grpo with a teacher, chosen tokens", "tensor 2 deep", "tensor 2, one microbatch, reduced last"),
     *("feed-forward again", "teacher's logits, context 2", "updated reference, weighed pairs"),

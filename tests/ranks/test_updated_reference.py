@@ -28,8 +28,6 @@ def runs(dpo_case: TrainCase) -> TrainCase:
         dpo_case.command("half_cut", **HALF, batch=2, prefix_sharing="off", checkpointing_steps=3),
         dpo_case.command("half_resumed", **HALF | {"max_train_steps": 3}),
         dpo_case.command("half_resumed", **HALF),
-        dpo_case.command("half_sorted", **HALF, loss_type="aot"),
-        dpo_case.command("half_sorted_cut", **HALF, loss_type="aot", batch=1),
     ]
     run_ranks(1, JOB, commands=commands, ports=free_ports(len(commands)))
     return dpo_case
@@ -57,9 +55,8 @@ def test_half_an_update_halves_what_is_seen(runs: TrainCase) -> None:
     assert before["eval/rewards/margin"] == 0 < after["eval/rewards/margin"]
 
 
-def test_neither_cut_nor_sorting_matters(runs: TrainCase) -> None:
+def test_the_cut_does_not_matter(runs: TrainCase) -> None:
     assert_same(runs, "half_cut", "half")
-    assert_same(runs, "half_sorted_cut", "half_sorted")
 
 
 def test_it_is_resumed_bitwise(runs: TrainCase) -> None:

@@ -137,10 +137,10 @@ def test_workload_of_dpo() -> None:
     assert workload.checkpointing_modules == () and workload.export_bytes_per_param == 2
     simpo = workload_of(parse(DPOConfig, [*DPO, "--loss_type", "simpo"]), SHAPE, resolve_layout([8]))
     assert simpo.reference_pass_tokens == 0
-    # A reference that follows is there throughout; a loss that sorts the global batch looks at it first.
-    flags = ["--loss_type", "aot", "wpo", "--weight_alignment", "--ref_policy_update_freq", "2"]
+    # A reference that follows is there throughout.
+    flags = ["--loss_type", "dpo", "wpo", "--weight_alignment", "--ref_policy_update_freq", "2"]
     moving = workload_of(parse(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
-    assert moving.scorings == (Scoring(shape=SHAPE), Scoring(shape=SHAPE, stands_as="reference policy", moves=True))
+    assert moving.scorings == (Scoring(shape=SHAPE, stands_as="reference policy", moves=True),)
     assert (moving.reference_pass_tokens, moving.num_values) == (0, 2)
 
 

@@ -16,7 +16,7 @@ from mpmath import mpf
 
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.losses.logprobs import sum_by_reply
-from open_instruct.losses.preference import PREFERENCE_LOSSES, PreferenceLossInputs, matched_pairs, to_match
+from open_instruct.losses.preference import PREFERENCE_LOSSES, PreferenceLossInputs
 from open_instruct.objectives.dpo import preference_loss
 
 mpmath.mp.dps = 60
@@ -111,18 +111,6 @@ FORMULAS: dict[str, Formula] = {
 }
 
 
-def aot(pairs: Sequence[Pair]) -> mpf:
-    """Sorted margins of the policy against sorted margins of the reference."""
-    ours, theirs = sorted(won - lost for won, lost, *_ in pairs), sorted(rw - rl for _, _, rw, rl, *_ in pairs)
-    return mpmath.fsum(smoothed(BETA * (a - b)) for a, b in zip(ours, theirs, strict=True))
-
-
-def aot_unpaired(pairs: Sequence[Pair]) -> mpf:
-    """Sorted log-ratios of chosen replies against those of rejected ones."""
-    chosen, rejected = sorted(won - rw for won, _, rw, *_ in pairs), sorted(lost - rl for _, lost, _, rl, *_ in pairs)
-    return mpmath.fsum(smoothed(BETA * (a - b)) for a, b in zip(chosen, rejected, strict=True))
-
-
 def section(name: str | list[str], **flags: Any) -> PreferenceLossSection:
     smoothing = {"label_smoothing": float(E)} if name not in ("wpo",) else {}
     settings = {"beta": float(BETA), "gamma_beta_ratio": float(GAMMA), "cpo_alpha": float(ALPHA)} | smoothing
@@ -195,39 +183,7 @@ def test_values_and_gradients(name: str) -> None:
 
 
 def test_no_loss_is_left_out() -> None:
-    assert {*FORMULAS, "wpo", "aot", "aot_unpaired"} == PREFERENCE_LOSSES.keys()
-
-
-@pytest.mark.parametrize(("name", "formula"), [("aot", aot), ("aot_unpaired", aot_unpaired)])
-@pytest.mark.parametrize("cut", [(12,), (5, 7), (1, 1, 1, 9)])
-@pytest.mark.parametrize("pairs", [drawn(3), FAR], ids=["near", "far"])
-def test_sorted_over_the_global_batch(
-    name: str, formula: Callable[[Sequence[Pair]], mpf], cut: tuple[int, ...], pairs: list[Pair]
-) -> None:
-    matched_3P = matched_pairs(to_match(torch_inputs(pairs)))
-    total, of_pairs = 0.0, []
-    start = 0
-    for size in cut:
-        inputs = torch_inputs(pairs[start : start + size])
-        for place in (1, 2):  # equal log-probs would be sorted either way
-            assert len({pair[place] for pair in pairs}) > 1
-        cut_inputs = replace(inputs, matched_3P=matched_3P[:, start : start + size])
-        losses_P = preference_loss(section(name), cut_inputs).losses_P
-        total += losses_P.sum().item()
-        of_pairs.append(gradients(losses_P, cut_inputs))
-        start += size
-    assert total == pytest.approx(float(formula(pairs)), rel=1e-6)
-    if pairs is FAR:
-        return  # where two are equal, which of them has which slope is a matter of taste
-    for place, gradient_P in enumerate(map(torch.cat, zip(*of_pairs, strict=True))):
-        expected = [
-            slope(
-                lambda x, i=i: formula([*pairs[:i], with_place(pairs[i], place, x), *pairs[i + 1 :]]),  # noqa: B023
-                pairs[i][place],
-            )
-            for i in range(len(pairs))
-        ]
-        close(gradient_P, expected)
+    assert {*FORMULAS, "wpo"} == PREFERENCE_LOSSES.keys()
 
 
 def f_prime(kind: str, log_u: mpf) -> mpf:

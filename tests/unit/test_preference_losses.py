@@ -4,7 +4,6 @@ Pair 0 has replies of 2 and 4 tokens, pair 1 of 5 and 1. Log-probs are whole-rep
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from open_instruct.losses.preference import (
     PREFERENCE_LOSSES,
     PreferenceLossInputs,
     PreferenceLossOutputs,
-    matched_pairs,
-    to_match,
 )
 from open_instruct.objectives import dpo
 
@@ -25,7 +22,6 @@ CHOSEN, REJECTED = [-3.0, -10.0], [-8.0, -2.0]
 REFERENCE_CHOSEN, REFERENCE_REJECTED = [-4.0, -9.0], [-6.0, -2.5]
 CHOSEN_LENGTHS, REJECTED_LENGTHS = [2, 5], [4, 1]
 
-OF_PAIRS = [name for name, loss in PREFERENCE_LOSSES.items() if not loss.needs_global_batch]
 REFERENCE_BASED = [name for name, loss in PREFERENCE_LOSSES.items() if loss.needs_reference]
 
 
@@ -33,7 +29,7 @@ def preference_loss(
     name: str, inputs: PreferenceLossInputs, *, beta: float, label_smoothing: float = 0.0, gamma_beta_ratio: float = 0.0
 ) -> PreferenceLossOutputs:
     flags = {"beta": beta, "label_smoothing": label_smoothing, "gamma_beta_ratio": gamma_beta_ratio}
-    return dpo.preference_loss(section(name, **flags), matched(inputs))
+    return dpo.preference_loss(section(name, **flags), inputs)
 
 
 def section(name: str, **flags: Any) -> PreferenceLossSection:
@@ -41,13 +37,6 @@ def section(name: str, **flags: Any) -> PreferenceLossSection:
     if name == "exo_pair" and not flags.get("label_smoothing"):
         flags["label_smoothing"] = 1e-3
     return PreferenceLossSection(loss_type=name, **flags)
-
-
-def matched(inputs: PreferenceLossInputs) -> PreferenceLossInputs:
-    """With what the losses of a global batch must know of it, where these pairs are all of it."""
-    if inputs.reference_logps_2P is None:
-        return inputs
-    return replace(inputs, matched_3P=matched_pairs(to_match(inputs)))
 
 
 def make_inputs(
@@ -127,7 +116,7 @@ def test_loss_where_policy_is_the_reference(name: str, label_smoothing: float) -
     inputs = make_inputs(chosen, rejected, chosen, rejected, [400, 3], [20, 617], dtype=torch.float32)
     beta = 0.1
     expected = {
-        **{loss: [math.log(2.0)] * 2 for loss in ("dpo", "dpo_norm", "robust", "aot", "aot_unpaired")},
+        **{loss: [math.log(2.0)] * 2 for loss in ("dpo", "dpo_norm", "robust")},
         "wpo": [
             math.log(2.0) * math.exp(-812.3 / 400 - 33.1 / 20),
             math.log(2.0) * math.exp(-7.7 / 3 - 1234.5 / 617),
@@ -151,7 +140,7 @@ def test_loss_where_policy_is_the_reference(name: str, label_smoothing: float) -
         assert callable(first_loss) and first_loss({}) == pytest.approx(expected[0])
 
 
-@pytest.mark.parametrize("name", OF_PAIRS)
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_one_loss_per_pair_each_from_its_own_pair_alone(name: str) -> None:
     """With (P,) times (P, T), or a mean inside, a pair's loss would depend on its neighbours."""
     together = preference_loss(name, make_inputs(), beta=0.4, gamma_beta_ratio=0.3)
