@@ -32,7 +32,7 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import Head, TensorNames
 from open_instruct.models.load import check_cover, parameter_shapes
-from open_instruct.models.lora.files import open_adapter
+from open_instruct.models.lora.files import check_base, open_adapter
 from open_instruct.parallel.layout import check_heads
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
@@ -56,6 +56,7 @@ class Pretrained:
     names: TensorNames
     tokenizer: PreTrainedTokenizerFast
     adapter: Mapping[str, torch.Tensor] | None = None
+    adapter_folder: Path | None = None  # which the adapter is read from
     chat_template: str | None = None  # in place of the tokenizer's own
 
     def build(self, *, init_device: str) -> Transformer:
@@ -185,17 +186,22 @@ def open_pretrained(
     check_destination(folder, export_folder)
     if lora is None or lora.adapter_name_or_path is None:
         return opened
-    return replace(opened, adapter=open_adapter(local_folder(lora.adapter_name_or_path), bare, names, lora))
+    adapter_folder = local_folder(lora.adapter_name_or_path)
+    return replace(opened, adapter=open_adapter(adapter_folder, bare, names, lora), adapter_folder=adapter_folder)
 
 
 def start_model_of(pretrained: Pretrained, run: Run) -> str:
     """Fingerprint of the start model, which the checkpoints of the run must have too. Collective.
 
-    :raises InputError: the run began with another start model, or its files were changed in place.
+    :raises InputError: the run began with another start model, its files were changed in place, or the adapter that it
+        goes on from is of another one.
     """
     own = pretrained.fingerprint
 
     def compare() -> None:
+        adapter = pretrained.adapter_folder
+        if adapter and (warning := check_base(adapter, pretrained.folder, pretrained.weights_fingerprint)):
+            run.console.warn(warning)
         for folder in find_checkpoints(run.directory.path):
             with suppress(Damaged):  # `resume` warns of it
                 refuse_another_start_model(folder, own)

@@ -19,7 +19,6 @@ from open_instruct.config.flags import OWN, flags_of
 from open_instruct.config.plan import PlanFlags
 from open_instruct.config.suites.upstream_flags import upstream_table
 from open_instruct.families import FAMILIES
-from open_instruct.merge import MergeFlags
 from open_instruct.parallel.layout_command import LayoutFlags
 from open_instruct.preview.command import PreviewFlags
 from open_instruct.replay import ReplayFlags
@@ -86,7 +85,6 @@ FLOORS = [
         "distill",
         "dpo",
         "reward_model",
-        "merge",
         "sft",
         "grpo_fast",
         "grpo_olmo_core_actor",
@@ -470,7 +468,6 @@ def known_flags() -> frozenset[str]:
     others = (
         ExportFlags,
         LayoutFlags,
-        MergeFlags,
         PlanFlags,
         PreviewFlags,
         ReplayFlags,

@@ -11,17 +11,17 @@ from olmo_core.nn.transformer import Transformer
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from open_instruct import merge
 from open_instruct.config.lora import LoRASection
 from open_instruct.models.build import build_model
 from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
-from open_instruct.models.hf.hf_config import SINGLE_NAME, load_hf_config
+from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapters_off, fill_adapter
 from open_instruct.models.lora.files import BASE_FINGERPRINT, CONFIG_NAME, WEIGHTS_NAME, open_adapter
 from tests.ranks.grpo_case import GRPOCase, RunRanks
+from tests.ranks.launch import RanksFailed
 from tests.ranks.launch import run_ranks as start
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_distill import stored_otherwise
@@ -91,7 +91,7 @@ def test_a_layout_changes_nothing(runs: dict[str, TrainCase], layout: str) -> No
     assert expected[-1][0] < 0.65
     with safe_open(case.folder / layout / "adapter" / WEIGHTS_NAME, framework="pt") as file:
         assert file.metadata()[BASE_FINGERPRINT] == weights_fingerprint(CheckpointFiles.open(case.model)), (
-            "for who merges it"
+            "for who goes on from it"
         )
     for ours, theirs in zip(case.trajectory(layout), expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
@@ -177,14 +177,13 @@ def test_a_reward_models_head_is_saved_with_its_adapter(runs: dict[str, TrainCas
     assert (folder / "adapter" / template).read_text() == (folder / "hf_model" / template).read_text()
 
 
-def test_an_adapter_is_merged_by_itself(runs: dict[str, TrainCase], tmp_path: Path) -> None:
-    case = runs["llama"]  # whose embeddings are tied
-    folder = case.folder / "alone"
-    words = ["--model_name_or_path", case.model, "--adapter_name_or_path", folder / "adapter", "--output_dir", tmp_path]
-    assert merge.main([str(word) for word in words]) == 0
-    ours, of_run = load_file(tmp_path / SINGLE_NAME), load_file(folder / "hf_model" / SINGLE_NAME)
-    assert ours.keys() == of_run.keys()
-    assert all(torch.equal(ours[name], of_run[name]) for name in ours)
+def test_a_run_goes_on_from_no_adapter_of_other_weights(runs: dict[str, TrainCase], tmp_path: Path) -> None:
+    case = runs["olmo2"]
+    other = replace(case, model=write_shallow_model(tmp_path / "other", family="olmo2", seed=1), folder=tmp_path)
+    folder = case.folder / "alone" / "adapter"
+    commands = [other.command("refused", adapter_name_or_path=folder, max_train_steps=1)]
+    with pytest.raises(RanksFailed, match="has other weights; give that model"):
+        start(1, JOB, commands=commands, ports=free_ports(1))
 
 
 def test_grpo_learns_the_same_on_every_layout(tmp_path: Path, run_ranks: RunRanks) -> None:

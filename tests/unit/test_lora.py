@@ -22,7 +22,14 @@ from open_instruct.models.lora.adapters import (
     weights_of,
     whole_adapter,
 )
-from open_instruct.models.lora.files import CONFIG_NAME, WEIGHTS_NAME, file_name_of, open_adapter
+from open_instruct.models.lora.files import (
+    BASE_FINGERPRINT,
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    check_base,
+    file_name_of,
+    open_adapter,
+)
 from open_instruct.models.shards import held_of, held_run
 from tests.unit.small_models import CPU, hf_config, new_model, with_random_weights
 
@@ -191,3 +198,21 @@ def test_what_is_no_whole_adapter_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-4])
     with pytest.raises(InputError, match=WEIGHTS_NAME):
         opened(weights.parent, UP)
+
+
+def test_the_weights_that_an_adapter_was_made_beside(tmp_path: Path) -> None:
+    """Are known by what its file says of them, or else by the folder that it names."""
+    for known, named, fingerprint, told in (
+        ({}, tmp_path, "1", None),
+        ({}, "allenai/OLMo-2-0425-1B", "1", "cannot be told"),
+        ({BASE_FINGERPRINT: "1"}, "allenai/OLMo-2-0425-1B", "1", None),
+        ({BASE_FINGERPRINT: "1"}, tmp_path, "2", "has other weights; give that model"),
+    ):
+        (tmp_path / CONFIG_NAME).write_text(json.dumps({"base_model_name_or_path": str(named)}))
+        save_file({"a": torch.zeros(1)}, tmp_path / WEIGHTS_NAME, metadata={"format": "pt", **known})
+        if fingerprint == "2":
+            with pytest.raises(InputError, match=told):
+                check_base(tmp_path, tmp_path, fingerprint)
+        else:
+            warning = check_base(tmp_path, tmp_path, fingerprint)
+            assert (warning is None) if told is None else (warning is not None and told in warning)

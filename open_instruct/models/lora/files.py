@@ -27,7 +27,6 @@ from open_instruct.models.export_files import (
     put_in_place,
     write_texts,
 )
-from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles, read_header
 from open_instruct.models.hf.names import HF_SCORE, LM_HEAD, Head, TensorNames, clean_name
 from open_instruct.models.load import cover_problem
@@ -109,22 +108,17 @@ def open_adapter(folder: Path, model: Transformer, names: TensorNames, lora: LoR
     return {name: files.read(file_name) for file_name, name in wanted.items()}
 
 
-def check_base(folder: Path, base: Path, files: CheckpointFiles) -> str | None:
-    """Check that the adapter in `folder` belongs to `base`, whose `files` are open; a warning if that is unknown.
+def check_base(folder: Path, base: Path, fingerprint: str) -> str | None:
+    """Check that the adapter in `folder` belongs to `base`, whose weights have this fingerprint; a warning if unknown.
 
     :raises InputError: the adapter was trained on other weights.
     """
     named = str(read_object(folder / CONFIG_NAME).get("base_model_name_or_path"))
     with safe_open(folder / WEIGHTS_NAME, framework="pt") as adapter:
-        fingerprint = (adapter.metadata() or {}).get(BASE_FINGERPRINT)
-    theirs = Path(named).expanduser()
-    if fingerprint is None and theirs.is_dir():
-        if theirs.samefile(base):
-            return None
-        fingerprint = weights_fingerprint(CheckpointFiles.open(theirs))
-    if fingerprint is None:
+        known = (adapter.metadata() or {}).get(BASE_FINGERPRINT)
+    if known is None and Path(named).expanduser().resolve() != base.resolve():
         return f"{folder} says that it was made beside {named}: whether {base} has those weights cannot be told"
-    if fingerprint != weights_fingerprint(files):
+    if known not in (None, fingerprint):
         raise InputError(f"{folder} was made beside {named}, and {base} has other weights; give that model")
     return None
 
@@ -143,7 +137,7 @@ def write_adapter(
     """Write `adapter`, whole matrices by OLMo-core's names, in place of an earlier one. Collective; rank 0 writes.
 
     :param base: the name of the base model, for readers.
-    :param fingerprint: of the weights of `base`, checked when the adapter is merged.
+    :param fingerprint: of the weights of `base`, checked when a run goes on from the adapter.
     :param chat_template: of training, where it is not the base's own.
     :param card: gives the text of README.md; only rank 0 calls it.
     :raises RunError: the disk filled up or failed; an earlier one is unharmed.
