@@ -21,8 +21,6 @@ from open_instruct.objectives.dpo import first_loss
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "losses.md"
 DENOMINATORS = {"response_length": "completions × `--response_length`"}
-# exo_pair has no value without label smoothing; this is its paper's.
-SMOOTHING_OF_EXO = 0.001
 
 
 def preference_losses() -> str:
@@ -69,8 +67,7 @@ def first(name: str) -> str:
     loss = PREFERENCE_LOSSES[name]
     if not (loss.needs_reference and loss.knows_first_loss):
         return ""
-    smoothing = SMOOTHING_OF_EXO if name == "exo_pair" else 0.0
-    return f"{first_loss(PreferenceLossSection(loss_type=name, label_smoothing=smoothing)):.5g}"
+    return f"{first_loss(PreferenceLossSection(loss_type=name)):.5g}"
 
 
 def linked(papers: str) -> str:

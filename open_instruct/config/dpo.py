@@ -57,8 +57,6 @@ def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
         having = [name for name, known in PREFERENCE_LOSSES.items() if flag in known.reads]
         if value != off and not set(names) <= set(having):
             yield f"--{flag} {spelled(value)}: {given} has no {what}; use {spelled(off)}, or one of {', '.join(having)}"
-    if loss.label_smoothing == 0 and "exo_pair" in names:
-        yield "--label_smoothing 0: exo_pair has no value there; give --label_smoothing 0.001, as its paper does"
     for flag in ("cache_logprobs_only", "ref_policy_update_freq"):
         if getattr(loss, flag) and not needs_reference(loss):
             yield (

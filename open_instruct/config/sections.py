@@ -153,13 +153,6 @@ class PreferenceLossSection:
     cpo_alpha: float = flag(
         "weight of the chosen reply's mean -log p", 1.0, read_with=loss_types_reading("cpo_alpha"), minimum=0
     )
-    discopop_tau: float = flag(
-        "temperature of the sigmoid that mixes the logistic and the exponential loss",
-        0.05,
-        read_with=loss_types_reading("discopop_tau"),
-        above=0,
-        maximum=1,
-    )
     weight_alignment: bool = flag(
         "divide each token's probability by its expected value under the policy (WPO)",
         False,

@@ -11,10 +11,11 @@ from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.data.chat import ChatFormat
+from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import GenerationRequest, Home
 from open_instruct.environments.adapters import called
 from open_instruct.environments.environment import ChatMessage, Environment, Reply
@@ -24,9 +25,6 @@ from open_instruct.episodes.seeds import sampling_seed
 from open_instruct.episodes.tool_calls import ToolCallError, form_of_template, tool_calls
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Episode, EpisodeStatus, Prompt, Span
-
-if TYPE_CHECKING:
-    from open_instruct.engines.engine_pool import EnginePool
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 10.0

@@ -1,24 +1,19 @@
 """Ask, answer, judge: the walk of a prompt's requests, the same for every caller."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
+from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
+from open_instruct.episodes.conversations import Conversations
 from open_instruct.episodes.seeds import sampling_seed
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-
-if TYPE_CHECKING:
-    from open_instruct.engines.engine_pool import EnginePool
-    from open_instruct.episodes.conversations import Conversations
-    from open_instruct.verifiers.reward import RewardManager
+from open_instruct.verifiers.reward import RewardManager
 
 NUM_JUDGING_THREADS = 16
 

@@ -214,20 +214,6 @@ def robust_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tens
     return (e * _log_sigmoid(-logits_P) - (1.0 - e) * _log_sigmoid(logits_P)) / (1.0 - 2.0 * e)
 
 
-@register(
-    "exo_pair",
-    "σ(z) (log σ(z) − log(1 − ε)) + σ(−z) (log σ(−z) − log ε)",
-    "2402.00856 eq. 16",
-    changed_by=(SHORTER, DIVERGENCE),
-)
-def exo_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tensor:
-    """EXO on pairs: KL(q || (1 - e, e)), with q the policy's preference `sigmoid(beta * m)`."""
-    e = label_smoothing
-    logits_P = pairs.logits_P
-    chosen_term_P = logits_P.sigmoid() * (_log_sigmoid(logits_P) - math.log1p(-e))
-    return chosen_term_P + (-logits_P).sigmoid() * (_log_sigmoid(-logits_P) - math.log(e))
-
-
 @register("nca_pair", "−log σ(w) − ½ log σ(−w) − ½ log σ(−l)", "2402.05369 eq. 11", changed_by=(SHORTER,))
 def nca_losses(pairs: ComparedPairs) -> torch.Tensor:
     """NCA on pairs: the chosen reply's reward is pulled up, and both are pulled to 0."""
@@ -258,14 +244,6 @@ def apo_zero_losses(pairs: ComparedPairs) -> torch.Tensor:
 def apo_down_losses(pairs: ComparedPairs) -> torch.Tensor:
     """APO-down: both down, the rejected reply more."""
     return pairs.chosen_rewards_P.sigmoid() + (-pairs.logits_P).sigmoid()
-
-
-@register("discopop", "−(1 − s) log σ(z) + s e^−z, s = σ(z/τ)", "2406.08414 eq. 5", changed_by=(SHORTER, DIVERGENCE))
-def discopop_losses(pairs: ComparedPairs, *, discopop_tau: float) -> torch.Tensor:
-    """DiscoPOP. The product s * exp(-z) is the exponential of a sum, never far above 0, so it cannot overflow."""
-    logits_P = pairs.logits_P
-    modulated_P = logits_P / discopop_tau
-    return (_log_sigmoid(modulated_P) - logits_P).exp() - (-modulated_P).sigmoid() * _log_sigmoid(logits_P)
 
 
 @register("sft", "−log π(y_c)/|y_c|", "2404.19733 eq. 1", per_token=True, needs_reference=False)

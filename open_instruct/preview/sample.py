@@ -1,14 +1,13 @@
 """The first rows of a run, built as the run builds them, then split into tokens to be shown."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.training import LearnerConfig
@@ -24,9 +23,6 @@ from open_instruct.errors import InputError
 from open_instruct.objectives.objective import Objective
 from open_instruct.records import Document
 from open_instruct.verifiers.registry import known_verifiers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,32 +14,28 @@ where the learners are at version s + `async_steps` - 1. So no token is more tha
 sync waits for running completions or reaches into them (`inflight_updates`): a token is at least as new as its ticket.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import RolloutSection
+from open_instruct.data.prompts import PromptStream
+from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
+from open_instruct.episodes.conversations import Conversations
 from open_instruct.episodes.walk import Answer, AskedGroup, Episodes, samples_of
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.records import Prompt, RolloutGroup
 from open_instruct.rollout.learning_signal import refuse_failed_verdicts
 from open_instruct.rollout.samples import RolloutStepBatch, num_right
+from open_instruct.verifiers.reward import RewardManager
 from open_instruct.wording import counted
-
-if TYPE_CHECKING:
-    from open_instruct.data.prompts import PromptStream
-    from open_instruct.engines.engine_pool import EnginePool
-    from open_instruct.episodes.conversations import Conversations
-    from open_instruct.verifiers.reward import RewardManager
 
 STALL_TIMEOUT_S = 3600.0
 # The number of groups that a step may reject for each that it needs, before the run ends as one that learns nothing.

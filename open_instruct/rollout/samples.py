@@ -1,15 +1,14 @@
 """The groups of a step become the samples that learners train on, and the step's rollout metrics."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import RolloutSection
@@ -29,9 +28,6 @@ from open_instruct.records import (
 )
 from open_instruct.run.console import Console
 from open_instruct.users_code import own_function
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

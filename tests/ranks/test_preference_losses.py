@@ -15,7 +15,6 @@ from tests.ranks.train_case import TrainCase, free_ports
 RunRanks = Callable[..., list[Any]]
 
 JOB = "tests.ranks.jobs.train_runs:run_each"
-EXO = {"label_smoothing": 1e-3}
 # What a loss has of single tokens, of both replies' lengths, or of other losses.
 CASES: dict[str, dict[str, Any]] = {
     "desensitized": {"loss_type": "dpo", "ld_alpha": 0.3, "f_divergence_type": "js_divergence"},
@@ -32,10 +31,7 @@ def one_process(dpo_case: TrainCase) -> TrainCase:
 
     heldout = [dpo_case.rows, "5"]
     commands = [
-        *(
-            dpo_case.command(f"first_{name}", loss_type=name, max_train_steps=1, **(EXO if name == "exo_pair" else {}))
-            for name in PREFERENCE_LOSSES
-        ),
+        *(dpo_case.command(f"first_{name}", loss_type=name, max_train_steps=1) for name in PREFERENCE_LOSSES),
         *(
             dpo_case.command(f"{name}_{cut}", **LONG, **flags, **how)
             for name, flags in CASES.items()
@@ -61,7 +57,7 @@ def assert_same_trajectory(case: TrainCase, name: str, other: str) -> None:
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_it_starts_where_a_policy_is_its_reference(one_process: TrainCase, name: str) -> None:
     (row,) = one_process.metrics(f"first_{name}")
-    first_loss = bind(PreferenceLossSection(loss_type=name, **(EXO if name == "exo_pair" else {}))).first_loss
+    first_loss = bind(PreferenceLossSection(loss_type=name)).first_loss
     assert math.isfinite(row["loss"]) and row["grad_norm"] > 0
     if callable(first_loss):
         assert row["loss"] == pytest.approx(first_loss({}), rel=1e-5, abs=5e-6)

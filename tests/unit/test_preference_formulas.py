@@ -20,7 +20,7 @@ from open_instruct.losses.preference import PREFERENCE_LOSSES, PreferenceLossInp
 from open_instruct.objectives.dpo import preference_loss
 
 mpmath.mp.dps = 60
-BETA, E, GAMMA, ALPHA, TAU = (mpf(number) for number in ("0.35", "0.125", "0.75", "0.5", "0.25"))
+BETA, E, GAMMA, ALPHA = (mpf(number) for number in ("0.35", "0.125", "0.75", "0.5"))
 CLAMP = 20
 
 Pair = tuple[mpf, mpf, mpf, mpf, int, int]  # L_w, L_l, R_w, R_l, n_w, n_l
@@ -58,12 +58,6 @@ def nll(pair: Pair) -> mpf:
     return -pair[0] / pair[4]
 
 
-def exo(pair: Pair) -> mpf:
-    """Equation 16: the policy's preference q of won over lost against labels that are right with probability 1 - e."""
-    q = {side: sigma(sign * BETA * margin(pair)) for side, sign in (("won", 1), ("lost", -1))}
-    return q["won"] * mpmath.log(q["won"] / (1 - E)) + q["lost"] * mpmath.log(q["lost"] / E)
-
-
 def orpo(pair: Pair) -> mpf:
     p_w, p_l = mpmath.exp(pair[0] / pair[4]), mpmath.exp(pair[1] / pair[5])
     odds_ratio = (p_w / (1 - p_w)) / (p_l / (1 - p_l))
@@ -82,13 +76,6 @@ def sppo(pair: Pair) -> mpf:
     return (won - rw - eta * (mpf(1) - mpf(1) / 2)) ** 2 + (lost - rl - eta * (mpf(0) - mpf(1) / 2)) ** 2
 
 
-def discopop(pair: Pair) -> mpf:
-    """Equation 5: a logistic loss and an exponential one, and how much of each."""
-    z = BETA * margin(pair)
-    share = sigma(z / TAU)
-    return (1 - share) * -log_sigma(z) + share * mpmath.exp(-z)
-
-
 FORMULAS: dict[str, Formula] = {
     "dpo": lambda pair: smoothed(BETA * margin(pair)),
     "dpo_norm": lambda pair: smoothed(BETA * mean_margin(pair)),
@@ -98,13 +85,11 @@ FORMULAS: dict[str, Formula] = {
     "robust": lambda pair: (
         (-(1 - E) * log_sigma(BETA * margin(pair)) + E * log_sigma(-BETA * margin(pair))) / (1 - 2 * E)
     ),
-    "exo_pair": exo,
     "nca_pair": nca,
     "bco_pair": lambda pair: -log_sigma(rewards(pair)[0]) - log_sigma(-rewards(pair)[1]),
     "sppo_hard": sppo,
     "apo_zero": lambda pair: (1 - sigma(rewards(pair)[0])) + sigma(rewards(pair)[1]),
     "apo_down": lambda pair: sigma(rewards(pair)[0]) + (1 - sigma(rewards(pair)[0] - rewards(pair)[1])),
-    "discopop": discopop,
     "sft": nll,
     "cpo": lambda pair: smoothed(BETA * (pair[0] - pair[1])) + ALPHA * nll(pair),
     "orpo": orpo,
@@ -114,7 +99,7 @@ FORMULAS: dict[str, Formula] = {
 def section(name: str | list[str], **flags: Any) -> PreferenceLossSection:
     smoothing = {"label_smoothing": float(E)} if name not in ("wpo",) else {}
     settings = {"beta": float(BETA), "gamma_beta_ratio": float(GAMMA), "cpo_alpha": float(ALPHA)} | smoothing
-    return PreferenceLossSection(loss_type=name, **settings | {"discopop_tau": float(TAU)} | flags)
+    return PreferenceLossSection(loss_type=name, **settings | flags)
 
 
 def drawn(seed: int, *, num_pairs: int = 12, spread: float = 8.0) -> list[Pair]:

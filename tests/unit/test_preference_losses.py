@@ -33,9 +33,6 @@ def preference_loss(
 
 
 def section(name: str, **flags: Any) -> PreferenceLossSection:
-    """Of a loss that has no value without label smoothing, its paper's."""
-    if name == "exo_pair" and not flags.get("label_smoothing"):
-        flags["label_smoothing"] = 1e-3
     return PreferenceLossSection(loss_type=name, **flags)
 
 
@@ -123,11 +120,9 @@ def test_loss_where_policy_is_the_reference(name: str, label_smoothing: float) -
         ],
         "ipo": [(1.0 / (2.0 * beta)) ** 2] * 2,
         **{loss: [1.0, 1.0] for loss in ("hinge", "apo_zero", "apo_down")},
-        "exo_pair": [-math.log(2.0) - 0.5 * math.log(1e-3 * 0.999)] * 2,
         "nca_pair": [2 * math.log(2.0)] * 2,
         "bco_pair": [2 * math.log(2.0)] * 2,
         "sppo_hard": [50.0, 50.0],
-        "discopop": [0.5 * math.log(2.0) + 0.5] * 2,
     }[name]
     outputs = preference_loss(name, inputs, beta=beta, label_smoothing=label_smoothing)
     torch.testing.assert_close(outputs.losses_P, torch.tensor(expected), rtol=1e-6, atol=0.0)

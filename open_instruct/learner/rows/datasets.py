@@ -1,9 +1,9 @@
 """The tokenised rows of a run, built once by rank 0 and read from the cache by all."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.data.chat import ChatFormat
@@ -14,9 +14,6 @@ from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
 from open_instruct.run.console import Console
 from open_instruct.run.pretrained import Pretrained
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 def load_datasets(
