@@ -22,6 +22,8 @@ ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 SEPARATORS = ";&|()\n"
 # Programs that name a script and do not start it.
 READERS = ("echo", "cp", "ls", "grep", "sed", "cat")
+# What a job of upstream's finds in its environment.
+OF_JOBS = ("$CODE_API_URL", "http://localhost:1234")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +140,8 @@ class Shell:
             inside = self._until("}")
             name, _, default = inside.partition(":-") if ":-" in inside else inside.partition("-")
             name = name.removesuffix("[@]").removesuffix("[*]")
+            if name.startswith("!"):  # the variable that this one names
+                name = self.variables.get(name[1:], name[1:])
             return self.variables.get(name, default.strip('"') or name)
         match = re.compile(r"\w+|[@*#?]").match(self.text, self.place)
         if match is None:
@@ -169,7 +173,8 @@ def _of_words(file: Path, words: list[str]) -> Iterator[Launch]:
     if at is not None:
         end = next((index for index in range(at, len(words)) if words[index] in ENDS_OF_COMMANDS), len(words))
         if words[0] not in READERS:
-            yield Launch(file=file, trainer=script_of(words[at]), words=tuple(words[at:end]))
+            known = tuple(word.replace(*OF_JOBS) for word in words[at:end])
+            yield Launch(file=file, trainer=script_of(words[at]), words=known)
         yield from _of_words(file, words[end + 1 :])
         return
     for word in words:

@@ -25,6 +25,11 @@ def words_of(text: str) -> list[tuple[str, ...]]:
         ),
         ("L='a 1.0 b 5'\npython open_instruct/dpo.py --mixer_list $L", ("--mixer_list", "a", "1.0", "b", "5")),
         ("python open_instruct/dpo.py --model ${1:-tiny} --lr ${LR}", ("--model", "tiny", "--lr", "LR")),
+        (
+            'A="x y"\nfor L in A; do V="${!L}"\npython open_instruct/dpo.py --mixer_list $V\ndone',
+            ("--mixer_list", "x", "y"),
+        ),
+        (r"python open_instruct/dpo.py --url \$CODE_API_URL/t", ("--url", "http://localhost:1234/t")),
         ("for LR in 1e-6 2e-6; do\npython open_instruct/dpo.py --lr $LR\ndone", ("--lr", "1e-6")),
         ("N=8\npython open_instruct/dpo.py --ga $((64 / $N / 2)) --id $(date +%s)", ("--ga", "4", "--id", "OUTPUT")),
         (
