@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo demo-dpo demo-grpo check quick-tests test all-tests test-again lint ruff types format gpu-check clean
+.PHONY: help install lock demo demo-dpo demo-grpo demo-tools check quick-tests test all-tests test-again lint ruff types format gpu-check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ demo-dpo: $(STAMP)  ## tiny model -> DPO over four sharded ranks -> export -> su
 
 demo-grpo: $(STAMP)  ## tiny model -> supervised warm start -> GRPO with a vLLM engine -> summary
 	@$(PY) scripts/demo_grpo.py
+
+demo-tools: $(STAMP)  ## the same for a model that learns to ask a calculator
+	@$(PY) scripts/demo_tools.py
 
 lint: ruff types  ## ruff and mypy
 

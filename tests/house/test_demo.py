@@ -36,24 +36,50 @@ def printed(drawing: RenderableType, width: int) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", ["demo_dpo", "demo_grpo"])
+@pytest.mark.parametrize("name", ["demo_dpo", "demo_grpo", "demo_tools"])
 def test_importing_a_demo_does_not_load_torch(name: str) -> None:
     code = f"import runpy, sys; sys.path.insert(0, 'scripts'); runpy.run_path('scripts/{name}.py'); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent, env={"PYTHONPATH": "."}).returncode == 0
 
 
-def test_grpo_uses_what_sft_leaves(load: Load) -> None:
-    demo = load("demo_grpo")
+@pytest.mark.parametrize(("name", "data"), [("demo_grpo", "DATA"), ("demo_tools", "FOLDER")])
+def test_grpo_uses_what_sft_leaves(load: Load, name: str, data: str) -> None:
+    demo = load(name)
+    folder = getattr(demo, data)
     sft, grpo = parse(SFTConfig, demo.sft_flags()), parse(GRPOConfig, demo.grpo_flags())
     assert SFT.validate(sft) == [] and validate_grpo(grpo) == []
     assert sft.model.model_name_or_path == str(demo.MODEL)
-    assert sft.data.mixer_list[0] == str(demo.DATA / "sft.jsonl")
+    assert sft.data.mixer_list[0] == str(folder / "sft.jsonl")
     assert grpo.model.model_name_or_path == f"{sft.run.output_dir}/hf_model"
-    assert grpo.data.dataset_mixer_list[0] == str(demo.DATA / "prompts.jsonl")
-    assert grpo.data.dataset_mixer_eval_list[0] == str(demo.DATA / "held_out.jsonl")
+    assert grpo.data.dataset_mixer_list[0] == str(folder / "prompts.jsonl")
+    assert grpo.data.dataset_mixer_eval_list[0] == str(folder / "held_out.jsonl")
     assert grpo.run.output_dir == str(demo.GRPO)
     assert grpo.evaluation.eval_on_step_0
+
+
+def test_few_examples_call_the_tool_and_no_held_out_product_is_among_them(load: Load, tmp_path: Path) -> None:
+    demo = load("demo_tools")
+    demo.TEMPLATE = tmp_path / "template.jinja"
+    demo.write_products(tmp_path, seed=0)
+    rows = {name: demo.rows_of(tmp_path / f"{name}.jsonl") for name in ("sft", "prompts", "held_out")}
+    asked = {name: {row["messages"][0]["content"] for row in each} for name, each in rows.items()}
+    assert not asked["held_out"] & (asked["sft"] | asked["prompts"])
+    calling = [row for row in rows["sft"] if len(row["messages"]) == 4]
+    assert 0.3 < len(calling) / len(rows["sft"]) < 0.5
+    _, call, said, answer = (turn["content"] for turn in calling[0]["messages"])
+    assert said == answer == str(eval(call.split('"')[1])) and call.startswith("[calculate(")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_tools_summary_fits(load: Load, width: int) -> None:
+    demo = load("demo_tools")
+    metrics = [{"reward": reward, "episodes/turns": 1 + reward, "logprob_diff/max": 2e-6} for reward in (0.25, 0.75)]
+    evaluations = [{"eval/reward": 0.3}, {"eval/reward": 0.9}]
+    text = printed(demo.summary(metrics=metrics, evaluations=evaluations, elapsed_s=180.0, width=width), width)
+    words = " ".join(text.replace("│", " ").split())
+    for fact in ("30.0% -> 90.0%", "25% -> 75% of the completions", "2.0e-06", "3.0 minutes"):
+        assert fact in words
 
 
 @pytest.mark.parametrize("width", WIDTHS)
