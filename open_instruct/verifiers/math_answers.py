@@ -92,5 +92,5 @@ def _value(text: str) -> list[Any]:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # LaTeX alone is read by a grammar. Plain expressions would be evaluated as Python.
     read_as = [LatexExtractionConfig(boxed_match_priority=0)]
-    text = text.replace("\\degree", "")
+    text = text.replace("\\degree", "").replace("\\boxed", "")  # a second box would be read in place of the first
     return parse(f"\\boxed{{{text}}}", read_as, fallback_mode="no_fallback", parsing_timeout=None)
