@@ -144,7 +144,8 @@ def _reward_problems(reward: RewardSection) -> Iterator[str]:
         old, _, new = word.partition("=")
         if not (old and new) or "=" in new:
             yield f"--remap_verifier {word}: takes OLD=NEW, such as math_dapo=math"
-    if reward.code_api_url and not reward.code_api_url.startswith(("http://", "https://")):
+    url = reward.code_api_url or ""
+    if url and not (url.startswith(("http://", "https://")) and url.endswith("/test_program")):
         yield f"--code_api_url {reward.code_api_url}: is an address such as http://localhost:1234/test_program"
     if reward.llm_judge_max_tokens >= reward.llm_judge_max_context_length:
         yield "--llm_judge_max_tokens leaves no room for a question: must be below --llm_judge_max_context_length"

@@ -240,6 +240,8 @@ def _parse_message(message: Any, where: str) -> Message:
     parsed = cast(Message, fields | of_tools)
     if parsed["role"] not in ROLES:
         raise MalformedRow("unknown_role", f"{where}: unknown role {parsed['role']!r}; use {', '.join(ROLES)}")
+    if message.get("tools") and not of_tools.get("tools"):
+        raise MalformedRow("bad_tools", f"{where}: 'tools' are JSON schemas, not {kind_of(message['tools'])} of names")
     if parsed["role"] != "assistant" and any(parsed.get(key) for key in CALLS):
         raise MalformedRow("bad_tools", f"{where}: calls of tools in a turn that is no assistant's")
     if not _is_learned(message, where) and parsed["role"] == "assistant":
@@ -348,7 +350,7 @@ def _with_system(row: Mapping[str, Any], turns: list[Any]) -> list[Any]:
         if not isinstance(system, str) or system.strip():
             turns = [{"role": "system", "content": system}, *turns]
     if turns and isinstance(turns[0], Mapping) and schemas_of(_unread(row).get("tools")):
-        turns = [{**turns[0], "tools": row["tools"]}, *turns[1:]]
+        turns = [{**turns[0], "tools": schemas_of(turns[0].get("tools")) + schemas_of(row["tools"])}, *turns[1:]]
     return turns
 
 

@@ -37,9 +37,10 @@ class Prompts:
         return len(self.dataset)
 
     def named(self, what: Literal["verifier", "environment"]) -> set[str]:
-        """The names of those that judge or answer one of the prompts at least; perhaps words of their columns, too."""
+        """The names of those that judge or answer one of the prompts at least."""
         # Not read as JSON, which takes 20 times as long. Inside a text, the quotes would have backslashes.
-        spelled = re.compile(rf'"{what}": ("(?:[^"\\]|\\.)+")'.encode())
+        behind = {"verifier": '"ground_truth": ', "environment": r'"row": \{'}[what]
+        spelled = re.compile(rf'"{what}": ("(?:[^"\\]|\\.)+"), {behind}'.encode())
         found = {name for row_id in range(len(self)) for name in spelled.findall(self.dataset.details(row_id))}
         return set(map(json.loads, found))
 

@@ -43,7 +43,8 @@ class McpServer:
 
     def __call__(self, tools: Sequence[str] | None = None) -> "McpTools":
         """The environment of one episode, with the tools that its row names, or all."""
-        return McpTools(self, [each for each in self._schemas if not tools or each["function"]["name"] in tools])
+        named = {each["function"]["name"]: each for each in self._schemas}
+        return McpTools(self, [named[name] for name in tools or named])
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """What a tool answers, or has to say against its arguments.
@@ -59,7 +60,7 @@ class McpServer:
             self._keeper = asyncio.create_task(self._keep(self._opened))
         keeper = self._keeper
         try:
-            client = await asyncio.shield(self._opened)
+            client = await asyncio.wait_for(asyncio.shield(self._opened), START_TIMEOUT_S / 2)
             result = await client.call_tool(name, dict(arguments))
         except Exception as error:
             if isinstance(error, MCPError) and error.code == INVALID_PARAMS:

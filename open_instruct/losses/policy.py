@@ -16,7 +16,6 @@ Legend: N labelled tokens of a microbatch, S sequences (completions). All log-pr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -219,22 +218,6 @@ def sapo(inputs: PolicyLossInputs, *, sapo_temperature_pos: float, sapo_temperat
     steepness_N = torch.where(inputs.advantages_N > 0, sapo_temperature_pos, sapo_temperature_neg)
     gate_N = 4 / steepness_N * (steepness_N * (ratio_N - 1)).sigmoid()
     return _nothing_clipped(-gate_N * inputs.advantages_N)
-
-
-@register(
-    "gmpo",
-    "−A · geometric mean of the clipped r / |o|",
-    "2507.20673 eq. 4",
-    divided_by="completions",
-    averaged=True,
-    by_completion=True,
-)
-def gmpo(inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float) -> PolicyLossOutputs:
-    log_ratio_N = inputs.log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    clipped_N = log_ratio_N.clamp(math.log1p(-clip_lower), math.log1p(clip_higher))
-    kept_N = log_ratio_N.minimum(clipped_N).where(inputs.advantages_N > 0, log_ratio_N.maximum(clipped_N))
-    losses_N = -inputs.advantages_N * inputs.mean_by_sequence(kept_N).exp()
-    return PolicyLossOutputs(losses_N=losses_N, is_clipped_N=(kept_N != log_ratio_N).float())
 
 
 @register("vespo", "−stop(φ(W)) A log π", "2602.10693")

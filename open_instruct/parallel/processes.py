@@ -46,8 +46,9 @@ def parent(pid: int) -> int | None:
 
 
 def children(pid: int) -> list[int]:
-    """The ids of a process's children."""
-    return [child for child in map(int, filter(str.isdecimal, os.listdir(PROC))) if parent(child) == pid]
+    """The ids of a process's children; none where there is no /proc."""
+    pids = map(int, filter(str.isdecimal, os.listdir(PROC))) if os.path.isdir(PROC) else ()
+    return [child for child in pids if parent(child) == pid]
 
 
 def start_time(pid: int) -> str | None:

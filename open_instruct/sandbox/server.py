@@ -128,7 +128,10 @@ def _plain(value: Any) -> Any:
     """`value` as a type that has literals, where it is of a subclass, or a number of numpy's: a Counter is a dict."""
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
+    value = set(value) if isinstance(value, frozenset) else value
     for kind in PLAIN:
         if isinstance(value, kind):
-            return kind(map(_plain, value)) if kind in (list, tuple, set) else kind(value)
-    return value.item() if hasattr(value, "item") else value
+            # An Enum of texts has a `__str__` of its own.
+            plain = str.__str__ if kind is str else kind
+            return plain(map(_plain, value)) if kind in (list, tuple, set) else plain(value)
+    return value.item() if hasattr(value, "item") else float(value) if hasattr(value, "__float__") else value

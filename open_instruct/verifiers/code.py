@@ -75,8 +75,8 @@ class Code(Verifier):
         Of `assert CALL == LITERAL` the program sees only the call: its value comes out, and is compared here.
         """
         call, expected = asked_value(test)
-        deadline_s = time.monotonic() + timeout_s
         with closing(SANDBOX.interpreter(cpu_s=math.ceil(timeout_s) + 1, name="solution")) as interpreter:
+            deadline_s = time.monotonic() + timeout_s
             if interpreter.run(program, timeout_s=timeout_s).status != "done":
                 return False
             ran = interpreter.run(call, timeout_s=deadline_s - time.monotonic(), is_plain=True)

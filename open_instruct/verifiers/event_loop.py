@@ -43,4 +43,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 async def _together(entries: list[Any]) -> list[Any]:
-    return await asyncio.gather(*entries, return_exceptions=True)
+    async def finished(entry: Any) -> Any:
+        return await entry if inspect.isawaitable(entry) else entry
+
+    return await asyncio.gather(*map(finished, entries), return_exceptions=True)

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from open_instruct.errors import InputError
 from open_instruct.verifiers.event_loop import awaited
 from open_instruct.verifiers.verifier import Verifier
-from open_instruct.wording import counted
 
 ABOVE = '"""The reward of this run, as it was given to fit()."""\n\nfrom __future__ import annotations\n\n\n'
 
@@ -47,13 +46,7 @@ class RewardFunction(Verifier):
         given = repeated | {"completions": list(completions)}
         if self._taken is not None:
             given = {name: value for name, value in given.items() if name in self._taken}
-        rewards = awaited(self._function(**given))
-        if len(rewards) != len(completions):
-            raise ValueError(
-                f"{counted(len(rewards), 'reward')} for {counted(len(completions), 'completion')}: return a list with "
-                "one for each"
-            )
-        return rewards
+        return awaited(self._function(**given))
 
 
 def file_with(function: Callable[..., Any]) -> str:

@@ -22,7 +22,7 @@ HOW_TO_ANSWER = "Answer with one of these, and nothing else:"
 RUBRICS = '{"rubrics": [{"description": "…", "weight": 1.0}]}, with a weight that is not 0'
 _PLACES = re.compile(r"\{(input|output|label)\}")
 # What would end a part of the question: special tokens of chat templates, and our tags.
-_MARKS = re.compile(r"<\|(\w+)\|>|<(/?(?:input|output|label))>")
+_MARKS = re.compile(r"<[|｜]([^|｜<>]+)[|｜]>|<(/?(?:input|output|label|s|(?:start|end)_of_turn))\s*>", re.IGNORECASE)
 
 
 @cache

@@ -63,7 +63,7 @@ class JudgeServer:
             try:
                 event_loop.run(self._answer(*TRIAL))
                 break
-            except (openai.OpenAIError, AttributeError) as error:  # the second where it answers in another form
+            except (openai.OpenAIError, AttributeError, TypeError, IndexError) as error:  # or an answer of another form
                 if self._forces and getattr(error, "status_code", 0) in (400, 422):  # it does not know the field
                     continue
                 raise InputError(
@@ -89,7 +89,9 @@ class JudgeServer:
         settings = (flags.llm_judge_model, flags.llm_judge_temperature, flags.llm_judge_max_tokens, list(scores))
         content = json.dumps([str(self._client.base_url), question, *settings])
         key = hashlib.blake2b(content.encode(), digest_size=32).digest()
-        kept = self._cache.execute("SELECT verdict FROM verdicts WHERE question = ?", [key]).fetchone()
+        kept = None
+        with suppress(sqlite3.Error):  # one that cannot be read is asked for again
+            kept = self._cache.execute("SELECT verdict FROM verdicts WHERE question = ?", [key]).fetchone()
         JUDGE_COSTS["judge/cache_hits"] += kept is not None or key in self._asking
         if kept is not None:
             return scores[kept[0]]
@@ -126,5 +128,5 @@ class JudgeServer:
         )
         JUDGE_COSTS["judge/seconds"] += time.monotonic() - began_s
         for kind in ("prompt_tokens", "completion_tokens"):  # some servers do not count them
-            JUDGE_COSTS[f"judge/{kind}"] += getattr(reply.usage, kind, 0)
+            JUDGE_COSTS[f"judge/{kind}"] += getattr(reply.usage, kind, 0) or 0
         return reply.choices[0].message.content or ""

@@ -72,11 +72,11 @@ def are_equal(answer: str, expected: str) -> bool:
     if not ours or ours == theirs or max(len(ours), len(theirs)) > MAX_CHARACTERS:
         return bool(ours) and ours == theirs
     if ours.replace(" ", "").isalpha() or theirs.replace(" ", "").isalpha():
-        return len(ours) > 2 and ours.lower() == theirs.lower()  # a shorter one may be a variable
+        return len(ours) > 1 and ours.lower() == theirs.lower()  # one letter may be a variable
 
     from math_verify import verify
 
-    return verify(_value(expected), _value(answer), timeout_seconds=None)
+    return verify(_value(expected), _value(answer), float_rounding=12, numeric_precision=60, timeout_seconds=None)
 
 
 def _plain(text: str) -> str:

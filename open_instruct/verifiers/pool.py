@@ -101,9 +101,13 @@ class VerifierPool:
         """
         name = check.verifier
         verifier = self.verifiers[name]
+        if verifier.isolated and not verifier.judges_groups and len(completions) > 1:  # each has its own time
+            return [outcome for each in completions for outcome in self.scores(check, prompt, [each])]
         given = [getattr(each, verifier.reads) for each in completions]
         asked = {
-            "completions": given if verifier.sees_thinking else list(map(without_thinking, given)),
+            "completions": given
+            if verifier.sees_thinking or verifier.reads != "text"
+            else list(map(without_thinking, given)),
             "are_truncated": [each.is_truncated for each in completions],
             "ground_truth": check.ground_truth,
             "prompt": prompt,

@@ -31,6 +31,7 @@ from open_instruct.parallel import processes
 from open_instruct.verifiers.event_loop import awaited
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.verifier import Verifier, said, without_key
+from open_instruct.wording import counted
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 PR_SET_CHILD_SUBREAPER = 36
@@ -46,6 +47,10 @@ def verdicts(verifier: Verifier, **asked: Any) -> dict[str, Any]:
     """
     try:
         scores = awaited(verifier.judge_all(**asked))
+        if len(scores) != (num_asked := len(asked["completions"])):
+            raise ValueError(
+                f"{counted(len(scores), 'reward')} for {counted(num_asked, 'completion')}: return one for each"
+            )
         return {"scores": [_failure(each) if isinstance(each, BaseException) else float(each) for each in scores]}
     except BaseException as error:  # foreign code, which may raise anything, and exit
         return _failure(error)

@@ -55,7 +55,7 @@ def one_process(grpo_case: GRPOCase, ways: dict[str, dict[str, Any]]) -> dict[st
         for cut, (flags, job) in cuts.items()
     }
     cases["warm"] = case_of(grpo_case, "warm", ways["streams"] | {"temperature": 1.0})
-    for loss_fn in ("gmpo", "vespo", "luspo"):
+    for loss_fn in ("vespo", "luspo"):
         for cut in ("", "/single"):
             cases[loss_fn + cut] = case_of(grpo_case, loss_fn + cut, {"loss_fn": loss_fn}, **cuts[cut][1])
     return grpo_case.run(run_ranks, 1, cases)
@@ -90,7 +90,7 @@ def test_cutting_does_not_matter(one_process: dict[str, Rows], way: str, cut: st
     assert_same_trajectory(one_process[f"{way}/{cut}"], one_process[way])
 
 
-@pytest.mark.parametrize("loss_fn", ["gmpo", "vespo", "luspo"])
+@pytest.mark.parametrize("loss_fn", ["vespo", "luspo"])
 def test_cutting_does_not_matter_to_losses_of_whole_completions(one_process: dict[str, Rows], loss_fn: str) -> None:
     assert_same_trajectory(one_process[f"{loss_fn}/single"], one_process[loss_fn])
 

@@ -59,14 +59,6 @@ def sapo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
     return -(4 / t / (1 + torch.exp(-t * (r - 1))) * a).mean()
 
 
-def gmpo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
-    kept = []
-    for x in r:
-        clipped = min(max(x, torch.tensor(1 - E_LOW)), torch.tensor(1 + E_HIGH))
-        kept.append(min(x * a, clipped * a).abs() / abs(a))
-    return -a * torch.stack(kept).prod() ** (1 / len(r))
-
-
 def vespo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
     k, rate = (2, 3) if a >= 0 else (3, 2)
     w = r.detach().prod()
@@ -103,7 +95,6 @@ FORMULAS: dict[str, Formula] = {
     "gspo": gspo,
     "bnpo": dapo,
     "sapo": sapo,
-    "gmpo": gmpo,
     "luspo": luspo,
     "vespo": vespo,
     "dppo_tv": dppo(lambda q, p: abs(p - q)),
@@ -218,7 +209,7 @@ def test_a_token_without_an_advantage_is_not_clipped() -> None:
     for kind in POLICY_LOSSES:
         plain, clipped_N = (outputs(each, section(kind)).is_clipped_N for each in (given, without))
         assert torch.equal(clipped_N, plain * (given.sequence_ids_N != 1)), kind
-    assert outputs(given, section("gmpo")).is_clipped_N[given.sequence_ids_N == 1].any()
+    assert outputs(given, section("dapo")).is_clipped_N[given.sequence_ids_N == 1].any()
 
 
 def test_a_clip_covers_what_it_says() -> None:

@@ -400,3 +400,19 @@ def test_a_row_names_what_answers_its_replies(
         name, columns = found
         found = name, {key: value for key, value in columns.items() if key != "tools" or value}
     assert found == expected
+
+
+def test_what_names_verifiers_and_environments_is_known_from_all_rows(load: Load, tmp_path: Path) -> None:
+    rows = write_rows(
+        tmp_path / "named.jsonl",
+        row("plain", environment="python", verifier_="x"),
+        row(
+            "answered",
+            env_config={"env_name": "shop"},
+            environment="none",
+            note='"verifier": "judge", "ground_truth": 1',
+        ),
+    )
+    prompts, _ = load(rows, "1.0", known_environments={"shop"})
+    assert prompts.named("environment") == {"shop"}
+    assert prompts.named("verifier") == {"gsm8k"}

@@ -72,6 +72,7 @@ CONVERSATIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [ASKED, REPLY | {"weight": 0.5}]}, "bad_weight", "'messages', turn 2: 'weight' must be 0 or 1"),
     ({"messages": [ASKED | {"train": True}, REPLY]}, "bad_weight", "turn 1: 'train' asks to learn a turn that"),
     ({"messages": [ASKED | {"content": [{"type": "image"}]}, REPLY]}, "bad_message", "must be text, not a list"),
+    ({"messages": [ASKED | {"tools": ["search"]}, REPLY]}, "bad_tools", "turn 1: 'tools' are JSON schemas, not a list"),
     ({"prompt": "q", "completion": "a", "system": 3}, "bad_message", "turn 1: 'content' must be text, not a num"),
 ]
 

@@ -6,9 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,12 @@ from open_instruct.parallel.processes import has_ended
 from open_instruct.records import Check, Prompt
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers import pool as verifier_pool
-from open_instruct.verifiers.answers import has_r1_format
+from open_instruct.verifiers.answers import Passthrough, has_r1_format
+from open_instruct.verifiers.event_loop import awaited
 from open_instruct.verifiers.pool import Outcome, VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.reward import RewardManager
+from open_instruct.verifiers.worker import verdicts
 from tests.unit.scored import completion_of, score
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -306,6 +309,46 @@ os.kill(os.getpid(), signal.SIGKILL)
         run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
         assert run.stdout.strip().isdecimal(), run.stderr
         assert_ends(int(run.stdout))
+
+
+class Short(Passthrough):
+    """Says too little, or is asked about tokens."""
+
+    reads = "token_ids"
+
+    def judge_all(self, *, completions: Sequence[Any], **asked: Any) -> list[float]:
+        return [float(len(completions[0]))]
+
+
+def test_a_number_of_scores_that_is_wrong_is_the_verifiers_problem() -> None:
+    asked = {"prompt": "", "ground_truth": None}
+    assert verdicts(Short(), completions=["ab"], are_truncated=[False], **asked) == {"scores": [2.0]}
+    told = verdicts(Short(), completions=["a", "b"], are_truncated=[False, False], **asked)
+    assert "1 reward for 2 completions" in told["problem"]
+
+
+def test_a_verifier_of_tokens_gets_those_of_its_thoughts(pool: VerifierPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pool.verifiers, "passthrough", Short())
+    completion = replace(completion_of("so</think>it"), token_ids=(1, 2, 3), logprobs=(0.0,) * 3, versions=(0,) * 3)
+    monkeypatch.setattr(Short, "is_bounded", False)
+    (outcome,) = pool.scores(check("passthrough"), "", [completion])
+    assert outcome == Outcome(score=3.0)
+
+
+def test_each_completion_has_the_time_of_a_verdict(pool: VerifierPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another verifier of its prompt judges groups, and all are asked about together."""
+    asked: list[int] = []
+    ask = pool._ask_worker
+    monkeypatch.setattr(pool, "_ask_worker", lambda name, of: asked.append(len(of["completions"])) or ask(name, of))
+    outcomes = pool.scores(check("odd"), "", [completion_of("pid"), completion_of("pid")])
+    assert asked == [1, 1] and len(outcomes) == 2
+
+
+def test_scores_may_be_awaited_beside_others() -> None:
+    async def later() -> float:
+        return 2.0
+
+    assert awaited([1.0, later()]) == [1.0, 2.0]
 
 
 class TestAsync:
