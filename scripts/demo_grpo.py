@@ -12,12 +12,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from demo_shell import CURVE_HEIGHT, OUTPUT, REPOSITORY, console, ended, rows_of, run, step, torchrun
+from demo_shell import OUTPUT, REPOSITORY, console, ended, panel_of, run, show_what_happened, step, torchrun
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from open_instruct.report.terminal_curve import draw_curve
 from open_instruct.toys.arithmetic import write_arithmetic
 
 # Where configs/sft/tiny_cpu.yaml and configs/grpo/tiny_cpu.yaml look for them.
@@ -49,17 +48,7 @@ def main() -> int:
     step(4, "GRPO: learners in two shards, and a vLLM engine")
     run("python", "open_instruct/grpo_olmo_core_actor.py", *grpo_flags())
 
-    console.print()
-    evaluations = rows_of(GRPO / "eval.jsonl")
-    console.print(samples(evaluations[0]["samples"], evaluations[-1]["samples"]))
-    console.print(
-        summary(
-            metrics=rows_of(GRPO / "metrics.jsonl"),
-            evaluations=evaluations,
-            elapsed_s=time.monotonic() - began_s,
-            width=console.width,
-        )
-    )
+    show_what_happened(GRPO, samples=samples, summary=summary, began_s=began_s)
     return 0
 
 
@@ -97,7 +86,6 @@ def summary(
     *, metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]], elapsed_s: float, width: int
 ) -> Panel:
     """What a person wants to know of the run, to fit a terminal `width` characters wide."""
-    curve = draw_curve([row["reward"] for row in metrics], width=width - 4, height=CURVE_HEIGHT, title="reward")
     facts = Table.grid(padding=(0, 2))
     facts.add_row(
         "held-out reward",
@@ -125,11 +113,7 @@ def summary(
     facts.add_row("the model", f"{GRPO / 'hf_model'}")
     facts.add_row("every step", f"{GRPO / 'metrics.jsonl'}")
     facts.add_row("time", f"{elapsed_s / 60:.1f} minutes")
-    body = Table.grid()
-    body.add_row(Text(curve))
-    body.add_row("")
-    body.add_row(facts)
-    return Panel(body, title="what happened", title_align="left", expand=False)
+    return panel_of([row["reward"] for row in metrics], facts, width=width)
 
 
 if __name__ == "__main__":

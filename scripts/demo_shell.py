@@ -5,11 +5,17 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from open_instruct.report.terminal_curve import draw_curve
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Relative to the repository, as the commands are shown.
@@ -52,6 +58,27 @@ def run(program: str, *arguments: object) -> None:
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def show_what_happened(
+    run_folder: Path, *, samples: Callable[..., RenderableType], summary: Callable[..., RenderableType], began_s: float
+) -> None:
+    """Answers to held-out prompts before and after a run of GRPO, and its summary."""
+    console.print()
+    evaluations = rows_of(run_folder / "eval.jsonl")
+    console.print(samples(evaluations[0]["samples"], evaluations[-1]["samples"]))
+    metrics = rows_of(run_folder / "metrics.jsonl")
+    elapsed_s = time.monotonic() - began_s
+    console.print(summary(metrics=metrics, evaluations=evaluations, elapsed_s=elapsed_s, width=console.width))
+
+
+def panel_of(rewards: Sequence[float], facts: Table, *, width: int) -> Panel:
+    """The curve of the rewards of steps, and facts below it."""
+    body = Table.grid()
+    body.add_row(Text(draw_curve(rewards, width=width - 4, height=CURVE_HEIGHT, title="reward")))
+    body.add_row("")
+    body.add_row(facts)
+    return Panel(body, title="what happened", title_align="left", expand=False)
 
 
 def ended(main: Callable[[], int]) -> int:

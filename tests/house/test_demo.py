@@ -62,7 +62,7 @@ def test_few_examples_call_the_tool_and_no_held_out_product_is_among_them(load: 
     demo = load("demo_tools")
     demo.TEMPLATE = tmp_path / "template.jinja"
     demo.write_products(tmp_path, seed=0)
-    rows = {name: demo.rows_of(tmp_path / f"{name}.jsonl") for name in ("sft", "prompts", "held_out")}
+    rows = {name: load("demo_shell").rows_of(tmp_path / f"{name}.jsonl") for name in ("sft", "prompts", "held_out")}
     asked = {name: {row["messages"][0]["content"] for row in each} for name, each in rows.items()}
     assert not asked["held_out"] & (asked["sft"] | asked["prompts"])
     calling = [row for row in rows["sft"] if len(row["messages"]) == 4]
@@ -95,7 +95,7 @@ def test_grpo_summary_fits(load: Load, width: int) -> None:
     words = " ".join(text.replace("│", " ").split())
     for fact in ("30.0% -> 85.0%", "in 3 steps", "2.0 -> 6.0 tokens", "0.50 waiting", "2.0e-06", "4.0 minutes"):
         assert fact in words
-    assert text.count("┤") == demo.CURVE_HEIGHT
+    assert text.count("┤") == load("demo_shell").CURVE_HEIGHT
 
 
 def test_grpo_samples_show_both_answers(load: Load) -> None:
