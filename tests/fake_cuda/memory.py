@@ -50,17 +50,18 @@ class TracedCase(Case):
 
     @property
     def words(self) -> list[str]:
-        words = f"--model_name_or_path none --output_dir none --compile_model false {self.flags}"
+        words = f"--model_name_or_path none --output_dir none {self.flags}"
+        if "deepspeed" not in words:  # which compiles nothing
+            words += " --compile_model false"
+        sharing = f" --prefix_sharing {'on' if self.shared else 'off'}"
         if self.objective == "grpo":
             words += f" --dataset_mixer_list none 1.0 --num_learners_per_node {self.world} --pack_length 16384"
             words += f" --max_prompt_token_length {PROMPT} --response_length {self.longest - PROMPT}"
             words += f" --num_unique_prompts_rollout {self.world} --num_samples_per_prompt_rollout 4"
-            return f"{words} --prefix_sharing {'auto' if self.shared else 'off'}".split()
+            return f"{words}{sharing}".split()
         words += f" --mixer_list none 1.0 --max_seq_length {self.longest} --per_device_train_batch_size {self.rows}"
         words += f" --gradient_accumulation_steps {MICROBATCHES}"
-        if self.objective in ("dpo", "kto", "reward_model"):
-            words += f" --prefix_sharing {'auto' if self.shared else 'off'}"
-        return words.split()
+        return f"{words}{sharing if self.objective in ('dpo', 'reward_model') else ''}".split()
 
     def hf_config(self) -> Any:
         import transformers
@@ -128,7 +129,6 @@ CASES = {
     "dpo, replicas, reduced last": TracedCase(f"--gradient_reduction last {HSDP}"),
     "dpo, adapters": TracedCase("--use_lora"),
     "dpo, muon": TracedCase(f"--optimizer muon {HSDP}"),
-    "dpo, float32": TracedCase("--param_dtype float32 --activation_checkpointing full", longest=1024),
     "dpo, zero 2": TracedCase(f"{ZERO} 2 --activation_checkpointing full"),
     "dpo, zero 3": TracedCase(f"{ZERO} 3 --activation_checkpointing full"),
     "sft": TracedCase("--activation_checkpointing full", "sft"),
@@ -188,6 +188,8 @@ def traced(case: Case, folder: Path) -> dict[str, int]:
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
             made = func(*args, **(kwargs or {}))
+            if func is torch.ops._dtensor.shard_dim_alltoall.default:
+                made = made.clone()  # of a fake one the result is a part of what all ranks together have
             for leaf in tree_leaves(made):
                 tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
                 if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
