@@ -131,7 +131,6 @@ CASES = {
     "dpo, muon": TracedCase(f"--optimizer muon {HSDP}"),
     "dpo, zero 2": TracedCase(f"{ZERO} 2 --activation_checkpointing full"),
     "dpo, zero 3": TracedCase(f"{ZERO} 3 --activation_checkpointing full"),
-    "sft": TracedCase("--activation_checkpointing full", "sft"),
     "kto": TracedCase("--activation_checkpointing full", "kto"),
     "reward_model": TracedCase("--activation_checkpointing full", "reward_model"),
     "grpo": TracedCase("--activation_checkpointing full", "grpo"),
