@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from tests.fake_cuda.device import WAITS, load_hooks, pretend_cuda, pretended_gp
 
 NUM_STEPS = 2
 """The last of them is looked at: the first, which is a short one of rows, makes the optimizer's state."""
-MICROBATCHES, ROWS_OF_MICROBATCH, MAX_SEQ_LENGTH = 2, 3, 24
+MICROBATCHES = 2
 MICROBATCHES_TAKEN = NUM_STEPS - 1 + MICROBATCHES
 
 TakeSteps = Callable[[], dict[str, int]]
@@ -29,7 +29,8 @@ TakeSteps = Callable[[], dict[str, int]]
 @dataclass(frozen=True)
 class Case:
     """`objective`: of the registry, or "grpo". `kept_of_teacher`: of a distribution, in place of a teacher beside.
-    `is_idle`: this rank has nothing to learn from. `only_scores`: rows are scored, in place of a step."""
+    `is_idle`: this rank has nothing to learn from. `only_scores`: rows are scored, in place of a step.
+    `rows`: of a microbatch; `longest`: tokens of a document."""
 
     flags: str = ""
     objective: str = "dpo"
@@ -38,6 +39,40 @@ class Case:
     kept_of_teacher: int = 0
     is_idle: bool = False
     only_scores: bool = False
+    rows: int = 3
+    longest: int = 24
+
+    @property
+    def words(self) -> list[str]:
+        """The flags of its run."""
+        words = f"--model_name_or_path none --output_dir none --compile_model false {self.flags}"
+        if self.objective == "grpo":
+            words += f" --dataset_mixer_list none 1.0 --num_learners_per_node {self.world}"
+            words += " --max_prompt_token_length 24 --response_length 24 --pack_length 96"
+            return words.split()
+        words += f" --mixer_list none 1.0 --max_seq_length {self.longest} --per_device_train_batch_size {self.rows}"
+        return f"{words} --gradient_accumulation_steps {MICROBATCHES}".split()
+
+    def hf_config(self) -> Any:
+        """Of a model of few layers."""
+        from tests.unit.small_models import hf_config
+
+        hf = hf_config(self.family)
+        hf.num_hidden_layers = 2 if self.family == "olmo3" else 1
+        if hasattr(hf, "layer_types"):
+            hf.layer_types = ["full_attention", "sliding_attention"][: hf.num_hidden_layers]
+        return hf
+
+    def lengths(self, num_rows: int, num_replies: int) -> list[list[int]]:
+        """Of the prompt of each row, which is 12 tokens long, and of its replies of 5 to 11."""
+        return [[12, *(5 + (row + 2 * reply) % 7 for reply in range(num_replies))] for row in range(num_rows)]
+
+    def samples(self, num_ranks: int, seed: int) -> Any:
+        """Completions of one step of all ranks."""
+        from tests.ranks.jobs.grpo_steps import make_samples
+        from tests.unit.small_models import VOCAB_SIZE
+
+        return make_samples(1 if self.is_idle else 8 * num_ranks, seed=seed, vocab_size=VOCAB_SIZE)
 
 
 OFFLOAD = "--activation_checkpointing offload"
@@ -89,7 +124,7 @@ def main(names: Sequence[str]) -> None:
         load_hooks(Path(folder))
         pretend_cuda()
 
-        _leave_weights_alone()
+        leave_weights_alone()
         results: dict[str, Any] = {}
         if not names:
             results["waits noted"] = _waits_noted()
@@ -111,26 +146,10 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     fused: whether the optimizer is one kernel.
     """
     import torch
-    import torch.distributed as dist
-    from olmo_core.distributed import parallel
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from open_instruct.learner.model.inputs_on_host import InputsOnHost
     from open_instruct.models.attention import attention
-    from open_instruct.parallel.layout import layout_of
-    from open_instruct.parallel.process import Process
-    from open_instruct.run.console import Console
-    from open_instruct.run.opened import Run
-    from open_instruct.run.run_directory import RunDirectory
 
-    dist.init_process_group("fake", rank=0, world_size=case.world, store=FakeStore())
-    process = Process(
-        rank=0,
-        world_size=case.world,
-        local_rank=0,
-        device=torch.device("cuda", 0),
-        gpus_per_node=(case.world,),
-    )
     seen: dict[str, Any] = {"attention": None}
     kernel = attention.varlen_attn
 
@@ -146,8 +165,57 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         seen["on_host"].append([_kind(kept.shown_as), _kind(tensor), [*kept.shown_as.shape]])
         return tensor
 
+    with (
+        patch.object(attention, "varlen_attn", varlen_attn),
+        patch.object(InputsOnHost, "unpack", looked_at_unpack),
+        opened(case, folder) as (policy, take_steps),
+    ):
+        update = policy.update
+
+        def looked_at_update() -> Any:
+            gradients = [parameter.grad for parameter in policy.model.parameters()]
+            seen["gradients"] = sorted({_kind(gradient) for gradient in gradients if gradient is not None})
+            return update()
+
+        policy.update = looked_at_update
+        WAITS.taken()
+        seen["waits"] = take_steps()
+        seen["fused"] = bool(policy.backend.optim.defaults.get("fused"))
+        own = policy.backend.masters.own.values() if hasattr(policy.backend, "masters") else ()
+        seen["masters"] = sorted({_kind(held) for each in own for held in (each.weights, *each.moments.values())})
+        seen["parameters"] = sorted({_kind(parameter) for parameter in policy.model.parameters()})
+        seen["saved"] = _saved(policy.backend)
+    return seen
+
+
+@contextlib.contextmanager
+def opened(case: Case, folder: Path, within: Any = None) -> Iterator[tuple[Any, TakeSteps]]:
+    """The policy of a case on its rank, and what takes its steps, on the pretended GPU and in the mode `within`."""
+    import torch
+    import torch.distributed as dist
+    from olmo_core.distributed import parallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from open_instruct.config.grpo import GRPOConfig
+    from open_instruct.config.parser import parse
+    from open_instruct.objectives.registry import objective_named
+    from open_instruct.parallel.layout import layout_of
+    from open_instruct.parallel.process import Process
+    from open_instruct.run.console import Console
+    from open_instruct.run.opened import Run
+    from open_instruct.run.run_directory import RunDirectory
+
+    is_grpo = case.objective == "grpo"
+    dist.init_process_group("fake", rank=0, world_size=case.world, store=FakeStore())
+    process = Process(
+        rank=0,
+        world_size=case.world,
+        local_rank=0,
+        device=torch.device("cuda", 0),
+        gpus_per_node=(case.world,),
+    )
     try:
-        config = _config(case)
+        config: Any = parse(GRPOConfig if is_grpo else objective_named(case.objective).config_class, case.words)
         run = Run(
             process=process,
             layout=layout_of(config.parallel, [case.world]),
@@ -155,29 +223,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
             console=Console(speaks=False),
         )
         run.directory.create()
-        with (
-            patch.object(attention, "varlen_attn", varlen_attn),
-            patch.object(InputsOnHost, "unpack", looked_at_unpack),
-            pretended_gpu(),
-        ):
-            of_run = _grpo if case.objective == "grpo" else _offline
-            policy, take_steps = of_run(case, config, run)
-            update = policy.update
-
-            def looked_at_update() -> Any:
-                gradients = [parameter.grad for parameter in policy.model.parameters()]
-                seen["gradients"] = sorted({_kind(gradient) for gradient in gradients if gradient is not None})
-                return update()
-
-            policy.update = looked_at_update
-            WAITS.taken()
-            seen["waits"] = take_steps()
-            seen["fused"] = bool(policy.backend.optim.defaults.get("fused"))
-            own = policy.backend.masters.own.values() if hasattr(policy.backend, "masters") else ()
-            seen["masters"] = sorted({_kind(held) for each in own for held in (each.weights, *each.moments.values())})
-            seen["parameters"] = sorted({_kind(parameter) for parameter in policy.model.parameters()})
-            seen["saved"] = _saved(policy.backend)
-        return seen
+        with pretended_gpu(), within or contextlib.nullcontext():
+            yield (_grpo if is_grpo else _offline)(case, config, run)
     finally:
         dist.destroy_process_group()
         parallel._WORLD_MESH = None
@@ -245,32 +292,12 @@ def _kind(tensor: Any) -> str:
     return f"{type(tensor).__name__} {tensor.dtype} {tensor.device}"
 
 
-def _config(case: Case) -> Any:
-    from open_instruct.config.grpo import GRPOConfig
-    from open_instruct.config.parser import parse
-    from open_instruct.objectives.registry import objective_named
-
-    words = f"--model_name_or_path none --output_dir none --compile_model false {case.flags}"
-    if case.objective == "grpo":
-        words += f" --dataset_mixer_list none 1.0 --num_learners_per_node {case.world}"
-        words += " --max_prompt_token_length 24 --response_length 24 --pack_length 96"
-        return parse(GRPOConfig, words.split())
-    words += f" --mixer_list none 1.0 --max_seq_length {MAX_SEQ_LENGTH}"
-    words += f" --per_device_train_batch_size {ROWS_OF_MICROBATCH} --gradient_accumulation_steps {MICROBATCHES}"
-    return parse(objective_named(case.objective).config_class, words.split())
-
-
-def _pretrained(family: str, head: Any = "vocabulary") -> Any:
+def _pretrained(case: Case, head: Any = "vocabulary") -> Any:
     """A start model without files: what is loaded stays as it was made."""
     from open_instruct.models.build import build_model
-    from tests.unit.small_models import hf_config
 
     def build(*, init_device: str) -> Any:
-        hf = hf_config(family)
-        hf.num_hidden_layers = 2 if family == "olmo3" else 1
-        if hasattr(hf, "layer_types"):
-            hf.layer_types = ["full_attention", "sliding_attention"][: hf.num_hidden_layers]
-        return build_model(hf, init_device=init_device, head=head)
+        return build_model(case.hf_config(), init_device=init_device, head=head)
 
     return SimpleNamespace(
         build=build, files=None, names=SimpleNamespace(has_biases=False), adapter=None, pad_token_id=0
@@ -303,7 +330,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     bound = objective.bind(config)
     # What is read from the device is 1: no policy's first loss.
     loss = replace(bound, first_loss=None)
-    pretrained = _pretrained(case.family, objective.head)
+    pretrained = _pretrained(case, objective.head)
     policy = Policy(build_backend(pretrained, run=run, config=config, num_steps=NUM_STEPS), loss)
     if moves := objective.reference_moves(config).get("update_freq"):
         policy.reference = policy.backend.moving_reference(pretrained, run=run, config=config, update_freq=moves)
@@ -313,7 +340,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
         head_VD = None if model is None else model.lm_head.w_out.weight.full_tensor().bfloat16()
         policy.comparison = Comparison(opened=opened, model=model, head_VD=head_VD)
     num_ranks = run.layout.data_parallel_world_size
-    rows = _rows(case, form, NUM_STEPS * MICROBATCHES * ROWS_OF_MICROBATCH * num_ranks)
+    rows = _rows(case, form, NUM_STEPS * MICROBATCHES * case.rows * num_ranks)
     has_scores = objective.needs_reference(config) and not moves
     loader = SampleLoader(
         rows,
@@ -400,13 +427,13 @@ def _build_zero(*arguments: Any, **more: Any) -> Any:
 
 
 def _rows(case: Case, form: Any, num_rows: int) -> Any:
-    """Rows of the form that is wanted, prompts of 12 tokens and replies of 5 to 11."""
+    """Rows of the form that is wanted."""
     import numpy as np
 
     from open_instruct.data.token_dataset import TokenDataset
 
-    num_replies, prompt = form.documents_per_row, 12
-    lengths = [[prompt, *(5 + (row + 2 * reply) % 7 for reply in range(num_replies))] for row in range(num_rows)]
+    num_replies = form.documents_per_row
+    lengths = case.lengths(num_rows, num_replies)
     num_labels = [num_replies if form.reads_ends else sum(of_row[1:]) for of_row in lengths]
     edges = np.cumsum([0, *(length for of_row in lengths for length in of_row)])
     numbers = [[row % 2] if case.objective == "kto" else [] for row in range(num_rows)]
@@ -424,7 +451,7 @@ def _rows(case: Case, form: Any, num_rows: int) -> Any:
         edges_E=edges.astype(np.int64),
         details_C=np.concatenate(details),
         bounds_N4=np.stack([starts, starts + num_replies + 2, details_edges[:-1], details_edges[1:]], axis=1),
-        num_tokens=np.array([num_replies * prompt + sum(of_row[1:]) for of_row in lengths]),
+        num_tokens=np.array([num_replies * of_row[0] + sum(of_row[1:]) for of_row in lengths]),
         num_label_tokens=np.array(num_labels),
         keys_N32=keys,
     )
@@ -433,16 +460,14 @@ def _rows(case: Case, form: Any, num_rows: int) -> Any:
 def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     from open_instruct.learner.grpo import GRPOLearner
     from open_instruct.packing.rollouts import plan_steps_of_ranks
-    from tests.ranks.jobs.grpo_steps import make_samples
-    from tests.unit.small_models import VOCAB_SIZE
 
-    learner = GRPOLearner(_pretrained(case.family), run=run, config=config)
+    learner = GRPOLearner(_pretrained(case), run=run, config=config)
     num_ranks = run.layout.data_parallel_world_size
 
     def take_steps() -> dict[str, int]:
         for step in range(NUM_STEPS):
             work = plan_steps_of_ranks(
-                make_samples(1 if case.is_idle else 8 * num_ranks, seed=step, vocab_size=VOCAB_SIZE),
+                case.samples(num_ranks, step),
                 num_ranks=num_ranks,
                 max_tokens_per_microbatch=config.max_tokens_per_microbatch,
                 num_mini_batches=config.loss.num_mini_batches,
@@ -455,7 +480,7 @@ def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     return learner.policy, take_steps
 
 
-def _leave_weights_alone() -> None:
+def leave_weights_alone() -> None:
     """There are no files: let what would read them do nothing."""
     from open_instruct.learner import grpo, reference_policy
     from open_instruct.learner.olmo_core import build

@@ -314,10 +314,10 @@ def test_blocks_that_are_gathered_ahead_are_there_while_one_is_at_work() -> None
 
     none, one, three, most = map(needed, (0, 1, 3, 31))
     block_bytes = 2 * sum(each.num_params for each in shape.parameters if each.layer == 0)
-    assert three["reference pass"] - one["reference pass"] == 2 * block_bytes
-    assert most["reference pass"] - one["reference pass"] == 30 * block_bytes
+    assert most["reference pass"] - three["reference pass"] == 28 * block_bytes
     # With none ahead there is most in the head, or while a unit is gathered.
-    assert none["reference pass"] < one["reference pass"] <= none["reference pass"] + block_bytes
+    assert none["reference pass"] <= one["reference pass"] <= none["reference pass"] + block_bytes
+    assert one["reference pass"] < three["reference pass"] <= one["reference pass"] + 2 * block_bytes
     # Where the most of 31 are ahead only the first block has kept anything.
     assert most["forward"] > none["forward"] + 15 * block_bytes
     assert needed(99) == most

@@ -209,16 +209,15 @@ class _Block(_Piece):
             return self.norm(x, self.sizes.num_rows, self.shape.d_model)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        run = self.tape.run
         d_model = self.shape.d_model
         width = _split(self.shape.d_ff, self.sizes)
         with self.recomputed("feed_forward"):
             # All tokens, where tensor ranks hold a part each between matrices; of their sum this rank's part.
             x = self.cast(x, self.sizes.num_tokens * d_model, self.c)
             gate = self.linear("feed_forward.w1", x, d_model, width)
-            active = run(gate.num_bytes, gate, saved=[gate])
+            active = self.tape.run(gate.num_bytes, gate, saved=[gate])
             up = self.linear("feed_forward.w3", x, d_model, width)
-            product = run(gate.num_bytes, active, up, saved=[active, up])
+            product = self.tape.run(gate.num_bytes, active, up, saved=[active, up])
             output = self.linear("feed_forward.w2", product, width, d_model)
             self.tape.hold(x)
             return self.cast(output, self.sizes.num_rows * d_model, self.c)
@@ -296,19 +295,19 @@ class _Head(_Piece):
         hidden = normed = self.norm(self.tape.source, sizes.num_rows, d_model)
         if sizes.num_rows == sizes.num_tokens:
             index = run(sizes.num_labels * 8, gradients=())
-            hidden = run(sizes.num_labels * d_model * self.c, normed, index, saved=[index], gradients=[_whole(normed)])
+            saved = [normed, index]
+            hidden = run(sizes.num_labels * d_model * self.c, normed, index, saved=saved, gradients=[_whole(normed)])
         all_chunks = logit_chunks(shape, sizes.num_labels)
         kind: Kind = "weight" if shape.scores else self.kind
         stays_whole = shape.is_tied and sizes.num_rows == sizes.num_tokens
-        num_words = shape.vocab_size if stays_whole else _split(shape.vocab_size, sizes)
+        num_words = shape.vocab_size if stays_whole else _split(1 if shape.scores else shape.vocab_size, sizes)
         weight = Tensor(num_words * d_model * self.c, kind=kind)
         chunks = all_chunks[:CHUNKS_RECORDED]
-        is_one = len(all_chunks) <= 1
         # A chunk is a view; the gradients of the chunks are laid end to end.
         views = [run(0, hidden, gradients=[Gradient(of=hidden, num_bytes=hidden.num_bytes)])] * len(chunks)
         losses = []
         for num_labels, view in zip(chunks, views, strict=True):
-            with self.tape.recomputed(not is_one):
+            with self.tape.recomputed(len(all_chunks) > 1):
                 losses.append(self._losses(view, hidden, num_labels, weight))
         return run(sizes.num_labels * FLOAT32, *losses)
 
@@ -325,7 +324,7 @@ class _Head(_Piece):
         if sizes.records_entropy:
             # The probabilities exist only within the operation.
             run(num_labels * FLOAT32, logprobs, scratch_bytes=logits.num_bytes, gradients=())
-        self.tape.hold(logits)
+        self.tape.hold(product)  # the caller's
         return losses
 
 

@@ -116,6 +116,8 @@ class Passes:
 
         # Blocks, the last first. The gradient of the head's matrix waits for the root to be reduced in the end.
         waiting = self._unreduced(head_gradient)
+        # The matrix of a score is a unit of its own, whose reduction comes before that of the blocks.
+        left_over = 0 if self.shape.scores else left_over
         for layer in sorted({num_layers - 1, max(0, num_layers - 2), min(1, num_layers - 1), 0}, reverse=True):
             reduced_bytes = left_over if layer == num_layers - 1 else reduced
             ahead = root + (prefetched if layer else 0)
