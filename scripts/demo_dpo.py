@@ -5,7 +5,6 @@ Every step is the command that a user would type, and is shown before it runs. S
 
 import json
 import os
-import shutil
 import statistics
 import sys
 import time
@@ -13,7 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from demo_shell import CURVE_HEIGHT, OUTPUT, REPOSITORY, console, ended, rows_of, run, step, torchrun
+from demo_shell import (
+    CURVE_HEIGHT,
+    OUTPUT,
+    REPOSITORY,
+    begin_with_tiny_model,
+    console,
+    ended,
+    rows_of,
+    step,
+    torchrun,
+)
 from rich.columns import Columns
 from rich.panel import Panel
 from rich.table import Table
@@ -32,9 +41,7 @@ def main() -> int:
     os.chdir(REPOSITORY)
     began_s = time.monotonic()
 
-    step(1, "a small random OLMo-2 with a tokenizer of its own")
-    shutil.rmtree(MODEL, ignore_errors=True)
-    run("open-instruct", "tiny-model", MODEL, "--family", "olmo2", "--size", "mini")
+    begin_with_tiny_model(MODEL, size="mini")
 
     step(2, "made-up preference pairs, and others held out")
     write_synthetic_preferences(

@@ -6,13 +6,23 @@ file. Every step is the command that a user would type, and is shown before it r
 """
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from demo_shell import OUTPUT, REPOSITORY, console, ended, panel_of, run, show_what_happened, step, torchrun
+from demo_shell import (
+    OUTPUT,
+    REPOSITORY,
+    begin_with_tiny_model,
+    console,
+    ended,
+    panel_of,
+    run,
+    show_what_happened,
+    step,
+    torchrun,
+)
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -29,9 +39,7 @@ def main() -> int:
     os.chdir(REPOSITORY)
     began_s = time.monotonic()
 
-    step(1, "a small random OLMo-2 with a tokenizer of its own")
-    shutil.rmtree(MODEL, ignore_errors=True)
-    run("open-instruct", "tiny-model", MODEL, "--family", "olmo2", "--size", "tiny")
+    begin_with_tiny_model(MODEL, size="tiny")
 
     step(2, "made-up sums: examples, prompts, and others held out")
     DATA.mkdir(parents=True, exist_ok=True)

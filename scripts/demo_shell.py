@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -27,6 +28,13 @@ console = Console(highlight=False)
 
 def step(number: int, what: str) -> None:
     console.rule(f"[bold]{number}. {what}", align="left")
+
+
+def begin_with_tiny_model(folder: Path, *, size: str) -> None:
+    """The first step of every demo."""
+    step(1, "a small random OLMo-2 with a tokenizer of its own")
+    shutil.rmtree(folder, ignore_errors=True)
+    run("open-instruct", "tiny-model", folder, "--family", "olmo2", "--size", size)
 
 
 def torchrun(num_ranks: int, *arguments: object) -> None:

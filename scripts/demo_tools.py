@@ -8,7 +8,6 @@ runs. Start it with `make demo-tools`.
 
 import os
 import random
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from demo_grpo import judged
-from demo_shell import OUTPUT, REPOSITORY, console, ended, panel_of, run, show_what_happened, step, torchrun
+from demo_shell import (
+    OUTPUT,
+    REPOSITORY,
+    begin_with_tiny_model,
+    console,
+    ended,
+    panel_of,
+    run,
+    show_what_happened,
+    step,
+    torchrun,
+)
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -46,9 +56,7 @@ def main() -> int:
     os.chdir(REPOSITORY)
     began_s = time.monotonic()
 
-    step(1, "a small random OLMo-2 with a tokenizer of its own")
-    shutil.rmtree(MODEL, ignore_errors=True)
-    run("open-instruct", "tiny-model", MODEL, "--family", "olmo2", "--size", "tiny")
+    begin_with_tiny_model(MODEL, size="tiny")
 
     step(2, "made-up products: examples, prompts, and others held out")
     write_products(FOLDER, seed=0)

@@ -1,19 +1,13 @@
 """What a plan says of a GPU's memory is what a step there really holds, storage by storage (`memory.py`)."""
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fake_cuda.memory import CASES, PHASES, table
+from tests.fake_cuda.program import results_of, skip_without_hooks
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_PROCESSES = 2
 
 OF_PEAK, OF_PHASE = 0.02, 0.03
@@ -28,12 +22,7 @@ which are less than its buckets hold, that is much."""
 @pytest.fixture(scope="session")
 def results() -> dict[str, Any]:
     """Of each case, its bytes by plan and by trace. Processes of their own, which alone have the hooks."""
-    import torch  # only now: most selections of tests do without it
-
-    if torch.version.cuda is not None:
-        pytest.skip("a CUDA build of torch has hooks of its own")
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++ (apt-get install g++) to build the hooks of the pretended device")
+    skip_without_hooks()
     names = [*CASES]
     with ThreadPoolExecutor() as threads:
         parts = threads.map(_compared, (names[part::NUM_PROCESSES] for part in range(NUM_PROCESSES)))
@@ -42,18 +31,7 @@ def results() -> dict[str, Any]:
 
 
 def _compared(names: list[str]) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fake_cuda.memory", "--json", *names],
-        cwd=REPOSITORY,
-        # What DeepSpeed is told in this process, which pretends nothing, is not for that one.
-        env={name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"} | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=800,  # below that of a test; an idle machine takes half a minute
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # DeepSpeed prints before
-    return found
+    return results_of("tests.fake_cuda.memory", "--json", *names)
 
 
 @pytest.mark.parametrize("name", CASES)

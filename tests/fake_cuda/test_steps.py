@@ -5,19 +5,12 @@ The numbers are those of a step of two microbatches. Another one than is said is
 leaves the device idle until the host has caught up. One that waits less often is to be said here as well.
 """
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fake_cuda.cases import CASES, MICROBATCHES_TAKEN
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.fake_cuda.program import results_of, skip_without_hooks
 
 HOST_WAITS = {name: 3 if name == "grpo_mini_batches" else 2 for name in CASES if name.startswith("grpo")}
 HOST_WAITS |= {"zero_1": 5, "zero_2_on_host": 8, "zero_3_adapters": 7, "zero_3_tensor_parallel": 7}
@@ -33,24 +26,8 @@ OTHER_OPTIMIZERS = {"dpo_skip_step", "dpo_muon"}
 @pytest.fixture(scope="session")
 def results() -> dict[str, Any]:
     """Of each case, what tests/fake_cuda/cases.py found. One process for all: it alone has the hooks."""
-    import torch  # only now: most selections of tests do without it
-
-    if torch.version.cuda is not None:
-        pytest.skip("a CUDA build of torch has hooks of its own")
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++ (apt-get install g++) to build the hooks of the pretended device")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fake_cuda.cases"],
-        cwd=REPOSITORY,
-        # What DeepSpeed is told in this process, which pretends nothing, is not for that one.
-        env={name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"} | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=800,  # below that of a test; an idle machine takes a minute
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # DeepSpeed prints before
-    return found
+    skip_without_hooks()
+    return results_of("tests.fake_cuda.cases")
 
 
 @pytest.fixture
