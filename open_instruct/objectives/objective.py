@@ -110,7 +110,7 @@ class BoundLoss:
             return self.temperature
         import torch
 
-        num_labels = int((batch.packed.sequence_ids_BT >= 0).sum())
+        num_labels = len(batch.packed.sequence_ids_N)
         return torch.full((num_labels,), self.temperature).index_fill(0, tokens_M, 1.0)
 
 

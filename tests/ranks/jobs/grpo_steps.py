@@ -72,7 +72,7 @@ class Learner(GRPOLearner):
 
     def take_step(self, num_completions: int, *, num_given: int = 0, one_at_a_time: bool = False) -> dict[str, float]:
         """The metrics of a step, and how many labels it had; its completions depend on the number of the step."""
-        samples = make_samples(num_completions, seed=self.loop.step, vocab_size=self.vocab_size)
+        samples = as_trees(make_samples(num_completions, seed=self.loop.step, vocab_size=self.vocab_size))
         given = make_samples(num_given, seed=1000 + self.loop.step, vocab_size=self.vocab_size)
         samples += [replace(sample, weights=weights_of_given(sample)) for sample in given]
         return self.learn_from(samples, one_at_a_time=one_at_a_time)
@@ -111,6 +111,19 @@ def make_samples(count: int, *, seed: int, vocab_size: int) -> list[RolloutSampl
             )
         )
     return samples
+
+
+def as_trees(samples: list[RolloutSample]) -> list[RolloutSample]:
+    """The same, but completions begin like those before them in their group; what is learned of them stays their own."""
+    trees = samples[:1]
+    for index, sample in enumerate(samples[1:], start=1):
+        ids, ids_before = sample.document.token_ids, trees[-1].document.token_ids
+        num_alike = sample.document.responses[0].start + (0, 10, 15, 10)[index % GROUP]
+        if index % GROUP and min(len(ids), len(ids_before)) > num_alike:
+            document = replace(sample.document, token_ids=ids_before[:num_alike] + ids[num_alike:])
+            sample = replace(sample, document=document)
+        trees.append(sample)
+    return trees
 
 
 def weights_of_given(sample: RolloutSample) -> dict[str, tuple[float, ...]]:
