@@ -114,7 +114,7 @@ def make_samples(count: int, *, seed: int, vocab_size: int) -> list[RolloutSampl
 
 
 def as_trees(samples: list[RolloutSample]) -> list[RolloutSample]:
-    """The same, but completions begin like those before them in their group; what is learned of them stays their own."""
+    """The same, but completions begin like those before them in their group; each keeps its own advantage."""
     trees = samples[:1]
     for index, sample in enumerate(samples[1:], start=1):
         ids, ids_before = sample.document.token_ids, trees[-1].document.token_ids
