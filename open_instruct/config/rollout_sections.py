@@ -235,7 +235,9 @@ class PolicyLossSection:
         "tokens of a packed microbatch; default: 4096, or those of the longest sample if more", None
     )
     prefix_sharing: PrefixSharing = free_flag(
-        "compute a prompt once for its group; 'auto': where that saves at least 5% of the tokens", "auto"
+        "compute once what completions of a group begin with, the prompt and any turns; 'auto': where that saves at "
+        "least 5% of the tokens",
+        "auto",
     )
 
 
