@@ -2,6 +2,7 @@
 
     python benchmarks/prefix_sharing.py
     python benchmarks/prefix_sharing.py --size mini [--rows PAIRS.jsonl] [--prompts PROMPTS.jsonl]
+    python benchmarks/prefix_sharing.py --only "a tree"
     python benchmarks/prefix_sharing.py --device cuda --size olmo2-1b --scale 4
 
 Made-up pairs whose prompt is as long as a reply (goal: 1.3 times the tokens of rows a second of packing), made-up
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--scale", type=int, default=1, help="times the length of the made-up rows")
     parser.add_argument("--rows", type=Path, help="real preference pairs")
     parser.add_argument("--prompts", type=Path, help="problems with the fields 'messages' and 'solution'")
+    parser.add_argument("--only", default="", help="of the cases, those whose names have this in them")
     parser.add_argument("--num_rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
@@ -64,7 +66,7 @@ def main() -> int:
         if args.prompts is not None:
             cases.append(real_groups(args.prompts, checkpoint))
         missed = []
-        for case in cases:
+        for case in (case for case in cases if args.only in case.name):
             batches = layouts(case)
             if not compare(model, case, batches, num_rounds=args.num_rounds, device=device):
                 missed.append(case.name)

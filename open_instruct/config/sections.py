@@ -102,7 +102,8 @@ class PreferenceDataSection(DataSection):
     """Data"""
 
     prefix_sharing: PrefixSharing = free_flag(
-        "compute once what both documents of a row begin with, the prompt above all (kto: for a reply and the mismatched one, in the reference pass); "
+        "compute once what both documents of a row begin with, the prompt above all (kto: those of a reply and the "
+        "mismatched one, in the reference pass); "
         "'auto': where that saves at least 5% of the tokens",
         "auto",
     )
