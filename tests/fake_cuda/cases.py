@@ -69,10 +69,10 @@ class Case:
 
     def samples(self, num_ranks: int, seed: int) -> Any:
         """Completions of one step of all ranks."""
-        from tests.ranks.jobs.grpo_steps import make_samples
+        from tests.ranks.jobs.grpo_steps import as_trees, make_samples
         from tests.unit.small_models import VOCAB_SIZE
 
-        return make_samples(1 if self.is_idle else 8 * num_ranks, seed=seed, vocab_size=VOCAB_SIZE)
+        return as_trees(make_samples(1 if self.is_idle else 8 * num_ranks, seed=seed, vocab_size=VOCAB_SIZE))
 
 
 OFFLOAD = "--activation_checkpointing offload"
