@@ -28,12 +28,12 @@ class Branch(NamedTuple):
     prefix_length: int
 
 
-def shared_prefix_length(one: Document, other: Document) -> int:
-    """Tokens of the shared prefix of two documents.
+def shared_prefix_length(one: Document, other: Document, *, known: int = 0) -> int:
+    """Tokens of the shared prefix of two documents, of which the first `known` are known to be equal.
 
     Example: prompts 5 9 2 and 5 9 2 with different replies share 5 9, so 2.
     """
-    differs_at = compress(count(), map(ne, one.token_ids, other.token_ids))
+    differs_at = compress(count(known), map(ne, one.token_ids[known:], other.token_ids[known:]))
     num_common = next(differs_at, min(len(one), len(other)))
     return prefix_of(num_common, min(one.responses[0].start, other.responses[0].start))
 
@@ -56,11 +56,15 @@ def branches_of(documents: Sequence[Document], group: Sequence[int]) -> list[Bra
     """
     row: list[Branch] = []
     for index in group:
-        shared = [shared_prefix_length(documents[index], documents[other]) for other, _ in row]
-        most = max(shared, default=0)
-        place = shared.index(most) + 1 if row else 0
-        while place < len(row) and row[place].prefix_length >= most:
-            place += 1
+        shared = most = place = 0
+        for next_place, (other, with_one_before) in enumerate(row, start=1):
+            # Of two that share more with each other than with a third, both share the same with it.
+            if with_one_before == shared:
+                shared = shared_prefix_length(documents[index], documents[other], known=shared)
+            else:
+                shared = min(shared, with_one_before)
+            if shared >= most:
+                most, place = shared, next_place
         row.insert(place, Branch(index, most))
     return row
 

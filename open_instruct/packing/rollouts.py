@@ -19,7 +19,7 @@ import torch
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.packing.balance import Microbatches, balanced, best_fit
 from open_instruct.packing.documents import lay_out
-from open_instruct.packing.prefixes import branches_of, pays, runs_of_one_prompt
+from open_instruct.packing.prefixes import Branch, branches_of, pays, runs_of_one_prompt
 from open_instruct.records import USUAL_WEIGHTS, Batch, Document, RolloutSample, StepBatch
 
 
@@ -101,7 +101,7 @@ def _ways_to_chunk(
     They are cut in the order of their trees, so that those which share most stay together.
     """
     runs = [] if sharing == "off" else runs_of_one_prompt([documents[i] for i in samples])
-    groups = [[branch.document for branch in branches_of(documents, [samples[i] for i in run])] for run in runs]
+    groups = [branches_of(documents, [samples[i] for i in run]) for run in runs]
     size = max(map(len, groups), default=1)
     while size > 1:
         chunks: list[Chunk] = []
@@ -116,19 +116,23 @@ def _ways_to_chunk(
 
 
 def _chunks_that_fit(
-    documents: Sequence[Document], samples: Sequence[int], capacity: int, sharing: PrefixSharing
+    documents: Sequence[Document], branches: Sequence[Branch], capacity: int, sharing: PrefixSharing
 ) -> list[Chunk]:
-    """The samples as one chunk, or as single ones where sharing does not pay; halved until each fits a microbatch."""
+    """The samples as one chunk, or as single ones where sharing does not pay; halved until each fits a microbatch.
+
+    The first of the `branches` has nothing before it here.
+    """
+    samples = tuple(branch.document for branch in branches)
     num_tokens = sum(len(documents[i]) for i in samples)
-    num_saved = sum(branch.prefix_length for branch in branches_of(documents, samples))
+    num_saved = sum(branch.prefix_length for branch in branches[1:])
     if not pays(num_saved, num_tokens, sharing):
         return [Chunk((i,), len(documents[i])) for i in samples]
     if num_tokens - num_saved <= capacity:
-        return [Chunk(tuple(samples), num_tokens - num_saved)]
-    half = len(samples) // 2
+        return [Chunk(samples, num_tokens - num_saved)]
+    half = len(branches) // 2
     return [
         chunk
-        for part in (samples[:half], samples[half:])
+        for part in (branches[:half], branches[half:])
         for chunk in _chunks_that_fit(documents, part, capacity, sharing)
     ]
 

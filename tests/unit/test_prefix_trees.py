@@ -36,6 +36,7 @@ def a_tree(seed: int, *, depth: int, branching: int) -> list[Document]:
     for _ in range(depth):
         paths = [[*path, turn()] for path in paths for _ in range(rng.randint(1, branching))]
         paths = rng.sample(paths, min(len(paths), MOST_DOCUMENTS))
+    paths.append(paths[0])
     return [document_of(path, [1, *rng.sample(range(2, depth + 1), rng.randint(0, depth - 1))]) for path in paths]
 
 
