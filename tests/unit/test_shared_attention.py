@@ -128,5 +128,5 @@ def test_positions_and_keys_of_the_example() -> None:
 
 def test_a_prefix_is_of_what_the_segment_before_sees() -> None:
     Segments.of((4, 2, 3), (0, 3, 5), device=CPU)
-    with pytest.raises(AssertionError, match="a prefix that has 1 tokens more than the segment before it sees"):
+    with pytest.raises(AssertionError, match="a prefix of 6 tokens of a segment that sees 5"):
         Segments.of((4, 2, 3), (0, 3, 6), device=CPU)

@@ -59,13 +59,7 @@ class Segment(NamedTuple):
 
     def last_of_prefix(self, count: int) -> tuple[Range, ...]:
         """The ranges of its last `count` tokens."""
-        last: list[Range] = []
-        for start, length in reversed(self.prefix):
-            taken = min(length, count)
-            if taken:
-                last.insert(0, Range(start + length - taken, taken))
-            count -= taken
-        return tuple(last)
+        return _tokens_of(self.prefix, self.prefix_length - count, self.prefix_length)
 
 
 class Segments(NamedTuple):
@@ -125,18 +119,21 @@ def segments_of(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> tu
     seen: tuple[Range, ...] = ()  # by the last token of the segment before
     start = 0
     for length, prefix_length in zip(lengths, prefix_lengths, strict=True):
-        prefix = _first_tokens(seen, prefix_length)
+        prefix = _tokens_of(seen, 0, prefix_length)
         segments.append(Segment(start, length, prefix))
         seen = (*prefix, Range(start, length))
         start += length
     return tuple(segments)
 
 
-def _first_tokens(ranges: tuple[Range, ...], count: int) -> tuple[Range, ...]:
-    first: list[Range] = []
+def _tokens_of(ranges: tuple[Range, ...], first: int, stop: int) -> tuple[Range, ...]:
+    """The ranges of the tokens from `first` to before `stop`, counted through `ranges`."""
+    cut: list[Range] = []
+    num_before = 0
     for start, length in ranges:
-        if count:
-            first.append(Range(start, min(length, count)))
-            count -= first[-1].length
-    assert count == 0, f"a prefix that has {count} tokens more than the segment before it sees"
-    return tuple(first)
+        begin, end = max(first - num_before, 0), min(stop - num_before, length)
+        if begin < end:
+            cut.append(Range(start + begin, end - begin))
+        num_before += length
+    assert num_before >= stop, f"a prefix of {stop} tokens of a segment that sees {num_before}"
+    return tuple(cut)
