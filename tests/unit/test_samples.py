@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from open_instruct.records import Document, RolloutGroup, RolloutSample, Span, Verdict
+from open_instruct.packing.rollouts import rollout_batch
+from open_instruct.records import Completion, Document, Episode, RolloutGroup, RolloutSample, Span, Verdict
 from open_instruct.rollout.samples import RolloutStepBatch, StepSamples, training_samples
 from tests.unit.fake_rollouts import completion, group_of, grpo_config
 
@@ -122,3 +123,23 @@ def test_a_batch_in_which_nothing_is_learned() -> None:
 )
 def test_right_is_what_every_verifier_accepts_in_full(scores: dict[str, Any], right: bool) -> None:
     assert Verdict(reward=5.0, scores=scores).is_right == right
+
+
+def test_episodes_that_begin_with_one_turn_share_it_and_learn_it_twice() -> None:
+    """A reply of 9 tokens and a tool's answer of 3 are common to two of three; each has its own advantage there."""
+
+    def episode(turn: int, reply: int) -> Completion:
+        replies = (Span(start=0, stop=9), Span(start=12, stop=14))
+        ids = (*(turn,) * 9, 7, 7, 7, reply, 2)
+        steps = Episode(status="done", replies=replies, turns=())
+        return replace(completion(11), token_ids=ids, episode=steps)
+
+    samples = learned_of(group_of([1.0, 0.0, 0.5], [episode(50, 60), episode(51, 61), episode(50, 62)])).samples
+    batch = rollout_batch(samples, pad_token_id=0, prefix_sharing="auto")
+    first, second, third = (sample.advantage for sample in samples)
+    # Of the prompt (3 tokens) and the turn (12) all but the tool's last token; of the prompt alone all but its last.
+    assert batch.packed.prefix_lengths == (0, 14, 2)
+    row = [1, 40, 2, *[50] * 9, 7, 7, 7, 60, 2]
+    assert batch.packed.input_ids_BT.tolist() == [[*row, 7, 62, 2, 2, *[51] * 9, 7, 7, 7, 61, 2]]
+    assert batch.packed.label_positions_N.tolist()[:22] == [*range(2, 11), 14, 15, *range(2, 11), 17, 18]
+    assert batch.values["advantages_N"].tolist() == pytest.approx([*[first] * 11, *[third] * 11, *[second] * 11])
