@@ -275,8 +275,9 @@ def test_constants_are_those_of_the_code_that_runs() -> None:
     assert (MAX_LOGITS_BYTES, READ_CHUNK_BYTES, NUM_SYNC_SLOTS) == (REAL_MAX_LOGITS_BYTES, CHUNK_BYTES, NUM_SLOTS)
 
 
-def test_keys_are_gathered_as_the_row_has_them() -> None:
-    """Two groups of four replies of 20 tokens to prompts of 30."""
+@pytest.mark.parametrize("prefixes", [(0, 30, 30, 30), (0, 40, 20, 30)], ids=["prompt", "tree"])
+def test_keys_are_gathered_as_the_row_has_them(prefixes: tuple[int, ...]) -> None:
+    """Two groups of four documents of 50 tokens, each of which shares 30 with others on average."""
     workload = replace(
         WORKLOAD,
         shared_prefix_tokens=30,
@@ -284,7 +285,7 @@ def test_keys_are_gathered_as_the_row_has_them() -> None:
         longest_sequence=50,
         tokens_per_microbatch=2 * (30 + 4 * 20),
     )
-    row = Segments.of((30, 20, 20, 20, 20) * 2, (0, 30, 30, 30, 30) * 2, device=torch.device("cpu"))
+    row = Segments.of(tuple(50 - prefix for prefix in prefixes) * 2, prefixes * 2, device=torch.device("cpu"))
     assert row.key_index_K is not None
     assert activations.pass_of(LAYOUT, workload).num_gathered_keys == len(row.key_index_K) == 400
 
