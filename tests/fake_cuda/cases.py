@@ -45,7 +45,7 @@ class Case:
     @property
     def words(self) -> list[str]:
         """The flags of its run."""
-        words = f"--model_name_or_path none --output_dir none --compile_model false {self.flags}"
+        words = f"--model_name_or_path none --output_dir none {self.flags}"
         if self.objective == "grpo":
             words += f" --dataset_mixer_list none 1.0 --num_learners_per_node {self.world}"
             words += " --max_prompt_token_length 24 --response_length 24 --pack_length 96"
@@ -81,6 +81,9 @@ MODULES = "--activation_checkpointing selected_modules --activation_checkpointin
 ZERO = "--backend deepspeed --deepspeed_stage"
 CASES = {
     "dpo": Case(),
+    "dpo_uncompiled": Case("--compile_model false"),
+    "dpo_compiled_in_parallel": Case("--compile_model --tensor_parallel_degree 2"),
+    "dpo_budget": Case("--activation_memory_budget 0.5", family="qwen3"),
     "dpo_unshared": Case("--prefix_sharing off"),
     "dpo_padded": Case("--no_packing"),
     "dpo_hsdp": Case(HSDP, family="olmo3"),
@@ -123,8 +126,10 @@ def main(names: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         load_hooks(Path(folder))
         pretend_cuda()
-
         leave_weights_alone()
+        import torch
+
+        torch.compiler.set_default_backend("aot_eager")
         results: dict[str, Any] = {}
         if not names:
             results["waits noted"] = _waits_noted()
@@ -145,30 +150,36 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     parameters, gradients: all their kinds, as "class dtype device". masters: of what DeepSpeed steps, if that is there.
     fused: whether the optimizer is one kernel.
     """
-    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     from open_instruct.learner.model.inputs_on_host import InputsOnHost
-    from open_instruct.models.attention import attention
 
     seen: dict[str, Any] = {"attention": None}
-    kernel = attention.varlen_attn
 
-    def varlen_attn(query: torch.Tensor, key: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
-        seen["attention"] = seen["attention"] or [[*query.shape], [*key.shape], str(query.dtype), str(query.device)]
-        return kernel(query, key, *rest, **more)
+    class LookAtAttention(TorchDispatchMode):
+        """Where the kernel is called, by code that is compiled or is not."""
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            if func.overloadpacket._qualified_op_name == "torch_attn::_varlen_attn" and not seen["attention"]:
+                query, key, *_ = args
+                seen["attention"] = [[*query.shape], [*key.shape], str(query.dtype), str(query.device)]
+            return func(*args, **(kwargs or {}))
 
     seen["on_host"] = []
     unpack = InputsOnHost.unpack
 
-    def looked_at_unpack(inputs: InputsOnHost, kept: Any) -> torch.Tensor:
+    def looked_at_unpack(inputs: InputsOnHost, kept: Any) -> Any:
         tensor = unpack(inputs, kept)
         seen["on_host"].append([_kind(kept.shown_as), _kind(tensor), [*kept.shown_as.shape]])
         return tensor
 
     with (
-        patch.object(attention, "varlen_attn", varlen_attn),
         patch.object(InputsOnHost, "unpack", looked_at_unpack),
-        opened(case, folder) as (policy, take_steps),
+        opened(case, folder, LookAtAttention()) as (policy, take_steps),
     ):
         update = policy.update
 

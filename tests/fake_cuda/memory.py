@@ -42,8 +42,10 @@ class TracedCase(Case):
     longest: int = 8192
     shared: bool = False
 
+    COMPILING = "--compile_model false"
+
     @property
-    def _fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         from open_instruct.planning.subject.public_models import public_models
 
         return public_models()[self.family] | {"num_hidden_layers": NUM_LAYERS}
@@ -52,7 +54,7 @@ class TracedCase(Case):
     def words(self) -> list[str]:
         words = f"--model_name_or_path none --output_dir none {self.flags}"
         if "deepspeed" not in words:  # which compiles nothing
-            words += " --compile_model false"
+            words += f" {self.COMPILING}"
         sharing = f" --prefix_sharing {'on' if self.shared else 'off'}"
         if self.objective == "grpo":
             words += f" --dataset_mixer_list none 1.0 --num_learners_per_node {self.world} --pack_length 16384"
@@ -68,8 +70,8 @@ class TracedCase(Case):
 
         from open_instruct.families import FAMILIES
 
-        fields = {name: value for name, value in self._fields.items() if name not in ("model_type", "dtype")}
-        config_class = FAMILIES[self._fields["model_type"]].config_class
+        fields = {name: value for name, value in self.fields.items() if name not in ("model_type", "dtype")}
+        config_class = FAMILIES[self.fields["model_type"]].config_class
         return getattr(transformers, config_class)(**fields, pad_token_id=0)
 
     def lengths(self, num_rows: int, num_replies: int) -> list[list[int]]:
@@ -97,7 +99,7 @@ class TracedCase(Case):
         from open_instruct.planning.request import parse_request
 
         config = folder / "config.json"
-        config.write_text(json.dumps(self._fields))
+        config.write_text(json.dumps(self.fields))
         words = [str(config) if before == "--model_name_or_path" else word for before, word in _after(self.words)]
         if self.objective != "grpo":
             words += ["--gpus_per_node", str(self.world)]
