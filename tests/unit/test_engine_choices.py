@@ -79,7 +79,7 @@ def test_vllms_model_runner_is_chosen_before_vllm_is_imported(runner: str, on_cu
 
 
 def test_a_cpu_has_no_second_runner() -> None:
-    with pytest.raises(InputError, match="--vllm_runner v2.*use auto, or v1"):
+    with pytest.raises(InputError, match=r"--vllm_runner v2.*use auto, or v1"):
         engine_environment(False, "v2")
 
 
