@@ -24,6 +24,7 @@ import torch
 from open_instruct.weights import broadcasts, receiver
 from open_instruct.weights.receiver import IncomingWeights
 from open_instruct.weights.sender import WeightSender
+from open_instruct.weights.ways import WAYS
 
 DEVICE = torch.device("cuda", 0)
 
@@ -95,7 +96,8 @@ def recorded() -> Iterator[list[Call]]:
         return Recorded(make({**info, "backend": "gloo"}, store, sender=sender, rank=rank), name, rank, device, notes)
 
     def open_on_device(sender: WeightSender, num_receivers: int) -> dict[str, Any]:
-        sender._device = DEVICE
+        if WAYS[sender._backend].on_device:
+            sender._device = DEVICE
         return open_sender(sender, num_receivers)
 
     def init_on_device(incoming: IncomingWeights, info: Any, *, index: int, device: torch.device) -> None:

@@ -1,13 +1,16 @@
 """A weight sync between GPUs keeps to what NCCL asks for and gloo does not."""
 
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ranks.grpo_case import RunRanks
-from tests.ranks.nccl_rules import Call, breaches
+from tests.ranks.nccl_rules import Call, OnDevice, Recorded, breaches
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_weight_sync import FSDP_2, FSDP_2_TP_2, HSDP_2X2
 
@@ -63,20 +66,37 @@ def one_missing(notes: Notes) -> None:
     notes[0].pop()
 
 
-def of_the_host(notes: Notes) -> None:
-    notes[0][3]["faults"].append("a tensor of the host")
-
-
 @pytest.mark.parametrize(
     ("plant", "told"),
     [
         (other_order, "orders that do not agree: operation"),
         (other_size, "its members call broadcast of 2 bytes"),
         (one_missing, "its members call None and broadcast"),
-        (of_the_host, "a tensor of the host in broadcast"),
     ],
 )
 def test_what_breaks_a_rule_is_told(plant: Any, told: str, notes: Notes) -> None:
     broken = deepcopy(notes)
     plant(broken)
     assert any(told in breach for breach in breaches(broken))
+
+
+def test_a_call_that_nccl_would_not_take_is_noted() -> None:
+    device, notes = OnDevice(), []
+    make = device.made_by(torch.empty)
+    options = SimpleNamespace(rootRank=0)
+
+    class Group:
+        """Its calls are slow enough for a second thread."""
+
+        def broadcast(self, tensors: Any, _: Any) -> None:
+            if len(notes) == 1:
+                with ThreadPoolExecutor() as threads:
+                    threads.submit(group.broadcast, [make(2, device="cuda")], options).result()
+
+    group = Recorded(Group(), "learner 0", 0, device, notes)
+    for tensor in (make(2, device="cuda"), torch.empty(2), make(0, device="cuda"), make(2, 2, device="cuda").T):
+        group.broadcast([tensor], options)
+    found = [call["faults"] for call in notes]
+    cut = ["a tensor that is empty or not in one piece"]
+    assert found == [[], ["a second thread"], ["a tensor of the host"], cut, cut]
+    assert len(breaches([notes])) == 4
