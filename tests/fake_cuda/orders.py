@@ -11,7 +11,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,18 @@ def saves(folder: Path) -> Any:
     return order
 
 
+def hurried_run(folder: Path) -> Any:
+    """A run whose loop does not know that a save has its copy; it happens to have it."""
+    from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
+
+    def happens_to_have(checkpointer: Any) -> None:
+        while checkpointer._under_way is not None and not checkpointer._under_way.copied.is_set():
+            time.sleep(0.001)
+
+    with patch.object(SafeCheckpointer, "wait_for_copy", happens_to_have):
+        return saved_steps(folder)
+
+
 def short_lived(*, is_recorded: bool) -> Any:
     """A tensor that goes while another stream may still read it."""
     import torch
@@ -95,6 +108,42 @@ def short_lived(*, is_recorded: bool) -> Any:
             tensor.record_stream(side)
         del tensor
         torch.ones(3, device="cuda")
+    return order
+
+
+def saved_steps(folder: Path) -> Any:
+    """Steps of a run that saves after each, by a thread, as its loop has them."""
+    from olmo_core.train.utils import EnvRngStates
+
+    from open_instruct.checkpoints import resume, safe_checkpointer
+    from open_instruct.run import cadence
+    from tests.fake_cuda import cases
+
+    num_written = 0
+
+    def write_own_files(part: Any, rank: int, tensors: Any, documents: Any) -> dict[str, Any]:
+        nonlocal num_written
+        for tensor in tensors.values():
+            tensor.sum()
+            num_written += 1
+        return {}
+
+    every_step = partial(cadence.Cadence, save_every=1)
+    with ExitStack() as stack:
+        for owner, name, meant in (
+            (cases, "NUM_STEPS", 3),
+            (cadence, "Cadence", lambda *, num_steps, save_every: every_step(num_steps=num_steps)),
+            (EnvRngStates, "current_state", lambda: SimpleNamespace(as_dict=dict)),  # the device has none
+            (resume, "check_weights", lambda *_, **__: None),  # all numbers that are read are 0
+            (safe_checkpointer, "write_own_files", write_own_files),
+            (safe_checkpointer, "gathered", lambda value: [value]),
+            (safe_checkpointer, "_together", lambda work, kind: work()),
+            (safe_checkpointer, "_on_all_ranks", lambda value: value),
+            (safe_checkpointer.SafeCheckpointer, "_publish", lambda *_: None),
+        ):
+            stack.enter_context(patch.object(owner, name, meant))
+        order = steps_of(Case("--single_gpu_mode", "sft", world=1), folder)
+    assert num_written > 20
     return order
 
 
@@ -340,6 +389,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
         Case(f"{OFFLOAD} --single_gpu_mode", family="olmo3", world=1), folder
     ),
     "saves": saves,
+    "saves of a run": saved_steps,
     "weights by nccl": lambda _: channel("nccl", 2, 2),
     "weights by ipc": lambda _: channel("ipc", 1, 1),
 }
@@ -348,6 +398,7 @@ CASES |= {
     "a tensor that is not recorded": lambda _: short_lived(is_recorded=False),
     "inputs on the host, read before they are back": planted("inputs on the host", "wait_event", "unpack"),
     "inputs on the host, let go before they are out": planted("inputs on the host", "wait_event", "pack"),
+    "saves of a run, changed before they are copied": hurried_run,
     "saves, read before they are copied": planted("saves", "synchronize", "of"),
     "saves, copied before they are computed": planted("saves", "wait_stream", "of"),
     "weights by nccl, sent before they are packed": planted("weights by nccl", "wait_stream", "broadcast"),

@@ -10,6 +10,7 @@ IN_ORDER = {
     "batches ahead": 1000,
     "inputs on the host": 1000,
     "saves": 50,
+    "saves of a run": 1000,
     "weights by nccl": 100,
     "weights by ipc": 100,
     "a tensor that is recorded": 2,
@@ -19,6 +20,7 @@ SIDE = "on a stream made at inputs_on_host.py"
 PLANTED = {
     "inputs on the host, read before they are back": f"written {SIDE}:* and read on the default stream at",
     "inputs on the host, let go before they are out": f"read {SIDE}:* and freed for the default stream before",
+    "saves of a run, changed before they are copied": "read on a stream made at background.py:* and written on the",
     "saves, read before they are copied": "written on a stream made at background.py:* and read on checkpoint_0 at",
     "saves, copied before they are computed": "written on the default stream at * and read on a stream made at",
     "weights by nccl, sent before they are packed": "written on the default stream of nccl_0 at * and read on NCCL's",
