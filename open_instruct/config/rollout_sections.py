@@ -267,6 +267,7 @@ class FleetSection:
         "tokens in a step of an engine; default: vLLM's on CUDA, 4096 or a sample's on a CPU", None, minimum=1
     )
     vllm_async_scheduling: Switch = free_flag("schedule the next step during this one; 'auto': on CUDA", "auto")
+    vllm_runner: Literal["auto", "v1", "v2"] = free_flag("vLLM's model runner; 'auto': v2 on CUDA, v1 on a CPU", "auto")
     vllm_enable_prefix_caching: bool = free_flag("compute a prompt's keys and values once for its group", True)
     vllm_enforce_eager: bool = free_flag("run the engine without CUDA graphs", False)
     vllm_dtype: Literal["bfloat16", "float32", "policy"] = flag(
