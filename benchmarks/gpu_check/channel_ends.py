@@ -19,7 +19,8 @@ from open_instruct.weights.ways import choose_backend
 NUM_RECEIVERS = 3
 """An engine of one device, and one of two."""
 NUM_VERSIONS = 3
-TIMEOUT_S = 40.0
+TIMEOUT_S, TIMEOUT_OF_REHEARSAL_S = 20.0, 120.0
+"""Within the limit of the check, so that who is missing is named."""
 MIB = 2**20
 
 
@@ -48,7 +49,12 @@ def send(folder: Path, *, rehearse: bool) -> None:
         fully_shard(block)
     fully_shard(model)
     sender = WeightSender(
-        model, names, backend=backend, dtype=torch.bfloat16, bucket_bytes=bucket_mib * MIB, timeout_s=TIMEOUT_S
+        model,
+        names,
+        backend=backend,
+        dtype=torch.bfloat16,
+        bucket_bytes=bucket_mib * MIB,
+        timeout_s=TIMEOUT_OF_REHEARSAL_S if rehearse else TIMEOUT_S,
     )
     info = sender.open(NUM_RECEIVERS)
     if process.rank == 0:

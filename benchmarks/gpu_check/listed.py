@@ -57,11 +57,11 @@ NODE = Suite(
     needed=(*OF_TRAINING, "ray", "vllm"),
     checks=(
         VERSIONS,
-        Check(name="layouts", title="FSDP, HSDP, TP and CP against one rank", limit_s=110, folder="node"),
-        Check(name="resumed", title="Replicas: asynchronous save, and resume", limit_s=85, folder="node"),
+        Check(name="layouts", title="FSDP, HSDP, TP and CP against one rank", limit_s=105, folder="node"),
+        Check(name="resumed", title="Replicas: asynchronous save, and resume", limit_s=75, folder="node"),
         Check(name="channel", title="Weights to engines of one and of two devices", limit_s=45, folder="node"),
-        Check(name="engines", title="vLLM's log-probs against the learners'", limit_s=150, folder="node"),
-        Check(name="seven_b", title="DPO of a 7B model: MFU, and memory against its plan", limit_s=180, folder="node"),
+        Check(name="engines", title="vLLM's log-probs against the learners'", limit_s=140, folder="node"),
+        Check(name="seven_b", title="DPO of a 7B model: MFU, and memory against its plan", limit_s=205, folder="node"),
     ),
 )
 SUITES = {"one": ONE, "node": NODE}

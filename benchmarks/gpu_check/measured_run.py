@@ -46,6 +46,7 @@ def measured(
     on_cuda = torch.cuda.is_available()
     if on_cuda:
         torch.cuda.init()  # before that the allocator has no peak to forget
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.reset_peak_memory_stats()
     try:
         train(config, objective=objective, callbacks={"meter": meter})

@@ -132,11 +132,12 @@ class Moments:
             **{each.stands_as: self._frozen_bytes(each) for each in frozen},
             ENGINE: engine if self.workload.shares_device else 0,
             BUFFERS: self._rope_bytes() + (0 if self.workload.on_cuda or not is_training else self.checkpoint_copy()),
-            SCRATCH: self._scratch() if self.workload.on_cuda else 0,
+            SCRATCH: self.scratch_bytes if self.workload.on_cuda else 0,
             CUDA: self.library_bytes if self.workload.on_cuda else 0,
         }
 
-    def _scratch(self) -> int:
+    @cached_property
+    def scratch_bytes(self) -> int:
         """Bytes of cuBLAS, and those by which weights, gradients and moments are rounded up."""
         trained = (each for each in self.shape.parameters if each.is_trained)
         num_tensors = (2 + num_moments(each, self.workload) for each in trained)
