@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import Literal
 
 from open_instruct.planning.memory.autograd_sizes import Gradient, Kind, Profile, Tape, Tensor
+from open_instruct.planning.memory.scratch import attention_scratch
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload, is_wrapped
 from open_instruct.shard_layout import ShardLayout
@@ -276,7 +277,11 @@ class _Block(_Piece):
             if (num_keys := self.sizes.num_gathered_keys) is not None:
                 key, value = (run(tensor.num_bytes * num_keys // num_tokens, tensor) for tensor in (key, value))
             weights = run(num_bytes, query, gradients=())
-            return run(query.num_bytes, query, key, value, saved=[query, key, value, weights], saves_output=True)
+            # The kernel makes all three gradients, and needs its own memory beside them.
+            last = Gradient(of=value, num_bytes=value.num_bytes, kernel_bytes=self._scratch(key, q_width))
+            gradients = [_whole(query), _whole(key), last]
+            saved = [query, key, value, weights]
+            return run(query.num_bytes, query, key, value, saved=saved, saves_output=True, gradients=gradients)
         parts = [run(0, tensor) for tensor in (query, key, value)]
         whole = [query, key, value]
         gradients = [
@@ -285,6 +290,17 @@ class _Block(_Piece):
         ]
         by_document = run(query.num_bytes + num_bytes, *parts, saved=whole, saves_output=True, gradients=gradients)
         return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
+
+    def _scratch(self, key: Tensor, q_width: int) -> int:
+        sizes, dim = self.sizes, self.shape.head_dim
+        kv_width = _split(self.shape.kv_width, sizes)
+        return attention_scratch(
+            num_queries=sizes.num_tokens,
+            num_keys=key.num_bytes // (kv_width * self.c),
+            num_documents=-(-sizes.num_tokens // sizes.longest_document),
+            heads=(q_width // dim, kv_width // dim),
+            dim=dim,
+        )
 
 
 class _Head(_Piece):

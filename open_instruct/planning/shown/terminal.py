@@ -68,8 +68,10 @@ def _memory(plan: Plan) -> Iterator[Text]:
             line.append(" ◀ most", style="bold" if plan.fits else "bold red")
         yield line
         parts = summary.parts_of(phase, plan)
-        sums = " + ".join(f"{summary.LETTERS[label]} {gib(num_bytes, unit)}" for label, num_bytes in parts)
-        yield Text(" " * (name_width + 2) + sums, style="dim")
+        # A letter and its number stay on one line.
+        sums = " + ".join(f"{summary.LETTERS[label]}\xa0{gib(num_bytes, unit)}" for label, num_bytes in parts)
+        for text in textwrap.wrap(sums, WIDTH - name_width - 2):
+            yield Text(" " * (name_width + 2) + text.replace("\xa0", " "), style="dim")
     yield Text()
     for label in summary.parts_in_any(plan):
         part = summary.PARTS[label]
