@@ -4,7 +4,7 @@ import inspect
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
 
@@ -51,13 +51,8 @@ def help_lines(config_class: type, program: str, width: int, usage: str = "") ->
 
 
 def print_help(config_class: type, program: str, usage: str = "") -> None:
-    """Print the `--help` of an entry."""
-    print_lines(lambda width: help_lines(config_class, program, width, usage))
-
-
-def print_lines(lines_of_width: Callable[[int], Iterator[Line]]) -> None:
-    """Print lines for the width of the terminal, styled where stdout is one and plain elsewhere."""
-    lines = lines_of_width(min(shutil.get_terminal_size().columns, MAX_WIDTH))
+    """Print `--help` for the width of the terminal, styled where stdout is one and plain elsewhere."""
+    lines = help_lines(config_class, program, min(shutil.get_terminal_size().columns, MAX_WIDTH), usage)
     if sys.stdout.isatty():
         from rich.console import Console  # not needed, so not loaded, where the output is plain
         from rich.text import Text
