@@ -4,11 +4,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.subject import units
-from open_instruct.wording import counted
+from open_instruct.wording import counted, pages_in
 
 
 def said(what: str, subject: Any) -> list[str]:
@@ -20,8 +18,6 @@ def said(what: str, subject: Any) -> list[str]:
 
 @cache
 def _macros() -> Any:
-    folder = FileSystemLoader(Path(__file__).parent)
-    pages = Environment(loader=folder, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    pages.filters["thousands"] = "{:,.0f}".format
+    pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
     pages.globals |= {"counted": counted, "nodes_text": nodes_text, "units": units}
     return pages.get_template("words.txt.jinja").module
