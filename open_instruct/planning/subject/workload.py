@@ -139,15 +139,6 @@ def objective_of(config: RunConfig) -> Objective:
     raise InputError(f"no registered objective has the flags of {type(config).__name__}, so it cannot be planned")
 
 
-def validate(config: RunConfig) -> list[str]:
-    """Check the flags as the run itself does; returns warnings.
-
-    Raises:
-        InputError: listing every problem.
-    """
-    return objective_of(config).validate(config)
-
-
 def workload_of(
     config: RunConfig, shape: ModelShape, layout: ShardLayout, *, device_memory_bytes: int = 0, prompt_tokens: int = 0
 ) -> Workload:
