@@ -10,7 +10,7 @@ from open_instruct.wording import counted, pages_in
 
 
 def said(what: str, subject: Any) -> list[str]:
-    """The paragraphs of a macro: "headline", "verdict", "work" or "time" of a `Plan`, "advice" of an `Advice`."""
+    """The paragraphs of a macro: "advice" of an `Advice`, any other of a `Plan`."""
     text = getattr(_macros(), what)(subject)
     paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
     return [paragraph for paragraph in paragraphs if paragraph]
