@@ -9,9 +9,9 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
-from open_instruct.config.backends import backend_named
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.training import backend_named
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
