@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import yaml
 
@@ -15,7 +15,7 @@ from open_instruct.config.flags import flags_of
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.parser import COMMAND, parse
-from open_instruct.config.sections import flag
+from open_instruct.config.sections import ExportDtype, flag
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.errors import InputError
@@ -36,9 +36,7 @@ class ExportSection:
 
     output_dir: str = flag("where the model goes: a new folder, or an earlier export, which is replaced")
     step: int | None = flag("step of the checkpoint; default: the newest", None, minimum=0)
-    export_dtype: Literal["bfloat16", "float32", "source"] | None = flag(
-        "dtype of the model that is written; default: the run's", None
-    )
+    export_dtype: ExportDtype | None = flag("dtype of the model that is written; default: the run's", None)
 
 
 @dataclass(kw_only=True)
