@@ -37,6 +37,13 @@ def pages_in(folder: Path, **options: Any) -> Environment:
     return pages
 
 
+def macro_text(template: Path, macro: str, *facts: object) -> str:
+    """The text of a macro of a template, for these facts."""
+    pages = pages_in(template.parent, trim_blocks=True, lstrip_blocks=True)
+    text: str = getattr(pages.get_template(template.name).module, macro)(*facts)
+    return text.removesuffix("\n")
+
+
 def escaped(text: str, kept: str = "") -> str:
     """Words of a model or a file, which then steer no terminal; of those that would, `kept` stay."""
     return _STEERS.sub(lambda match: match[0] if match[0] in kept else ascii(match[0])[1:-1], text)

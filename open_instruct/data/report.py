@@ -13,10 +13,11 @@ from open_instruct.data.files.foreign_json import shortened
 from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow
 from open_instruct.data.messages import guessed_columns
 from open_instruct.errors import InputError
-from open_instruct.wording import counted, pages_in
+from open_instruct.wording import counted, macro_text
 
 Result = TypeVar("Result")
 
+REPORT = Path(__file__).with_name("report.txt.jinja")
 NUM_REASONS_SHOWN = 5
 WARNING = "warning: "  # the beginning of a line that is a warning
 # Kinds of rows whose form is right. Their reasons differ from row to row, so each kind is counted as one reason.
@@ -73,7 +74,7 @@ class BadRowLog:
         found = guess = ""
         if self._found is not None and wanted:
             found, guess = shortened(self._found), guessed_columns(self._found, columns)
-        return InputError(_said("refused", self, num_rows, found, guess, wanted, page))
+        return InputError(macro_text(REPORT, "refused", self, num_rows, found, guess, wanted, page))
 
     @property
     def num_shown(self) -> int:
@@ -115,7 +116,7 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """The report in lines of text."""
-        return _said("read", self).split("\n")
+        return macro_text(REPORT, "read", self).split("\n")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -126,10 +127,3 @@ class DataReport:
         fields = json.loads(text)
         fields["sources"] = [tuple(source) for source in fields["sources"]]
         return cls(**fields)
-
-
-def _said(what: str, *facts: Any) -> str:
-    """The text of a macro of report.txt.jinja."""
-    pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
-    text: str = getattr(pages.get_template("report.txt.jinja").module, what)(*facts)
-    return text.removesuffix("\n")
