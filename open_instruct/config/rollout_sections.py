@@ -172,21 +172,16 @@ class PolicyLossSection:
     delta: float | None = flag(
         "largest ratio for negative advantages, or dppo's for all; above 1 plus --clip_higher",
         None,
-        read_with=loss_fns_reading("delta"),
+        read_with=loss_fns_reading,
     )
     cispo_clamp_below: bool = flag(
-        "clamp the ratio from below too, at 1 minus --clip_lower",
-        False,
-        read_with=loss_fns_reading("cispo_clamp_below"),
+        "clamp the ratio from below too, at 1 minus --clip_lower", False, read_with=loss_fns_reading
     )
     sapo_temperature_pos: float = flag(
-        "steepness of the gate for positive advantages",
-        1.0,
-        read_with=loss_fns_reading("sapo_temperature_pos"),
-        above=0,
+        "steepness of the gate for positive advantages", 1.0, read_with=loss_fns_reading, above=0
     )
     sapo_temperature_neg: float = flag(
-        "steepness of the gate for other advantages", 1.05, read_with=loss_fns_reading("sapo_temperature_neg"), above=0
+        "steepness of the gate for other advantages", 1.05, read_with=loss_fns_reading, above=0
     )
     top_entropy_quantile: float = flag(
         "learn from this share of the tokens, those where the policy is least certain", 1.0, above=0, maximum=1
@@ -298,18 +293,16 @@ class FleetSection:
 class EvaluationSection:
     """Evaluation"""
 
-    local_eval_every: int = free_flag(
-        "steps between evaluations; 0: only at the end", 100, read_with=HELD_OUT, minimum=0
-    )
-    eval_on_step_0: bool = free_flag("evaluate before the first step too", False, read_with=HELD_OUT)
+    all_read_with: ClassVar[str] = HELD_OUT
+
+    local_eval_every: int = free_flag("steps between evaluations; 0: only at the end", 100, minimum=0)
+    eval_on_step_0: bool = free_flag("evaluate before the first step too", False)
     eval_num_samples: int | None = free_flag(
-        "completions of each prompt; default: the largest --eval_pass_at_k", None, read_with=HELD_OUT, minimum=1
+        "completions of each prompt; default: the largest --eval_pass_at_k", None, minimum=1
     )
-    eval_pass_at_k: list[int] = free_flag("report pass@k for each of these k", [1], read_with=HELD_OUT)
-    eval_temperature: float = free_flag(
-        "temperature of sampling; 0: the likeliest token", 1.0, read_with=HELD_OUT, minimum=0
-    )
-    eval_top_p: float = free_flag("nucleus sampling", 1.0, read_with=HELD_OUT, above=0, maximum=1)
+    eval_pass_at_k: list[int] = free_flag("report pass@k for each of these k", [1])
+    eval_temperature: float = free_flag("temperature of sampling; 0: the likeliest token", 1.0, minimum=0)
+    eval_top_p: float = free_flag("nucleus sampling", 1.0, above=0, maximum=1)
 
     @property
     def num_samples(self) -> int:

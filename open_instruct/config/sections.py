@@ -1,9 +1,10 @@
 """The flags, in the groups `--help` shows them in.
 
 Field names are flag names. Every field is made by `flag(help, default)`, or by `free_flag` where a run that resumes may
-have another value; a field without a default must be given. Types are limited to what one command line word (or a list
-of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]`, `list[int]`, `list[float]`, and
-`str | list[str]` for flags that mostly have one word.
+have another value; a field without a default must be given. `read_with` names the flag without which nothing reads a
+flag, or is a function of the flag's name; `all_read_with` of a section holds for all its flags. Types are limited to
+what one command line word (or a list of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]`,
+`list[int]`, `list[float]`, and `str | list[str]` for flags that mostly have one word.
 """
 
 from dataclasses import MISSING, dataclass, field, fields
@@ -143,21 +144,17 @@ class PreferenceLossSection:
     label_smoothing: float = flag(
         "probability that a label is flipped",
         0.0,
-        read_with=loss_types_reading("label_smoothing"),
+        read_with=loss_types_reading,
         minimum=0,
         below=0.5,
         note=" (at 0.5 the label says nothing)",
     )
-    gamma_beta_ratio: float = flag(
-        "target margin divided by beta", 0.3, read_with=loss_types_reading("gamma_beta_ratio"), minimum=0
-    )
-    cpo_alpha: float = flag(
-        "weight of the chosen reply's mean -log p", 1.0, read_with=loss_types_reading("cpo_alpha"), minimum=0
-    )
+    gamma_beta_ratio: float = flag("target margin divided by beta", 0.3, read_with=loss_types_reading, minimum=0)
+    cpo_alpha: float = flag("weight of the chosen reply's mean -log p", 1.0, read_with=loss_types_reading, minimum=0)
     weight_alignment: bool = flag(
         "divide each token's probability by its expected value under the policy (WPO)",
         False,
-        read_with=loss_types_reading("weight_alignment"),
+        read_with=loss_types_reading,
     )
     ld_alpha: float | None = flag(
         "weight of a reply's tokens beyond the length of the shorter reply (LD-DPO)", None, minimum=0, maximum=1

@@ -8,10 +8,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from open_instruct.config.backends import backend_named
 from open_instruct.config.flags import Flag, flags_of, flags_of_section, is_met, spelled
 from open_instruct.config.sections import LoggingSection, MemorySection, ParallelSection, PreferenceDataSection
-from open_instruct.config.training import LearnerConfig, TrainingConfig
+from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
 from open_instruct.errors import InputError
 
 # Launches name a run for the hub and for trackers whether they use them or not.

@@ -2,10 +2,9 @@
 
 import json
 import re
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from functools import lru_cache, partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -76,31 +75,17 @@ class PromptBuilder(RowBuilder):
         *,
         max_prompt_token_length: int,
         on_bad_row: str,
-        known_verifiers: Mapping[str, Verifier],
-        judges: Sequence[str] = (),
-        remapped: Mapping[str, str] = MappingProxyType({}),
         system_prompt: str | None = None,
-        environment: str | None = None,
-        known_environments: Container[str] = (),
+        **reading: Any,
     ) -> None:
+        """`reading` are the arguments of `parse_prompt_row`."""
         # One more token, for the first of a reply.
         super().__init__(chat, max_seq_length=max_prompt_token_length + 1, on_bad_row=on_bad_row)
-        self.known_verifiers = known_verifiers
-        self.judges = judges
-        self.remapped = remapped
         self.system_prompt = system_prompt
-        self.environment = environment
-        self.known_environments = known_environments
+        self.reading = reading
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
-        messages, checks, answered_by = parse_prompt_row(
-            row,
-            self.known_verifiers,
-            judges=self.judges,
-            remapped=self.remapped,
-            environment=self.environment,
-            known_environments=self.known_environments,
-        )
+        messages, checks, answered_by = parse_prompt_row(row, **self.reading)
         if self.system_prompt is not None:
             turns = messages[1:] if messages[0]["role"] == "system" else messages
             system = messages[0] if messages[0]["role"] == "system" else Message(role="system", content="")

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from open_instruct.config.backends import backend_named
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.training import backend_named
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.reference import Reference

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 from olmo_core.train.callbacks import Callback
 
-from open_instruct.config.backends import backend_named
-from open_instruct.config.training import TrainingConfig
+from open_instruct.config.training import TrainingConfig, backend_named
 from open_instruct.data.token_dataset import TokenDataset, cache_root
 from open_instruct.errors import InputError
 from open_instruct.learner.export import export_policy

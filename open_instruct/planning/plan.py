@@ -9,9 +9,9 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
-from open_instruct.config.backends import backend_named
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.training import backend_named
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
@@ -19,7 +19,7 @@ from open_instruct.planning.memory.phases import Moments, Phase, memory_by_phase
 from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape
-from open_instruct.planning.subject.workload import RunConfig, Workload, adapted, is_wrapped, validate, workload_of
+from open_instruct.planning.subject.workload import RunConfig, Workload, adapted, is_wrapped, objective_of, workload_of
 from open_instruct.planning.traffic.collectives import Exchange
 from open_instruct.planning.traffic.per_step import traffic_of_merging, traffic_of_weight_sync, traffic_per_step
 from open_instruct.planning.traffic.step_time import ON_THE_PATH, StepTime, step_time
@@ -104,7 +104,7 @@ class Setting:
         for name, value in values.items():
             section = flags[name].section
             config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-        validate(config)
+        objective_of(config).validate(config)
         in_node = self.has_engines_in_node and len(nodes) == 1
         shape = adapted(self.shape, config.adapters)
         return replace(self, config=config, shape=shape, gpus_per_node=nodes, has_engines_in_node=in_node)

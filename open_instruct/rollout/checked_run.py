@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from open_instruct.config.backends import backend_named
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.training import backend_named
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
 from open_instruct.data.token_dataset import TokenDataset, cache_root

@@ -10,11 +10,10 @@ from typing import Any, TypeVar, cast
 import torch
 
 from open_instruct.checkpoints.step_folder import latest_step, refuse_earlier_format
-from open_instruct.config.backends import backend_named
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, changed_lengths, provenance, refuse_conflicts, write_config
 from open_instruct.config.sections import ParallelSection
-from open_instruct.config.training import LearnerConfig, TrainingConfig
+from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
 from open_instruct.errors import InputError
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import idle_gpus, refuse_other_number
