@@ -26,7 +26,7 @@ from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard
-from open_instruct.objectives.objective import REFERENCE_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
+from open_instruct.objectives.objective import REFERENCE_TOKENS, TEACHER_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.packing.documents import on_device
 from open_instruct.parallel.process import gathered
 from open_instruct.parallel.reduce import WeightedSums, gather_rows, reduce_metrics
@@ -35,7 +35,6 @@ from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 log = logging.getLogger(__name__)
 
 OLD_TOKENS = "old_logprobs_N"
-TEACHER_TOKENS = "teacher_logprobs_N"
 NEGATIVE_BY_ROUNDING = 1e-3
 # A backend may leave out a step with a gradient that is not finite. More than this many in a row end the run.
 MAX_LEFT_OUT = 10
