@@ -49,14 +49,10 @@ def choose_kernels(
 def compiler_problem(device: torch.device) -> str | None:
     """Why PyTorch's compiler cannot compile a sum on `device`; on CUDA it wants Triton and a C compiler."""
     try:
-        torch.compile(_plus_one)(torch.zeros(8, device=device))
+        torch.compile(lambda tensor: tensor + 1.0)(torch.zeros(8, device=device))
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None
-
-
-def _plus_one(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor + 1.0
 
 
 def compiles(
