@@ -72,7 +72,7 @@ class ZeroBackend(TransformerTrainModule):
         self._leaves_out = False
         assert self.optim is not None
         self._step = self.optim.step
-        self.optim.step = self._step_unless_held  # type: ignore[method-assign]
+        self.optim.step = self._step_unless_held  # type: ignore[assignment, method-assign]
         with _embeddings_alone(self.model):
             self.engine: Any = deepspeed.initialize(
                 model=self.model, optimizer=self.optim, config=dict(settings), dist_init_required=False
