@@ -20,7 +20,6 @@ from open_instruct.errors import RunError
 from open_instruct.learner.backend import GRAD_NORM, Backend, Metrics
 from open_instruct.learner.measure.speed import OwnPace, StepClock, memory_so_far
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.learner.reference import Reference
 from open_instruct.learner.teacher import Comparison
 from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.heads.logprob_head import Measure
@@ -78,18 +77,6 @@ class Policy:
         """OLMo-core's, as the record of the run: its step, its folder, its checkpoints."""
         return self.backend.train_module.trainer
 
-    @property
-    def reference(self) -> Reference | None:
-        """The reference policy, for losses with a penalty for leaving it.
-
-        Set it before the first step, and before a checkpoint is loaded: the backend saves a moving reference in it.
-        """
-        return self.backend.reference
-
-    @reference.setter
-    def reference(self, reference: Reference | None) -> None:
-        self.backend.reference = reference
-
     def microbatch_loss(self, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         """The microbatch's share of the loss of the global batch, with gradient."""
         scores = token_logprobs(
@@ -114,10 +101,11 @@ class Policy:
         if len(updates) * num_epochs > 1:
             models[OLD_TOKENS] = self.computing_model
         updates = self._with_logprobs_of(models, updates)
-        if self.reference is None:
+        reference = self.backend.reference
+        if reference is None:
             return updates
-        with self.reference.in_place():
-            return self._with_logprobs_of({REFERENCE_TOKENS: self.reference.model}, updates)
+        with reference.in_place():
+            return self._with_logprobs_of({REFERENCE_TOKENS: reference.model}, updates)
 
     @torch.no_grad()
     def _with_logprobs_of(
@@ -179,7 +167,7 @@ class Policy:
     @torch.no_grad()
     def prepared(self, step: StepBatch) -> StepBatch:
         """The step with the reference's log-probs, and prepared by the loss (`BoundLoss.prepare`)."""
-        if self.reference is not None and REFERENCE_TOKENS not in step.microbatches[0].values:
+        if self.backend.reference is not None and REFERENCE_TOKENS not in step.microbatches[0].values:
             (step,) = self.with_frozen_logprobs([step], num_epochs=1)
         if self.loss.prepare is None:
             return step
@@ -265,8 +253,8 @@ class Policy:
 
     def end_step(self) -> None:
         """Call it once after the last update of a step."""
-        if self.reference is not None:
-            self.reference.follow(self.model, step=self.trainer.global_step)
+        if self.backend.reference is not None:
+            self.backend.reference.follow(self.model, step=self.trainer.global_step)
 
     def _where(self, step: StepBatch, losses: Sequence[float | torch.Tensor]) -> str:
         """Names, in parentheses, the rows of all ranks' microbatches whose losses are not finite."""

@@ -195,7 +195,3 @@ class Objective:
     def rows_of(self, config: TrainingConfig) -> type[RowBuilder]:
         """The class of the rows under these flags."""
         return self.rows if self.rows_under is None else self.rows_under(config)
-
-    @property
-    def program(self) -> str:
-        return f"{self.name}.py"
