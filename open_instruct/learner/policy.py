@@ -83,7 +83,7 @@ class Policy:
             self.computing_model,
             batch.packed,
             device=self.device,
-            temperature=self.loss.temperature_of(batch) if self.loss.unscaled else self.loss.temperature,
+            temperature=self.loss.temperature_of(batch),
             with_entropy=self.loss.with_entropy,
             with_collisions=self.loss.with_collisions,
             measure=self._measure(batch),
@@ -136,7 +136,8 @@ class Policy:
         values = {}
         for name, model in models.items():
             with nullcontext() if name == OLD_TOKENS else adapters_off(model):
-                values[name] = self._scores(model, packed).logprobs_N
+                scored = token_logprobs(model, packed, device=self.device, temperature=self.loss.temperature)
+                values[name] = scored.logprobs_N
         return values
 
     @torch.no_grad()
@@ -145,19 +146,13 @@ class Policy:
 
         Call `reshard` after the last of several calls.
         """
-        measure, with_entropy = self._measure(batch), self.loss.with_entropy
-        return self._scores(self.computing_model, batch.packed, measure=measure, with_entropy=with_entropy)
-
-    def _scores(
-        self, model: Transformer, packed: PackedBatch, *, measure: Measure | None = None, with_entropy: bool = False
-    ) -> TokenLogprobs:
         return token_logprobs(
-            model,
-            packed,
+            self.computing_model,
+            batch.packed,
             device=self.device,
             temperature=self.loss.temperature,
-            with_entropy=with_entropy,
-            measure=measure,
+            with_entropy=self.loss.with_entropy,
+            measure=self._measure(batch),
         )
 
     def _measure(self, batch: Batch) -> Measure | None:
