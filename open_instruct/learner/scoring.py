@@ -84,7 +84,3 @@ class Scorer:
             for done, step in enumerate(built_ahead(build, range(0, len(order), size)), start=1):
                 yield from step.microbatches
                 on_progress(min(done * size, len(order)), len(order))
-
-    def score_all(self, dataset: TokenDataset, *, title: str) -> np.ndarray:
-        """`score` of every row."""
-        return self.score(dataset, range(len(dataset)), title=title)

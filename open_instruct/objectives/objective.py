@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # The name in `Batch.values` of the token log-probs of a reference policy that is computed during training.
 REFERENCE_TOKENS = "reference_logprobs_N"
+# That of the token log-probs of a teacher on the policy's own completions.
+TEACHER_TOKENS = "teacher_logprobs_N"
 # The name of a reference policy's frozen scores in evaluations; `Batch.values` adds `_S` to it.
 REFERENCE = "reference_logps"
 
@@ -193,7 +195,3 @@ class Objective:
     def rows_of(self, config: TrainingConfig) -> type[RowBuilder]:
         """The class of the rows under these flags."""
         return self.rows if self.rows_under is None else self.rows_under(config)
-
-    @property
-    def program(self) -> str:
-        return f"{self.name}.py"

@@ -344,7 +344,9 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     pretrained = _pretrained(case, objective.head)
     policy = Policy(build_backend(pretrained, run=run, config=config, num_steps=NUM_STEPS), loss)
     if moves := objective.reference_moves(config).get("update_freq"):
-        policy.reference = policy.backend.moving_reference(pretrained, run=run, config=config, update_freq=moves)
+        policy.backend.reference = policy.backend.moving_reference(
+            pretrained, run=run, config=config, update_freq=moves
+        )
     if teacher := objective.teacher(config):
         opened = OpenedTeacher(teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE)
         model = None if case.kept_of_teacher else build_reference(pretrained, run=run, config=config)
@@ -379,7 +381,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     )
 
     def score() -> dict[str, int]:
-        Scorer(policy, shape=loader.shape, console=run.console).score_all(rows, title="rows")
+        Scorer(policy, shape=loader.shape, console=run.console).score(rows, range(len(rows)), title="rows")
         return WAITS.taken()
 
     def take_steps() -> dict[str, int]:

@@ -114,9 +114,9 @@ def speak(folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> None:
-    with CheckpointFiles.open(folder) as files:
-        for name in files:
-            assert files.read(name).shape == files.shapes[name]
+    files = CheckpointFiles.open(folder)
+    for name in files:
+        assert files.read(name).shape == files.shapes[name]
 
 
 # Every value of a file is one that a person, a program or an enemy could have written.

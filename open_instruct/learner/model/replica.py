@@ -9,7 +9,7 @@ from olmo_core.train.train_module.transformer.common import parallelize_model
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.model.kernels import compiles
-from open_instruct.parallel import data_parallel
+from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.world_mesh import mesh_of
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
@@ -37,13 +37,12 @@ def build_replica(
 
 def sharding(run: Run, config: LearnerConfig) -> dict[str, Any]:
     """The arguments that OLMo-core shards a model by: the same for the policy and for each model beside it."""
+    configs = parallel_configs(
+        run.layout, param_dtype=config.model.param_dtype, prefetch_factor=config.parallel.fsdp_prefetch_factor
+    )
     return {
         "device": run.process.device,
         "max_sequence_length": config.data.max_seq_length,
         "rank_microbatch_size": config.data.max_seq_length,
-        "dp_config": data_parallel.build_data_parallel_config(
-            run.layout, param_dtype=config.model.param_dtype, prefetch_factor=config.parallel.fsdp_prefetch_factor
-        ),
-        "tp_config": data_parallel.build_tensor_parallel_config(run.layout),
-        "cp_config": data_parallel.build_context_parallel_config(run.layout),
+        **{f"{kind}_config": of_kind for kind, of_kind in configs.items()},
     }
