@@ -12,7 +12,15 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
-from open_instruct.environments.environment import ChatMessage, Environment, Opening, Reply, ToolAnswer, Turn
+from open_instruct.environments.environment import (
+    ChatMessage,
+    Environment,
+    EnvironmentFault,
+    Opening,
+    Reply,
+    ToolAnswer,
+    Turn,
+)
 
 # Methods of a class of tools that are none themselves.
 NOT_TOOLS = ("reset", "close", "reward")
@@ -47,9 +55,10 @@ def tools_of(toolbox: Any, names: Sequence[str] | None) -> dict[str, Callable[..
 class Toolbox:
     """An object whose public methods are tools that a reply may call; a reply without a call ends the episode.
 
-    A tool returns text, anything that JSON can hold, or a `ToolAnswer`; what it raises is its answer to the policy. As
-    far as the object has them, `reset(**row)` is called at the start with the columns of the row that it takes, and may
-    return a text for the first prompt; `reward()` is called when the policy has ended the episode, and `close()` last.
+    A tool returns text, anything that JSON can hold, or a `ToolAnswer`; what it raises is its answer to the policy, but
+    for an `EnvironmentFault`. As far as the object has them, `reset(**row)` is called at the start with the columns of
+    the row that it takes, and may return a text for the first prompt; `reward()` is called when the policy has ended
+    the episode, and `close()` last.
     """
 
     def __init__(self, toolbox: Any, tools: Mapping[str, Callable[..., Any]], row: Mapping[str, Any]) -> None:
@@ -85,6 +94,8 @@ class Toolbox:
     async def _answer(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         try:
             answer = await called(self._tools[name], **arguments)
+        except EnvironmentFault:
+            raise
         except Exception as error:  # a tool is given whatever the policy has written
             answer = f"{type(error).__name__}: {error}"
         if isinstance(answer, ToolAnswer):

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from open_instruct.environments.environment import ToolAnswer
+from open_instruct.environments.environment import EnvironmentFault, ToolAnswer
+from open_instruct.errors import RunError
 from open_instruct.sandbox.sandbox import SANDBOX, Interpreter
 
 OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
@@ -54,10 +55,13 @@ class Python:
         Args:
             code: the Python code
         """
-        self._interpreter = self._interpreter or SANDBOX.interpreter(cpu_s=MAX_PYTHON_S, stderr=True)
-        if self._is_closed:  # meanwhile
-            self._interpreter.close()
-        ran = self._interpreter.run(code, timeout_s=PYTHON_TIMEOUT_S)
+        try:
+            self._interpreter = self._interpreter or SANDBOX.interpreter(cpu_s=MAX_PYTHON_S, stderr=True)
+            if self._is_closed:  # meanwhile
+                self._interpreter.close()
+            ran = self._interpreter.run(code, timeout_s=PYTHON_TIMEOUT_S)
+        except (RunError, OSError) as error:  # of this machine
+            raise EnvironmentFault(str(error)) from error
         shown = ran.output + (ran.problem or ("" if ran.value == "None" else ran.value))
         if ran.status in ("late", "died"):
             self._interpreter.close()

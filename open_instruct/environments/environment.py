@@ -3,6 +3,7 @@
 A verifier judges what an episode has come to; an environment takes part in it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict
@@ -68,6 +69,25 @@ class ToolAnswer:
     content: str
     reward: float | None = None
     done: bool = False
+
+
+class EnvironmentFault(Exception):
+    """What a tool raises where the policy is not at fault: the episode ends as `env_error`, with this as the reason.
+
+    Example: `raise EnvironmentFault("the search server answers 503")`.
+    """
+
+
+class Source(ABC):
+    """A factory of environments that has to be made ready when a run begins: it has a key to find, or a server."""
+
+    @abstractmethod
+    def begin_run(self) -> None:
+        """Called once, if the environment answers one of the prompts, before the first episode.
+
+        Raises:
+            InputError: it cannot be had.
+        """
 
 
 class Environment(Protocol):

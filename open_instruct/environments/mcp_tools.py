@@ -11,40 +11,44 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from open_instruct.environments.environment import Opening, Reply, Turn
+from open_instruct.environments.environment import Opening, Reply, Source, Turn
 from open_instruct.errors import InputError
 
 PREFIX = "mcp:"
 START_TIMEOUT_S = 60.0
 
 
-class McpServer:
+class McpServer(Source):
     """Makes the environments of episodes, whose tools are those of the server at `where`.
 
     Example: `McpServer("uvx mcp-server-time", origin="--environment")`, or `"http://127.0.0.1:8000/mcp"`.
-
-    Raises:
-        InputError: no server answers there, or it has no tools.
     """
 
     def __init__(self, where: str, *, origin: str) -> None:
         self._where = where
+        self._origin = origin
         self._keeper: asyncio.Task[None] | None = None
+
+    def begin_run(self) -> None:
+        """List its tools.
+
+        Raises:
+            InputError: no server answers there, or it has none.
+        """
         try:
             with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running loop
                 self._schemas = thread.submit(asyncio.run, self._listed()).result()
         except Exception as error:
             raise InputError(
-                f"{origin}: no MCP server answers ({_reason(error)}): mcp: is followed by a command or an address that "
-                "begins with http, and the package mcp, which vLLM brings, must be there"
+                f"{self._origin}: no MCP server answers ({_reason(error)}): mcp: is followed by a command, or an "
+                "address that begins with http, and the package mcp, which vLLM brings, must be there"
             ) from error
         if not self._schemas:
-            raise InputError(f"{origin}: the MCP server has no tools")
+            raise InputError(f"{self._origin}: the MCP server has no tools")
 
     def __call__(self, tools: Sequence[str] | None = None) -> "McpTools":
         """The environment of one episode, with the tools that its row names, or all."""
-        named = {each["function"]["name"]: each for each in self._schemas}
-        return McpTools(self, [named[name] for name in tools or named])
+        return McpTools(self, [each for each in self._schemas if not tools or each["function"]["name"] in tools])
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """What a tool answers, or has to say against its arguments.

@@ -6,7 +6,7 @@ from typing import Any
 from open_instruct.config.parser import nearest
 from open_instruct.environments.adapters import as_environment, taken
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
-from open_instruct.environments.environment import Environment
+from open_instruct.environments.environment import Environment, Source
 from open_instruct.environments.mcp_tools import PREFIX, McpServer
 from open_instruct.errors import InputError
 from open_instruct.users_code import load_named
@@ -51,6 +51,12 @@ def known_environments(own: str | None) -> dict[str, Factory]:
     if own is None:
         return BUILT_IN
     return BUILT_IN | {own: factory_named(own, origin=f"--environment {own}")}
+
+
+def begin_run(factory: Factory) -> None:
+    """Make a factory of ours ready; see `Source`."""
+    if isinstance(factory, Source):
+        factory.begin_run()
 
 
 def make_environment(factory: Factory, row: Mapping[str, Any]) -> Environment:

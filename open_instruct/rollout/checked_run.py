@@ -16,7 +16,7 @@ from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
 from open_instruct.data.token_dataset import TokenDataset, cache_root
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.environments.registry import Factory, known_environments
+from open_instruct.environments.registry import Factory, begin_run, known_environments
 from open_instruct.episodes.bridge import check_bridges
 from open_instruct.learner.reference_policy import open_teacher
 from open_instruct.learner.rows.datasets import reading
@@ -88,11 +88,15 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         for warning in (*pretrained.warnings, *_other_templates(verifiers, chat)):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
-        judges, answering = (
-            prompts.named(what) | (held_out.named(what) if held_out else set()) for what in ("verifier", "environment")
-        )
+        judges, answering = prompts.named()
+        if held_out is not None:
+            held_out_judges, held_out_answering = held_out.named()
+            judges |= held_out_judges
+            answering |= held_out_answering
         for name in verifiers.keys() & judges:
             verifiers[name].begin_run(cache_root(data.cache_dir))
+        for name in sorted(answering):
+            begin_run(environments[name])
         _look_at_programs(config.reward, judges, answering, console)
         if answering:
             check_bridges(chat)
