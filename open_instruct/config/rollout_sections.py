@@ -24,6 +24,7 @@ R1_STYLE = "apply_r1_style_format_reward"
 JUDGE = "llm_judge_model"
 BOUNDS = "rho_correction bounds"
 CAPPED = "rho_correction clamp token_mask sequence_mask"
+TOOL_SET = "tools"  # the environment of --tools
 
 
 def loss_fns_reading(flag: str) -> str:
@@ -108,9 +109,14 @@ class EnvironmentSection:
 
     environment: str | None = flag(
         "answers the replies of prompts that name none in `env_config`: calculator, python, counter, guess_number, "
-        "wordle, FILE.py:factory or module:factory of your own, or mcp:COMMAND or mcp:http://… for a server's tools",
+        "wordle, search, serper_search and others of the web, FILE.py:factory or module:factory of your own, or "
+        "mcp:COMMAND or mcp:http://… for a server's tools",
         None,
     )
+    tools: list[str] = flag("such tools, several at once, in place of --environment", [])
+    tool_call_names: list[str] = flag("what the policy calls each of --tools; default: its own name", [])
+    tool_configs: list[str] = flag("settings of each of --tools, a JSON object: '{}' '{\"timeout\": 3}'", [])
+    search_corpus: str | None = flag("what the tool search searches: a file of rows with `text`, or a folder", None)
     max_turns: int = flag("replies of an episode in an environment, at most", 8, minimum=1)
     turn_length: int | None = flag(
         "tokens of one reply, at most; --response_length is all that follows the first prompt", None, minimum=1
@@ -122,6 +128,11 @@ class EnvironmentSection:
         "the reward of an environment is that of its last answer, or the sum over its answers", "last"
     )
     environment_timeout_s: float = flag("seconds that an environment may take to answer", 60.0, above=0)
+
+    @property
+    def of_all_rows(self) -> str | None:
+        """The name of the environment of rows that name none."""
+        return TOOL_SET if self.tools else self.environment
 
 
 @dataclass(kw_only=True)

@@ -237,8 +237,8 @@ def row_changes(config: GRPOConfig) -> dict[str, Any]:
         InputError: the file of the system prompt cannot be read.
     """
     changes: dict[str, Any] = {}
-    if config.environment.environment is not None:
-        changes["environment"] = config.environment.environment
+    if (name := config.environment.of_all_rows) is not None:
+        changes["environment"] = name
     if config.reward.verifier:
         changes["judges"] = judges_named(config.reward.verifier)
     if config.reward.remap_verifier:

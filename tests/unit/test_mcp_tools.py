@@ -1,6 +1,7 @@
 """Tools of a real MCP server, over its stdin and stdout and over HTTP, as an environment."""
 
 import asyncio
+import json
 import shlex
 import subprocess
 import sys
@@ -13,9 +14,11 @@ import pytest
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
-from open_instruct.environments.environment import Reply
+from open_instruct.config.rollout_sections import EnvironmentSection
+from open_instruct.environments.adapters import make_environment
+from open_instruct.environments.environment import EnvironmentFault, Reply, begin_run
 from open_instruct.environments.mcp_tools import McpServer
-from open_instruct.environments.registry import begin_run, factory_named, known_environments, make_environment
+from open_instruct.environments.registry import factory_named, known_environments
 from open_instruct.errors import InputError
 from open_instruct.grpo_olmo_core_actor import look_at_run
 from open_instruct.rollout.checked_run import open_rollout_run
@@ -43,6 +46,12 @@ def add(a: int, b: int = 1) -> int:
 def num_calls() -> str:
     "Says how often numbers were added."
     return f"{NUM_CALLS} in {os.getpid()}"
+
+@server.tool()
+async def hang() -> str:
+    "Never answers."
+    import asyncio
+    await asyncio.Event().wait()
 
 @server.tool()
 def die() -> str:
@@ -120,12 +129,34 @@ def check_sums(factory: Any) -> None:
 
 
 def test_tools_of_a_program(program: str) -> None:
-    factory = known_environments(f"mcp:{program} stdio")[f"mcp:{program} stdio"]
+    factory = known_environments(EnvironmentSection(environment=f"mcp:{program} stdio"))[f"mcp:{program} stdio"]
     check_sums(factory)
     opening = asyncio.run(make_environment(factory, {"messages": [USER], "tools": ["add"]}).start())
     (tool,) = opening.tools
     assert tool["type"] == "function" and tool["function"]["description"] == "Adds two numbers."
     assert tool["function"]["parameters"]["properties"].keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("tool", "name", "call"), [("add", "plus", calls("plus", a=2)), ("hang", "hang", calls("hang"))]
+)
+def test_one_tool_of_a_server_beside_others(tool: str, name: str, call: Reply, program: str) -> None:
+    command, *args = shlex.split(program)
+    settings = {"transport": "stdio", "command": command, "args": [*args, "stdio"], "tool_name": tool, "timeout": 2.0}
+    section = EnvironmentSection(
+        tools=["calculator", "generic_mcp"],
+        tool_call_names=["calculate", "generic_mcp" if name == tool else name],
+        tool_configs=["{}", json.dumps(settings)],
+    )
+    factory = known_environments(section)["tools"]
+    sum_, answer = said(factory, calls("calculate", expression="1+1"), call)
+    assert sum_ == ["2"]
+    if tool == "hang":
+        assert isinstance(answer, EnvironmentFault) and "TimeoutError" in str(answer)
+    else:
+        assert answer == ["3"]
+    opening = asyncio.run(make_environment(factory, {"messages": [USER]}).start())
+    assert [each["function"]["name"] for each in opening.tools] == ["calculate", name]
 
 
 def test_tools_at_an_address(address: str) -> None:
