@@ -14,7 +14,6 @@ from typing import Any
 from open_instruct.environments.environment import EnvironmentFault, ToolServer, schema_of
 from open_instruct.errors import InputError
 
-PREFIX = "mcp:"
 START_TIMEOUT_S = 60.0
 
 

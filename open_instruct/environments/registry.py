@@ -9,7 +9,8 @@ from open_instruct.config.parser import nearest
 from open_instruct.config.rollout_sections import TOOL_SET, EnvironmentSection
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
 from open_instruct.environments.environment import Factory, Source
-from open_instruct.environments.mcp_tools import PREFIX, McpServer, generic_mcp
+from open_instruct.environments.mcp_tools import McpServer, generic_mcp
+from open_instruct.environments.openenv import OpenEnvServer
 from open_instruct.environments.search import Search
 from open_instruct.environments.tool_set import ToolSet
 from open_instruct.environments.web_tools import SERVICES, WebTool
@@ -30,15 +31,20 @@ SERVERS: dict[str, Factory] = {
     **{name: partial(WebTool, name) for name in SERVICES},
 }
 
+# Servers at an address, which follows the name and a colon.
+AT: dict[str, Factory] = {"mcp": McpServer, "openenv": OpenEnvServer}
+
 
 def factory_named(word: str, *, origin: str) -> Factory:
-    """The factory that `word` names: one that is built in, `FILE.py:factory` or `module:factory`, or `mcp:SERVER`.
+    """The factory that `word` names: one that is built in, `FILE.py:factory`, `module:factory`, or a server's.
 
     Raises:
         InputError: there is none of that name, it cannot be imported, or it cannot be called.
     """
-    if word.startswith(PREFIX):
-        return McpServer(word.removeprefix(PREFIX), origin=origin)
+    prefix, _, where = word.partition(":")
+    if prefix in AT:
+        made: Factory = AT[prefix](where, origin=origin)
+        return made
     if ":" not in word:
         if word in BUILT_IN:
             return BUILT_IN[word]
@@ -48,7 +54,7 @@ def factory_named(word: str, *, origin: str) -> Factory:
         known = BUILT_IN | SERVERS
         raise InputError(
             f"{origin}: there is no environment of that name{nearest(word, known) or ';'} known are "
-            f"{', '.join(sorted(known))}, mcp:SERVER, and FILE.py:factory or module:factory of your own"
+            f"{', '.join(sorted(known))}, mcp:SERVER, openenv:URL, and FILE.py:factory or module:factory of your own"
         )
     factory: Factory = load_named(word, origin=origin, what="factory")
     if not callable(factory):
