@@ -14,7 +14,6 @@ from open_instruct.environments.environment import EnvironmentFault, Source, Too
 from open_instruct.errors import InputError
 
 START_TIMEOUT_S = 30.0
-NOT_ACTED = ("metadata",)  # what every action may have beside what it says
 
 
 class OpenEnvServer(Source):
@@ -33,26 +32,27 @@ class OpenEnvServer(Source):
         try:
             with urllib.request.urlopen(f"{self._url}/schema", timeout=START_TIMEOUT_S) as answer:
                 action = json.load(answer)["action"]
-            self._fields = {name: each for name, each in action["properties"].items() if name not in NOT_ACTED}
+            fields = {name: each for name, each in action["properties"].items() if name != "metadata"}
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise InputError(f"{self._origin}: no OpenEnv server answers at {self._url}/schema: {error}") from error
-        if "tool_name" in self._fields:
+        if "tool_name" in fields:
             raise InputError(f"{self._origin}: its actions are MCP's: take its tools by mcp:{self._url}/mcp")
+        texts = [name for name, each in fields.items() if each.get("type") == "string"]
+        self._text_field = texts[0] if texts and len(fields) == 1 else ""
         description = action.get("description", "Takes a step in the environment")
-        self._schema = schema_of("act", description, {**action, "properties": self._fields})
+        self._schema = schema_of("act", description, {**action, "properties": fields})
 
     def __call__(self, **row: Any) -> Any:
-        if [each.get("type") for each in self._fields.values()] == ["string"]:
-            return OpenEnvGame(self._url, next(iter(self._fields)))
-        session = OpenEnv(self._url)
-        return Toolbox([session], {"act": Tool(session.act, self._schema)}, row)
+        session = OpenEnv(self._url, self._text_field)
+        return session if self._text_field else Toolbox([session], {"act": Tool(session.act, self._schema)}, row)
 
 
 class OpenEnv:
-    """A session, whose actions are calls of `act`."""
+    """A session: a game of texts, which are the `field` of its actions, or the tool `act`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, field: str) -> None:
         self._url = url
+        self._field = field
         self._client: Any = None
 
     async def reset(self, **row: Any) -> str:
@@ -62,6 +62,10 @@ class OpenEnv:
         self._socket = await self._client.ws_connect(f"{self._url}/ws", max_msg_size=0)
         columns = {name: value for name, value in row.items() if name != "messages"}
         return _shown(await self._answer("reset", columns))
+
+    async def step(self, text: str) -> tuple[str, float, bool]:
+        answer = await self.act(**{self._field: text})
+        return answer.content, answer.reward or 0.0, answer.done
 
     async def act(self, **action: Any) -> ToolAnswer:
         said = await self._answer("step", action)
@@ -84,23 +88,10 @@ class OpenEnv:
         except Exception as error:  # of a socket that is closed, by its other end too
             raise EnvironmentFault(f"{self._url} is lost: {type(error).__name__}: {error}") from error
         said: Mapping[str, Any] = answer["data"]
-        if answer["type"] == "error" and said.get("code") == "VALIDATION_ERROR":
-            raise ValueError(said)
         if answer["type"] == "error":
-            raise EnvironmentFault(f"{self._url}: {said.get('message')} ({said.get('code')})")
+            fault = ValueError if said.get("code") == "VALIDATION_ERROR" else EnvironmentFault
+            raise fault(f"{self._url}: {said}")
         return said
-
-
-class OpenEnvGame(OpenEnv):
-    """A session, whose actions are texts."""
-
-    def __init__(self, url: str, field: str) -> None:
-        super().__init__(url)
-        self._field = field
-
-    async def step(self, text: str) -> tuple[str, float, bool]:
-        answer = await self.act(**{self._field: text})
-        return answer.content, answer.reward or 0.0, answer.done
 
 
 def _shown(said: Mapping[str, Any]) -> str:

@@ -2,13 +2,13 @@
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from open_instruct.config.parser import nearest
 from open_instruct.config.rollout_sections import TOOL_SET, EnvironmentSection
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
-from open_instruct.environments.environment import Factory, Source
+from open_instruct.environments.environment import Factory
 from open_instruct.environments.mcp_tools import McpServer, generic_mcp
 from open_instruct.environments.openenv import OpenEnvServer
 from open_instruct.environments.search import Search
@@ -30,9 +30,8 @@ SERVERS: dict[str, Factory] = {
     "generic_mcp": generic_mcp,
     **{name: partial(WebTool, name) for name in SERVICES},
 }
-
 # Servers at an address, which follows the name and a colon.
-AT: dict[str, Factory] = {"mcp": McpServer, "openenv": OpenEnvServer}
+AT: dict[str, Callable[..., Factory]] = {"mcp": McpServer, "openenv": OpenEnvServer}
 
 
 def factory_named(word: str, *, origin: str) -> Factory:
@@ -43,14 +42,10 @@ def factory_named(word: str, *, origin: str) -> Factory:
     """
     prefix, _, where = word.partition(":")
     if prefix in AT:
-        made: Factory = AT[prefix](where, origin=origin)
-        return made
+        return AT[prefix](where, origin=origin)
     if ":" not in word:
         if word in BUILT_IN:
             return BUILT_IN[word]
-        if word in SERVERS:
-            server: Factory = SERVERS[word]()
-            return server
         known = BUILT_IN | SERVERS
         raise InputError(
             f"{origin}: there is no environment of that name{nearest(word, known) or ';'} known are "
@@ -91,15 +86,12 @@ def _tool(word: str, text: str, known: Mapping[str, Factory], flags: Environment
     """The factory of one of --tools, with the settings that `text` has as a JSON object."""
     factory = known[word] if word in known else factory_named(word, origin=f"--tools {word}")
     try:
-        settings = dict(json.loads(text))
-        if not settings:
-            return factory
-        if word == "search":
-            settings = {"corpus": flags.search_corpus, **settings}
-        make = SERVERS.get(word) or factory
-        if make is factory and isinstance(factory, Source):
-            raise TypeError("it has no settings")
-        inspect.signature(make).bind_partial(**settings)
-        return make(**settings) if word in SERVERS else partial(make, **settings)
+        settings = json.loads(text)
+        if word in SERVERS:
+            of_flags = {"corpus": flags.search_corpus} if word == "search" else {}
+            server: Factory = SERVERS[word](**{**of_flags, **settings})
+            return server
+        inspect.signature(factory).bind_partial(**settings)
+        return partial(factory, **settings) if settings else factory
     except (TypeError, ValueError) as error:
         raise InputError(f"--tool_configs {text}, of {word}: is no JSON object of its settings: {error}") from error

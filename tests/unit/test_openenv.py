@@ -125,9 +125,9 @@ def test_a_game_is_played_in_texts(server: Server) -> None:
     assert opening.messages == [{"role": "user", "content": "What is 2 + 3?\n\nGo."}] and not opening.tools
     assert [turn.messages[0]["content"] for turn in turns] == ["At 1.", "At 2.", "At 3."]
     assert [(turn.done, turn.rewards) for turn in turns] == [
-        (False, {"openenvgame": 0.0}),
-        (False, {"openenvgame": 0.0}),
-        (True, {"openenvgame": 1.0}),
+        (False, {"openenv": 0.0}),
+        (False, {"openenv": 0.0}),
+        (True, {"openenv": 1.0}),
     ]
     assert others[0].messages[0]["content"] == "At 1.", "every episode has a session of its own"
     assert server.resets == [{"target": 3, "level": "hard"}] * 2 and server.num_open == 0
@@ -157,7 +157,7 @@ def test_a_fault_of_the_server_is_no_fault_of_the_policy(
     begin_run(factory)
     completion, _ = ask(factory, [f"{said}<|im_end|>"], environment_timeout_s=20)
     assert completion.episode is not None and completion.episode.status == "env_error"
-    told = "the world is gone (EXECUTION_ERROR)" if said == "break" else "is lost"
+    told = "the world is gone" if said == "break" else "is lost"
     assert told in completion.episode.problem and "EnvironmentFault" in completion.episode.problem
 
 

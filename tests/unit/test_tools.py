@@ -273,7 +273,7 @@ class TestToolSet:
             ({"tools": ["python"], "tool_configs": ['{"time": 3}']}, "unexpected keyword argument 'time'"),
             ({"tools": ["s2_search"], "tool_configs": ['{"n": 3}']}, "n is none"),
             ({"tools": ["generic_mcp"], "tool_configs": ['{"transport": "sse"}']}, "http or stdio, not 'sse'"),
-            ({"tools": ["mcp:x"], "tool_configs": ['{"tools": ["x"]}']}, "it has no settings"),
+            ({"tools": ["mcp:x"], "tool_configs": ['{"tools": ["x"]}']}, "unexpected keyword argument 'tools'"),
         ],
     )
     def test_flags_that_do_not_go_together_are_refused(self, flags: dict[str, Any], told: str) -> None:
