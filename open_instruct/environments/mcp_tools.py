@@ -66,8 +66,9 @@ class McpServer(ToolServer):
         except Exception as error:
             if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
                 return f"error: {error}"
-            keeper.cancel()
-            self._keeper = None if self._keeper is keeper else self._keeper
+            if not (isinstance(error, TimeoutError) and self._opened.done()):  # one call that is late is no lost server
+                keeper.cancel()
+                self._keeper = None if self._keeper is keeper else self._keeper
             raise EnvironmentFault(_reason(error)) from error
         return "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
 

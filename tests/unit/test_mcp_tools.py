@@ -137,26 +137,30 @@ def test_tools_of_a_program(program: str) -> None:
     assert tool["function"]["parameters"]["properties"].keys() == {"a", "b"}
 
 
-@pytest.mark.parametrize(
-    ("tool", "name", "call"), [("add", "plus", calls("plus", a=2)), ("hang", "hang", calls("hang"))]
-)
-def test_one_tool_of_a_server_beside_others(tool: str, name: str, call: Reply, program: str) -> None:
+def of_settings(program: str, **settings: Any) -> str:
     command, *args = shlex.split(program)
-    settings = {"transport": "stdio", "command": command, "args": [*args, "stdio"], "tool_name": tool, "timeout": 2.0}
+    return json.dumps({"transport": "stdio", "command": command, "args": [*args, "stdio"], **settings})
+
+
+def test_one_tool_of_a_server_beside_others(program: str) -> None:
     section = EnvironmentSection(
         tools=["calculator", "generic_mcp"],
-        tool_call_names=["calculate", "generic_mcp" if name == tool else name],
-        tool_configs=["{}", json.dumps(settings)],
+        tool_call_names=["calculate", "plus"],
+        tool_configs=["{}", of_settings(program, tool_name="add")],
     )
     factory = known_environments(section)["tools"]
-    sum_, answer = said(factory, calls("calculate", expression="1+1"), call)
-    assert sum_ == ["2"]
-    if tool == "hang":
-        assert isinstance(answer, EnvironmentFault) and "TimeoutError" in str(answer)
-    else:
-        assert answer == ["3"]
+    assert said(factory, calls("calculate", expression="1+1"), calls("plus", a=2)) == [["2"], ["3"]]
     opening = asyncio.run(make_environment(factory, {"messages": [USER]}).start())
-    assert [each["function"]["name"] for each in opening.tools] == ["calculate", name]
+    assert [each["function"]["name"] for each in opening.tools] == ["calculate", "plus"]
+
+
+def test_a_call_that_is_late_leaves_the_session_to_others(program: str) -> None:
+    section = EnvironmentSection(tools=["generic_mcp"], tool_configs=[of_settings(program, timeout=2.0)])
+    first, late, count = said(
+        known_environments(section)["tools"], calls("add", a=1), calls("hang"), calls("num_calls")
+    )
+    assert first == ["2"] and isinstance(late, EnvironmentFault) and "TimeoutError" in str(late)
+    assert count[0].startswith("1 in ")
 
 
 def test_tools_at_an_address(address: str) -> None:
