@@ -114,8 +114,8 @@ class EnvironmentSection:
         None,
     )
     tools: list[str] = flag("such tools, several at once, in place of --environment", [])
-    tool_call_names: list[str] = flag("what the policy calls each of --tools; default: its own name", [])
-    tool_configs: list[str] = flag("settings of each of --tools, a JSON object: '{}' '{\"timeout\": 3}'", [])
+    tool_call_names: list[str] = flag("what the policy calls each; default: its own name", [], read_with="tools")
+    tool_configs: list[str] = flag("settings of each, a JSON object: '{}' '{\"timeout\": 3}'", [], read_with="tools")
     search_corpus: str | None = flag("what the tool search searches: a file of rows with `text`, or a folder", None)
     max_turns: int = flag("replies of an episode in an environment, at most", 8, minimum=1)
     turn_length: int | None = flag(

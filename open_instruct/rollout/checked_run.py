@@ -100,6 +100,8 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             begin_run(environments[name])
         if TOOL_SET in answering:
             answering |= set(config.environment.tools)
+        if config.environment.search_corpus and "search" not in answering:
+            console.warn("--search_corpus is not read: the tool search answers none of the prompts")
         _look_at_programs(config.reward, judges, answering, console)
         if answering:
             check_bridges(chat)

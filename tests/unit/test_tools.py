@@ -292,11 +292,13 @@ class TestToolSet:
         words = ["--model_name_or_path", str(model), "--dataset_mixer_list", f"{tmp_path}/rows.jsonl", "1.0"]
         words += ["--output_dir", f"{tmp_path}/out", "--cache_dir", f"{tmp_path}/cache", "--no_plan_check"]
         words += ["--code_sandbox", "auto", "--tools", *self.TOOLS, "--tool_call_names", "code", "search", "throw_it"]
-        words += ["--tool_configs", '{"timeout": 3}', "{}", "{}"]
+        words += ["--tool_configs", '{"timeout": 3}', "{}", "{}", "--search_corpus", "nobody-asks"]
         with open_rollout_run(parse(GRPOConfig, words)) as run:
             assert run.environments is not None and TOOL_SET in run.environments
             assert {prompt.environment for prompt in run.prompts} == {TOOL_SET}
-        assert "these walls stand" in capfd.readouterr().out, "programs of the policy will run"
+        told = " ".join("".join(capfd.readouterr()).split())
+        assert "these walls stand" in told, "programs of the policy will run"
+        assert "--search_corpus is not read: the tool search answers none of the prompts" in told
         assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
         monkeypatch.delenv("SERPER_API_KEY")
         refused = pytest.raises(InputError, match="needs the variable SERPER_API_KEY")
