@@ -24,6 +24,7 @@ from open_instruct.environments.environment import (
     ToolServer,
     Turn,
 )
+from open_instruct.users_code import taken
 
 # Methods of a class of tools that are none themselves.
 NOT_TOOLS = ("reset", "close", "reward")
@@ -181,11 +182,3 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
     threading.Thread(target=run, name=f"environment-{getattr(function, '__name__', 'call')}", daemon=True).start()
     return await asyncio.wrap_future(future)
-
-
-def taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a row that a function has parameters for; all of them where it takes any."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(row)
-    return {name: row[name] for name in parameters if name in row}

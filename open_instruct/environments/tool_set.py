@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from open_instruct.environments.adapters import Tool, Toolbox, taken, tools_of
+from open_instruct.environments.adapters import Tool, Toolbox, tools_of
 from open_instruct.environments.environment import Factory, Source, begin_run
+from open_instruct.users_code import taken
 
 
 class ToolSet(Source):

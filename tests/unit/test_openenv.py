@@ -14,6 +14,7 @@ from open_instruct.environments.environment import EnvironmentFault, Opening, Re
 from open_instruct.environments.registry import factory_named, known_environments
 from open_instruct.errors import InputError
 from tests.unit.test_environments import USER, Asked, ask, calls, decoded, tokenizer  # noqa: F401  # fixtures
+from tests.unit.test_sandbox import wait_until
 
 web = pytest.importorskip("aiohttp.web", reason="comes with vLLM")
 
@@ -130,7 +131,8 @@ def test_a_game_is_played_in_texts(server: Server) -> None:
         (True, {"openenv": 1.0}),
     ]
     assert others[0].messages[0]["content"] == "At 1.", "every episode has a session of its own"
-    assert server.resets == [{"target": 3, "level": "hard"}] * 2 and server.num_open == 0
+    assert server.resets == [{"target": 3, "level": "hard"}] * 2
+    assert wait_until(lambda: server.num_open == 0), "a session ends with its episode"
 
 
 @pytest.mark.parametrize("server", ["move"], indirect=True)
