@@ -25,7 +25,6 @@ WAITS_S = (0.0, 1.0, 4.0)  # before each attempt
 OF_THE_QUERY = (400, 404, 413, 414, 422, 451)
 OF_THE_KEY = (401, 402, 403)
 MAX_TOLD = 300  # characters of what a service says of an error
-NOTHING = "Query returned no results."
 TEMPLATES = jinja2.Environment(keep_trailing_newline=False)
 
 
@@ -51,7 +50,8 @@ class WebTool(ToolServer):
     async def call(self, name: str, /, **arguments: Any) -> str:
         names = {**self._names, self._argument: str(arguments[self._argument])}
         found = await self._asked(names)
-        return TEMPLATES.from_string(self._service["answer"]).render(names, found=found).strip() or NOTHING
+        answer = TEMPLATES.from_string(self._service["answer"]).render(names, found=found)
+        return answer.strip() or self._service["nothing"]
 
     async def _asked(self, names: Mapping[str, Any]) -> Any:
         """The JSON that the service answers; it is asked three times at most.

@@ -102,7 +102,7 @@ class TestWeb:
         assert said == "**Direct Answer:** 42\n\n**T0**\nS0\nSource: http://0\n\n**T1**\nS1\nSource: http://1"
         (method, path, headers, body), *_ = web.asked
         assert (method, path, headers["X-API-KEY"], body) == ("POST", "/SERPER", KEY, {"q": "life", "num": 2})
-        assert answered(calls("serper_search", query="x"), environment="serper_search") == web_tools.NOTHING
+        assert answered(calls("serper_search", query="x"), environment="serper_search") == "Query returned no results."
         assert web.asked[1][3] == {"q": "x", "num": 5}
 
     def test_papers_are_searched(self, web: Web) -> None:
@@ -117,6 +117,7 @@ class TestWeb:
         [
             ({"code": 200, "data": {"title": "A page", "content": "Its {{ text }}"}}, "# A page\n\nIts {{ text }}"),
             ({"code": 200, "data": {"content": "Its text"}}, "Its text"),
+            ({"code": 200, "data": {"title": "Empty"}}, ""),
             ({"code": 422, "message": "no such page"}, "Jina API error: no such page"),
         ],
     )
