@@ -24,6 +24,7 @@ R1_STYLE = "apply_r1_style_format_reward"
 JUDGE = "llm_judge_model"
 BOUNDS = "rho_correction bounds"
 CAPPED = "rho_correction clamp token_mask sequence_mask"
+TOOL_SET = "tools"  # the environment of --tools
 
 
 def loss_fns_reading(flag: str) -> str:
@@ -108,9 +109,14 @@ class EnvironmentSection:
 
     environment: str | None = flag(
         "answers the replies of prompts that name none in `env_config`: calculator, python, counter, guess_number, "
-        "wordle, FILE.py:factory or module:factory of your own, or mcp:COMMAND or mcp:http://… for a server's tools",
+        "wordle, search, serper_search and others of the web, FILE.py:factory or module:factory of your own, or "
+        "mcp:COMMAND, mcp:http://… or openenv:http://… for a server's",
         None,
     )
+    tools: list[str] = flag("such tools, several at once, in place of --environment", [])
+    tool_call_names: list[str] = flag("what the policy calls each; default: its own name", [], read_with="tools")
+    tool_configs: list[str] = flag("settings of each, a JSON object: '{}' '{\"timeout\": 3}'", [], read_with="tools")
+    search_corpus: str | None = flag("what the tool search searches: a file of rows with `text`, or a folder", None)
     max_turns: int = flag("replies of an episode in an environment, at most", 8, minimum=1)
     turn_length: int | None = flag(
         "tokens of one reply, at most; --response_length is all that follows the first prompt", None, minimum=1
@@ -122,6 +128,11 @@ class EnvironmentSection:
         "the reward of an environment is that of its last answer, or the sum over its answers", "last"
     )
     environment_timeout_s: float = flag("seconds that an environment may take to answer", 60.0, above=0)
+
+    @property
+    def of_all_rows(self) -> str | None:
+        """The name of the environment of rows that name none."""
+        return TOOL_SET if self.tools else self.environment
 
 
 @dataclass(kw_only=True)
@@ -144,7 +155,7 @@ class RewardSection:
     num_verifier_processes: int = free_flag("processes for verifiers that run foreign code", 2, minimum=1)
     llm_judge_model: str | None = flag("model that judges for the verifiers judge, rubric and general-…", None)
     llm_judge_url: str | None = free_flag("its server; default: $OPENAI_BASE_URL or OpenAI's", None, read_with=JUDGE)
-    llm_judge_prompt: str | None = flag("text file with what the verifier judge asks", None, read_with=JUDGE)
+    llm_judge_prompt: str | None = flag("what the verifier judge asks: a file, or general-…", None, read_with=JUDGE)
     llm_judge_temperature: float = flag("temperature of its sampling", 1.0, read_with=JUDGE, minimum=0)
     llm_judge_max_tokens: int = flag("tokens of a verdict, with its thoughts", 2048, read_with=JUDGE, minimum=1)
     llm_judge_max_context_length: int = flag("tokens of a question and its verdict", 8192, read_with=JUDGE, minimum=1)
@@ -152,6 +163,7 @@ class RewardSection:
     llm_judge_max_retries: int = free_flag("times that a request is sent again", 3, read_with=JUDGE, minimum=0)
     llm_judge_concurrency: int = free_flag("requests to it at once", 64, read_with=JUDGE, minimum=1)
     llm_judge_requests_per_minute: int | None = free_flag("none: no limit", None, read_with=JUDGE, minimum=1)
+    llm_judge_tokens_per_minute: int | None = free_flag("of questions and verdicts", None, read_with=JUDGE, minimum=1)
     max_length_verifier_max_length: int = flag("tokens off at which max_length gives 0", 32768, minimum=1)
     apply_r1_style_format_reward: bool = flag("reward <think>…</think><answer>…</answer>", False)
     r1_style_format_reward: float = flag("reward of that form", 1.0, read_with=R1_STYLE)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -35,13 +36,14 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def named(self, what: Literal["verifier", "environment"]) -> set[str]:
-        """The names of those that judge or answer one of the prompts at least."""
+    def named(self) -> tuple[set[str], set[str]]:
+        """The names of the verifiers that judge a prompt at least, and of the environments that answer one."""
         # Not read as JSON, which takes 20 times as long. Inside a text, the quotes would have backslashes.
-        behind = {"verifier": '"ground_truth": ', "environment": r'"row": \{'}[what]
-        spelled = re.compile(rf'"{what}": ("(?:[^"\\]|\\.)+"), {behind}'.encode())
-        found = {name for row_id in range(len(self)) for name in spelled.findall(self.dataset.details(row_id))}
-        return set(map(json.loads, found))
+        name = rb'("(?:[^"\\]|\\.)+")'
+        spelled = re.compile(rb'"verifier": %b, "ground_truth": |"environment": %b, "row": \{' % (name, name))
+        found = {pair for row_id in range(len(self)) for pair in spelled.findall(self.dataset.details(row_id))}
+        judges, answering = ({json.loads(pair[side]) for pair in found if pair[side]} for side in (0, 1))
+        return judges, answering
 
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.__getitem__, range(len(self)))
@@ -221,8 +223,8 @@ def row_changes(config: GRPOConfig) -> dict[str, Any]:
         InputError: the file of the system prompt cannot be read.
     """
     changes: dict[str, Any] = {}
-    if config.environment.environment is not None:
-        changes["environment"] = config.environment.environment
+    if (name := config.environment.of_all_rows) is not None:
+        changes["environment"] = name
     if config.reward.verifier:
         changes["judges"] = judges_named(config.reward.verifier)
     if config.reward.remap_verifier:

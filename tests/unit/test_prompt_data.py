@@ -402,7 +402,9 @@ def test_a_row_names_what_answers_its_replies(
     assert found == expected
 
 
-def test_what_names_verifiers_and_environments_is_known_from_all_rows(load: Load, tmp_path: Path) -> None:
+def test_what_names_verifiers_and_environments_is_known_from_all_rows_read_once(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = write_rows(
         tmp_path / "named.jsonl",
         row("plain", environment="python", verifier_="x"),
@@ -414,5 +416,7 @@ def test_what_names_verifiers_and_environments_is_known_from_all_rows(load: Load
         ),
     )
     prompts, _ = load(rows, "1.0", known_environments={"shop"})
-    assert prompts.named("environment") == {"shop"}
-    assert prompts.named("verifier") == {"gsm8k"}
+    details, read = prompts.dataset.details, list[int]()
+    monkeypatch.setattr(prompts.dataset, "details", lambda row_id: read.append(row_id) or details(row_id))
+    assert prompts.named() == ({"gsm8k"}, {"shop"})
+    assert read == [0, 1]
