@@ -5,8 +5,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from functools import lru_cache, partial
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
