@@ -27,8 +27,8 @@ from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.hf.hf_config import load_hf_config
-from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import SIZES, write_tiny_model
+from scripts.demo_data.pairs import write_synthetic_preferences
 
 GOAL_MFU = 0.45
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from open_instruct.objectives.registry import OBJECTIVES
-from open_instruct.toys.synthetic import write_synthetic_preferences
+from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.house.test_docs_commands import PAGES, commands_of
 from tests.ranks.fork_server import REPOSITORY, Forked
 from tests.ranks.jobs.docs_commands import run_all

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from open_instruct.data.chat import ChatFormat
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.packing.documents import pack_documents
-from open_instruct.toys.synthetic import write_synthetic_preferences
+from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.ranks.objective_case import assert_resumed_bitwise, assert_same, read, stopped_and_not, train, write
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase

@@ -11,9 +11,9 @@ from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.errors import InputError
-from open_instruct.toys.arithmetic import NUM_PROBLEMS, worked_out, write_arithmetic
 from open_instruct.toys.tiny import built_in_corpus, train_tokenizer
 from open_instruct.verifiers.registry import known_verifiers
+from scripts.demo_data.sums import NUM_PROBLEMS, worked_out, write_arithmetic
 from tests.unit.token_data import encoded
 
 Rows = list[dict[str, Any]]
