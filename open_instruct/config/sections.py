@@ -54,6 +54,9 @@ class ModelSection:
     param_dtype: Dtype = flag(
         "dtype of gathered shards and of the computation; master weights stay float32", "bfloat16"
     )
+    float8_linears: Literal["off", "tensorwise", "rowwise"] = flag(
+        "multiply the matrices of blocks in float8 (by torchao), with a scale for each tensor, or for each row", "off"
+    )
     init_device: Literal["meta", "cpu"] = free_flag(
         "'meta' builds the model without storage, 'cpu' with real storage before it is sharded", "meta"
     )

@@ -120,6 +120,8 @@ MORE_OF_GRPO = "--beta 0.1 --record_entropy"
 CASES = {
     "dpo": TracedCase(),
     "dpo, blocks recomputed": TracedCase("--activation_checkpointing full"),
+    "dpo, float8 products": TracedCase("--float8_linears tensorwise --activation_checkpointing full"),
+    "dpo, float8 products by row": TracedCase("--float8_linears rowwise --activation_checkpointing full"),
     "dpo, modules recomputed": TracedCase(MODULES),
     "dpo, inputs on the host": TracedCase(OFFLOAD),
     "dpo, shared prompts": TracedCase(shared=True),

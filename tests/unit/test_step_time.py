@@ -103,6 +103,8 @@ def test_pairs_of_causal_attention() -> None:
 def test_arithmetic_of_training() -> None:
     assert flops_per_step(SHAPE, ALONE, WORK) == 3 * FORWARD
     assert flops_per_step(SHAPE, ALONE, replace(WORK, num_microbatches=4)) == 12 * FORWARD
+    in_float8 = replace(WORK, multiplies_in_float8=True)
+    assert flops_per_step(SHAPE, ALONE, in_float8) == 3 * (FORWARD - MATRICES)
 
 
 def test_arithmetic_of_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,9 @@ MAX_LOGITS_BYTES = 1 << 30
 # Chunks of the head are alike; from the second on the gradient of the matrix already exists.
 CHUNKS_RECORDED = 2
 
+# A cast to float8 has two float32 copies beside the result: what torchao's `_ToFloat8ConstrFunc` makes, uncompiled.
+BYTES_OF_CAST = 2 * FLOAT32 + 1
+
 # Modules that can be checkpointed by themselves; "" is the block. A residual sum keeps nothing in any case.
 BLOCK_MODULES = (
     *("", "attention", "attention.q_norm", "attention.k_norm", "attention_norm", "attention_residual_stream"),
@@ -57,6 +60,7 @@ class Pass:
     casts_adapters: bool = False  # they are float32, and copied to the dtype that is computed in
     temperature: float = 1.0
     records_entropy: bool = False
+    multiplies_in_float8: bool = False  # matrices of blocks
     num_gathered_keys: int | None = None  # with those of a shared prefix before each document; None: nothing is shared
 
 
@@ -91,6 +95,7 @@ def pass_of(layout: ShardLayout, workload: Workload, *, splits_rows: bool = True
         casts_adapters=layout.single_device and workload.compute_bytes < FLOAT32,
         temperature=workload.temperature,
         records_entropy=workload.records_entropy,
+        multiplies_in_float8=workload.multiplies_in_float8,
         num_gathered_keys=_gathered_keys(layout, workload),
     )
 
@@ -161,8 +166,11 @@ class _Piece:
         weight = Tensor(num_inputs * num_outputs * self.c, kind=kind)
         if self.sizes.casts_adapters and kind != self.kind:
             weight = self.tape.run(weight.num_bytes, weight, gradients=[Gradient(of=weight, num_bytes=None)])
-        gradients = [_whole(weight), Gradient(of=x, num_bytes=num_tokens * num_inputs * self.c)]
-        return self.tape.run(num_tokens * num_outputs * self.c, x, weight, saved=[x, weight], gradients=gradients)
+        in_bytes, out_bytes = (num_tokens * size * self.c for size in (num_inputs, num_outputs))
+        cast_bytes = BYTES_OF_CAST * num_tokens * max(num_inputs, num_outputs) * self.sizes.multiplies_in_float8
+        gradients = [_whole(weight), Gradient(of=x, num_bytes=in_bytes, scratch_bytes=cast_bytes)]
+        saved = [x, weight]
+        return self.tape.run(out_bytes, x, weight, saved=saved, gradients=gradients, scratch_bytes=cast_bytes)
 
     def norm(self, x: Tensor, num_rows: int, width: int) -> Tensor:
         """RMSNorm. float32 inside; keeps its input and what is scaled by the weight."""
