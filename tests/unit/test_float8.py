@@ -24,9 +24,9 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         float8_config("rowwise", model=model, device=CPU)
     monkeypatch.setattr(float8, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    with pytest.raises(InputError, match=r"capability 8\.9 or newer, and this one has 8\.6"):
+    with pytest.raises(InputError, match=r"capability 8\.9 or newer, this one has 8\.6"):
         float8_config("tensorwise", model=model, device=GPU)
-    with pytest.raises(InputError, match=r"blocks\.0\.feed_forward\.w1 is 40 x 32, and float8 takes multiples of 16: use off"):
+    with pytest.raises(InputError, match=r"feed_forward\.w1 is 40 x 32, and float8 takes multiples of 16"):
         float8_config("tensorwise", model=new_model("olmo2", intermediate_size=40), device=CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     on_gpu = float8_config("tensorwise", model=model, device=GPU)
