@@ -581,7 +581,7 @@ def test_a_deepspeed_that_cannot_be_built_is_left_out(stubs: Stubs, fake_venv: P
 def test_install_offers_flash_attention_3_where_it_runs(
     stubs: Stubs, fake_venv: Path, environment: dict[str, str], is_asked: bool, said: str
 ) -> None:
-    answers = ('[[ $* != *flash-attn-3* || -z ${FA3:-} ]] || exit 1', '[[ $* != "- "* ]] || echo "2.13.0+cu130 13.0"')
+    answers = ("[[ $* != *flash-attn-3* || -z ${FA3:-} ]] || exit 1", '[[ $* != "- "* ]] || echo "2.13.0+cu130 13.0"')
     stubs.add("python", *answers, folder=fake_venv / "bin")
     done = run_install(stubs, fake_venv, GPU="yes", **NO_VLLM, **environment)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ L layers, T tokens of a microbatch, V vocabulary.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from open_instruct.planning.memory.activations import logit_chunks
+from open_instruct.planning.memory.activations import logit_chunks, num_kept_chunks
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
@@ -95,7 +95,10 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     """
     blocks, head = _flops_of_blocks(shape, workload), _head_flops(shape, layout, workload)
     forward = sum(blocks.values()) + head
-    again = head if len(logit_chunks(shape, num_head_positions(layout, workload))) > 1 else 0
+    chunks = logit_chunks(shape, num_head_positions(layout, workload))
+    keeps = workload.on_cuda and layout.tensor_parallel_degree == 1
+    num_kept = num_kept_chunks(shape, chunks, workload.compute_bytes if keeps else 0)
+    again = head * sum(chunks[num_kept:]) // sum(chunks) if len(chunks) > 1 else 0
     again += sum(flops for module, flops in blocks.items() if is_recomputed(workload, module))
     frozen = [each.num_params for each in _matrices(shape) if not each.is_trained]
     unmade = 2 * workload.tokens_per_microbatch * shape.num_layers * sum(frozen)
