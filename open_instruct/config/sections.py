@@ -310,7 +310,8 @@ class MemorySection:
 
     activation_checkpointing: Literal["auto", "none", "full", "selected_modules", "offload"] = free_flag(
         "recompute 'full' blocks or chosen modules; 'offload': blocks, whose inputs wait in host memory; 'auto': on "
-        "GPUs the least with which the plan fits, with room; with --backend deepspeed 'full'; else 'none'",
+        "GPUs the least with which the plan fits, with room, of the same batch in smaller microbatches too; with "
+        "--backend deepspeed 'full'; else 'none'",
         "auto",
     )
     activation_checkpointing_modules: list[str] = free_flag(

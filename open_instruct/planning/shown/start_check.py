@@ -12,6 +12,7 @@ from open_instruct.planning.shown.json_record import memory_record
 from open_instruct.planning.subject.devices import device_named
 from open_instruct.planning.subject.units import GIB, gib
 from open_instruct.planning.subject.workload import RunConfig, shape_of_run
+from open_instruct.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ def _checked(plan: Plan) -> StartCheck:
     line = f"plan: needs {gib(plan.peak.total_bytes)} of {memory} GiB {each} (most in: {plan.peak.name})"
     if plan.is_chosen and mode != "none":
         line += f", with --activation_checkpointing {' '.join([mode, *plan.workload.checkpointing_modules])}"
+    if plan.is_chosen and plan.setting.on_cuda:
+        line += f", in {counted(plan.workload.num_microbatches, 'microbatch')} a step"
     state = sum(plan.moments.state_bytes())
     warning = ""
     cannot_fit = state > plan.setting.device.memory_bytes
