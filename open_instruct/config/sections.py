@@ -55,6 +55,9 @@ class ModelSection:
     param_dtype: Dtype = flag(
         "dtype of gathered shards and of the computation; master weights stay float32", "bfloat16"
     )
+    float8_linears: Literal["off", "tensorwise", "rowwise"] = flag(
+        "multiply the matrices of blocks in float8 (by torchao), with a scale for each tensor, or for each row", "off"
+    )
     init_device: Literal["meta", "cpu"] = free_flag(
         "'meta' builds the model without storage, 'cpu' with real storage before it is sharded", "meta"
     )
@@ -305,7 +308,8 @@ class MemorySection:
 
     activation_checkpointing: Literal["auto", "none", "full", "selected_modules", "offload"] = free_flag(
         "recompute 'full' blocks or chosen modules; 'offload': blocks, whose inputs wait in host memory; 'auto': on "
-        "GPUs the least with which the plan fits, with room; with --backend deepspeed 'full'; else 'none'",
+        "GPUs the least with which the plan fits, with room, of the same batch in smaller microbatches too; with "
+        "--backend deepspeed 'full'; else 'none'",
         "auto",
     )
     activation_checkpointing_modules: list[str] = free_flag(

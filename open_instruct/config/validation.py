@@ -132,6 +132,19 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
         yield f"{given}: with --use_lora the reference is the model without its adapters, which stays; leave it out"
 
 
+def float8_problems(config: LearnerConfig) -> Iterator[str]:
+    """Flags that float8 products cannot go with."""
+    if config.model.float8_linears == "off":
+        return
+    given = f"--float8_linears {config.model.float8_linears} cannot go with"
+    if config.adapters is not None:
+        yield f"{given} --use_lora: frozen matrices would be cast anew in every pass; leave one of them out"
+    if config.parallel.tensor_parallel_degree > 1:
+        yield f"{given} --tensor_parallel_degree: a rank's part of a matrix has scales of its own; use degree 1"
+    if config.model.param_dtype == "float32":
+        yield f"{given} --param_dtype float32, which is for exactness; use bfloat16"
+
+
 def memory_problems(memory: MemorySection) -> Iterator[str]:
     budget = f"--activation_memory_budget {spelled(memory.activation_memory_budget)}"
     if memory.activation_memory_budget < 1 and memory.activation_checkpointing not in ("none", "auto"):
@@ -167,6 +180,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     yield from parallel_problems(config.parallel)
     yield from backend_named(config.parallel.backend).problems(config)
     yield from lora_problems(config)
+    yield from float8_problems(config)
     yield from memory_problems(config.memory)
     if config.optim.optimizer == "muon":
         for given in changed(config, "weight_decay_on"):

@@ -13,10 +13,9 @@ from typing import Any
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import InputError
-from open_instruct.parallel.layout import divisors
 from open_instruct.parallel.node_sizes import MAX_GPUS
 from open_instruct.parallel.wording import nodes_text
-from open_instruct.planning.plan import Plan, Setting, Way, plan_of, ranked_layouts
+from open_instruct.planning.plan import Plan, Setting, Way, plan_of, ranked_layouts, smaller_microbatches
 from open_instruct.planning.subject.words import said
 from open_instruct.planning.subject.workload import MIB
 
@@ -196,11 +195,7 @@ def _microbatches(setting: Setting) -> list[Way]:
             tokens = max(tokens // 2, config.data.max_seq_length)
             smaller.append({"pack_length": tokens})
         return _ever_stronger(2, smaller)
-    rows, num_microbatches = config.optim.per_device_train_batch_size, config.optim.gradient_accumulation_steps
-    for fewer in reversed(divisors(rows)[:-1]):
-        more = num_microbatches * (rows // fewer)
-        smaller.append({"per_device_train_batch_size": fewer, "gradient_accumulation_steps": more})
-    return _ever_stronger(2, smaller)
+    return _ever_stronger(2, [*smaller_microbatches(config)])
 
 
 def _engine_shares(setting: Setting) -> list[Way]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.training import backend_named
+from open_instruct.config.training import TrainingConfig, backend_named
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
@@ -28,6 +28,9 @@ from open_instruct.shard_layout import ShardLayout
 # The share of a GPU that advice leaves free, and the share that --activation_checkpointing auto leaves free.
 ROOM = 0.05
 ROOM_OF_AUTO = 0.1
+# Smaller microbatches run smaller products: they must save more arithmetic than a plan is off.
+WORTH_A_CUT = 1.02
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 DEGREES = ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree")
 
 
@@ -261,6 +264,28 @@ def plan_of(setting: Setting) -> Plan:
 
 
 def _chosen(setting: Setting) -> Plan:
+    """The plan with the least arithmetic of those with microbatches as they are or smaller, of the same batch.
+
+    A loss does not depend on how its batch is cut. GRPO's packs are left as they are.
+    """
+    best = _with_checkpointing(setting)
+    if best.workload.checkpointing == "none" or isinstance(setting.config, GRPOConfig):
+        return best
+    for values in smaller_microbatches(setting.config):
+        other = _with_checkpointing(setting.with_flags(values))
+        is_less = other.time.compute_s * WORTH_A_CUT < best.time.compute_s and other.time.step_s < best.time.step_s
+        best = other if is_less and other.leaves(ROOM_OF_AUTO) else best
+    return best
+
+
+def smaller_microbatches(config: TrainingConfig) -> Iterator[dict[str, Any]]:
+    """The flags of fewer rows in each microbatch and more microbatches, which leave the global batch as it is."""
+    rows, num_microbatches = config.optim.per_device_train_batch_size, config.optim.gradient_accumulation_steps
+    for fewer in reversed(divisors(rows)[:-1]):
+        yield dict(zip(BATCH, (fewer, num_microbatches * (rows // fewer)), strict=True))
+
+
+def _with_checkpointing(setting: Setting) -> Plan:
     """The plan with the fastest checkpointing that leaves room; equal times are decided by arithmetic, then by memory.
 
     Nothing is recomputed on a CPU, or with --activation_memory_budget below 1; whole blocks are if nothing less leaves

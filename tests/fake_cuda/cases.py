@@ -91,6 +91,8 @@ CASES = {
     "dpo_context_parallel": Case("--context_parallel_degree 2", family="qwen3"),
     "dpo_one_device": Case("--single_gpu_mode", world=1),
     "dpo_float32": Case("--param_dtype float32"),
+    "dpo_float8_tensorwise": Case("--float8_linears tensorwise"),
+    "dpo_float8_rowwise": Case("--float8_linears rowwise --activation_checkpointing full"),
     "dpo_checkpointed": Case("--activation_checkpointing full"),
     "dpo_checkpointed_modules": Case(MODULES),
     "dpo_reduced_last": Case(f"--gradient_reduction last {HSDP}"),

@@ -125,6 +125,8 @@ MORE_OF_GRPO = "--beta 0.1 --record_entropy"
 CASES = {
     "dpo": TracedCase(),
     "dpo, blocks recomputed": TracedCase("--activation_checkpointing full"),
+    "dpo, float8 products": TracedCase("--float8_linears tensorwise --activation_checkpointing full"),
+    "dpo, float8 products by row": TracedCase("--float8_linears rowwise --activation_checkpointing full"),
     "dpo, modules recomputed": TracedCase(MODULES),
     "dpo, inputs on the host": TracedCase(OFFLOAD),
     "dpo, shared prompts": TracedCase(shared=True),
@@ -136,7 +138,8 @@ CASES = {
     "dpo, muon": TracedCase(f"--optimizer muon {HSDP}"),
     "dpo, zero 2": TracedCase(f"{ZERO} 2 --activation_checkpointing full"),
     "dpo, zero 3": TracedCase(f"{ZERO} 3 --activation_checkpointing full"),
-    "kto": TracedCase("--activation_checkpointing full", "kto"),
+    # So long that the prompt, whose tokens a plan takes for labels, makes no chunk of the head more or less.
+    "kto": TracedCase("--activation_checkpointing full", "kto", longest=8542),
     "reward_model": TracedCase("--activation_checkpointing full", "reward_model"),
     "grpo": TracedCase("--activation_checkpointing full", "grpo"),
     "grpo, reference, entropy": TracedCase(f"--activation_checkpointing full {MORE_OF_GRPO}", "grpo"),

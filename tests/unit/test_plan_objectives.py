@@ -15,7 +15,8 @@ from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.wording import one_of
 
-RUN = ["--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8", "--per_device_train_batch_size", "2"]
+RUN = ["--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8"]
+RUN += ["--activation_checkpointing", "full", "--per_device_train_batch_size", "2"]
 
 
 @dataclass(kw_only=True)

@@ -18,12 +18,12 @@ from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
-from open_instruct.models.heads.logprob_head import MAX_LOGITS_BYTES as REAL_MAX_LOGITS_BYTES
+from open_instruct.models.heads import logprob_head
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
-from open_instruct.planning.memory.activations import MAX_LOGITS_BYTES, Pass, profile_of
+from open_instruct.planning.memory.activations import Pass, profile_of
 from open_instruct.planning.memory.phases import NUM_SYNC_SLOTS, READ_CHUNK_BYTES, Moments, memory_by_phase
 from open_instruct.planning.memory.state import local_size
 from open_instruct.planning.subject.model import ModelShape, shape_of_fields
@@ -272,7 +272,9 @@ def print_tracked(case: Case) -> int:
 
 
 def test_constants_are_those_of_the_code_that_runs() -> None:
-    assert (MAX_LOGITS_BYTES, READ_CHUNK_BYTES, NUM_SYNC_SLOTS) == (REAL_MAX_LOGITS_BYTES, CHUNK_BYTES, NUM_SLOTS)
+    assert (READ_CHUNK_BYTES, NUM_SYNC_SLOTS) == (CHUNK_BYTES, NUM_SLOTS)
+    for name in ("MAX_LOGITS_BYTES", "MAX_KEPT_BYTES"):
+        assert getattr(activations, name) == getattr(logprob_head, name)
 
 
 @pytest.mark.parametrize("prefixes", [(0, 30, 30, 30), (0, 40, 20, 30)], ids=["prompt", "tree"])

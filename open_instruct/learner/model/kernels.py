@@ -25,6 +25,9 @@ from open_instruct.shard_layout import ShardLayout
 
 FA3, FA3_PACKAGE = "FA3", "flash_attn_interface"
 HOPPER = 9
+WITHOUT_FA3 = (
+    "attention by PyTorch's own kernels; FlashAttention 3 is faster on this GPU: OPEN_INSTRUCT_FA3=1 scripts/install.sh"
+)
 PROBED_LENGTHS = (200, 56)
 # Tolerance for bfloat16, whose steps are 2^-8 of a number.
 PROBED_TOLERANCE = 2e-2
@@ -105,11 +108,11 @@ def choose_attention(device: torch.device, *, param_dtype: str) -> str | None:
     has_door = hasattr(torch_attention, "restore_flash_attention_impl")
     if device.type != "cuda" or param_dtype == "float32" or not has_door:
         return None
-    is_there = takes_fa3(
-        capability=torch.cuda.get_device_capability(device),
-        has_package=find_spec(FA3_PACKAGE) is not None,
-        known=torch_attention.list_flash_attention_impls(),
-    )
+    capability, has_package = torch.cuda.get_device_capability(device), find_spec(FA3_PACKAGE) is not None
+    if capability[0] == HOPPER and not has_package:
+        return WITHOUT_FA3
+    known = torch_attention.list_flash_attention_impls()
+    is_there = takes_fa3(capability=capability, has_package=has_package, known=known)
     return try_fa3(lambda: _probe(device)) if is_there else None
 
 

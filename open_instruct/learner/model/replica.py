@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from olmo_core.float8 import Float8Config
 from olmo_core.nn.transformer import Transformer
 from olmo_core.train.train_module import TransformerActivationCheckpointingConfig
 from olmo_core.train.train_module.transformer.common import parallelize_model
@@ -21,6 +22,7 @@ def build_replica(
     run: Run,
     config: LearnerConfig,
     checkpointing: TransformerActivationCheckpointingConfig | None = None,
+    float8: Float8Config | None = None,
 ) -> Transformer:
     """Build the model under the policy's own mesh; on a single device, in the compute dtype."""
     model = pretrained.build(init_device=config.model.init_device)
@@ -31,6 +33,7 @@ def build_replica(
         world_mesh=mesh_of(run.layout, run.process.device),
         compile_model=compiles(config.memory, layout=run.layout, device=run.process.device),
         ac_config=checkpointing,
+        float8_config=float8,
         **sharding(run, config),
     )
 

@@ -219,7 +219,8 @@ class Tape:
             for tensor, buffer in made:
                 gradient_of.setdefault(tensor, buffer)
             before = zip(self.operations[:index], kept_at_first, strict=False)
-            needed = (op.saved if op.region in ran_again else first for op, first in before)
+            # What a region was given stays until the last of it has run backward.
+            needed = ((*op.saved, *first) if op.region in ran_again else first for op, first in before)
             kept = kept.intersection(chain.from_iterable(needed))
         return max(usages, key=_total), _made(weight_gradients())
 

@@ -70,6 +70,7 @@ class Workload:
     # Of GRPO: the tokens that a row can hold. Memory is planned for such a row, which shorter documents fill.
     pack_tokens: int = 0
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    multiplies_in_float8: bool = False  # matrices of blocks
     optimizer: Literal["adamw", "skip_step_adamw", "muon"] = "adamw"
     checkpointing: Literal["none", "full", "selected_modules", "offload"] = "none"
     checkpointing_modules: tuple[str, ...] = ()
@@ -162,6 +163,7 @@ def workload_of(
         reduces_last=config.parallel.gradient_reduction == "last",
         gathered_ahead=config.parallel.fsdp_prefetch_factor,
         param_dtype=config.model.param_dtype,
+        multiplies_in_float8=config.model.float8_linears != "off",
         optimizer=config.optim.optimizer,
         **_checkpointing(config.memory),
         export_bytes_per_param=BYTES_OF_DTYPE.get(config.run.export_dtype, shape.checkpoint_bytes_per_param),
