@@ -8,8 +8,9 @@ gradients, among them the reference's, compute in --param_dtype.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from olmo_core.float8 import AOFloat8LinearConfig, Float8Config
@@ -65,12 +66,22 @@ def float8_config(recipe: str, *, model: Transformer, device: torch.device) -> F
 
 @contextmanager
 def float8_off(model: Transformer) -> Iterator[None]:
-    """A context in which `model` multiplies as if there were no float8, to the bit."""
-    layers = [(each, type(each)) for each in model.modules() if model.fp8_enabled and isinstance(each, nn.Linear)]
-    for layer, _ in layers:
-        layer.__class__ = nn.Linear
+    """A context in which `model` multiplies as if there were no float8, to the bit. For passes without gradients."""
+    layers: list[Any] = [each for each in model.modules() if model.fp8_enabled and hasattr(each, "linear_mm_config")]
+    recipes = [layer.config for layer in layers]
+    for layer in layers:
+        layer.config = without_casts()
     try:
         yield
     finally:
-        for layer, kind in layers:
-            layer.__class__ = kind
+        for layer, recipe in zip(layers, recipes, strict=True):
+            layer.config = recipe
+
+
+@cache
+def without_casts() -> "Float8LinearConfig":
+    """torchao's recipe of a layer that casts nothing."""
+    from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingType
+
+    no_cast = CastConfig(scaling_type=ScalingType.DISABLED)
+    return Float8LinearConfig(cast_config_input=no_cast, cast_config_weight=no_cast, cast_config_grad_output=no_cast)
