@@ -232,110 +232,119 @@ class Communicator:
         pass
 
 
-def channel(way: str, num_learners: int, num_receivers: int) -> Any:
+class Channel:
     """Some versions through a way of weights; every member is a thread that stands for a process."""
-    import torch
 
-    from open_instruct.weights import broadcasts, receiver, slots
-    from open_instruct.weights.manifest import WeightManifest
-    from open_instruct.weights.progress import HOST_RANK, SyncProgress, learner_name, receivers_of
-    from open_instruct.weights.receiver import IncomingWeights
-    from open_instruct.weights.sender import WeightSender
-    from open_instruct.weights.ways import WAYS
-    from tests.fake_cuda.order import Order, watching
+    def __init__(self, way: str, num_learners: int, num_receivers: int) -> None:
+        import torch
 
-    order, gpu = Order(threads_are_processes=True), pretended_gpu()
-    boxes = {
-        name: {
-            rank: tuple(
-                slice(size * rank // num_learners, size * (rank + 1) // num_learners) if dim == 0 else slice(0, size)
-                for dim, size in enumerate(shape)
-            )
-            for rank in range(num_learners)
+        from open_instruct.weights.manifest import WeightManifest
+        from open_instruct.weights.progress import learner_name, receiver_name
+        from open_instruct.weights.ways import WAYS
+        from tests.fake_cuda.order import Order
+
+        self.order = Order(threads_are_processes=True)
+        self.way, self.device = WAYS[way], torch.device("cuda", 0)
+        self.learners = [learner_name(rank) for rank in range(num_learners)]
+        self.receivers = [receiver_name(index) for index in range(num_receivers)]
+        self.boxes = {
+            name: {rank: rows_of(shape, rank, num_learners) for rank in range(num_learners)}
+            for name, shape in SHAPES.items()
         }
-        for name, shape in SHAPES.items()
-    }
-    manifest = WeightManifest(SHAPES, boxes, dtype=torch.float32, bucket_bytes=BUCKET_BYTES)
-    assert len(manifest.buckets) > 4
-    store, issued, exported = Store(order), {}, []
-    info: dict[str, Any] = {"backend": way, "num_receivers": num_receivers, "manifest": manifest.described()}
-    device = torch.device("cuda", 0)
-    learners = [learner_name(rank) for rank in range(num_learners)]
-    offered = threading.Event()
+        self.manifest = WeightManifest(SHAPES, self.boxes, dtype=torch.float32, bucket_bytes=BUCKET_BYTES)
+        assert len(self.manifest.buckets) > 4
+        self.info = {"backend": way, "num_receivers": num_receivers, "manifest": self.manifest.described()}
+        self.store, self.issued, self.kept = Store(self.order), {}, []  # type: ignore[var-annotated]
+        self.offered = threading.Event()
 
-    def group(info: Any, progress: Any, *, sender: str, rank: int, device: Any) -> Communicator:
-        return Communicator(order, sender, rank, num_receivers + 1, issued)
+    def progress_of(self, member: str) -> Any:
+        from open_instruct.weights.progress import SyncProgress
 
-    def export(tensor: Any) -> tuple[Any, ...]:
-        exported.append(tensor)
-        return (tensor,)
+        return SyncProgress(self.store, member=member, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
 
-    def learn(rank: int) -> None:
-        on = device if WAYS[way].on_device else torch.device("cpu")
-        outgoing = WAYS[way].outgoing(manifest, rank=rank, device=on)
-        progress = SyncProgress(store, member=learner_name(rank), timeout_s=TIMEOUT_S)
+    def learn(self, rank: int) -> None:
+        import torch
+
+        from open_instruct.weights.progress import HOST_RANK
+        from open_instruct.weights.sender import WeightSender
+
+        outgoing = self.way.outgoing(self.manifest, rank=rank, device=self.device)
+        progress = self.progress_of(self.learners[rank])
         if rank == HOST_RANK:
-            info.update(outgoing.offer())
-            offered.set()
-        assert offered.wait(TIMEOUT_S)
-        outgoing.join(info)
+            self.info |= outgoing.offer()
+            self.offered.set()
+        assert self.offered.wait(TIMEOUT_S)
+        outgoing.join(self.info)
         progress.report("joined")
-        progress.wait("joined", [*learners, *receivers_of(info)], to="join")
-        outgoing.connect(info, progress)
-        held = {name: torch.ones(box_shape(boxes[name][rank]), device=device) for name in SHAPES}
-        sender: Any = SimpleNamespace(
-            manifest=manifest,
-            _position=0,
-            _receivers=receivers_of(info),
-        )
+        progress.wait("joined", [*self.learners, *self.receivers], to="join")
+        outgoing.connect(self.info, progress)
+        shapes = {name: [part.stop - part.start for part in self.boxes[name][rank]] for name in SHAPES}
+        held = {name: torch.ones(shape, device=self.device) for name, shape in shapes.items()}
+        sender: Any = SimpleNamespace(manifest=self.manifest, _position=0, _receivers=self.receivers)
         for version in range(NUM_VERSIONS):
             progress.new_round()
-            first = sender._position
-            progress.wait(f"began/{first}", sender._receivers, to="begin")
+            progress.wait(f"began/{sender._position}", self.receivers, to="begin")
             if rank == HOST_RANK:
-                progress.report(f"go/{first}")
+                progress.report(f"go/{sender._position}")
             WeightSender._send_buckets(sender, progress, outgoing, held.__getitem__, version)
-            sender._position += len(manifest.buckets)
+            sender._position += len(self.manifest.buckets)
             for tensor in held.values():
                 tensor.mul_(2)
 
-    def receive(index: int) -> None:
-        assert offered.wait(TIMEOUT_S)
-        incoming = IncomingWeights(info, index=index, device=device)
-        model = {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}
+    def receive(self, index: int) -> None:
+        import torch
+
+        from open_instruct.weights.receiver import IncomingWeights
+
+        assert self.offered.wait(TIMEOUT_S)
+        incoming = IncomingWeights(self.info, index=index, device=self.device)
+        model = {name: torch.zeros(shape, device=self.device) for name, shape in SHAPES.items()}
         for _ in range(NUM_VERSIONS):
             for weights in incoming.buckets():
                 for name, tensor in weights:
                     model[name].copy_(tensor)
 
-    def together(member: Callable[[int], None], number: int) -> None:
+    def take_part(self, member: Callable[[int], None], number: int) -> None:
+        """One that fails ends the others' waits."""
         try:
             member(number)
         except BaseException:
-            SyncProgress(store, member="", timeout_s=TIMEOUT_S).fail(traceback.format_exc())
+            self.progress_of("").fail(traceback.format_exc())
             raise
 
-    def join_store(info: Any, *, member: str, patience_s: float = 0.0) -> SyncProgress:
-        return SyncProgress(store, member=member, timeout_s=TIMEOUT_S)
+    def export(self, slots: Any) -> tuple[Any, ...]:
+        self.kept.append(slots)  # another process would keep them too
+        return (slots,)
 
+    def group(self, info: Any, progress: Any, *, sender: str, rank: int, device: Any) -> Communicator:
+        return Communicator(self.order, sender, rank, len(self.receivers) + 1, self.issued)
+
+
+def channel(way: str, num_learners: int, num_receivers: int) -> Any:
+    from open_instruct.weights import broadcasts, receiver, slots
+    from tests.fake_cuda.order import watching
+
+    it, gpu = Channel(way, num_learners, num_receivers), pretended_gpu()
     with (
         gpu,
-        watching(order, gpu),
-        patch.object(broadcasts, "broadcast_group", group),
-        patch.object(slots, "export_device_slots", export),
+        watching(it.order, gpu),
+        patch.object(broadcasts, "broadcast_group", it.group),
+        patch.object(slots, "export_device_slots", it.export),
         patch.object(slots, "import_device_slots", lambda arguments, _: arguments[0]),
-        patch.object(receiver.SyncProgress, "join", join_store),
-        ThreadPoolExecutor(num_learners + num_receivers, thread_name_prefix=f"{way}") as threads,
+        patch.object(receiver.SyncProgress, "join", lambda _, *, member, patience_s: it.progress_of(member)),
+        ThreadPoolExecutor(num_learners + num_receivers, thread_name_prefix=way) as threads,
     ):
-        members = [threads.submit(together, learn, rank) for rank in range(num_learners)]
-        members += [threads.submit(together, receive, index) for index in range(num_receivers)]
+        members = [threads.submit(it.take_part, it.learn, rank) for rank in range(num_learners)]
+        members += [threads.submit(it.take_part, it.receive, index) for index in range(num_receivers)]
         for member in members:
             member.result()
-    return order
+    return it.order
 
 
-def box_shape(box: tuple[slice, ...]) -> tuple[int, ...]:
-    return tuple(part.stop - part.start for part in box)
+def rows_of(shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[slice, ...]:
+    """The box of a tensor that a rank has: its share of the rows."""
+    rows = shape[0] // num_ranks
+    return (slice(rank * rows, (rank + 1) * rows), *(slice(0, size) for size in shape[1:]))
 
 
 def main(names: Sequence[str]) -> None:
