@@ -15,7 +15,15 @@ from open_instruct.toys.tiny import write_tiny_model
 def check(findings: Findings, work: Path, rehearse: bool) -> None:
     model = write_tiny_model(work / "model", family="olmo2", size="tiny" if rehearse else "small")
     rows = write_rows(work / "rows.jsonl", num_rows=32, prompt_words=8, reply_words=8)
-    flags = ("--model_name_or_path", str(model), "--mixer_list", str(rows), "1.0", "--max_seq_length", "256")
+    flags: tuple[str, ...] = (
+        "--model_name_or_path",
+        str(model),
+        "--mixer_list",
+        str(rows),
+        "1.0",
+        "--max_seq_length",
+        "256",
+    )
     flags += ("--param_dtype", "bfloat16", "--per_device_train_batch_size", "4", *EVEN_STEPS)
 
     def run(name: str, num_steps: int) -> Run:

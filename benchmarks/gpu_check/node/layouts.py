@@ -18,7 +18,15 @@ TOLERANCE = 1e-4
 def check(findings: Findings, work: Path, rehearse: bool) -> None:
     model = write_tiny_model(work / "model", family="olmo2", size="tiny" if rehearse else "small")
     rows = write_rows(work / "rows.jsonl", num_rows=NUM_STEPS * PAIRS_A_STEP, prompt_words=8, reply_words=8)
-    common = ("--model_name_or_path", str(model), "--mixer_list", str(rows), "1.0", "--max_seq_length", "256")
+    common: tuple[str, ...] = (
+        "--model_name_or_path",
+        str(model),
+        "--mixer_list",
+        str(rows),
+        "1.0",
+        "--max_seq_length",
+        "256",
+    )
     common += ("--param_dtype", "float32", "--max_train_steps", str(NUM_STEPS), *EVEN_STEPS)
 
     def run(name: str, flags: str = "", *, num_ranks: int, first_device: int = 0, splits: int = 1) -> Run:
