@@ -163,7 +163,7 @@ def main(folder: Path) -> None:
     of_deepspeed = without(resolve(folder, torch, flags=[*ours, "--extra", "deepspeed"]), base)
     write("deepspeed.txt", "What DeepSpeed needs beside base.txt; itself from its sources.", of_deepspeed)
     of_float8 = without(resolve(folder, torch, flags=[*ours, "--extra", "float8"]), base)
-    write("float8.txt", "What --float8_linears needs beside base.txt.", of_float8)
+    write("float8.txt", "What products in float8 need beside base.txt.", of_float8)
     cuda = without(resolve(folder, torch, vllm, flags=ours), base)
     write("vllm_cuda.txt", "vLLM's CUDA build, and what it needs beside base.txt and torch_cuda.txt.", cuda)
     alone = resolve(folder, *on_cpu, flags=["--no-deps"])

@@ -134,15 +134,17 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
 
 def float8_problems(config: LearnerConfig) -> Iterator[str]:
     """Flags that float8 products cannot go with."""
-    if config.model.float8_linears == "off":
-        return
-    given = f"--float8_linears {config.model.float8_linears} cannot go with"
-    if config.adapters is not None:
-        yield f"{given} --use_lora: frozen matrices would be cast anew in every pass; leave one of them out"
-    if config.parallel.tensor_parallel_degree > 1:
-        yield f"{given} --tensor_parallel_degree: a rank's part of a matrix has scales of its own; use degree 1"
-    if config.model.param_dtype == "float32":
-        yield f"{given} --param_dtype float32, which is for exactness; use bfloat16"
+    recipe = config.model.float8_linears
+    why_not = {
+        "--use_lora, whose frozen matrices would be cast anew in every pass": config.adapters is not None,
+        "--tensor_parallel_degree above 1, where parts of a matrix have other scales": (
+            config.parallel.tensor_parallel_degree > 1
+        ),
+        "--param_dtype float32, which is for exactness": config.model.param_dtype == "float32",
+    }
+    for other, is_given in why_not.items():
+        if is_given and recipe != "off":
+            yield f"--float8_linears {recipe} cannot go with {other}: leave one of them out"
 
 
 def memory_problems(memory: MemorySection) -> Iterator[str]:

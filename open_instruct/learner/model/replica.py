@@ -3,9 +3,7 @@
 from typing import Any
 
 import torch
-from olmo_core.float8 import Float8Config
 from olmo_core.nn.transformer import Transformer
-from olmo_core.train.train_module import TransformerActivationCheckpointingConfig
 from olmo_core.train.train_module.transformer.common import parallelize_model
 
 from open_instruct.config.training import LearnerConfig
@@ -16,15 +14,11 @@ from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
 
-def build_replica(
-    pretrained: Pretrained,
-    *,
-    run: Run,
-    config: LearnerConfig,
-    checkpointing: TransformerActivationCheckpointingConfig | None = None,
-    float8: Float8Config | None = None,
-) -> Transformer:
-    """Build the model under the policy's own mesh; on a single device, in the compute dtype."""
+def build_replica(pretrained: Pretrained, *, run: Run, config: LearnerConfig, **kernels: Any) -> Transformer:
+    """Build the model under the policy's own mesh; on a single device, in the compute dtype.
+
+    `kernels`: OLMo-core's configs of activation checkpointing and of float8 products; default: neither.
+    """
     model = pretrained.build(init_device=config.model.init_device)
     if run.layout.single_device:
         model = model.to(getattr(torch, config.model.param_dtype))
@@ -32,8 +26,7 @@ def build_replica(
         model,
         world_mesh=mesh_of(run.layout, run.process.device),
         compile_model=compiles(config.memory, layout=run.layout, device=run.process.device),
-        ac_config=checkpointing,
-        float8_config=float8,
+        **kernels,
         **sharding(run, config),
     )
 
