@@ -17,15 +17,7 @@ from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.learner.rows.datasets import reading
 from open_instruct.losses.advantages import ADVANTAGES, advantages_of, has_signal
 from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
-from open_instruct.records import (
-    Completion,
-    Document,
-    EpisodeStatus,
-    RolloutGroup,
-    RolloutSample,
-    Span,
-    Verdict,
-)
+from open_instruct.records import Completion, Document, EpisodeStatus, RolloutGroup, RolloutSample, Span, Verdict
 from open_instruct.run.console import Console
 from open_instruct.users_code import own_function
 
