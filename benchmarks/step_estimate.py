@@ -66,6 +66,7 @@ def counts_of(name: str, num_layers: int, flags: list[str]) -> dict[str, int]:
 
 def drawn_out(one: Mapping[str, int], two: Mapping[str, int], num_layers: int) -> dict[str, int]:
     """The counts of so many layers: all of them are alike."""
+    assert one != two, "two layers run what one does"
     return {name: one.get(name, 0) + (two.get(name, 0) - one.get(name, 0)) * (num_layers - 1) for name in {*one, *two}}
 
 

@@ -47,7 +47,7 @@ class SpeedCase(TracedCase):
         return dict(public_models()[self.family])
 
     @property
-    def _fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         return self.public_fields | {"num_hidden_layers": self.num_layers}
 
     @property

@@ -339,7 +339,8 @@ def watching(order: Order, gpu: TorchDispatchMode) -> Iterator[Order]:
 
     def watched_wait(event: Any, timeout: float | None = None) -> bool:
         is_set = wait_event(event, timeout)
-        order.told(order.host, known.get(event, {}))
+        if is_set:
+            order.told(order.host, known.get(event, {}))
         return is_set
 
     def record_stream(tensor: Any, stream: Any) -> None:

@@ -1,6 +1,6 @@
 """A process with vLLM's own engine, its asynchronous scheduler and what its second model runner keeps of requests.
 
-    python tests/fleet/queue_session.py MODEL_FOLDER OUT.json
+    python -m tests.fleet.queue_session MODEL_FOLDER OUT.json
 
 On a GPU two steps are in flight and vLLM's Model Runner V2 computes them; its build for CPUs has neither. Here all of
 it runs that is Python: `LLMEngine`, the scheduler, the queue of two batches, the executor, V2's slots of requests and

@@ -40,7 +40,7 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
         --warmup_ratio 0 --num_unique_prompts_rollout {PROMPTS_A_STEP} --num_samples_per_prompt_rollout {GROUP}
         --total_episodes {NUM_STEPS * PROMPTS_A_STEP * GROUP} --max_prompt_token_length 32 --save_traces true
         --response_length {16 if rehearse else 256} --vllm_kv_cache_mib {32 if rehearse else 2048}
-        --checkpointing_steps 100 --no_compile_model {"" if rehearse else "--vllm_async_scheduling on"}
+        --checkpointing_steps 100 --no_compile_model {"" if rehearse else "--vllm_async_scheduling on --vllm_runner v2"}
     """.split()
     running: dict[str, subprocess.Popen[bytes]] = {}
     first_device = 0
@@ -63,7 +63,7 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
 def start(words: Sequence[str], *, first_device: int, num_devices: int, rehearse: bool) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
     if not rehearse:
-        environment |= devices(first_device, num_devices) | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+        environment |= devices(first_device, num_devices)
     program = REPOSITORY / "open_instruct" / "grpo_olmo_core_actor.py"
     return subprocess.Popen([sys.executable, str(program), *words], env=environment)
 
