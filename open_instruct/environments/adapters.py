@@ -98,14 +98,17 @@ class Toolbox:
         return Opening(messages=with_text(self._row["messages"], said), tools=schemas)
 
     async def step(self, reply: Reply) -> Turn:
+        answers: list[ToolAnswer] = []
+        for call in reply.calls:
+            answers.append(await self._answer(call.name, call.arguments))
+            if answers[-1].done:  # the episode has ended, and is not rewarded for what the reply calls further
+                break
+        rewards = [answer.reward for answer in answers if answer.reward is not None]
         if not reply.calls:
             rewards = [float(await called(each.reward)) for each in self._objects if hasattr(each, "reward")]
-            return Turn(done=True, rewards={self._name: sum(rewards)} if rewards else {})
-        answers = [await self._answer(call.name, call.arguments) for call in reply.calls]
-        rewards = [answer.reward for answer in answers if answer.reward is not None]
         return Turn(
             messages=[{"role": "tool", "content": answer.content} for answer in answers],
-            done=any(answer.done for answer in answers),
+            done=not answers or answers[-1].done,
             rewards={self._name: sum(rewards)} if rewards else {},
         )
 
@@ -162,7 +165,7 @@ def with_text(messages: Sequence[ChatMessage], text: Any) -> list[ChatMessage] |
     return [*before, {"role": last["role"], "content": f"{last['content']}\n\n{text}".strip()}]
 
 
-async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The result of a function, awaited where it is a coroutine's, else computed in a thread.
 
     The thread is a new one each time, and nobody waits for it: a function that hangs holds up none but its episode.

@@ -32,16 +32,17 @@ class Search(ToolServer):
         ]
 
     def begin_run(self) -> None:
-        """:raises InputError: there is no such corpus, it cannot be read, or it has no text."""
+        """:raises InputError: there is no such corpus, it cannot be read, or it has no words."""
         if (corpus := self._corpus) is None:
             raise InputError(f"the tool search has nothing to search: name a file of rows, or a folder, by {FLAG}")
         import bm25s  # only now: numba, where it is installed, is slow to import
 
         self._passages = list(_of_folder(Path(corpus)) if Path(corpus).is_dir() else _of_rows(corpus))
-        if not self._passages:
-            raise InputError(f"{FLAG} {corpus}: has no text: give files of text, or rows with `text`")
+        words = bm25s.tokenize(self._passages, show_progress=False)
+        if not words.vocab:
+            raise InputError(f"{FLAG} {corpus}: has no words: give files of text, or rows with `text`")
         self._index = bm25s.BM25()
-        self._index.index(bm25s.tokenize(self._passages, show_progress=False), show_progress=False)
+        self._index.index(words, show_progress=False)
 
     async def call(self, name: str, /, **arguments: Any) -> str:
         return str(await called(self._found, **arguments))

@@ -23,13 +23,16 @@ class ToolSet(Source):
             begin_run(factory)
 
     def __call__(self, **row: Any) -> Toolbox:
-        """:raises TypeError: one of them is more than tools."""
+        """:raises TypeError: one of them is more than tools, or has a tool of the same name as another."""
         objects: list[Any] = []
         tools: dict[str, Tool] = {}
         for name, factory in self._parts:
             objects.append(made := factory(**taken(factory, row)))
             own = tools_of(made)
-            if "step" in own:
+            own = {name: next(iter(own.values()))} if name and len(own) == 1 else own
+            if hasattr(made, "step"):
                 raise TypeError(f"{type(made).__name__} has turns of its own: name it by --environment, not by --tools")
-            tools |= {name: next(iter(own.values()))} if name and len(own) == 1 else own
+            if twice := sorted(own.keys() & tools.keys()):
+                raise TypeError(f"two of --tools are called {twice[0]}: leave one out, or give --tool_call_names")
+            tools |= own
         return Toolbox(objects, tools, row)
