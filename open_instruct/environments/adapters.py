@@ -77,11 +77,16 @@ class Toolbox:
     for an `EnvironmentFault`. As far as an object has them, `reset(**row)` is called at the start with the columns of
     the row that it takes, and may return a text for the first prompt; `reward()` is called when the policy has ended
     the episode, and `close()` last. Where the row names `tools`, the policy has those alone.
+
+    Raises:
+        ValueError: none of those is there.
     """
 
     def __init__(self, objects: Sequence[Any], tools: Mapping[str, Tool], row: Mapping[str, Any]) -> None:
         self._objects = objects
         self._tools = {name: tool for name, tool in tools.items() if not row.get("tools") or name in row["tools"]}
+        if not self._tools:
+            raise ValueError(f"none of the row's tools is there: {row['tools']}; there are {', '.join(tools)}")
         self._row = row
         self._name = type(objects[0]).__name__.lower() if len(objects) == 1 else "tools"
 

@@ -73,6 +73,8 @@ def known_environments(flags: EnvironmentSection) -> dict[str, Factory]:
     for flag, words in (("--tool_call_names", names), ("--tool_configs", settings)):
         if len(words) != len(flags.tools):
             raise InputError(f"{flag} has {len(words)} words for {len(flags.tools)} --tools: give one for each")
+    if any(names.count(name) > 1 for name in names if name != "generic_mcp"):  # whose tools have names of their own
+        raise InputError(f"two of --tools are called the same ({', '.join(names)}): leave one out, or rename it")
     parts = [
         ("" if name == word else name, _tool(word, text, known, flags))
         for word, name, text in zip(flags.tools, names, settings, strict=True)

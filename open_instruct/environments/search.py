@@ -27,9 +27,7 @@ class Search(ToolServer):
         self._corpus = corpus
         self._num_results = num_results
         self._max_length = max_length
-        self.schemas = [
-            text_tool("search", "Searches texts, and gives the passages that fit best", "query", "The words")
-        ]
+        self.schemas = [text_tool("search", "Searches texts, and gives the best passages", "query", "The words")]
 
     def begin_run(self) -> None:
         """:raises InputError: there is no such corpus, it cannot be read, or it has no words."""

@@ -30,9 +30,8 @@ class ToolSet(Source):
             objects.append(made := factory(**taken(factory, row)))
             own = tools_of(made)
             own = {name: next(iter(own.values()))} if name and len(own) == 1 else own
-            if hasattr(made, "step"):
-                raise TypeError(f"{type(made).__name__} has turns of its own: name it by --environment, not by --tools")
-            if twice := sorted(own.keys() & tools.keys()):
-                raise TypeError(f"two of --tools are called {twice[0]}: leave one out, or give --tool_call_names")
+            if hasattr(made, "step") or own.keys() & tools.keys():
+                why = "has turns of its own" if hasattr(made, "step") else "has a tool of the same name as another"
+                raise TypeError(f"{type(made).__name__} {why}: name it by --environment, not by --tools")
             tools |= own
         return Toolbox(objects, tools, row)

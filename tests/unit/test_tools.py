@@ -245,6 +245,10 @@ def word_game(word: str) -> Wordle:
     return Wordle()
 
 
+class RedDice(Dice):
+    """Its tool is called as that of the others is."""
+
+
 class TestToolSet:
     TOOLS = ("python", "serper_search", f"{__file__}:Dice")
     FLAGS: Mapping[str, Any] = {
@@ -264,6 +268,8 @@ class TestToolSet:
         assert [turn.done for turn in turns] == [False, False, False, True] and turns[3].rewards == {"tools": 1.0}
         tools, _ = played([], row={"tools": ["search", "unknown"]}, **self.FLAGS)
         assert [tool["name"] for tool in tools] == ["search"]
+        with pytest.raises(ValueError, match=r"none of the row's tools is there: .*unknown.*; there are code, search"):
+            played([], row={"tools": ["unknown"]}, **self.FLAGS)
 
     def test_a_call_ends_after_its_own_time(self) -> None:
         said = answered(calls("python", code="while True: pass"), tools=["python"], tool_configs=['{"timeout": 0.5}'])
@@ -273,6 +279,8 @@ class TestToolSet:
         ("flags", "told"),
         [
             ({"tools": ["python"], "environment": "counter"}, "put counter among --tools"),
+            ({"tools": ["python", "python"]}, r"called the same \(python, python\)"),
+            ({"tools": ["python", "search"], "tool_call_names": ["a", "a"]}, r"called the same \(a, a\)"),
             ({"tools": ["python", "wordle"]}, "--tools wordle has turns of its own: name it by --environment"),
             ({"tools": ["openenv:http://h"]}, "--tools openenv:http://h has turns of its own"),
             ({"tools": ["pythn"]}, r"--tools pythn: .*did you mean.*python"),
@@ -291,7 +299,10 @@ class TestToolSet:
 
     @pytest.mark.parametrize(
         ("tools", "told"),
-        [([f"{__file__}:word_game"], "by --environment"), (["python", "python"], "two of --tools are called python")],
+        [
+            ([f"{__file__}:word_game"], "Wordle has turns of its own: name it by --environment"),
+            ([f"{__file__}:Dice", f"{__file__}:RedDice"], "RedDice has a tool of the same name as another"),
+        ],
     )
     def test_what_no_set_of_tools_can_hold_is_refused(self, tools: list[str], told: str) -> None:
         with pytest.raises(TypeError, match=told):
