@@ -207,7 +207,7 @@ class Communicator:
         self.stream = Stream(name=f"NCCL's stream of {sender}'s group at its rank {rank}")
         self.count = 0
 
-    def broadcast(self, tensors: list[Any], options: Any) -> Any:
+    def broadcast(self, tensors: list[Any]) -> Any:
         (flat,) = tensors
         order = self.order
         self.stream.wait_stream(order.current)
