@@ -167,7 +167,7 @@ class TestUpstreamFlags:
         [
             ("--apply_verifiable_reward false", "--verification_reward"),
             ("--tool_parser_type x --tools code", "--lr_scheduler_type"),
-            ("--max_steps 5 --tools code", "--async_steps"),
+            ("--max_steps some --tools code", "--async_steps"),
         ],
     )
     def test_none_is_taken_for_a_flag_that_it_is_not(self, words: str, never: str) -> None:

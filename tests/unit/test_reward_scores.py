@@ -339,7 +339,7 @@ def test_a_causal_model_is_no_reward_model_for_a_verifier(folder: Path) -> None:
 
 def test_it_is_planned_and_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8", "--json"]
-    assert main(["plan", "reward_model", *words]) == 0
+    assert main(["plan", "reward_model", *words, "--activation_checkpointing", "full"]) == 0
     workload = json.loads(capsys.readouterr().out)["workload"]
     assert workload["tokens_per_microbatch"] == 8 * 2 * 2048 and workload["label_tokens_per_microbatch"] == 2 * 8
     assert main(["--help"]) == 0
