@@ -3,7 +3,7 @@
 Within `recorded`, the channel of `--weight_sync_backend nccl` is one of gloo, whose members note every call; `breaches`
 compares the notes of all members. The rules are those of NCCL's user guide:
 
-- members of a communicator call the same operations, of the same size, in the same order (all broadcasts are of rank 0);
+- members of a communicator call the same operations, of the same size, in the same order (broadcasts are from rank 0);
 - a process that is in several communicators calls in an order that agrees with all others': together, the orders of all
   processes have no circle, or kernels of two communicators may wait for each other;
 - a tensor is on the device, is not empty and is in one piece;
