@@ -9,6 +9,8 @@ import torch
 from safetensors import safe_open
 
 from gpu_check.findings import Findings
+from gpu_check.rows import write_rows
+from open_instruct.toys.tiny import write_tiny_model
 
 DPO = "gpu_check.deterministic_dpo"
 EVEN_STEPS = (
@@ -16,6 +18,14 @@ EVEN_STEPS = (
     *("--export_dtype", "float32", "--no_compile_model"),
 )
 """A run of more steps begins as a shorter one does."""
+
+
+def of_small_model(work: Path, *, num_rows: int, rehearse: bool) -> tuple[str, ...]:
+    """Flags of all runs in `work`: a small model and so many pairs, which are written there."""
+    model = write_tiny_model(work / "model", family="olmo2", size="tiny" if rehearse else "small")
+    rows = write_rows(work / "rows.jsonl", num_rows=num_rows, prompt_words=8, reply_words=8)
+    names = ("--model_name_or_path", str(model), "--mixer_list", str(rows), "1.0")
+    return (*names, "--max_seq_length", "256", *EVEN_STEPS)
 
 
 def folders(work: Path, name: str) -> tuple[str, ...]:

@@ -5,9 +5,7 @@ from pathlib import Path
 
 from gpu_check.findings import Findings
 from gpu_check.ranks import Run, codes_of
-from gpu_check.rows import write_rows
-from gpu_check.same_run import DPO, EVEN_STEPS, all_ended_well, folders, steps_of
-from open_instruct.toys.tiny import write_tiny_model
+from gpu_check.same_run import DPO, all_ended_well, folders, of_small_model, steps_of
 
 ONE_RANK = "one rank"
 NUM_STEPS, PAIRS_A_STEP = 4, 8
@@ -16,18 +14,8 @@ TOLERANCE = 1e-4
 
 
 def check(findings: Findings, work: Path, rehearse: bool) -> None:
-    model = write_tiny_model(work / "model", family="olmo2", size="tiny" if rehearse else "small")
-    rows = write_rows(work / "rows.jsonl", num_rows=NUM_STEPS * PAIRS_A_STEP, prompt_words=8, reply_words=8)
-    common: tuple[str, ...] = (
-        "--model_name_or_path",
-        str(model),
-        "--mixer_list",
-        str(rows),
-        "1.0",
-        "--max_seq_length",
-        "256",
-    )
-    common += ("--param_dtype", "float32", "--max_train_steps", str(NUM_STEPS), *EVEN_STEPS)
+    common = of_small_model(work, num_rows=NUM_STEPS * PAIRS_A_STEP, rehearse=rehearse)
+    common += ("--param_dtype", "float32", "--max_train_steps", str(NUM_STEPS))
 
     def run(name: str, flags: str = "", *, num_ranks: int, first_device: int = 0, splits: int = 1) -> Run:
         pairs = PAIRS_A_STEP * splits // num_ranks

@@ -4,26 +4,14 @@ from pathlib import Path
 
 from gpu_check.findings import Findings
 from gpu_check.ranks import Run, codes_of
-from gpu_check.rows import write_rows
-from gpu_check.same_run import DPO, EVEN_STEPS, all_ended_well, folders, judge_resumed
-from open_instruct.toys.tiny import write_tiny_model
+from gpu_check.same_run import DPO, all_ended_well, folders, judge_resumed, of_small_model
 
 NUM_RANKS = 4
 
 
 def check(findings: Findings, work: Path, rehearse: bool) -> None:
-    model = write_tiny_model(work / "model", family="olmo2", size="tiny" if rehearse else "small")
-    rows = write_rows(work / "rows.jsonl", num_rows=32, prompt_words=8, reply_words=8)
-    flags: tuple[str, ...] = (
-        "--model_name_or_path",
-        str(model),
-        "--mixer_list",
-        str(rows),
-        "1.0",
-        "--max_seq_length",
-        "256",
-    )
-    flags += ("--param_dtype", "bfloat16", "--per_device_train_batch_size", "2", *EVEN_STEPS)
+    flags = of_small_model(work, num_rows=32, rehearse=rehearse)
+    flags += ("--param_dtype", "bfloat16", "--per_device_train_batch_size", "2")
     flags += ("--fsdp_num_replicas", "2", "--fsdp_shard_degree", "2")
     # A checkpoint of every step is still being written when the next one is taken.
     flags += ("--async_checkpoints", "on", "--checkpointing_steps", "1")
