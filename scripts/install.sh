@@ -257,6 +257,10 @@ case ${OPEN_INSTRUCT_VLLM:-1} in
     0 | 1) ;;
     *) die "OPEN_INSTRUCT_VLLM is '$OPEN_INSTRUCT_VLLM'; it may be 1 or 0" ;;
 esac
+case ${OPEN_INSTRUCT_FA3:-0} in
+    0 | 1) ;;
+    *) die "OPEN_INSTRUCT_FA3 is '$OPEN_INSTRUCT_FA3'; it may be 1 or 0" ;;
+esac
 if locks_fit; then locked=1; else locked=0; fi
 install_torch "$build"
 install_ours

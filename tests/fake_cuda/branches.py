@@ -74,7 +74,7 @@ class FakeNCCL:
 
     def __init__(self, *arguments: Any) -> None: ...
 
-    def broadcast(self, tensors: list[Any], options: Any) -> Any:
+    def broadcast(self, tensors: list[Any]) -> Any:
         self.sent.extend(str(tensor.device) for tensor in tensors)
         return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 

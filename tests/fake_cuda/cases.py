@@ -465,7 +465,8 @@ def _rows(case: Case, form: Any, num_rows: int) -> Any:
     return TokenDataset(
         documents_per_row=num_replies,
         reads_ends=form.reads_ends,
-        token_ids_T=(3 + np.arange(edges[-1]) % 80).astype(np.int32),
+        # By a prime number: no two replies of a row begin alike, whose lengths are multiples of others.
+        token_ids_T=(3 + np.arange(edges[-1]) % 79).astype(np.int32),
         edges_E=edges.astype(np.int64),
         details_C=np.concatenate(details),
         bounds_N4=np.stack([starts, starts + num_replies + 2, details_edges[:-1], details_edges[1:]], axis=1),

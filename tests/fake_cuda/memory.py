@@ -85,7 +85,9 @@ class TracedCase(Case):
         return [
             RolloutSample(
                 document=Document(
-                    token_ids=(3 + index // 4,) * self.longest, responses=(Span(start=PROMPT, stop=self.longest),)
+                    # Completions of a group are alike in nothing but their prompt.
+                    token_ids=(3 + index // 4,) * PROMPT + (3 + index,) * num_generated,
+                    responses=(Span(start=PROMPT, stop=self.longest),),
                 ),
                 engine_logprobs=(-11.0,) * num_generated,
                 advantage=(-1.0) ** index,

@@ -211,7 +211,9 @@ class Order(TorchDispatchMode):
         stream = self.current
         for tensor in results:
             self.memory_of(tensor, on=stream if tensor.device.type == "cuda" else None)
-        if name == "_pin_memory" or kwargs.get("pin_memory"):
+        # PyTorch pins what it copies to the host while that goes on.
+        goes_on = name == "_to_copy" and on_device and kwargs.get("non_blocking")
+        if name == "_pin_memory" or kwargs.get("pin_memory") or goes_on:
             for tensor in results:
                 self.memory_of(tensor).is_pinned = True
         if func.is_view or name.startswith(NO_ACCESS):
@@ -230,7 +232,7 @@ class Order(TorchDispatchMode):
             self.touch(tensor, by=self._who(tensor, launched), writes=id(tensor) in into)
         if not into:
             for tensor in results:
-                waits |= is_copy and on_device and tensor.device.type == "cpu"
+                waits |= is_copy and on_device and not self._goes_on(tensor, args, kwargs)
                 self.touch(tensor, by=self._who(tensor, launched), writes=True)
         if waits:
             join(self.clock(self.host), self.clock(launched))

@@ -111,6 +111,21 @@ def short_lived(*, is_recorded: bool) -> Any:
     return order
 
 
+def early_read(*, waits: bool) -> Any:
+    """The host reads what is copied to it, which PyTorch lets it do before it is there."""
+    import torch
+
+    from tests.fake_cuda.order import Order, watching
+
+    order, gpu = Order(), pretended_gpu()
+    with gpu, watching(order, gpu):
+        copy = torch.ones(3, device="cuda").to("cpu", non_blocking=True)
+        if waits:
+            torch.cuda.current_stream().synchronize()
+        copy.sum()
+    return order
+
+
 def saved_steps(folder: Path) -> Any:
     """Steps of a run that saves after each, by a thread, as its loop has them."""
     from olmo_core.train.utils import EnvRngStates
@@ -192,7 +207,7 @@ class Communicator:
         self.stream = Stream(name=f"NCCL's stream of {sender}'s group at its rank {rank}")
         self.count = 0
 
-    def broadcast(self, tensors: list[Any], options: Any) -> Any:
+    def broadcast(self, tensors: list[Any]) -> Any:
         (flat,) = tensors
         order = self.order
         self.stream.wait_stream(order.current)
@@ -405,6 +420,8 @@ CASES: dict[str, Callable[[Path], Any]] = {
 CASES |= {
     "a tensor that is recorded": lambda _: short_lived(is_recorded=True),
     "a tensor that is not recorded": lambda _: short_lived(is_recorded=False),
+    "a copy that is waited for": lambda _: early_read(waits=True),
+    "a copy that is read too early": lambda _: early_read(waits=False),
     "inputs on the host, read before they are back": planted("inputs on the host", "wait_event", "unpack"),
     "inputs on the host, let go before they are out": planted("inputs on the host", "wait_event", "pack"),
     "saves of a run, changed before they are copied": hurried_run,

@@ -14,6 +14,7 @@ IN_ORDER = {
     "weights by nccl": 100,
     "weights by ipc": 100,
     "a tensor that is recorded": 2,
+    "a copy that is waited for": 3,
 }
 """With the accesses that there are at least."""
 SIDE = "on a stream made at inputs_on_host.py"
@@ -25,6 +26,7 @@ PLANTED = {
     "saves, copied before they are computed": "written on the default stream at * and read on a stream made at",
     "weights by nccl, sent before they are packed": "written on the default stream of nccl_0 at * and read on NCCL's",
     "weights by ipc, told before they are written": "written on the default stream of ipc_0 at * and read on the",
+    "a copy that is read too early": "written on the default stream at * and read on MainThread at",
     "a tensor that is not recorded": "read on a stream made at orders.py:* and freed for the default stream before",
 }
 

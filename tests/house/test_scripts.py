@@ -624,6 +624,7 @@ def test_install_again_after_a_lock_changed(stubs: Stubs, fake_venv: Path, tmp_p
     [
         ({"OPEN_INSTRUCT_TORCH": "rocm"}, ["cpu, cuda or auto"]),
         ({"OPEN_INSTRUCT_VLLM": "yes"}, ["1 or 0"]),
+        ({"OPEN_INSTRUCT_FA3": "yes"}, ["1 or 0"]),
         ({"PYTHON": "python3.8", "VENV": "/nowhere"}, ["Python 3.11 or newer"]),
         ({"DISK": "full"}, ["no space left", "install.log"]),
     ],

@@ -3,7 +3,7 @@
 Within `recorded`, the channel of `--weight_sync_backend nccl` is one of gloo, whose members note every call; `breaches`
 compares the notes of all members. The rules are those of NCCL's user guide:
 
-- members of a communicator call the same operations, of the same size and root, in the same order;
+- members of a communicator call the same operations, of the same size, in the same order (broadcasts are from rank 0);
 - a process that is in several communicators calls in an order that agrees with all others': together, the orders of all
   processes have no circle, or kernels of two communicators may wait for each other;
 - a tensor is on the device, is not empty and is in one piece;
@@ -29,7 +29,7 @@ from open_instruct.weights.ways import WAYS
 DEVICE = torch.device("cuda", 0)
 
 Call = dict[str, Any]
-"""group, member: of it; what: operation, bytes, dtype and root; faults: of this call alone."""
+"""group, member: of it; what: operation, bytes and dtype; faults: of this call alone."""
 
 
 class OnDevice:
@@ -60,7 +60,7 @@ class Recorded:
         self._group, self._name, self._member, self._device, self._notes = group, name, member, device, notes
         self._in_use = threading.Lock()
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> Any:
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> Any:
         (tensor,) = tensors
         faults = []
         if not self._device.has(tensor):
@@ -70,10 +70,10 @@ class Recorded:
         is_alone = self._in_use.acquire(blocking=False)
         if not is_alone:
             faults.append("a second thread")
-        what = f"broadcast of {tensor.nbytes} bytes of {tensor.dtype} from {options.rootRank}"
+        what = f"broadcast of {tensor.nbytes} bytes of {tensor.dtype}"
         self._notes.append({"group": self._name, "member": self._member, "what": what, "faults": faults})
         try:
-            return self._group.broadcast(tensors, options)
+            return self._group.broadcast(tensors)
         finally:
             if is_alone:
                 self._in_use.release()

@@ -3,7 +3,6 @@
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,7 +58,7 @@ def other_order(notes: Notes) -> None:
 
 
 def other_size(notes: Notes) -> None:
-    notes[-1][-1]["what"] = "broadcast of 2 bytes of torch.uint8 from 0"
+    notes[-1][-1]["what"] = "broadcast of 2 bytes of torch.uint8"
 
 
 def one_missing(notes: Notes) -> None:
@@ -83,19 +82,18 @@ def test_what_breaks_a_rule_is_told(plant: Any, told: str, notes: Notes) -> None
 def test_a_call_that_nccl_would_not_take_is_noted() -> None:
     device, notes = OnDevice(), []
     make = device.made_by(torch.empty)
-    options = SimpleNamespace(rootRank=0)
 
     class Group:
         """Its calls are slow enough for a second thread."""
 
-        def broadcast(self, tensors: Any, _: Any) -> None:
+        def broadcast(self, tensors: Any) -> None:
             if len(notes) == 1:
                 with ThreadPoolExecutor() as threads:
-                    threads.submit(group.broadcast, [make(2, device="cuda")], options).result()
+                    threads.submit(group.broadcast, [make(2, device="cuda")]).result()
 
     group = Recorded(Group(), "learner 0", 0, device, notes)
     for tensor in (make(2, device="cuda"), torch.empty(2), make(0, device="cuda"), make(2, 2, device="cuda").T):
-        group.broadcast([tensor], options)
+        group.broadcast([tensor])
     found = [call["faults"] for call in notes]
     cut = ["a tensor that is empty or not in one piece"]
     assert found == [[], ["a second thread"], ["a tensor of the host"], cut, cut]
