@@ -1,14 +1,17 @@
 """Where float8 products are refused, and that a model without them is what it was. `tests/ranks` learns with them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from open_instruct.errors import InputError
+from open_instruct.errors import InputError, RunError
 from open_instruct.learner.model import float8
 from open_instruct.learner.model.float8 import float8_config, float8_off
 from open_instruct.learner.model.forward import token_logprobs
+from open_instruct.learner.policy import Policy
 from open_instruct.packing.documents import pack_documents
 from tests.unit.small_models import CPU, new_model
 from tests.unit.test_prefix_sharing import group
@@ -59,3 +62,20 @@ def test_without_float8_a_model_is_what_it_was(family: str) -> None:
         assert torch.equal(logprobs(), plain)
     off = (logprobs() - plain).norm() / plain.norm()
     assert 0 < off < 0.2
+
+
+def test_the_first_loss_may_be_further_from_that_of_the_reference_without_float8() -> None:
+    def first_loss_is(loss: float, *, fp8_enabled: bool) -> None:
+        policy: Any = SimpleNamespace(
+            loss=SimpleNamespace(first_loss=0.69, remedy="look"),
+            trainer=SimpleNamespace(global_step=1),
+            backend=SimpleNamespace(compute_dtype=torch.bfloat16),
+            computing_model=SimpleNamespace(fp8_enabled=fp8_enabled),
+        )
+        Policy._check(policy, loss, {})
+
+    first_loss_is(0.72, fp8_enabled=False)
+    first_loss_is(0.85, fp8_enabled=True)
+    for loss, fp8_enabled in ((0.85, False), (1.0, True)):
+        with pytest.raises(RunError, match="the first loss is"):
+            first_loss_is(loss, fp8_enabled=fp8_enabled)

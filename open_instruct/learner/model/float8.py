@@ -39,8 +39,7 @@ class Recipe(AOFloat8LinearConfig):
     def to_ao_type(self) -> "Float8LinearConfig":
         from torchao.float8 import Float8LinearConfig
 
-        recipe = Float8LinearConfig.from_recipe_name(self.name)
-        return replace(recipe, emulate=bool(self.emulate), pad_inner_dim=True)
+        return replace(Float8LinearConfig.from_recipe_name(self.name), emulate=bool(self.emulate), pad_inner_dim=True)
 
 
 def float8_config(recipe: str, *, model: Transformer, device: torch.device) -> Float8Config | None:
