@@ -77,11 +77,16 @@ class Toolbox:
     for an `EnvironmentFault`. As far as an object has them, `reset(**row)` is called at the start with the columns of
     the row that it takes, and may return a text for the first prompt; `reward()` is called when the policy has ended
     the episode, and `close()` last. Where the row names `tools`, the policy has those alone.
+
+    Raises:
+        ValueError: none of those is there.
     """
 
     def __init__(self, objects: Sequence[Any], tools: Mapping[str, Tool], row: Mapping[str, Any]) -> None:
         self._objects = objects
         self._tools = {name: tool for name, tool in tools.items() if not row.get("tools") or name in row["tools"]}
+        if not self._tools:
+            raise ValueError(f"none of the row's tools is there: {row['tools']}; there are {', '.join(tools)}")
         self._row = row
         self._name = type(objects[0]).__name__.lower() if len(objects) == 1 else "tools"
 
@@ -98,14 +103,17 @@ class Toolbox:
         return Opening(messages=with_text(self._row["messages"], said), tools=schemas)
 
     async def step(self, reply: Reply) -> Turn:
+        answers: list[ToolAnswer] = []
+        for call in reply.calls:
+            answers.append(await self._answer(call.name, call.arguments))
+            if answers[-1].done:  # the episode has ended, and is not rewarded for what the reply calls further
+                break
+        rewards = [answer.reward for answer in answers if answer.reward is not None]
         if not reply.calls:
             rewards = [float(await called(each.reward)) for each in self._objects if hasattr(each, "reward")]
-            return Turn(done=True, rewards={self._name: sum(rewards)} if rewards else {})
-        answers = [await self._answer(call.name, call.arguments) for call in reply.calls]
-        rewards = [answer.reward for answer in answers if answer.reward is not None]
         return Turn(
             messages=[{"role": "tool", "content": answer.content} for answer in answers],
-            done=any(answer.done for answer in answers),
+            done=not answers or answers[-1].done,
             rewards={self._name: sum(rewards)} if rewards else {},
         )
 
@@ -162,7 +170,7 @@ def with_text(messages: Sequence[ChatMessage], text: Any) -> list[ChatMessage] |
     return [*before, {"role": last["role"], "content": f"{last['content']}\n\n{text}".strip()}]
 
 
-async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The result of a function, awaited where it is a coroutine's, else computed in a thread.
 
     The thread is a new one each time, and nobody waits for it: a function that hangs holds up none but its episode.

@@ -33,14 +33,13 @@ class OpenEnvServer(Source):
             with urllib.request.urlopen(f"{self._url}/schema", timeout=START_TIMEOUT_S) as answer:
                 action = json.load(answer)["action"]
             fields = {name: each for name, each in action["properties"].items() if name != "metadata"}
-        except (OSError, ValueError, LookupError, TypeError) as error:
+            texts = [name for name, each in fields.items() if each.get("type") == "string"]
+        except Exception as error:  # of whatever answers there
             raise InputError(f"{self._origin}: no OpenEnv server answers at {self._url}/schema: {error}") from error
         if "tool_name" in fields:
             raise InputError(f"{self._origin}: its actions are MCP's: take its tools by mcp:{self._url}/mcp")
-        texts = [name for name, each in fields.items() if each.get("type") == "string"]
         self._text_field = texts[0] if texts and len(fields) == 1 else ""
-        description = action.get("description", "Takes a step in the environment")
-        self._schema = schema_of("act", description, {**action, "properties": fields})
+        self._schema = schema_of("act", action.get("description", "Takes a step"), {**action, "properties": fields})
 
     def __call__(self, **row: Any) -> Any:
         session = OpenEnv(self._url, self._text_field)
@@ -85,9 +84,9 @@ class OpenEnv:
         try:
             await self._socket.send_json({"type": kind, "data": data})
             answer = await self._socket.receive_json()
-        except Exception as error:  # of a socket that is closed, by its other end too
+            said: Mapping[str, Any] = answer["data"]
+        except Exception as error:  # of a socket that is closed, by its other end too, or an answer of another form
             raise EnvironmentFault(f"{self._url} is lost: {type(error).__name__}: {error}") from error
-        said: Mapping[str, Any] = answer["data"]
         if answer["type"] == "error":
             fault = ValueError if said.get("code") == "VALIDATION_ERROR" else EnvironmentFault
             raise fault(f"{self._url}: {said}")

@@ -25,7 +25,7 @@ BUILT_IN: dict[str, Factory] = {
     "wordle": Wordle,
 }
 # Each is made by the settings of --tool_configs, and serves all episodes.
-SERVERS: dict[str, Factory] = {
+SERVERS: dict[str, Callable[..., Factory]] = {
     "search": Search,
     "generic_mcp": generic_mcp,
     **{name: partial(WebTool, name) for name in SERVICES},
@@ -35,7 +35,7 @@ AT: dict[str, Callable[..., Factory]] = {"mcp": McpServer, "openenv": OpenEnvSer
 
 
 def factory_named(word: str, *, origin: str) -> Factory:
-    """The factory that `word` names: one that is built in, `FILE.py:factory`, `module:factory`, or a server's.
+    """The factory that `word` names, which is none of ours: `FILE.py:factory`, `module:factory`, or a server's.
 
     Raises:
         InputError: there is none of that name, it cannot be imported, or it cannot be called.
@@ -44,8 +44,6 @@ def factory_named(word: str, *, origin: str) -> Factory:
     if prefix in AT:
         return AT[prefix](where, origin=origin)
     if ":" not in word:
-        if word in BUILT_IN:
-            return BUILT_IN[word]
         known = BUILT_IN | SERVERS
         raise InputError(
             f"{origin}: there is no environment of that name{nearest(word, known) or ';'} known are "
@@ -75,6 +73,8 @@ def known_environments(flags: EnvironmentSection) -> dict[str, Factory]:
     for flag, words in (("--tool_call_names", names), ("--tool_configs", settings)):
         if len(words) != len(flags.tools):
             raise InputError(f"{flag} has {len(words)} words for {len(flags.tools)} --tools: give one for each")
+    if any(names.count(name) > 1 for name in names if name != "generic_mcp"):  # whose tools have names of their own
+        raise InputError(f"two of --tools are called the same ({', '.join(names)}): leave one out, or rename it")
     parts = [
         ("" if name == word else name, _tool(word, text, known, flags))
         for word, name, text in zip(flags.tools, names, settings, strict=True)
@@ -83,14 +83,19 @@ def known_environments(flags: EnvironmentSection) -> dict[str, Factory]:
 
 
 def _tool(word: str, text: str, known: Mapping[str, Factory], flags: EnvironmentSection) -> Factory:
-    """The factory of one of --tools, with the settings that `text` has as a JSON object."""
+    """The factory of one of --tools, with the settings that `text` has as a JSON object.
+
+    Raises:
+        InputError: it is a game, or the settings are not its own.
+    """
     factory = known[word] if word in known else factory_named(word, origin=f"--tools {word}")
+    if isinstance(factory, OpenEnvServer) or hasattr(factory, "step"):
+        raise InputError(f"--tools {word} has turns of its own: name it by --environment")
     try:
         settings = json.loads(text)
         if word in SERVERS:
             of_flags = {"corpus": flags.search_corpus} if word == "search" else {}
-            server: Factory = SERVERS[word](**{**of_flags, **settings})
-            return server
+            return SERVERS[word](**{**of_flags, **settings})
         inspect.signature(factory).bind_partial(**settings)
         return partial(factory, **settings) if settings else factory
     except (TypeError, ValueError) as error:

@@ -27,21 +27,20 @@ class Search(ToolServer):
         self._corpus = corpus
         self._num_results = num_results
         self._max_length = max_length
-        self.schemas = [
-            text_tool("search", "Searches texts, and gives the passages that fit best", "query", "The words")
-        ]
+        self.schemas = [text_tool("search", "Searches texts, and gives the best passages", "query", "The words")]
 
     def begin_run(self) -> None:
-        """:raises InputError: there is no such corpus, it cannot be read, or it has no text."""
+        """:raises InputError: there is no such corpus, it cannot be read, or it has no words."""
         if (corpus := self._corpus) is None:
             raise InputError(f"the tool search has nothing to search: name a file of rows, or a folder, by {FLAG}")
         import bm25s  # only now: numba, where it is installed, is slow to import
 
         self._passages = list(_of_folder(Path(corpus)) if Path(corpus).is_dir() else _of_rows(corpus))
-        if not self._passages:
-            raise InputError(f"{FLAG} {corpus}: has no text: give files of text, or rows with `text`")
+        words = bm25s.tokenize(self._passages, show_progress=False)
+        if not words.vocab:
+            raise InputError(f"{FLAG} {corpus}: has no words: give files of text, or rows with `text`")
         self._index = bm25s.BM25()
-        self._index.index(bm25s.tokenize(self._passages, show_progress=False), show_progress=False)
+        self._index.index(words, show_progress=False)
 
     async def call(self, name: str, /, **arguments: Any) -> str:
         return str(await called(self._found, **arguments))

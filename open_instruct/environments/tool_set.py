@@ -23,13 +23,15 @@ class ToolSet(Source):
             begin_run(factory)
 
     def __call__(self, **row: Any) -> Toolbox:
-        """:raises TypeError: one of them is more than tools."""
+        """:raises TypeError: one of them is more than tools, or has a tool of the same name as another."""
         objects: list[Any] = []
         tools: dict[str, Tool] = {}
         for name, factory in self._parts:
             objects.append(made := factory(**taken(factory, row)))
             own = tools_of(made)
-            if "step" in own:
-                raise TypeError(f"{type(made).__name__} has turns of its own: name it by --environment, not by --tools")
-            tools |= {name: next(iter(own.values()))} if name and len(own) == 1 else own
+            own = {name: next(iter(own.values()))} if name and len(own) == 1 else own
+            if hasattr(made, "step") or own.keys() & tools.keys():
+                why = "has turns of its own" if hasattr(made, "step") else "has a tool of the same name as another"
+                raise TypeError(f"{type(made).__name__} {why}: name it by --environment, not by --tools")
+            tools |= own
         return Toolbox(objects, tools, row)

@@ -49,8 +49,7 @@ class WebTool(ToolServer):
 
     async def call(self, name: str, /, **arguments: Any) -> str:
         names = {**self._names, self._argument: str(arguments[self._argument])}
-        found = await self._asked(names)
-        answer = TEMPLATES.from_string(self._service["answer"]).render(names, found=found)
+        answer = TEMPLATES.from_string(self._service["answer"]).render(names, found=await self._asked(names))
         return answer.strip() or self._service["nothing"]
 
     async def _asked(self, names: Mapping[str, Any]) -> Any:

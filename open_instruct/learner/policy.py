@@ -295,7 +295,7 @@ class Policy:
 
 
 def token_fractions(packed: PackedBatch) -> dict[str, Metric]:
-    """Shares of padding in a microbatch's token slots, and of its documents' tokens that shared prompts save."""
+    """Shares of padding in a microbatch's token slots, and of its documents' tokens that sharing saves."""
     num_slots = packed.input_ids_BT.numel()
     num_document_tokens = packed.num_tokens + packed.num_shared_tokens
     return {

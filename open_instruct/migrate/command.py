@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
-
 from open_instruct.config.flags import spelled
 from open_instruct.config.help import asks_for_help
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.migrate.launch import TRAINERS, read_launch
 from open_instruct.migrate.migration import migrate
+from open_instruct.wording import pages_in
 
-TEMPLATE = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined).from_string(
-    Path(__file__).with_name("migration.txt.jinja").read_text(encoding="utf-8")
-)
+TEMPLATE = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True).get_template("migration.txt.jinja")
 USAGE = f"""\
 usage: open-instruct migrate-args {"|".join(TRAINERS)} [--json] -- ARGS...
        open-instruct migrate-args {"|".join(TRAINERS)} [--json] FILE.yaml

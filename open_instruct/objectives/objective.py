@@ -161,7 +161,7 @@ class Objective:
         only_scores: whether these flags ask for the reference scores alone, without training.
         teacher: the frozen model that the policy is compared with under these flags; None where there is none.
         bind: the loss under the flags of a run.
-        prefix_sharing: whether, under these flags, the documents of a row share their prompt.
+        prefix_sharing: whether, under these flags, the documents of a row share what they begin with.
         fills_packs: whether, under these flags, a step counts packs of rows, filled before training, in place of rows.
         evaluate: from summed log-probs of all held-out documents (float32, (N, D); with a teacher (N, 2D): behind them
             the sums of the comparison) and the reference's, the held-out scores; None where there are none.

@@ -106,7 +106,7 @@ def lay_out(
         return pack_documents(
             documents, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of, groups=groups
         )
-    assert groups is None, "only packed documents share a prompt"
+    assert groups is None, "only packed documents share what they begin with"
     return pad_documents(documents, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
 
 

@@ -264,9 +264,9 @@ def plan_of(setting: Setting) -> Plan:
 
 
 def _chosen(setting: Setting) -> Plan:
-    """The plan with the least arithmetic of those with microbatches as they are or smaller, of the same batch.
+    """The plan with the least arithmetic of those that leave room in microbatches as they are or smaller.
 
-    A loss does not depend on how its batch is cut. GRPO's packs are left as they are.
+    The batch stays, and a loss does not depend on how it is cut. GRPO's packs are left as they are.
     """
     best = _with_checkpointing(setting)
     if best.workload.checkpointing == "none" or isinstance(setting.config, GRPOConfig):
@@ -274,7 +274,7 @@ def _chosen(setting: Setting) -> Plan:
     for values in smaller_microbatches(setting.config):
         other = _with_checkpointing(setting.with_flags(values))
         is_less = other.time.compute_s * WORTH_A_CUT < best.time.compute_s and other.time.step_s < best.time.step_s
-        best = other if is_less and other.leaves(ROOM_OF_AUTO) else best
+        best = other if other.leaves(ROOM_OF_AUTO) and (is_less or not best.leaves(ROOM_OF_AUTO)) else best
     return best
 
 

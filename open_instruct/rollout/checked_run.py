@@ -89,11 +89,8 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         for warning in (*pretrained.warnings, *_other_templates(verifiers, chat)):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
-        judges, answering = prompts.named()
-        if held_out is not None:
-            held_out_judges, held_out_answering = held_out.named()
-            judges |= held_out_judges
-            answering |= held_out_answering
+        named = [each.named() for each in (prompts, held_out) if each is not None]
+        judges, answering = (set[str]().union(*names) for names in zip(*named, strict=True))
         for name in verifiers.keys() & judges:
             verifiers[name].begin_run(cache_root(data.cache_dir))
         for name in sorted(answering):

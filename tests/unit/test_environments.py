@@ -93,6 +93,9 @@ class TestBuiltIn:
         assert [turn.done for turn in turns] == [False] * 4 + [True]
         _, (turn,) = played(Counter(), {"target": 2}, [calls("submit")])
         assert turn.rewards == {"counter": -0.5}
+        often = Reply(text="", calls=calls("increment").calls + calls("submit").calls * 9)
+        _, (turn,) = played(Counter(), {"target": 1}, [often])
+        assert turn.done and turn.rewards == {"counter": pytest.approx(0.9)}, "it is won once"
 
     def test_a_number_is_guessed(self) -> None:
         guesses = [calls("guess", number=number) for number in (1, 90, "50")]
@@ -150,6 +153,19 @@ class TestAdapters:
         opening, (turn,) = played(Shop(), {"stock": 3, "tools": ["leave"]}, [calls("leave")])
         assert [tool["function"]["name"] for tool in opening.tools] == ["leave"]
         assert turn.done and turn.rewards == {"shop": 0.5}
+
+    def test_a_tool_names_its_arguments_as_it_likes(self) -> None:
+        class Plots:
+            def plot(self, function: str) -> str:
+                """Plots a function.
+
+                Args:
+                    function: of x
+                """
+                return f"{function} is plotted"
+
+        _, (turn,) = played(Plots(), {}, [calls("plot", function="x + 1")])
+        assert turn.messages == [{"role": "tool", "content": "x + 1 is plotted"}]
 
     def test_what_is_none_of_the_kinds_is_refused(self) -> None:
         with pytest.raises(TypeError, match="is no environment"):

@@ -22,6 +22,7 @@ METADATA = {"metadata": {"type": "object", "additionalProperties": True}}
 ACTIONS = {
     "text": {"message": {"type": "string"}},
     "move": {"column": {"type": "integer"}, "fast": {"type": "boolean", "default": False}},
+    "prose": {"any": True},
     "mcp": {"type": {"const": "call_tool"}, "tool_name": {"type": "string"}, "arguments": {"type": "object"}},
 }
 
@@ -163,9 +164,12 @@ def test_a_fault_of_the_server_is_no_fault_of_the_policy(
     assert told in completion.episode.problem and "EnvironmentFault" in completion.episode.problem
 
 
-@pytest.mark.parametrize("server", ["mcp", "move"], indirect=True)
+@pytest.mark.parametrize("server", ["mcp", "move", "prose"], indirect=True)
 def test_what_cannot_be_had_is_refused(server: Server) -> None:
-    if server.kind == "mcp":
+    if server.kind == "prose":
+        with pytest.raises(InputError, match="no OpenEnv server answers"):
+            played(server.url)
+    elif server.kind == "mcp":
         with pytest.raises(InputError, match=rf"take its tools by mcp:{server.url}/mcp"):
             played(server.url)
     else:

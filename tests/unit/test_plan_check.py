@@ -158,6 +158,9 @@ class TestCheckpointing:
         assert f"in {more} microbatches a step" in " ".join(capsys.readouterr().out.split())
         self.chosen(folder, 24, *rows, "--activation_checkpointing", "full")
         assert self.optim.per_device_train_batch_size == 8
+        # All at once does not fit; one by one fits, with as much arithmetic.
+        assert self.chosen(folder, 8, *rows) == "full"
+        assert (self.optim.per_device_train_batch_size, self.optim.gradient_accumulation_steps) == (1, 16)
 
     def test_what_was_said_is_done(self, folder: Path) -> None:
         for said in ("none", "selected_modules", "full", "offload"):

@@ -105,6 +105,9 @@ def test_arithmetic_of_training() -> None:
     assert flops_per_step(SHAPE, ALONE, replace(WORK, num_microbatches=4)) == 12 * FORWARD
     in_float8 = replace(WORK, multiplies_in_float8=True)
     assert flops_per_step(SHAPE, ALONE, in_float8) == 3 * (FORWARD - MATRICES)
+    by_policy, by_reference = (Scoring(shape=SHAPE, stands_as=stands_as) for stands_as in ("", "reference policy"))
+    scored = replace(in_float8, scorings=(by_policy, by_reference))
+    assert flops_per_step(SHAPE, ALONE, scored) == 4 * (FORWARD - MATRICES) + FORWARD
 
 
 def test_arithmetic_of_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import TOOL_SET, EnvironmentSection
 from open_instruct.environments import web_tools
 from open_instruct.environments.adapters import make_environment
+from open_instruct.environments.built_in import Wordle
 from open_instruct.environments.environment import EnvironmentFault, Reply, Turn, begin_run
 from open_instruct.environments.registry import known_environments
 from open_instruct.errors import InputError
@@ -211,7 +212,8 @@ class TestSearch:
         ("content", "told"),
         [
             (None, "name a file of rows, or a folder, by --search_corpus"),
-            ("", "has no text"),
+            ("", "has no words"),
+            ('{"text": "of the"}', "has no words"),  # which are left out of the index
             ('{"body": "x"}', "corpus.jsonl, line 1: has no `text`"),
             ("x", "not JSON"),
         ],
@@ -239,6 +241,14 @@ class Dice:
         return float(self.num_throws)
 
 
+def word_game(word: str) -> Wordle:
+    return Wordle()
+
+
+class RedDice(Dice):
+    """Its tool is called as that of the others is."""
+
+
 class TestToolSet:
     TOOLS = ("python", "serper_search", f"{__file__}:Dice")
     FLAGS: Mapping[str, Any] = {
@@ -258,6 +268,8 @@ class TestToolSet:
         assert [turn.done for turn in turns] == [False, False, False, True] and turns[3].rewards == {"tools": 1.0}
         tools, _ = played([], row={"tools": ["search", "unknown"]}, **self.FLAGS)
         assert [tool["name"] for tool in tools] == ["search"]
+        with pytest.raises(ValueError, match=r"none of the row's tools is there: .*unknown.*; there are code, search"):
+            played([], row={"tools": ["unknown"]}, **self.FLAGS)
 
     def test_a_call_ends_after_its_own_time(self) -> None:
         said = answered(calls("python", code="while True: pass"), tools=["python"], tool_configs=['{"timeout": 0.5}'])
@@ -267,6 +279,10 @@ class TestToolSet:
         ("flags", "told"),
         [
             ({"tools": ["python"], "environment": "counter"}, "put counter among --tools"),
+            ({"tools": ["python", "python"]}, r"called the same \(python, python\)"),
+            ({"tools": ["python", "search"], "tool_call_names": ["a", "a"]}, r"called the same \(a, a\)"),
+            ({"tools": ["python", "wordle"]}, "--tools wordle has turns of its own: name it by --environment"),
+            ({"tools": ["openenv:http://h"]}, "--tools openenv:http://h has turns of its own"),
             ({"tools": ["pythn"]}, r"--tools pythn: .*did you mean.*python"),
             ({"tools": ["python", "search"], "tool_call_names": ["code"]}, "1 words for 2 --tools"),
             ({"tools": ["python"], "tool_configs": ["{}", "{}"]}, "2 words for 1 --tools"),
@@ -281,9 +297,16 @@ class TestToolSet:
         with pytest.raises(InputError, match=told):
             known_environments(EnvironmentSection(**flags))
 
-    def test_what_has_turns_of_its_own_is_no_tool(self) -> None:
-        with pytest.raises(TypeError, match="by --environment"):
-            played([], row={"word": "crane"}, tools=["wordle"])
+    @pytest.mark.parametrize(
+        ("tools", "told"),
+        [
+            ([f"{__file__}:word_game"], "Wordle has turns of its own: name it by --environment"),
+            ([f"{__file__}:Dice", f"{__file__}:RedDice"], "RedDice has a tool of the same name as another"),
+        ],
+    )
+    def test_what_no_set_of_tools_can_hold_is_refused(self, tools: list[str], told: str) -> None:
+        with pytest.raises(TypeError, match=told):
+            played([], row={"word": "crane"}, tools=tools)
 
     def test_a_run_is_refused_without_the_key_before_it_starts(
         self, web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

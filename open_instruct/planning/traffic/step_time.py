@@ -103,10 +103,11 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     frozen = [each.num_params for each in _matrices(shape) if not each.is_trained]
     unmade = 2 * workload.tokens_per_microbatch * shape.num_layers * sum(frozen)
     unmade += head if frozen and not shape.scores else 0
-    num_training_passes = workload.num_updates * workload.num_microbatches
-    total = num_training_passes * (3 * forward - unmade + again)
+    total = workload.num_updates * workload.num_microbatches * (3 * forward - unmade + again)
     for scoring in workload.scorings:
-        block_flops = sum(_flops_of_blocks(scoring.shape, replace(workload, multiplies_in_float8=False)).values())
+        # A frozen model does not multiply in float8; the policy that scores does.
+        work = replace(workload, multiplies_in_float8=workload.multiplies_in_float8 and not scoring.stands_as)
+        block_flops = sum(_flops_of_blocks(scoring.shape, work).values())
         # A head that the policy's multiplies with runs again in the backward pass.
         head_flops = (1 if scoring.num_values else 2) * _head_flops(scoring.shape, layout, workload)
         total += scoring.num_rounds * workload.num_microbatches * (block_flops + head_flops)
