@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.demo_data.sums import write_rows
+from .sums import write_rows
 
 _PHRASES = json.loads(Path(__file__).with_name("phrases.json").read_text("utf-8"))
 
