@@ -44,7 +44,7 @@ FOUND: dict[str, Any] = {
         },
         "limits_threads": False,
     },
-    "adams": ["FusedAdam", "DeepSpeedCPUAdam"],
+    "adams": ["HeldFusedAdam", "HeldCPUAdam"],
     "callbacks": ["memory_history", "step_profiler"],
     "plans": True,
     **{f"step_{name}": True for name in STEPS},
