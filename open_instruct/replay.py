@@ -190,12 +190,7 @@ def replay(replayed: Replay) -> dict[str, Any]:
 
 
 def take_again(
-    config: GRPOConfig,
-    groups: Sequence[RolloutGroup],
-    *,
-    step: int,
-    weights: StepWeights,
-    process: Process,
+    config: GRPOConfig, groups: Sequence[RolloutGroup], *, step: int, weights: StepWeights, process: Process
 ) -> dict[str, float]:
     """The metrics of `step` under `config`, by the learner's own walk; what it writes is removed."""
     from open_instruct.learner.grpo import GRPOLearner

@@ -92,6 +92,9 @@ class RolloutSection:
     )
     filter_zero_std_samples: bool = flag("leave out groups whose rewards are all the same", True)
     mask_truncated_completions: bool = flag("learn nothing from completions that were cut at the length limit", False)
+    answers_ce_coef: float = flag(
+        "weight of the cross-entropy of what environments answer, which is not learned otherwise", 0.0, minimum=0
+    )
     learn_from_failed_episodes: bool = flag("learn from episodes whose environment failed or took too long, too", False)
     advantage_normalization_type: str = flag(
         "how rewards become advantages: docs/losses.md (also: --advantages)",

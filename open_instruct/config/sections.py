@@ -349,9 +349,7 @@ class RunSection:
     export_dtype: ExportDtype = free_flag("dtype of the exported model; 'source': that of the start model", "source")
     push_to_hub: bool = free_flag("upload the exported model to the Hugging Face hub at the end", False)
     hub_model_id: str | None = free_flag(
-        "ORGANISATION/NAME on the hub; default: the output folder's name, yours",
-        None,
-        read_with="push_to_hub",
+        "ORGANISATION/NAME on the hub; default: the output folder's name, yours", None, read_with="push_to_hub"
     )
     hub_private: bool = free_flag("make a new repository private", False, read_with="push_to_hub")
 

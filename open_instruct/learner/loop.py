@@ -156,13 +156,7 @@ class Loop:
         self._call("pre_load_batch")
         return row
 
-    def fit(
-        self,
-        loader: SampleLoader,
-        *,
-        on_step: OnStep,
-        heldout: Heldout | None = None,
-    ) -> int | None:
+    def fit(self, loader: SampleLoader, *, on_step: OnStep, heldout: Heldout | None = None) -> int | None:
         """Take all remaining steps, one update each; save a checkpoint at each due step and at the last.
 
         `on_step` is called with the number and the metrics of every step, on every rank; the metrics of `heldout` are

@@ -199,11 +199,7 @@ def collate(
         groups = groups_that_share(documents, together, prefix_sharing)
     return Batch(
         packed=lay_out(
-            documents,
-            packing=packing,
-            pad_token_id=pad_token_id,
-            pad_to_multiple_of=pad_to_multiple_of,
-            groups=groups,
+            documents, packing=packing, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of, groups=groups
         ),
         row_ids=tuple(row_ids),
         documents=tuple(documents),

@@ -51,6 +51,7 @@ FOUND: dict[str, Any] = {
 }
 ELSEWHERE = {
     "rollout/fleet.py": ("tests/unit/test_fleet_start.py", "on_gpus: bool = True"),
+    "learner/model/float8.py": ("tests/unit/test_float8.py", 'GPU = torch.device("cuda", 0)'),
     "learner/deepspeed/planned.py": ("tests/unit/test_deepspeed_plan.py", "on_cuda"),
     "paces = gathered": ("tests/unit/test_alarms.py", 'host_of_cores("cuda")'),
     "planning/": ("tests/unit/test_planning_memory.py", "on_cuda"),

@@ -228,6 +228,28 @@ class TestNode:
         engines.compare(findings, {"one device": tmp_path})
         assert ["step 2" in findings.failures[0], "step 3" in findings.failures[1]] == [True, True]
 
+    def test_flags_of_engines_that_no_rehearsal_gives_are_taken(
+        self, findings: Findings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        from gpu_check.node import engines
+
+        from open_instruct.config.grpo import GRPOConfig, validate_grpo
+        from open_instruct.config.parser import parse
+
+        started: dict[int, GRPOConfig] = {}
+
+        def start(words: list[str], *, first_device: int, num_devices: int, rehearse: bool) -> subprocess.Popen[bytes]:
+            validate_grpo(config := parse(GRPOConfig, words))
+            started.update(dict.fromkeys(range(first_device, first_device + num_devices), config))
+            return subprocess.Popen(["false"])
+
+        monkeypatch.setattr(engines, "start", start)
+        monkeypatch.setattr(engines, "write_tiny_model", lambda folder, **_: folder)
+        engines.check(findings, tmp_path, rehearse=False)
+        assert [config.fleet.vllm_tensor_parallel_size for config in started.values()] == [1] * 3 + [2] * 4
+        assert {(it.fleet.vllm_runner, it.fleet.vllm_async_scheduling) for it in started.values()} == {("v2", "on")}
+        assert len(findings.failures) == 2
+
     @pytest.mark.parametrize(
         ("name", "planned", "mfu", "num_failures"),
         [("compiled", 13.0, 0.4, 0), ("compiled", 9.0, 0.2, 2), ("uncompiled", 10.6, 0.2, 1), ("uncompiled", 10, 0, 0)],

@@ -26,10 +26,9 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
         own = {} if rehearse else devices(NUM_LEARNERS + index, 1)
         program = [sys.executable, "-m", "gpu_check.channel_ends", str(index), str(work), *more]
         running[f"receiver {index}"] = subprocess.Popen(program, env=os.environ | own)
-    codes = {name: process.wait() for name, process in running.items()}
-    for name, code in codes.items():
-        findings.require(code == 0, f"{name}: ended with code {code}")
-    if not any(codes.values()):
+    for name, process in running.items():  # told at once: others may wait for one that has ended
+        findings.require((code := process.wait()) == 0, f"{name}: ended with code {code}")
+    if not findings.failures:
         received = [json.loads((work / f"received{index}.json").read_text()) for index in range(NUM_RECEIVERS)]
         compare(findings, json.loads((work / "sent.json").read_text()), received)
 

@@ -20,6 +20,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.learner.backend import GRAD_NORM, Metrics, refuse_other_backend
 from open_instruct.learner.deepspeed.library import deepspeed
+from open_instruct.learner.deepspeed.optimizers import HeldStep
 from open_instruct.learner.deepspeed.reference import HeldReference
 from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
 from open_instruct.learner.optim.optimizers import set_learning_rate
@@ -54,6 +55,7 @@ class ZeroBackend(TransformerTrainModule):
 
     Args:
         settings: DeepSpeed's configuration.
+        optim: an optimizer whose class is a `HeldStep`.
         olmo_core: arguments of `TransformerTrainModule`.
     """
 
@@ -70,9 +72,8 @@ class ZeroBackend(TransformerTrainModule):
         self.reference: Reference | None = None
         self._norm: float | None = None
         self._leaves_out = False
-        assert self.optim is not None
-        self._step = self.optim.step
-        self.optim.step = self._step_unless_held  # type: ignore[assignment, method-assign]
+        assert isinstance(self.optim, HeldStep)
+        self.optim.is_held = self._is_held
         with _embeddings_alone(self.model):
             self.engine: Any = deepspeed.initialize(
                 model=self.model, optimizer=self.optim, config=dict(settings), dist_init_required=False
@@ -137,10 +138,6 @@ class ZeroBackend(TransformerTrainModule):
         self._norm = None
         self.engine.step()
         self._is_held()  # DeepSpeed does not ask if it found by itself that the gradient is not finite
-
-    def _step_unless_held(self) -> Any:
-        """Stands in the optimizer's `step`: DeepSpeed knows the norm, which decides, only when it calls that."""
-        return None if self._is_held() else self._step()
 
     def _is_held(self) -> bool:
         """Whether the optimizer's step is held; asked within the engine's step, after gradients are reduced."""

@@ -242,9 +242,7 @@ def _rollout_workload(
         return ceil(ceil(num_samples / loss.num_mini_batches) / layout.data_parallel_world_size)
 
     rows = FullRows(
-        length=config.data.max_seq_length,
-        prefix=prefix_tokens,
-        per_group=config.rollout.num_samples_per_prompt_rollout,
+        length=config.data.max_seq_length, prefix=prefix_tokens, per_group=config.rollout.num_samples_per_prompt_rollout
     )
     # Completions of full length are planned for; shorter ones need fewer microbatches.
     num_completions = on_rank(config.num_completions_per_step)
