@@ -29,8 +29,7 @@ TOOL_SET = "tools"  # the environment of --tools
 
 def loss_fns_reading(flag: str) -> str:
     """What a flag is read with that only some policy losses read: those of ours, and any of the user's own."""
-    names = [name for name, loss in POLICY_LOSSES.items() if flag in loss.reads]
-    return f"loss_fn {' '.join(names)} {OWN}"
+    return f"loss_fn {' '.join(name for name, loss in POLICY_LOSSES.items() if flag in loss.reads)} {OWN}"
 
 
 @dataclass(kw_only=True)
