@@ -57,7 +57,7 @@ class SlotWriter(Outgoing):
         bucket = self.manifest.bucket_at(position)
         flat = slot_of(self.slots_SN, position, bucket)
         bucket.pack(flat, local_of, rank=self.rank)
-        wait_for_device(flat.device)
+        wait_for_device(self.device)
         self.progress.report(f"filled/{position}")
 
     def close(self) -> None:
