@@ -112,7 +112,7 @@ class EnvironmentSection:
     environment: str | None = flag(
         "answers the replies of prompts that name none in `env_config`: calculator, python, counter, guess_number, "
         "wordle, search, serper_search and others of the web, FILE.py:factory or module:factory of your own, or "
-        "mcp:COMMAND, mcp:http://… or openenv:http://… for a server's",
+        "mcp:COMMAND, mcp:http://… or openenv:http://… for a server's, or verifiers:NAME for a taskset",
         None,
     )
     tools: list[str] = flag("such tools, several at once, in place of --environment", [])

@@ -12,6 +12,7 @@ from open_instruct.environments.environment import Factory
 from open_instruct.environments.mcp_tools import McpServer, generic_mcp
 from open_instruct.environments.openenv import OpenEnvServer
 from open_instruct.environments.search import Search
+from open_instruct.environments.taskset import Taskset
 from open_instruct.environments.tool_set import ToolSet
 from open_instruct.environments.web_tools import SERVICES, WebTool
 from open_instruct.errors import InputError
@@ -30,8 +31,8 @@ SERVERS: dict[str, Callable[..., Factory]] = {
     "generic_mcp": generic_mcp,
     **{name: partial(WebTool, name) for name in SERVICES},
 }
-# Servers at an address, which follows the name and a colon.
-AT: dict[str, Callable[..., Factory]] = {"mcp": McpServer, "openenv": OpenEnvServer}
+# What follows the name and a colon says where it is.
+AT: dict[str, Callable[..., Factory]] = {"mcp": McpServer, "openenv": OpenEnvServer, "verifiers": Taskset}
 
 
 def factory_named(word: str, *, origin: str) -> Factory:
@@ -47,7 +48,8 @@ def factory_named(word: str, *, origin: str) -> Factory:
         known = BUILT_IN | SERVERS
         raise InputError(
             f"{origin}: there is no environment of that name{nearest(word, known) or ';'} known are "
-            f"{', '.join(sorted(known))}, mcp:SERVER, openenv:URL, and FILE.py:factory or module:factory of your own"
+            f"{', '.join(sorted(known))}, mcp:SERVER, openenv:URL, verifiers:NAME, and FILE.py:factory or "
+            "module:factory of your own"
         )
     factory: Factory = load_named(word, origin=origin, what="factory")
     if not callable(factory):
@@ -89,7 +91,7 @@ def _tool(word: str, text: str, known: Mapping[str, Factory], flags: Environment
         InputError: it is a game, or the settings are not its own.
     """
     factory = known[word] if word in known else factory_named(word, origin=f"--tools {word}")
-    if isinstance(factory, OpenEnvServer) or hasattr(factory, "step"):
+    if isinstance(factory, OpenEnvServer | Taskset) or hasattr(factory, "step"):
         raise InputError(f"--tools {word} has turns of its own: name it by --environment")
     try:
         settings = json.loads(text)

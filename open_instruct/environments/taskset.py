@@ -1,0 +1,135 @@
+"""Environments of the package `verifiers`, as its own loop would run them but for the model, which is the engine.
+
+Its rows are given in the prompts' file: `messages` is the conversation that an episode begins with.
+"""
+
+import asyncio
+import json
+import signal
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from typing import Any, TypeVar
+
+from open_instruct.environments.environment import ChatMessage, EnvironmentFault, Opening, Reply, Source, Turn
+from open_instruct.errors import InputError
+
+T = TypeVar("T")
+
+
+class Taskset(Source):
+    """Makes the environments of episodes.
+
+    Example: `Taskset("wordle", origin="--environment verifiers:wordle")`; `wordle:{"num_guesses": 4}` has settings.
+    """
+
+    def __init__(self, where: str, *, origin: str) -> None:
+        self._name, _, self._settings = where.partition(":")
+        self._origin = origin
+
+    def begin_run(self) -> None:
+        """Load it.
+
+        Raises:
+            InputError: the package or the environment is not there, or cannot be played turn by turn.
+        """
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            import verifiers
+
+            self._taskset = verifiers.load_environment(self._name, **json.loads(self._settings or "{}"))
+        except ImportError as error:
+            raise InputError(f"{self._origin} needs a package: pip install 'open-instruct[verifiers]'") from error
+        except Exception as error:  # it is foreign code, which may raise anything
+            raise InputError(f"{self._origin} cannot be loaded: {error}") from error
+        finally:  # each of its environments takes Ctrl-C for itself
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        # Its rewards may be slow functions that run in the loop itself: one of its own, so that nothing else waits.
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="verifiers-taskset", daemon=True).start()
+        for each in getattr(self._taskset, "envs", [self._taskset]):
+            if not isinstance(each, verifiers.MultiTurnEnv) or each.message_type != "chat":
+                raise InputError(f"{self._origin}: {type(each).__name__} is none of turns of chat (MultiTurnEnv)")
+
+    def __call__(self, **row: Any) -> "Episode":
+        of_task = getattr(self._taskset, "get_env_for_task", lambda task: self._taskset)
+        return Episode(of_task(row.get("task", "")), row, self._loop)
+
+
+class Episode:
+    """One of its rollouts. The rubric judges it when one of the taskset's own conditions has ended it."""
+
+    def __init__(self, taskset: Any, row: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> None:
+        self._taskset = taskset
+        self._row = {"example_id": 0, **row, "prompt": row["messages"]}
+        self._loop = loop
+        self._state: Any = None
+
+    async def start(self) -> Opening:
+        return await self._within_loop(self._start())
+
+    async def step(self, reply: Reply) -> Turn:
+        return await self._within_loop(self._step(reply))
+
+    async def close(self) -> None:
+        if self._state is not None and not self._state["is_completed"]:
+            self._state["prompt_too_long"] = True  # a condition at which it lets go of what it holds
+            await self._within_loop(self._taskset.is_completed(self._state))
+
+    async def _within_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    async def _start(self) -> Opening:
+        state = await self._taskset.init_state(self._row, client=None, model="policy")
+        self._state = await self._taskset.setup_state(state)
+        self._conversation = await self._taskset.get_prompt_messages(self._state)
+        return Opening(messages=_texts(self._conversation), tools=self._state["oai_tools"] or ())
+
+    async def _step(self, reply: Reply) -> Turn:
+        before = [*deepcopy(self._conversation), _message(reply)]  # the turns themselves may be changed
+        await self._taskset.add_trajectory_step(
+            self._state,
+            {
+                "prompt": self._conversation,
+                "completion": before[-1:],
+                "response": None,
+                "tokens": None,
+                "reward": None,
+                "advantage": None,
+                "is_truncated": False,
+                "trajectory_id": self._state["trajectory_id"],
+                "extras": {},
+            },
+        )
+        if not await self._taskset.is_completed(self._state):
+            self._conversation = await self._taskset.get_prompt_messages(self._state)
+            if not await self._taskset.is_completed(self._state):  # with its last answer, it may be
+                if self._conversation[: len(before)] != before:
+                    raise EnvironmentFault(f"{type(self._taskset).__name__} changes turns that have been")
+                return Turn(messages=_texts(self._conversation[len(before) :]))
+        await self._taskset.render_completion(self._state)
+        await self._taskset.rubric.score_rollout(self._state, nullcontext())
+        return Turn(done=True, rewards={self._taskset.env_id or "taskset": float(self._state["reward"])})
+
+
+def _message(reply: Reply) -> dict[str, Any]:
+    """A reply as an API would return it; a taskset looks for `tool_calls` to know whether there are any."""
+    calls = [
+        {
+            "id": f"call_{index}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+        }
+        for index, call in enumerate(reply.calls)
+    ]
+    return {"role": "assistant", "content": reply.text, **({"tool_calls": calls} if calls else {})}
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+    """Turns as templates render them; raises `EnvironmentFault` for pictures and sounds."""
+    for each in messages:
+        if not isinstance(each["content"], str):
+            raise EnvironmentFault(f"a turn of role {each['role']} is not a text alone")
+    return [{"role": each["role"], "content": each["content"]} for each in messages]
