@@ -24,6 +24,7 @@ from open_instruct.environments.environment import (
     ToolServer,
     Turn,
 )
+from open_instruct.errors import InputError
 from open_instruct.users_code import taken
 
 # Methods of a class of tools that are none themselves.
@@ -66,8 +67,30 @@ def tools_of(toolbox: Any) -> dict[str, Tool]:
     if isinstance(toolbox, ToolServer):
         named = {each["function"]["name"]: each for each in toolbox.schemas}
         return {name: Tool(partial(toolbox.call, name), schema) for name, schema in named.items()}
-    methods = inspect.getmembers(toolbox, callable)
-    return {name: Tool(method) for name, method in methods if not name.startswith("_") and name not in NOT_TOOLS}
+    return {name: Tool(method) for name, method in _public_methods(toolbox)}
+
+
+def check_tools(factory: Factory, *, origin: str) -> None:
+    """See that the methods of a class of tools can be described to a policy, before anything is started.
+
+    Raises:
+        InputError: names the method that has no docstring, or an argument without a type or a description.
+    """
+    from transformers.utils import get_json_schema
+
+    if not inspect.isclass(factory) or hasattr(factory, "step"):
+        return
+    for name, method in _public_methods(factory):
+        takes_self = inspect.isfunction(inspect.getattr_static(factory, name))
+        try:
+            get_json_schema(method.__get__(object()) if takes_self else method)
+        except Exception as error:  # of a module of its own
+            raise InputError(f"{origin}: its tool {name} cannot be described to the policy: {error}") from error
+
+
+def _public_methods(owner: Any) -> list[tuple[str, Any]]:
+    methods = inspect.getmembers(owner, callable)
+    return [(name, method) for name, method in methods if not name.startswith("_") and name not in NOT_TOOLS]
 
 
 class Toolbox:

@@ -7,6 +7,7 @@ from functools import partial
 
 from open_instruct.config.parser import nearest
 from open_instruct.config.rollout_sections import TOOL_SET, EnvironmentSection
+from open_instruct.environments.adapters import check_tools
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
 from open_instruct.environments.environment import Factory
 from open_instruct.environments.mcp_tools import McpServer, generic_mcp
@@ -54,6 +55,7 @@ def factory_named(word: str, *, origin: str) -> Factory:
     factory: Factory = load_named(word, origin=origin, what="factory")
     if not callable(factory):
         raise InputError(f"{origin} is a {type(factory).__name__}, and neither a class nor a function")
+    check_tools(factory, origin=origin)
     return factory
 
 
