@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,22 @@ class TestAdapters:
             factory_named("countr", origin="--environment countr")
         with pytest.raises(InputError, match="cannot be loaded"):
             factory_named(f"{tmp_path / 'mine.py'}:nothing", origin="--environment mine.py:nothing")
+
+    @pytest.mark.parametrize(
+        ("method", "says"),
+        [
+            ("def buy(self): ...", "tool buy cannot be described to the policy: .*no docstring"),
+            ("def buy(self, much):\n        'Buys.'", "tool buy .*Argument much is missing a type hint"),
+            ("def buy(self) -> None:\n        'Buys.'", None),
+            ("@staticmethod\n    def buy() -> None:\n        'Buys.'", None),
+        ],
+    )
+    def test_tools_that_cannot_be_described_are_refused_at_once(
+        self, tmp_path: Path, method: str, says: str | None
+    ) -> None:
+        (tmp_path / "mine.py").write_text(f"class Shop:\n    {method}\n")
+        with pytest.raises(InputError, match=says) if says else nullcontext():
+            factory_named(f"{tmp_path / 'mine.py'}:Shop", origin="--environment mine.py:Shop")
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
