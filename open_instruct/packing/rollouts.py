@@ -18,7 +18,7 @@ import torch
 
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.packing.balance import Microbatches, balanced, best_fit
-from open_instruct.packing.documents import lay_out
+from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.prefixes import Branch, branches_of, pays, runs_of_one_prompt
 from open_instruct.records import USUAL_WEIGHTS, Batch, Document, RolloutSample, StepBatch
 
@@ -234,9 +234,8 @@ def rollout_batch(
     usual weights, `STREAM_tokens` and `STREAM_weights` give the tokens of each stream and their weights.
     """
     documents = [sample.document for sample in samples]
-    packed = lay_out(
+    packed = pack_documents(
         documents,
-        packing=True,
         pad_token_id=pad_token_id,
         pad_to_multiple_of=pad_to_multiple_of,
         # The plan has decided that sharing pays, so runs of one prompt are not judged again here.

@@ -17,7 +17,7 @@ import torch
 from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.packing.balance import Microbatches, balanced, best_fit
-from open_instruct.packing.documents import lay_out
+from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.prefixes import groups_that_share, pays, prefix_of, saved_tokens
 from open_instruct.records import ROW_VALUES, Batch, Document, StepBatch
 from open_instruct.shard_layout import ShardLayout
@@ -198,7 +198,7 @@ def collate(
         together = [tuple(range(row, len(documents), len(rows))) for row in range(len(rows))]
         groups = groups_that_share(documents, together, prefix_sharing)
     return Batch(
-        packed=lay_out(
+        packed=pack_documents(
             documents, packing=packing, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of, groups=groups
         ),
         row_ids=tuple(row_ids),

@@ -15,7 +15,7 @@ from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.losses.preference import PreferenceLossInputs
 from open_instruct.objectives.dpo import preference_loss
 from open_instruct.packing.balance import best_fit
-from open_instruct.packing.documents import empty_batch, kept_positions, pack_documents, pad_documents
+from open_instruct.packing.documents import kept_positions, pack_documents
 from open_instruct.packing.steps import collate, plan_step
 from open_instruct.records import IGNORE_INDEX, ROW_VALUES, Batch, Document, PackedBatch, Span
 
@@ -58,7 +58,7 @@ def test_no_padding_document_where_the_length_fits() -> None:
 
 
 def test_padded_rows() -> None:
-    batch = pad_documents([FIRST, SECOND], pad_token_id=PAD, pad_to_multiple_of=5)
+    batch = pack_documents([FIRST, SECOND], packing=False, pad_token_id=PAD, pad_to_multiple_of=5)
     assert batch.input_ids_BT.tolist() == [[5, 9, 2, 7, PAD], [4, 6, PAD, PAD, PAD]]
     assert batch.labels_BT.tolist() == [[_, _, 7, _, _], [6, _, _, _, _]]
     assert (batch.label_positions_N.tolist(), batch.sequence_ids_N.tolist()) == ([2, 5], [0, 1])
@@ -77,12 +77,12 @@ def test_a_response_that_cannot_be_predicted_whole_is_refused(start: int, stop: 
     with pytest.raises(AssertionError, match="response"):
         pack_documents([wrong])
     with pytest.raises(AssertionError, match="response"):
-        pad_documents([wrong], pad_token_id=PAD)
+        pack_documents([wrong], packing=False, pad_token_id=PAD)
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_empty_batch(packing: bool) -> None:
-    batch = empty_batch(PAD, num_tokens=3, packing=packing)
+    batch = pack_documents([], packing=packing, pad_token_id=PAD, pad_to_multiple_of=3)
     assert batch.input_ids_BT.tolist() == [[PAD, PAD, PAD]]
     assert batch.labels_BT.tolist() == [[_, _, _]]
     assert batch.label_positions_N.tolist() == batch.sequence_ids_N.tolist() == []
@@ -92,7 +92,7 @@ def test_empty_batch(packing: bool) -> None:
 
 def test_kept_positions_fill_short_rows_with_the_last_position() -> None:
     long = document(1, 2, 3, 4, 5, reply=3)
-    kept = kept_positions(pad_documents([long, document(6, 7, reply=1)], pad_token_id=PAD))
+    kept = kept_positions(pack_documents([long, document(6, 7, reply=1)], packing=False, pad_token_id=PAD))
     assert kept.positions_BK.tolist() == [[1, 2, 3], [0, 4, 4]]
     assert kept.labels_BK.tolist() == [[3, 4, 5], [7, _, _]]
 
@@ -104,7 +104,7 @@ def test_kept_positions_of_a_packed_row() -> None:
 
 
 def test_kept_positions_of_an_empty_batch_hold_one_unlabelled_position() -> None:
-    kept = kept_positions(empty_batch(PAD, num_tokens=4))
+    kept = kept_positions(pack_documents([], pad_token_id=PAD, pad_to_multiple_of=4))
     assert kept.positions_BK.tolist() == [[3]]
     assert kept.labels_BK.tolist() == [[_]]
 
@@ -129,7 +129,7 @@ def collated(pairs: Sequence[tuple[Document, ...]], **changes: Any) -> Batch:
 def both_layouts(items: Sequence[Document], multiple: int) -> list[PackedBatch]:
     return [
         pack_documents(items, pad_token_id=PAD, pad_to_multiple_of=multiple),
-        pad_documents(items, pad_token_id=PAD, pad_to_multiple_of=multiple),
+        pack_documents(items, packing=False, pad_token_id=PAD, pad_to_multiple_of=multiple),
     ]
 
 
@@ -396,7 +396,7 @@ class TestEndsOfReplies:
 
     def test_a_padded_row_may_be_filled_up_with_a_position_that_is_read(self) -> None:
         longer = Document(token_ids=(1, 2, 3, 4, 5, 6), responses=(Span(start=5, stop=6),), reads_ends=True)
-        padded = pad_documents([self.BOTH[0], longer], pad_token_id=PAD)
+        padded = pack_documents([self.BOTH[0], longer], packing=False, pad_token_id=PAD)
         assert padded.kept is not None
         assert padded.kept.positions_BK.tolist() == [[2, 4], [5, 5]]
         assert padded.sequence_ids_N.tolist() == [0, 0, 1]
