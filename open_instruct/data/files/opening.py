@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from open_instruct.data.files.columnar import ColumnFile
-from open_instruct.data.files.lists import is_json_lines, json_list
-from open_instruct.data.files.rows import BadRow, RawRow, RowSource, json_lines
-from open_instruct.data.files.tables import TextTable
+from open_instruct.data.files.columnar import column_file
+from open_instruct.data.files.rows import BadRow, RawRow, RowSource, is_json_lines, json_lines, json_list
+from open_instruct.data.files.tables import text_table
 from open_instruct.errors import InputError
 from open_instruct.whole_file import near_files
 
@@ -82,7 +81,7 @@ def _open_file(path: Path, name: str, flag: str) -> RowSource:
             return json_lines(path, name)
         if suffix == ".json":
             return json_list(path, name, flag)
-        return ColumnFile(path, name, flag) if suffix in (".parquet", ".arrow") else TextTable(path, name, flag)
+        return column_file(path, name, flag) if suffix in (".parquet", ".arrow") else text_table(path, name, flag)
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{flag}: {name} cannot be read: {error}") from error
 
