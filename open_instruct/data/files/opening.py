@@ -29,7 +29,6 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "train": ("train", "training"),
 }
-_ROWS_AT_ONCE = 1024
 
 
 def open_rows(name: str, split: str = "train", *, flag: str = "--mixer_list") -> RowSource:
@@ -145,24 +144,22 @@ class _NamedRows:
 
         self.name = f"{name}[{split}]"
         path = Path(name).expanduser()
+        repository, _, configuration = (str(path), "", "") if path.is_dir() else name.partition(":")
         try:
             if any((path / marker).is_file() for marker in _SAVED_TO_DISK):
                 dataset = datasets.load_from_disk(str(path))
-                if isinstance(dataset, datasets.DatasetDict):
-                    if split not in dataset:
-                        raise _no_split(name, split, dataset, flag)
-                    dataset = dataset[split]
             else:
-                repository, _, configuration = (str(path), "", "") if path.is_dir() else name.partition(":")
                 dataset = datasets.load_dataset(repository, configuration or None, split=split)
-        except InputError:
-            raise
         except Exception as error:  # the library raises many kinds of errors: its own and those of downloads
             where = "the folder" if path.is_dir() else "there is no such file, and as a data set's name"
             near = near_files(path) if path.parent.is_dir() and not path.is_dir() else ""
             raise InputError(
                 f"{flag}: {name}: {where} cannot be loaded (split {split!r}): {type(error).__name__}: {error}{near}"
             ) from error
+        if isinstance(dataset, datasets.DatasetDict):
+            if split not in dataset:
+                raise _no_split(name, split, dataset, flag)
+            dataset = dataset[split]
         self._dataset = dataset.with_format(None)
         self.fingerprint = str(dataset._fingerprint)
 
@@ -170,7 +167,5 @@ class _NamedRows:
         return len(self._dataset)
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        for first in range(0, len(indices), _ROWS_AT_ONCE):
-            wanted = [int(index) for index in indices[first : first + _ROWS_AT_ONCE]]
-            for index, value in zip(wanted, self._dataset.select(wanted), strict=True):
-                yield RawRow(file=self.name, line=index + 1, value=value)
+        for index, value in zip(indices, self._dataset.select(indices), strict=True):
+            yield RawRow(file=self.name, line=index + 1, value=value)
