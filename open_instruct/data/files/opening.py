@@ -3,9 +3,9 @@
 import hashlib
 import re
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from open_instruct.data.files.columnar import column_file
@@ -116,12 +116,9 @@ class _Folder:
         return self._starts[-1]
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        wanted: dict[int, list[int]] = {}
-        for index in indices:
-            source = bisect_right(self._starts, index) - 1
-            wanted.setdefault(source, []).append(index - self._starts[source])
-        for source, own in wanted.items():
-            yield from self._sources[source].rows(own)
+        for source, (start, stop) in zip(self._sources, pairwise(self._starts), strict=True):
+            own = indices[bisect_left(indices, start) : bisect_left(indices, stop)]
+            yield from source.rows([index - start for index in own])
 
 
 def _split_of(file: Path) -> str:
