@@ -29,7 +29,7 @@ from sharing_runs.cost import activation_bytes, forward_backward, print_profile,
 from sharing_runs.rows import Rows, made_up_groups, made_up_pairs, made_up_tree, real_groups, real_pairs
 
 from open_instruct.families import FAMILIES
-from open_instruct.packing.documents import pack_documents, pad_documents
+from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.prefixes import groups_that_share
 from open_instruct.records import PackedBatch
 from open_instruct.toys.tiny import SIZES, write_tiny_model
@@ -79,7 +79,7 @@ def main() -> int:
 
 def layouts(rows: Rows) -> dict[str, PackedBatch]:
     return {
-        "padded": pad_documents(rows.documents, pad_token_id=0),
+        "padded": pack_documents(rows.documents, packing=False, pad_token_id=0),
         "packed": pack_documents(rows.documents),
         "shared": pack_documents(rows.documents, groups=groups_that_share(rows.documents, rows.groups, "auto")),
     }

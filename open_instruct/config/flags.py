@@ -238,34 +238,20 @@ def flags_of_section(section_class: type, section: str = "") -> dict[str, Flag]:
 
 
 def _flag_of(field: Field[Any], hint: Any, section: str, all_read_with: str) -> Flag:
-    facts = {"read_with": "" if field.name == all_read_with else all_read_with, **field.metadata}
+    read_with = "" if field.name == all_read_with else all_read_with
+    facts: dict[str, Any] = {"choices": (), "read_with": read_with, **_facts_of_type(hint), **field.metadata}
     if callable(facts["read_with"]):
         facts["read_with"] = facts["read_with"](field.name)
-    kind, item_kind, choices, optional, or_one = _read_type(hint)
-    facts["choices"] = choices or tuple(facts.get("choices", ()))
-    required = field.default is MISSING and field.default_factory is MISSING
-    default = None if required else field.default
-    if field.default_factory is not MISSING:
-        default = field.default_factory()
-    return Flag(
-        name=field.name,
-        section=section,
-        kind=kind,
-        # A default of None lets the section compute the value itself.
-        optional=optional or (default is None and not required),
-        required=required,
-        default=default,
-        item_kind=item_kind,
-        or_one=or_one,
-        **facts,
-    )
+    facts["choices"] = tuple(facts["choices"])
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    # A default of None lets the section compute the value itself.
+    facts["optional"] |= default is None
+    required = default is MISSING
+    return Flag(name=field.name, section=section, required=required, default=None if required else default, **facts)
 
 
-def _read_type(hint: Any) -> tuple[type, type, tuple[str, ...], bool, bool]:
-    """(kind, kind of a list's items, choices, optional, or one item) of a field's annotation.
-
-    It is limited to what sections.py allows.
-    """
+def _facts_of_type(hint: Any) -> dict[str, Any]:
+    """What a field's annotation says of its flag; it is limited to what sections.py allows."""
     optional = or_one = False
     if get_origin(hint) in (Union, types.UnionType):
         members = [member for member in get_args(hint) if member is not type(None)]
@@ -274,10 +260,10 @@ def _read_type(hint: Any) -> tuple[type, type, tuple[str, ...], bool, bool]:
         assert len(members) == 1 or or_one, f"a flag has one type, or one type and None: {hint}"
         hint = members[-1]
     if get_origin(hint) is Literal:
-        return str, str, get_args(hint), optional, False
+        return {"kind": str, "choices": get_args(hint), "optional": optional}
     if get_origin(hint) is list:
         (item,) = get_args(hint)
         assert item in (str, int, float), f"a list flag is list[str], list[int] or list[float]: {hint}"
-        return list, item, (), optional, or_one
+        return {"kind": list, "item_kind": item, "optional": optional, "or_one": or_one}
     assert hint in (str, int, float, bool), f"a flag's type is str, int, float, bool, Literal or a list: {hint}"
-    return hint, str, (), optional, False
+    return {"kind": hint, "optional": optional}

@@ -19,21 +19,11 @@ from open_instruct.config.rollout_sections import (
     RolloutSection,
 )
 from open_instruct.config.training import LearnerConfig
-from open_instruct.config.validation import (
-    changed,
-    column_problems,
-    learner_problems,
-    learner_warnings,
-    microbatch_problems,
-    mixer_problems,
-    mixer_warnings,
-    refuse,
-)
+from open_instruct.config.validation import changed, learner_problems, learner_warnings, microbatch_problems, refuse
 from open_instruct.losses.policy import OVER_TOKENS, POLICY_LOSSES
 
 # Every microbatch has a fixed cost, so microbatches of one short completion each would be many times slower.
 DEFAULT_PACK_LENGTH = 4096
-MIXERS = ("dataset_mixer_list", "dataset_mixer_eval_list", "sft_mixer_list")
 
 
 @dataclass(kw_only=True)
@@ -102,9 +92,6 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
 def _data_problems(data: PromptDataSection) -> Iterator[str]:
     if not data.dataset_mixer_list:
         yield "--dataset_mixer_list is empty: give 'NAME AMOUNT', such as 'prompts.jsonl 1.0'"
-    for flag in MIXERS:
-        yield from mixer_problems(flag, getattr(data, flag), getattr(data, f"{flag}_splits"))
-    yield from column_problems(data.columns)
     if bool(data.sft_mixer_list) != bool(data.sft_rows_per_step):
         yield "--sft_mixer_list says which conversations, --sft_rows_per_step how many a step: give both, or neither"
 
@@ -233,8 +220,6 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _warnings(config: GRPOConfig) -> Iterator[str]:
     yield from learner_warnings(config)
-    for flag in MIXERS:
-        yield from mixer_warnings(flag, getattr(config.data, flag))
     loss, rollout = config.loss, config.rollout
     if loss.loss_fn == "cispo" and not loss.cispo_clamp_below:
         for given in changed(config, "clip_lower"):

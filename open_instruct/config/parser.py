@@ -177,7 +177,9 @@ class _Reader:
         names = set(self.flags)
         if not is_in_file:
             names |= {f"no_{flag.name}" for flag in self.flags.values() if flag.kind is bool}
-        hint = _unknown(given.name, sorted(names), prefix="" if is_in_file else "--")
+        prefix = "" if is_in_file else "--"
+        nearest_flag = nearest(given.name, sorted(names), prefix=prefix)
+        hint = called_here(given.name, names, prefix) or f"is not a flag{nearest_flag}"
         self.problems.append(f"{given.origin} {hint}")
 
     def _leave_out(self, given: _Given, fate: Fate) -> None:
@@ -219,7 +221,17 @@ def nodes_of(path: str) -> list[tuple[Any, Any]]:
     Raises:
         InputError: the file cannot be read, or is no such mapping.
     """
-    root = _compose(path)
+    text = read_asked(path, where=path, most=MAX_YAML_BYTES)
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise InputError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise InputError(f"{path}: lists or mappings nested too deep; give lines of 'flag: value'") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise InputError(f"{path}: expected lines of 'flag: value'")
     return [] if root is None else root.value
@@ -235,27 +247,9 @@ def words_of(node: Any) -> list[str]:
     return [item.value if isinstance(item, yaml.ScalarNode) else NESTED for item in items]
 
 
-def _compose(path: str) -> Any:
-    text = read_asked(path, where=path, most=MAX_YAML_BYTES)
-    try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f" line {mark.line + 1}" if mark else ""
-        raise InputError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: not valid YAML: {error}") from None
-    except RecursionError:
-        raise InputError(f"{path}: lists or mappings nested too deep; give lines of 'flag: value'") from None
-
-
 def _name_of(spelling: str) -> str:
     """Our name of a flag, from the user's spelling."""
     return spelling.replace("-", "_")
-
-
-def _unknown(name: str, known: Sequence[str], prefix: str) -> str:
-    return called_here(name, known, prefix) or f"is not a flag{nearest(name, known, prefix=prefix)}"
 
 
 def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:

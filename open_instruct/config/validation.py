@@ -59,6 +59,14 @@ def limit_problems(*sections: Any) -> Iterator[str]:
                 yield f"--{name} {spelled(value)}: {problem}"
 
 
+def _mixers(config: LearnerConfig) -> Iterator[tuple[str, list[str], list[str]]]:
+    """The mixer lists of a run: their flag, their words and their splits."""
+    flags = vars(config.data)
+    for name, words in flags.items():
+        if f"{name}_splits" in flags:
+            yield name, words, flags[f"{name}_splits"]
+
+
 def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> Iterator[str]:
     """Names and amounts must alternate; there is one split for all data sets, or one for each."""
     names, amounts = words[::2], words[1::2]
@@ -179,6 +187,9 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     sections = list(vars(config).values())
     yield from limit_problems(*sections)
     yield from idle_problems(*sections)
+    for flag, words, splits in _mixers(config):
+        yield from mixer_problems(flag, words, splits)
+    yield from column_problems(config.data.columns)
     yield from parallel_problems(config.parallel)
     yield from backend_named(config.parallel.backend).problems(config)
     yield from lora_problems(config)
@@ -201,6 +212,8 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
 
 
 def learner_warnings(config: LearnerConfig) -> Iterator[str]:
+    for flag, words, _ in _mixers(config):
+        yield from mixer_warnings(flag, words)
     yield from backend_named(config.parallel.backend).warnings(config)
     yield from idle_warnings(*vars(config).values())
 
@@ -213,9 +226,6 @@ def training_problems(config: TrainingConfig) -> Iterator[str]:
         yield f"--num_processes {asked}: takes 'auto', or a whole number from 1 to {MAX_PROCESSES}"
     if not config.data.mixer_list:
         yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
-    yield from mixer_problems("mixer_list", config.data.mixer_list, config.data.mixer_list_splits)
-    yield from mixer_problems("eval_mixer_list", config.data.eval_mixer_list, config.data.eval_mixer_list_splits)
-    yield from column_problems(config.data.columns)
     shares_prompts = isinstance(config.data, PreferenceDataSection) and config.data.prefix_sharing == "on"
     if shares_prompts and not config.data.packing:
         yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
@@ -232,8 +242,6 @@ def training_problems(config: TrainingConfig) -> Iterator[str]:
 
 def training_warnings(config: TrainingConfig) -> Iterator[str]:
     """Settings of such a config that are allowed but seldom meant."""
-    yield from mixer_warnings("mixer_list", config.data.mixer_list)
-    yield from mixer_warnings("eval_mixer_list", config.data.eval_mixer_list)
     if config.parallel.gradient_reduction == "last" and config.optim.gradient_accumulation_steps == 1:
         yield "--gradient_reduction last changes nothing with --gradient_accumulation_steps 1, a microbatch a step"
     yield from learner_warnings(config)

@@ -1,12 +1,12 @@
-"""The words of a launch of open-instruct: which trainer it starts, and the flags that it gives."""
+"""A launch of open-instruct: which trainer it starts, the flags that it gives, and what becomes of them."""
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from open_instruct.config.parser import YAML_SUFFIXES, groups_of, nodes_of, words_of
 from open_instruct.config.suites.upstream_flags import upstream_defaults
 from open_instruct.errors import InputError
-from open_instruct.migrate.sheet import Sheet
 
 # Of each of our commands upstream's trainers, the one first that is meant where none is named.
 TRAINERS = {
@@ -19,6 +19,59 @@ TRAINERS = {
 DEFAULTS_OF = {"dpo_tune_cache": "dpo", "dpo_tune": "dpo", "grpo_fast": "grpo"}
 ENDS_OF_COMMANDS = ("&&", "||", ";", "|", "&")
 SCRIPT = re.compile(r"(?:.*/)?open_instruct/(\w+)\.py")
+
+
+@dataclass(slots=True, kw_only=True)
+class Sheet:
+    """Flags by upstream's names, given and by default, and what became of those that are done with.
+
+    Attributes:
+        asked: words of each flag that is left, those that were given first.
+        given: names of the flags that the launch gives.
+        ours: of our flags the words, and upstream's flag that they come from.
+        dropped, refused: the reasons, by upstream's names.
+        deepspeed: words that say the same to DeepSpeed, where the launch names a stage.
+    """
+
+    trainer: str
+    asked: dict[str, list[str]]
+    given: frozenset[str]
+    ours: dict[str, tuple[list[str], str]] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    deepspeed: list[str] = field(default_factory=list)
+
+    def word(self, name: str, default: str = "none") -> str:
+        """The value of a flag of one word, in small letters."""
+        return " ".join(self.asked.get(name, [default])).lower()
+
+    def is_on(self, name: str) -> bool:
+        """Whether a flag that is true or false is true."""
+        return name in self.asked and self.word(name) in ("true", "")
+
+    def number(self, name: str, default: float = 0.0) -> float:
+        try:
+            return float(self.word(name))
+        except ValueError:
+            return default
+
+    def drop(self, why: str, *names: str) -> None:
+        """Leave flags out, with the reason for those that the launch gives."""
+        for name in names:
+            if self.asked.pop(name, None) is not None and name in self.given:
+                self.dropped[name] = why
+
+    def refuse(self, name: str, why: str) -> None:
+        self.asked.pop(name, None)
+        self.refused[name] = why
+
+    def set(self, flag: str, words: Sequence[str], source: str) -> None:
+        """Set our `flag` to these words, for upstream's `source`. A value of the launch goes before a default."""
+        if flag in self.ours and source not in self.given and self.ours[flag][1] in self.given:
+            return
+        if flag in self.ours and (before := self.ours[flag][1]) in self.given and before != source:
+            self.dropped[before] = f"says what --{source} says, which is taken"
+        self.ours[flag] = (list(words), source)
 
 
 def read_launch(command: str, words: Sequence[str]) -> Sheet:

@@ -9,8 +9,8 @@ from open_instruct.config.parser import parse
 from open_instruct.config.suites.upstream_flags import EVERY, Entry, fate, upstream_behaviours, upstream_table
 from open_instruct.errors import InputError
 from open_instruct.losses.preference import PREFERENCE_LOSSES
+from open_instruct.migrate.launch import Sheet
 from open_instruct.migrate.rules import settle
-from open_instruct.migrate.sheet import Sheet
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import objective_named
 

@@ -3,16 +3,10 @@
 import json
 import re
 
-from open_instruct.config.suites.upstream_flags import (
-    Entry,
-    fate,
-    upstream_families,
-    upstream_table,
-    upstream_templates,
-)
+from open_instruct.config.suites.upstream_flags import Entry, fate, read_table, upstream_table
 from open_instruct.data.chat_templates import built_in_templates
 from open_instruct.families import FAMILIES
-from open_instruct.migrate.sheet import Sheet
+from open_instruct.migrate.launch import Sheet
 
 ZERO = (
     *("zero_stage", "zero_hpz_partition_size", "offload_optimizer", "offload_param", "deepspeed_stage"),
@@ -87,7 +81,8 @@ def _schedule(sheet: Sheet) -> None:
 def _model(sheet: Sheet) -> None:
     """A folder may have any name; one that names a family of others is most likely of that."""
     name = sheet.word("model_name_or_path").rstrip("/").rpartition("/")[2]
-    if family := next((family for family, form in upstream_families().items() if re.search(form, name)), ""):
+    others = read_table("defaults.yaml")["families"]
+    if family := next((family for family, form in others.items() if re.search(form, name)), ""):
         known = ", ".join(each.name for each in FAMILIES.values())
         sheet.refuse("model_name_or_path", f"names a model of the family {family}, which cannot be loaded: {known} can")
 
@@ -95,7 +90,7 @@ def _model(sheet: Sheet) -> None:
 def _names_of_files(sheet: Sheet) -> None:
     for name in ("chat_template_name", "chat_template"):
         template = " ".join(sheet.asked.get(name, []))
-        if template and template not in upstream_templates():
+        if template and template not in read_table("defaults.yaml")["templates"]:
             sheet.drop("names no template of upstream's, which then takes the tokenizer's own, as is done here", name)
         elif template and template not in built_in_templates():
             sheet.refuse(

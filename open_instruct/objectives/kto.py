@@ -172,13 +172,13 @@ def bind(config: KTOConfig) -> BoundLoss:
 
 def _with_document(step: StepBatch, document: int, config: KTOConfig) -> StepBatch:
     """The step with only the document number `document` of each row."""
-    from open_instruct.packing.documents import lay_out
+    from open_instruct.packing.documents import pack_documents
 
     parallel = config.parallel
     microbatches = []
     for batch in step.microbatches:
         own = slice(document * len(batch.row_ids), (document + 1) * len(batch.row_ids))
-        packed = lay_out(
+        packed = pack_documents(
             batch.documents[own],
             packing=config.data.packing,
             pad_token_id=0,

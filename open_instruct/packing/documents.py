@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -25,94 +25,38 @@ T = TypeVar("T")
 def pack_documents(
     documents: Sequence[Document],
     *,
+    packing: bool = True,
     pad_token_id: int = 0,
     pad_to_multiple_of: int = 1,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> PackedBatch:
-    """Lay documents end to end in one row.
+    """Lay documents end to end in one row; without `packing`, each in a row of its own.
 
-    When the row is lengthened to a multiple of `pad_to_multiple_of` tokens, the padding is one more
-    document, after all others and without labels, so `document_lengths` always add up to T.
+    Rows are padded on the right, to the longest one and to a multiple of `pad_to_multiple_of` tokens. No mask is
+    needed: attention is causal, so no real token sees the padding, and the padding has no labels. In a packed row it
+    is one more document, after all others, so `document_lengths` always add up to T.
 
     `groups` are indices of documents, each of them once (default: none shares). Groups lie in the row in their order;
     the documents of a group share what they begin with, in the order of `branches_of`.
 
+    Without documents the batch is a row of padding, of no sequence: a rank with nothing to do runs it, so that it
+    enters the same collectives as the others.
+
     Example: documents of 4 and 2 tokens, `pad_to_multiple_of=8`: T is 8, document_lengths (4, 2, 2),
     num_sequences 2, num_tokens 6.
     """
-    assert documents, "nothing to pack; use empty_batch"
-    row = _Row()
+    assert packing or groups is None, "only packed documents share what they begin with"
+    rows = [_Row()] if packing or not documents else [_Row() for _ in documents]
     for group in groups or [(index,) for index in range(len(documents))]:
         for index, prefix_length in branches_of(documents, group):
-            row.add_document(documents[index], index, prefix_length)
-    num_tokens = len(row.input_ids)
-    if num_padding := -num_tokens % pad_to_multiple_of:
-        row.add_padding(num_padding, pad_token_id)
-    return _packed(
-        [row],
-        document_lengths=tuple(row.lengths),
-        prefix_lengths=tuple(row.prefix_lengths) if any(row.prefix_lengths) else None,
-        num_sequences=len(documents),
-        num_tokens=num_tokens,
-        num_shared_tokens=sum(row.prefix_lengths),
-    )
-
-
-def pad_documents(documents: Sequence[Document], *, pad_token_id: int, pad_to_multiple_of: int = 1) -> PackedBatch:
-    """Give each document a row of its own, padded on the right to the longest one.
-
-    No mask is needed: attention is causal, so no real token sees the padding to its right, and the
-    padding has no labels.
-    """
-    assert documents, "nothing to pad; use empty_batch"
-    longest = max(len(document) for document in documents)
-    width = longest + -longest % pad_to_multiple_of
-    rows = [_Row() for _ in documents]
-    for index, (row, document) in enumerate(zip(rows, documents, strict=True)):
-        row.add_document(document, index)
-        row.add_padding(width - len(document), pad_token_id)
-    return _packed(
-        rows,
-        document_lengths=None,
-        num_sequences=len(documents),
-        num_tokens=sum(len(document) for document in documents),
-    )
-
-
-def empty_batch(pad_token_id: int, *, num_tokens: int = 1, packing: bool = True) -> PackedBatch:
-    """A row of `num_tokens` padding tokens, one document without labels, of no sequence.
-
-    A rank with nothing to do runs this batch, so that it enters the same collectives as the others. The batch holds no
-    real tokens, so its field `num_tokens` is 0.
-    """
-    assert num_tokens >= 1
-    row = _Row()
-    row.add_padding(num_tokens, pad_token_id)
-    return _packed([row], document_lengths=(num_tokens,) if packing else None, num_sequences=0, num_tokens=0)
-
-
-def lay_out(
-    documents: Sequence[Document],
-    *,
-    packing: bool,
-    pad_token_id: int,
-    pad_to_multiple_of: int = 1,
-    groups: Sequence[Sequence[int]] | None = None,
-) -> PackedBatch:
-    """`pack_documents` or `pad_documents`; a batch of one unlabelled document where there are none."""
-    if not documents:
-        return empty_batch(pad_token_id, num_tokens=pad_to_multiple_of, packing=packing)
-    if packing:
-        return pack_documents(
-            documents, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of, groups=groups
-        )
-    assert groups is None, "only packed documents share what they begin with"
-    return pad_documents(documents, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
-
-
-def _packed(rows: Sequence[_Row], **fields: Any) -> PackedBatch:
-    """The batch of these rows, with the positions that the language-model head keeps, computed once for all passes."""
-    width = len(rows[0].input_ids)
+            rows[0 if packing else index].add_document(documents[index], index, prefix_length)
+    lengths = [len(row.input_ids) for row in rows]
+    width = max(1, *lengths)
+    width += -width % pad_to_multiple_of
+    for row, length in zip(rows, lengths, strict=True):
+        if length < width:
+            row.add([pad_token_id] * (width - length))
+    prefix_lengths = rows[0].prefix_lengths
     batch = PackedBatch(
         input_ids_BT=torch.tensor([row.input_ids for row in rows]),
         labels_BT=torch.tensor([row.labels for row in rows]),
@@ -121,8 +65,13 @@ def _packed(rows: Sequence[_Row], **fields: Any) -> PackedBatch:
             dtype=torch.long,
         ),
         sequence_ids_N=torch.tensor([index for row in rows for index in row.sequence_ids], dtype=torch.long),
-        **fields,
+        document_lengths=tuple(rows[0].lengths) if packing else None,
+        prefix_lengths=tuple(prefix_lengths) if any(prefix_lengths) else None,
+        num_sequences=len(documents),
+        num_tokens=sum(lengths),
+        num_shared_tokens=sum(prefix_lengths),
     )
+    # The positions that the language-model head keeps, computed once for all passes.
     return replace(batch, kept=kept_positions(batch))
 
 
@@ -179,7 +128,7 @@ class _Row:
     def add_document(self, document: Document, index: int, prefix_length: int = 0) -> None:
         """The document's tokens after its shared prefix, and all its labels, those within the prefix too."""
         start_of_own = len(self.input_ids)
-        self._add(document.token_ids[prefix_length:], prefix_length)
+        self.add(document.token_ids[prefix_length:], prefix_length)
         self.path = [*self.path[:prefix_length], *range(start_of_own, len(self.input_ids))]
         assert document.responses, "a document without a response"
         end = 1  # no position predicts a token at 0, so no response starts there
@@ -198,10 +147,8 @@ class _Row:
             self.sequence_ids += [index] * len(labels)
             end = stop
 
-    def add_padding(self, num_padding: int, pad_token_id: int) -> None:
-        self._add([pad_token_id] * num_padding, 0)
-
-    def _add(self, token_ids: Sequence[int], prefix_length: int) -> None:
+    def add(self, token_ids: Sequence[int], prefix_length: int = 0) -> None:
+        """Tokens without labels, such as padding."""
         self.input_ids += token_ids
         self.labels += [IGNORE_INDEX] * len(token_ids)
         self.lengths.append(len(token_ids))

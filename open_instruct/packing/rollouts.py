@@ -18,7 +18,7 @@ import torch
 
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.packing.balance import Microbatches, balanced, best_fit
-from open_instruct.packing.documents import lay_out
+from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.prefixes import Branch, branches_of, pays, runs_of_one_prompt
 from open_instruct.records import USUAL_WEIGHTS, Batch, Document, RolloutSample, StepBatch
 
@@ -56,6 +56,7 @@ class Chunk(NamedTuple):
 
 def plan_rollouts(
     documents: Sequence[Document],
+    chosen: Sequence[int] | None = None,
     *,
     num_ranks: int,
     max_tokens_per_microbatch: int,
@@ -63,6 +64,8 @@ def plan_rollouts(
     prefix_sharing: PrefixSharing = "off",
 ) -> tuple[tuple[Microbatches, ...], ...]:
     """`[rank][mini_batch][microbatch]`: the indices of its samples, ascending. A pure function of its arguments.
+
+    The samples are the `chosen` ones of the documents, or all of them.
 
     - Mini-batches are runs of samples in the given order; their numbers of samples differ by at most one. They do not
       depend on the ranks, so neither does the update. With fewer samples than `num_mini_batches` there are as
@@ -78,15 +81,16 @@ def plan_rollouts(
         ((((0,),), ((2,),)), (((1,),), ((3,),)))
     """
     assert num_ranks >= 1 and num_mini_batches >= 1
-    longest = max(map(len, documents), default=0)
+    chosen = range(len(documents)) if chosen is None else chosen
+    longest = max((len(documents[i]) for i in chosen), default=0)
     assert longest <= max_tokens_per_microbatch, f"{max_tokens_per_microbatch} tokens do not hold a sample of {longest}"
-    count = min(num_mini_batches, max(1, len(documents)))
-    bounds = [len(documents) * index // count for index in range(count + 1)]
+    count = min(num_mini_batches, max(1, len(chosen)))
+    bounds = [len(chosen) * index // count for index in range(count + 1)]
     minibatches: list[tuple[Microbatches, ...]] = []
     for start, stop in pairwise(bounds):
         plans = (
             _plan_chunks(chunks, num_ranks=num_ranks, capacity=max_tokens_per_microbatch)
-            for chunks in _ways_to_chunk(documents, range(start, stop), max_tokens_per_microbatch, prefix_sharing)
+            for chunks in _ways_to_chunk(documents, chosen[start:stop], max_tokens_per_microbatch, prefix_sharing)
         )
         _, plan = min(plans, key=itemgetter(0))  # of equal ones the first, with the fewest chunks
         minibatches.append(plan)
@@ -94,7 +98,7 @@ def plan_rollouts(
 
 
 def _ways_to_chunk(
-    documents: Sequence[Document], samples: range, capacity: int, sharing: PrefixSharing
+    documents: Sequence[Document], samples: Sequence[int], capacity: int, sharing: PrefixSharing
 ) -> Iterator[list[Chunk]]:
     """The ways to cut groups: whole, halves, quarters, down to single samples; only the last if nothing is shared.
 
@@ -166,19 +170,16 @@ def plan_steps_of_ranks(
     sampled = [i for i, sample in enumerate(samples) if any(sample.weights_of("rl"))]
     given = [i for i, sample in enumerate(samples) if not any(sample.weights_of("rl"))]
 
-    def plan_of(indices: Sequence[int], count: int) -> tuple[tuple[Microbatches, ...], ...]:
-        plan = plan_rollouts(
-            [samples[i].document for i in indices],
+    documents = [sample.document for sample in samples]
+
+    def plan_of(chosen: Sequence[int], count: int) -> tuple[tuple[Microbatches, ...], ...]:
+        return plan_rollouts(
+            documents,
+            chosen,
             num_ranks=num_ranks,
             max_tokens_per_microbatch=max_tokens_per_microbatch,
             num_mini_batches=count,
             prefix_sharing=prefix_sharing,
-        )
-        return tuple(
-            tuple(
-                tuple(tuple(indices[i] for i in microbatch) for microbatch in microbatches) for microbatches in planned
-            )
-            for planned in plan
         )
 
     plan = plan_of(sampled, num_mini_batches)
@@ -234,9 +235,8 @@ def rollout_batch(
     usual weights, `STREAM_tokens` and `STREAM_weights` give the tokens of each stream and their weights.
     """
     documents = [sample.document for sample in samples]
-    packed = lay_out(
+    packed = pack_documents(
         documents,
-        packing=True,
         pad_token_id=pad_token_id,
         pad_to_multiple_of=pad_to_multiple_of,
         # The plan has decided that sharing pays, so runs of one prompt are not judged again here.

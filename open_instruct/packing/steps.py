@@ -17,56 +17,12 @@ import torch
 from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.packing.balance import Microbatches, balanced, best_fit
-from open_instruct.packing.documents import lay_out
+from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.prefixes import groups_that_share, pays, prefix_of, saved_tokens
 from open_instruct.records import ROW_VALUES, Batch, Document, StepBatch
 from open_instruct.shard_layout import ShardLayout
 
 NO_VALUES = np.zeros(0, dtype=np.float32)
-
-
-def plan_step(
-    num_tokens_of_sample: Sequence[int],
-    *,
-    num_ranks: int,
-    max_samples_per_microbatch: int,
-    max_tokens_per_microbatch: int,
-    max_microbatches: int,
-    packing: bool,
-) -> tuple[Microbatches, ...]:
-    """`[rank][microbatch]`: the samples of one optimisation step, as indices within the global batch, ascending.
-
-    A pure function of its arguments: every rank computes the whole plan and takes its own part.
-
-    - Ranks: numbers of samples differ by at most one, numbers of tokens by at most the longest sample's.
-    - `packing=True`: a microbatch holds at most `max_tokens_per_microbatch` tokens, any number of samples.
-      `max_tokens_per_microbatch` must hold `max_samples_per_microbatch` of the longest sample.
-    - `packing=False`: a microbatch holds at most `max_samples_per_microbatch` samples, of similar length.
-    - The number of microbatches is the smallest that suffices for every rank, between 1 and
-      `max_microbatches`; there may be at most num_ranks * max_samples_per_microbatch * max_microbatches samples.
-      Every rank has equally many; some may be empty. They go from many tokens to few, so that ranks meet in each
-      collective after about the same work.
-
-    Example: samples of 90, 10, 50 and 40 tokens over two ranks, two samples a microbatch::
-
-        (((0, 1),), ((2, 3),))
-    """
-    assert num_ranks >= 1 and max_samples_per_microbatch >= 1 and max_microbatches >= 1
-    assert len(num_tokens_of_sample) <= num_ranks * max_samples_per_microbatch * max_microbatches, "too many samples"
-    longest = max(num_tokens_of_sample, default=0)
-    assert not packing or max_tokens_per_microbatch >= max_samples_per_microbatch * longest, (
-        f"{max_tokens_per_microbatch} tokens do not hold {max_samples_per_microbatch} samples of {longest}"
-    )
-
-    def cut(samples: list[int]) -> list[list[int]]:
-        if packing:
-            return best_fit(samples, num_tokens_of_sample, max_tokens_per_microbatch)
-        starts = range(0, len(samples), max_samples_per_microbatch)
-        return [samples[start : start + max_samples_per_microbatch] for start in starts]
-
-    plan = balanced(num_tokens_of_sample, num_ranks=num_ranks, cut=cut)
-    assert len(plan[0]) <= max_microbatches
-    return plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +83,43 @@ class BatchShape:
         return -(-num_samples // (self.max_samples_per_rank * layout.data_parallel_world_size))
 
 
+def plan_step(num_tokens_of_sample: Sequence[int], shape: BatchShape, *, num_ranks: int) -> tuple[Microbatches, ...]:
+    """`[rank][microbatch]`: the samples of one optimisation step, as indices within the global batch, ascending.
+
+    A pure function of its arguments: every rank computes the whole plan and takes its own part.
+
+    - Ranks: numbers of samples differ by at most one, numbers of tokens by at most the longest sample's.
+    - Packed, a microbatch holds at most `max_tokens_per_microbatch` tokens, any number of samples. These must hold
+      `max_samples_per_microbatch` of the longest sample.
+    - Otherwise a microbatch holds at most `max_samples_per_microbatch` samples, of similar length.
+    - The number of microbatches is the smallest that suffices for every rank, between 1 and
+      `max_microbatches`; there may be at most `num_ranks` times `max_samples_per_rank` samples.
+      Every rank has equally many; some may be empty. They go from many tokens to few, so that ranks meet in each
+      collective after about the same work.
+
+    Example: samples of 90, 10, 50 and 40 tokens over two ranks, two samples a microbatch::
+
+        (((0, 1),), ((2, 3),))
+    """
+    most = shape.max_samples_per_microbatch
+    most_tokens = shape.max_tokens_per_microbatch
+    assert num_ranks >= 1 and shape.max_samples_per_rank >= 1
+    assert len(num_tokens_of_sample) <= num_ranks * shape.max_samples_per_rank, "too many samples"
+    longest = max(num_tokens_of_sample, default=0)
+    assert not shape.packing or most_tokens >= most * longest, (
+        f"{most_tokens} tokens do not hold {most} samples of {longest}"
+    )
+
+    def cut(samples: list[int]) -> list[list[int]]:
+        if shape.packing:
+            return best_fit(samples, num_tokens_of_sample, most_tokens)
+        return [samples[start : start + most] for start in range(0, len(samples), most)]
+
+    plan = balanced(num_tokens_of_sample, num_ranks=num_ranks, cut=cut)
+    assert len(plan[0]) <= shape.max_microbatches
+    return plan
+
+
 def step_batch(
     dataset: TokenDataset,
     samples: Sequence[Sequence[int]],
@@ -144,14 +137,7 @@ def step_batch(
     rows = list(chain.from_iterable(samples))
     num_tokens = dataset.num_tokens[rows].tolist()
     in_row = iter(map(partial(num_packed_tokens, dataset, sharing=shape.prefix_sharing), rows))
-    plan = plan_step(
-        [sum(islice(in_row, len(sample))) for sample in samples],
-        num_ranks=num_ranks,
-        max_samples_per_microbatch=shape.max_samples_per_microbatch,
-        max_tokens_per_microbatch=shape.max_tokens_per_microbatch,
-        max_microbatches=shape.max_microbatches,
-        packing=shape.packing,
-    )
+    plan = plan_step([sum(islice(in_row, len(sample))) for sample in samples], shape, num_ranks=num_ranks)
     microbatches = []
     for microbatch in plan[rank]:
         row_ids = [row for sample in microbatch for row in samples[sample]]
@@ -159,10 +145,7 @@ def step_batch(
             collate(
                 [dataset[row] for row in row_ids],
                 row_ids,
-                packing=shape.packing,
-                pad_token_id=shape.pad_token_id,
-                pad_to_multiple_of=shape.pad_to_multiple_of,
-                prefix_sharing=shape.prefix_sharing,
+                shape=shape,
                 scores=scores,
                 row_values=[dataset.values(row) for row in row_ids] if dataset.has_values else None,
             )
@@ -177,10 +160,7 @@ def collate(
     rows: Sequence[tuple[Document, ...]],
     row_ids: Sequence[int],
     *,
-    packing: bool,
-    pad_token_id: int,
-    pad_to_multiple_of: int = 1,
-    prefix_sharing: PrefixSharing = "off",
+    shape: BatchShape,
     scores: Mapping[str, np.ndarray] | None = None,
     row_values: Sequence[np.ndarray] | None = None,
 ) -> Batch:
@@ -194,12 +174,16 @@ def collate(
     """
     documents = [document for column in zip(*rows, strict=True) for document in column]
     groups = None
-    if prefix_sharing != "off":
+    if shape.prefix_sharing != "off":
         together = [tuple(range(row, len(documents), len(rows))) for row in range(len(rows))]
-        groups = groups_that_share(documents, together, prefix_sharing)
+        groups = groups_that_share(documents, together, shape.prefix_sharing)
     return Batch(
-        packed=lay_out(
-            documents, packing=packing, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of, groups=groups
+        packed=pack_documents(
+            documents,
+            packing=shape.packing,
+            pad_token_id=shape.pad_token_id,
+            pad_to_multiple_of=shape.pad_to_multiple_of,
+            groups=groups,
         ),
         row_ids=tuple(row_ids),
         documents=tuple(documents),

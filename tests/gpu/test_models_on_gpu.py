@@ -12,7 +12,7 @@ from olmo_core.nn.transformer import Transformer
 from open_instruct.families import FAMILIES
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.build import build_model
-from open_instruct.packing.documents import pack_documents, pad_documents
+from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Document, PackedBatch, Span
 from open_instruct.toys.tiny import Size, tiny_config
 
@@ -62,7 +62,7 @@ def documents() -> list[Document]:
 BATCHES = {
     "packed": lambda: pack_documents(documents()),
     "shared": lambda: pack_documents(documents(), groups=[(0, 1, 2), (3, 4, 5)]),
-    "padded": lambda: pad_documents(documents(), pad_token_id=0),
+    "padded": lambda: pack_documents(documents(), packing=False, pad_token_id=0),
 }
 
 

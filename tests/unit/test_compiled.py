@@ -26,7 +26,7 @@ from open_instruct.models import compiled
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import compiled_losses, losses_of_logits
 from open_instruct.models.shards import local_part
-from open_instruct.packing.documents import empty_batch, pack_documents
+from open_instruct.packing.documents import pack_documents
 from open_instruct.parallel.listening import LOOPBACK_INTERFACE
 from open_instruct.records import PackedBatch
 from tests.unit.small_models import CPU, hf_config, new_model
@@ -87,7 +87,7 @@ def rows_of_a_run() -> Iterator[tuple[PackedBatch, bool]]:
     for learned in (False, True):
         for shares in (True, True, False, False):
             yield row(rng, shares=shares), learned
-        yield empty_batch(0), learned
+        yield pack_documents([]), learned
         yield pack_documents(group(3, (1,), seed=1)), learned
         for length in (70, 200):
             yield pack_documents(group(length, (5, 9), seed=2), groups=[(0, 1)]), learned

@@ -22,7 +22,7 @@ from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import LogprobHead, Measure
 from open_instruct.objectives.distill import DISTILL, DistillConfig, bind, evaluate, teacher_of
 from open_instruct.objectives.objective import LossOutputs, TokenLogprobs
-from open_instruct.packing.documents import pack_documents, pad_documents
+from open_instruct.packing.documents import pack_documents
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
@@ -138,7 +138,7 @@ DOCUMENTS = [
     Document(token_ids=tuple(range(3, 14)), responses=(Span(start=4, stop=7), Span(start=9, stop=11))),
     Document(token_ids=tuple(range(40, 46)), responses=(Span(start=2, stop=6),)),
 ]
-LAID_OUT = {"packed": pack_documents, "padded": partial(pad_documents, pad_token_id=0)}
+LAID_OUT = {"packed": pack_documents, "padded": partial(pack_documents, packing=False)}
 
 
 def flags(*words: str) -> DistillConfig:

@@ -288,7 +288,7 @@ def test_a_config_survives_the_way_through_the_file_in_either_spelling(tmp_path:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"{", r"config\.json, line 1: not JSON"),
+        (b"{\n 5}", r"config\.json is not JSON: .* at line 2, column 2"),
         (b"[1]", r"config\.json holds a JSON list"),
         (b"\xff{}", r"config\.json is not UTF-8"),
         (b"{}", r"config\.json has no 'model_type'; supported families are OLMo 2"),

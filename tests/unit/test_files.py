@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from pyarrow import Table, ipc, parquet
 
 from open_instruct.data.files import columnar
-from open_instruct.data.files.lists import json_list
 from open_instruct.data.files.opening import looks_like_a_file, open_rows
-from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, parse_json_object
+from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, json_list, parse_json_object
 from open_instruct.errors import InputError
 from tests.unit.mutations import mutated_bytes
 from tests.unit.token_data import write_rows
@@ -144,24 +143,28 @@ def test_any_list_of_objects(tmp_path_factory: pytest.TempPathFactory, rows: lis
 
 
 def test_items_that_are_no_rows_are_reported_and_the_rest_is_read(tmp_path: Path) -> None:
-    source = open_rows(str(write(tmp_path / "rows.json", '[{"n": 0}, 5, {"n": 1, "n": 2}, {"n" 3}, {"n": 4}, ]')))
-    bad = [(2, "not_object"), (3, "not_json"), (4, "not_json")]
-    assert list(map(outcome, source.rows(range(6)))) == [{"n": 0}, *bad, {"n": 4}, (6, "not_json")]
+    source = open_rows(str(write(tmp_path / "rows.json", '[{"n": 0}, 5, {"n": 1}, null]')))
+    assert list(map(outcome, source.rows(range(4)))) == [{"n": 0}, (2, "not_object"), {"n": 1}, (4, "not_object")]
+    assert list(map(outcome, source.rows([2]))) == [{"n": 1}]
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "holds no JSON list"),
-        ("5", "holds no JSON list"),
-        ('{"a": 1,\n "b": [{}]}', "is an object without a list of rows"),
+        ("", "is not JSON: Expecting value at column 1"),
+        ("5", "holds no list of rows"),
+        ('{"a": 1,\n "b": [{}]}', "holds no list of rows"),
         ('{"data": [{}], "rows": [{}]}', "has lists of rows as 'data' and 'rows'"),
-        ('[{"a": 1}', "is cut short"),
-        ('[{"a": "1}', "has a text without an end"),
-        ("[{}] [{}]", "goes on behind its end"),
+        ('[{"a": 1}', "is not JSON: Expecting ',' delimiter at column 10"),
+        ('{"data": [{"a": 1}', "is not JSON: Expecting ',' delimiter at column 19"),
+        ('[{"a": 1},\n {"a": "1}', "is not JSON: Unterminated string starting at at line 2, column 8"),
+        ("[{}] [{}]", "is not JSON: Extra data at column 6"),
+        ('[{"n": 1},\n {"n" 2}]', "is not JSON: Expecting ':' delimiter at line 2, column 7"),
+        ('[{"n": 1}, {"m": 5, "n": 2, "n": 3}]', "is not JSON .* 'n' is there twice in the object {'m': 5, 'n': 3}"),
+        (b'[{"n": "\xff"}]', "is not UTF-8: byte 0xff at byte 9"),
     ],
 )
-def test_json_files_that_are_no_list(tmp_path: Path, text: str, told: str) -> None:
+def test_json_files_that_are_no_list(tmp_path: Path, text: str | bytes, told: str) -> None:
     with pytest.raises(InputError, match=rf"--mixer_list: .*rows\.json {told}.*; give a list of rows"):
         open_rows(str(write(tmp_path / "rows.json", text)))
 

@@ -15,9 +15,10 @@ from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.losses.preference import PreferenceLossInputs
 from open_instruct.objectives.dpo import preference_loss
 from open_instruct.packing.balance import best_fit
-from open_instruct.packing.documents import empty_batch, kept_positions, pack_documents, pad_documents
-from open_instruct.packing.steps import collate, plan_step
+from open_instruct.packing.documents import kept_positions, pack_documents
+from open_instruct.packing.steps import BatchShape, collate, plan_step
 from open_instruct.records import IGNORE_INDEX, ROW_VALUES, Batch, Document, PackedBatch, Span
+from tests.unit.token_data import shape_of
 
 PAD = 99
 _ = IGNORE_INDEX
@@ -58,7 +59,7 @@ def test_no_padding_document_where_the_length_fits() -> None:
 
 
 def test_padded_rows() -> None:
-    batch = pad_documents([FIRST, SECOND], pad_token_id=PAD, pad_to_multiple_of=5)
+    batch = pack_documents([FIRST, SECOND], packing=False, pad_token_id=PAD, pad_to_multiple_of=5)
     assert batch.input_ids_BT.tolist() == [[5, 9, 2, 7, PAD], [4, 6, PAD, PAD, PAD]]
     assert batch.labels_BT.tolist() == [[_, _, 7, _, _], [6, _, _, _, _]]
     assert (batch.label_positions_N.tolist(), batch.sequence_ids_N.tolist()) == ([2, 5], [0, 1])
@@ -77,12 +78,12 @@ def test_a_response_that_cannot_be_predicted_whole_is_refused(start: int, stop: 
     with pytest.raises(AssertionError, match="response"):
         pack_documents([wrong])
     with pytest.raises(AssertionError, match="response"):
-        pad_documents([wrong], pad_token_id=PAD)
+        pack_documents([wrong], packing=False, pad_token_id=PAD)
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_empty_batch(packing: bool) -> None:
-    batch = empty_batch(PAD, num_tokens=3, packing=packing)
+    batch = pack_documents([], packing=packing, pad_token_id=PAD, pad_to_multiple_of=3)
     assert batch.input_ids_BT.tolist() == [[PAD, PAD, PAD]]
     assert batch.labels_BT.tolist() == [[_, _, _]]
     assert batch.label_positions_N.tolist() == batch.sequence_ids_N.tolist() == []
@@ -92,7 +93,7 @@ def test_empty_batch(packing: bool) -> None:
 
 def test_kept_positions_fill_short_rows_with_the_last_position() -> None:
     long = document(1, 2, 3, 4, 5, reply=3)
-    kept = kept_positions(pad_documents([long, document(6, 7, reply=1)], pad_token_id=PAD))
+    kept = kept_positions(pack_documents([long, document(6, 7, reply=1)], packing=False, pad_token_id=PAD))
     assert kept.positions_BK.tolist() == [[1, 2, 3], [0, 4, 4]]
     assert kept.labels_BK.tolist() == [[3, 4, 5], [7, _, _]]
 
@@ -104,7 +105,7 @@ def test_kept_positions_of_a_packed_row() -> None:
 
 
 def test_kept_positions_of_an_empty_batch_hold_one_unlabelled_position() -> None:
-    kept = kept_positions(empty_batch(PAD, num_tokens=4))
+    kept = kept_positions(pack_documents([], pad_token_id=PAD, pad_to_multiple_of=4))
     assert kept.positions_BK.tolist() == [[3]]
     assert kept.labels_BK.tolist() == [[_]]
 
@@ -123,13 +124,13 @@ def pairs_of_documents(draw: Any) -> tuple[Document, Document]:
 
 
 def collated(pairs: Sequence[tuple[Document, ...]], **changes: Any) -> Batch:
-    return collate(pairs, range(len(pairs)), pad_token_id=PAD, **changes)
+    return collate(pairs, range(len(pairs)), shape=shape_of(pad_token_id=PAD, **changes))
 
 
 def both_layouts(items: Sequence[Document], multiple: int) -> list[PackedBatch]:
     return [
         pack_documents(items, pad_token_id=PAD, pad_to_multiple_of=multiple),
-        pad_documents(items, pad_token_id=PAD, pad_to_multiple_of=multiple),
+        pack_documents(items, packing=False, pad_token_id=PAD, pad_to_multiple_of=multiple),
     ]
 
 
@@ -220,7 +221,7 @@ def test_chosen_come_first_then_rejected_in_pair_order() -> None:
         (document(1, 2, reply=1), document(3, 4, 5, reply=1)),
         (document(6, 7, reply=1), document(8, 9, reply=1)),
     ]
-    packed = collate(pairs, (7, 3), packing=True, pad_token_id=PAD, pad_to_multiple_of=4)
+    packed = collate(pairs, (7, 3), shape=shape_of(pad_token_id=PAD, pad_to_multiple_of=4))
     assert packed.row_ids == (7, 3)
     assert packed.packed.input_ids_BT.tolist() == [[1, 2, 6, 7, 3, 4, 5, 8, 9, PAD, PAD, PAD]]
     assert packed.packed.document_lengths == (2, 2, 3, 2, 3)
@@ -233,14 +234,14 @@ def test_chosen_come_first_then_rejected_in_pair_order() -> None:
 def test_scores_follow_their_documents(packing: bool) -> None:
     pairs = [(document(1, 2, reply=1), document(3, 4, 5, reply=1)) for _ in range(2)]
     scores_N2 = np.array([[row, 10 + row] for row in range(5)], dtype=np.float32)
-    batch = collate(pairs, (4, 2), packing=packing, pad_token_id=PAD, scores={"reference_logps": scores_N2})
+    batch = collate(pairs, (4, 2), shape=shape_of(packing=packing), scores={"reference_logps": scores_N2})
     assert {name: values.tolist() for name, values in batch.values.items()} == {"reference_logps_S": [4, 2, 14, 12]}
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_batch_of_no_rows_is_one_unlabelled_document(packing: bool) -> None:
     scores = {"reference_logps": np.zeros((3, 2), dtype=np.float32)}
-    batch = collate([], (), packing=packing, pad_token_id=PAD, pad_to_multiple_of=4, scores=scores)
+    batch = collate([], (), shape=shape_of(pad_token_id=PAD, packing=packing, pad_to_multiple_of=4), scores=scores)
     assert batch.row_ids == () and batch.values["reference_logps_S"].shape == (0,)
     assert batch.packed.num_sequences == 0 and batch.packed.num_tokens == 0
     assert batch.packed.input_ids_BT.tolist() == [[PAD] * 4]
@@ -252,14 +253,7 @@ def test_a_batch_of_no_rows_is_one_unlabelled_document(packing: bool) -> None:
 
 def test_plan_by_hand_packed() -> None:
     # Rounds: (90, 50) to ranks 0 and 1; then the lighter rank 1 gets 40 and rank 0 gets 10.
-    plan = plan_step(
-        [90, 10, 50, 40],
-        num_ranks=2,
-        max_samples_per_microbatch=1,
-        max_tokens_per_microbatch=95,
-        max_microbatches=2,
-        packing=True,
-    )
+    plan = plan_step([90, 10, 50, 40], shape_of(max_seq_length=95, max_microbatches=2), num_ranks=2)
     assert plan == (((0,), (1,)), ((2, 3), ()))
     assert len(plan[0]) == 2
 
@@ -267,49 +261,26 @@ def test_plan_by_hand_packed() -> None:
 def test_plan_by_hand_padded_groups_pairs_of_similar_length() -> None:
     plan = plan_step(
         [100, 10, 90, 20],
+        shape_of(max_samples_per_microbatch=2, max_seq_length=100, max_microbatches=4, packing=False),
         num_ranks=1,
-        max_samples_per_microbatch=2,
-        max_tokens_per_microbatch=200,
-        max_microbatches=4,
-        packing=False,
     )
     assert plan == (((0, 2), (1, 3)),)
 
 
 def test_packing_takes_fewer_microbatches_than_padding_where_pairs_are_short() -> None:
     lengths = [10] * 16
-    numbers = [
-        len(
-            plan_step(
-                lengths,
-                num_ranks=2,
-                max_samples_per_microbatch=2,
-                max_tokens_per_microbatch=200,
-                max_microbatches=4,
-                packing=packing,
-            )[0]
-        )
-        for packing in (True, False)
-    ]
+    sizes = {"max_samples_per_microbatch": 2, "max_seq_length": 100, "max_microbatches": 4}
+    numbers = [len(plan_step(lengths, shape_of(packing=packing, **sizes), num_ranks=2)[0]) for packing in (True, False)]
     assert numbers == [1, 4]
 
 
 def test_ranks_beyond_the_pairs_get_empty_microbatches() -> None:
-    plan = plan_step(
-        [5, 6],
-        num_ranks=4,
-        max_samples_per_microbatch=1,
-        max_tokens_per_microbatch=6,
-        max_microbatches=1,
-        packing=True,
-    )
+    plan = plan_step([5, 6], shape_of(max_seq_length=6), num_ranks=4)
     assert plan == (((1,),), ((0,),), ((),), ((),))
 
 
 def test_no_pairs_still_make_one_microbatch() -> None:
-    plan = plan_step(
-        [], num_ranks=2, max_samples_per_microbatch=1, max_tokens_per_microbatch=1, max_microbatches=1, packing=True
-    )
+    plan = plan_step([], shape_of(max_seq_length=1), num_ranks=2)
     assert plan == (((),), ((),))
 
 
@@ -320,42 +291,29 @@ def test_no_pairs_still_make_one_microbatch() -> None:
 )
 def test_a_step_that_cannot_be_planned_is_refused(lengths: list[int], max_tokens: int) -> None:
     with pytest.raises(AssertionError):
-        plan_step(
-            lengths,
-            num_ranks=2,
-            max_samples_per_microbatch=1,
-            max_tokens_per_microbatch=max_tokens,
-            max_microbatches=2,
-            packing=True,
-        )
+        plan_step(lengths, shape_of(max_seq_length=max_tokens, max_microbatches=2), num_ranks=2)
 
 
 @st.composite
-def steps(draw: Any) -> dict[str, Any]:
+def steps(draw: Any) -> tuple[list[int], BatchShape, int]:
     num_ranks, max_pairs, max_microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
     most = num_ranks * max_pairs * max_microbatches
     longest = draw(st.integers(4, 300))
     num_pairs = draw(st.one_of(st.just(most), st.integers(0, most)))
     lengths = draw(st.lists(st.integers(4, longest), min_size=num_pairs, max_size=num_pairs))
-    return {
-        "num_tokens_of_sample": lengths,
-        "num_ranks": num_ranks,
-        "max_samples_per_microbatch": max_pairs,
-        "max_tokens_per_microbatch": max_pairs * longest,
-        "max_microbatches": max_microbatches,
-        "packing": draw(st.booleans()),
-    }
+    sizes = {"max_samples_per_microbatch": max_pairs, "max_microbatches": max_microbatches, "max_seq_length": longest}
+    return lengths, shape_of(packing=draw(st.booleans()), **sizes), num_ranks
 
 
 @settings(max_examples=300)
 @given(steps())
-def test_every_plan_keeps_its_promises(step: dict[str, Any]) -> None:
-    plan = plan_step(**step)
-    assert plan == plan_step(**step)
+def test_every_plan_keeps_its_promises(step: tuple[list[int], BatchShape, int]) -> None:
+    lengths, shape, num_ranks = step
+    plan = plan_step(lengths, shape, num_ranks=num_ranks)
+    assert plan == plan_step(lengths, shape, num_ranks=num_ranks)
 
-    lengths = step["num_tokens_of_sample"]
-    assert len(plan) == step["num_ranks"]
-    assert 1 <= len(plan[0]) <= step["max_microbatches"]
+    assert len(plan) == num_ranks
+    assert 1 <= len(plan[0]) <= shape.max_microbatches
     assert all(len(microbatches) == len(plan[0]) for microbatches in plan)
     # As few microbatches as the busiest rank needs: some rank fills them all.
     if lengths:
@@ -372,10 +330,10 @@ def test_every_plan_keeps_its_promises(step: dict[str, Any]) -> None:
         assert tokens_of_microbatch == sorted(tokens_of_microbatch, reverse=True)
         for microbatch, num_tokens in zip(microbatches, tokens_of_microbatch, strict=True):
             assert list(microbatch) == sorted(microbatch)
-            if step["packing"]:
-                assert num_tokens <= step["max_tokens_per_microbatch"]
+            if shape.packing:
+                assert num_tokens <= shape.max_tokens_per_microbatch
             else:
-                assert len(microbatch) <= step["max_samples_per_microbatch"]
+                assert len(microbatch) <= shape.max_samples_per_microbatch
     assert max(pairs_of_rank) - min(pairs_of_rank) <= 1
     assert max(tokens_of_rank) - min(tokens_of_rank) <= max(lengths, default=0)
 
@@ -396,7 +354,7 @@ class TestEndsOfReplies:
 
     def test_a_padded_row_may_be_filled_up_with_a_position_that_is_read(self) -> None:
         longer = Document(token_ids=(1, 2, 3, 4, 5, 6), responses=(Span(start=5, stop=6),), reads_ends=True)
-        padded = pad_documents([self.BOTH[0], longer], pad_token_id=PAD)
+        padded = pack_documents([self.BOTH[0], longer], packing=False, pad_token_id=PAD)
         assert padded.kept is not None
         assert padded.kept.positions_BK.tolist() == [[2, 4], [5, 5]]
         assert padded.sequence_ids_N.tolist() == [0, 0, 1]
@@ -415,9 +373,9 @@ class TestEndsOfReplies:
 def test_numbers_that_came_with_the_rows_follow_them() -> None:
     values = [np.array([0.5, 1.0], dtype=np.float32), np.array([2.0], dtype=np.float32)]
     rows = [(FIRST,), (SECOND,)]
-    batch = collate(rows, (4, 2), packing=True, pad_token_id=PAD, row_values=values)
+    batch = collate(rows, (4, 2), shape=shape_of(), row_values=values)
     assert batch.values[ROW_VALUES].tolist() == [0.5, 1.0, 2.0]
-    assert collate([], (), packing=True, pad_token_id=PAD, row_values=[]).values[ROW_VALUES].tolist() == []
+    assert collate([], (), shape=shape_of(), row_values=[]).values[ROW_VALUES].tolist() == []
 
 
 # --- packs -----------------------------------------------------------------------------------------

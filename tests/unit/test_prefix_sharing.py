@@ -30,6 +30,7 @@ from open_instruct.packing.rollouts import plan_rollouts, plan_steps_of_ranks, r
 from open_instruct.packing.steps import collate, num_packed_tokens
 from open_instruct.records import IGNORE_INDEX, Document, PackedBatch, RolloutSample, Span
 from tests.unit.small_models import CPU, VOCAB_SIZE, WINDOW, new_model, random_model
+from tests.unit.token_data import shape_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -127,7 +128,7 @@ def test_pairs_take_the_tokens_that_the_plan_counts(pairs: list[tuple[int, int, 
     rows = [tuple(group(prompt, replies, seed=i, num_alike=alike)) for i, (prompt, *replies, alike) in enumerate(pairs)]
     dataset = dataset_of(rows)
     for sharing in ("off", "on", "auto"):
-        batch = collate(rows, range(len(rows)), packing=True, pad_token_id=0, prefix_sharing=sharing).packed
+        batch = collate(rows, range(len(rows)), shape=shape_of(prefix_sharing=sharing)).packed
         planned = sum(num_packed_tokens(dataset, row, sharing) for row in range(len(rows)))
         assert batch.num_tokens == planned == batch.input_ids_BT.numel()
 

@@ -33,7 +33,7 @@ from open_instruct.objectives.reward_model import (
     pair_losses,
     with_std,
 )
-from open_instruct.packing.documents import pack_documents, pad_documents
+from open_instruct.packing.documents import pack_documents
 from open_instruct.parallel.reduce import WeightedSums, reduce_metrics
 from open_instruct.records import ROW_VALUES, Batch, Check, Document, Span
 from open_instruct.rollout.checked_run import has_other_template
@@ -181,7 +181,11 @@ def test_a_score_depends_neither_on_padding_nor_on_packing(folder: Path) -> None
     documents = [document(5, 6, 7, 8), document(5, 6, 9), document(11, 300, 12, 40, 41, 42)]
     alone = [float(token_logprobs(model, pack_documents([each]), device=CPU).logprobs_N.detach()) for each in documents]
     shared = pack_documents(documents, groups=[(0, 1), (2,)])
-    for packed in (pack_documents(documents, pad_to_multiple_of=8), pad_documents(documents, pad_token_id=9), shared):
+    for packed in (
+        pack_documents(documents, pad_to_multiple_of=8),
+        pack_documents(documents, packing=False, pad_token_id=9),
+        shared,
+    ):
         scores = token_logprobs(model, packed, device=CPU)
         order = scores.sequence_ids_N.argsort()
         assert scores.logprobs_N[order].tolist() == pytest.approx(alone, abs=1e-5)

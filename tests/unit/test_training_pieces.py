@@ -92,7 +92,7 @@ class TestMetrics:
 
     def test_padding_fraction_counts_slots(self) -> None:
         pairs = make_pairs(2)
-        batch = collate([pairs[0], pairs[1]], (0, 1), packing=False, pad_token_id=0)
+        batch = collate([pairs[0], pairs[1]], (0, 1), shape=shape_of(packing=False))
         slots = batch.packed.input_ids_BT.numel()
         metric = token_fractions(batch.packed)["padding_fraction"]
         assert metric.weight == slots

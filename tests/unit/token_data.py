@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.messages import Message
+from open_instruct.packing.steps import BatchShape
 from open_instruct.records import Document, Span
 from open_instruct.toys.tiny import train_tokenizer
 
@@ -72,3 +73,8 @@ def turns(*contents: str, roles: str = "") -> list[Any]:
 def pair(question: str, chosen: str, rejected: str) -> dict[str, Any]:
     """A preference row of one turn."""
     return {"chosen": turns(question, chosen), "rejected": turns(question, rejected)}
+
+
+def shape_of(**changes: Any) -> BatchShape:
+    least = {"documents_per_sample": 1, "max_samples_per_microbatch": 1, "max_microbatches": 1, "max_seq_length": 8}
+    return BatchShape(**(least | {"packing": True, "pad_token_id": 0} | changes))

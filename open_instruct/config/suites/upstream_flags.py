@@ -66,16 +66,6 @@ def upstream_behaviours(name: str) -> dict[str, list[str]]:
     return dict(read_table("defaults.yaml")["behaviours"].get(name, {}))
 
 
-def upstream_templates() -> frozenset[str]:
-    """The names of upstream's chat templates."""
-    return frozenset(read_table("defaults.yaml")["templates"])
-
-
-def upstream_families() -> dict[str, str]:
-    """A regular expression for lower-case model names, for each family that cannot be loaded here."""
-    return dict(read_table("defaults.yaml")["families"])
-
-
 def taken(name: str, words: Sequence[str], known: Collection[str]) -> Fate | None:
     """The fate of upstream's flag `name` in a command with the flags `known`; None if upstream has no such flag."""
     is_grpo = "total_episodes" in known
@@ -100,22 +90,17 @@ def fate(entry: Entry, words: Sequence[str]) -> Fate:
     value = " ".join(words).lower()
     if entry.refused is not None and value not in (*entry.unless, *entry.values):
         return Fate(refused=entry.refused)
-    if entry.ours is None:
+    if entry.ours is None or entry.values.get(value, value) is None:
         return Fate(unneeded=entry.unneeded or "that is how it is here")
-    if value in entry.values:
-        spelling = entry.values[value]
-        return Fate(unneeded="that is how it is here") if spelling is None else _as(entry, spelling.split())
-    if entry.times != 1 and len(words) == 1:
+    if spelling := entry.values.get(value):
+        words = spelling.split()
+    elif entry.times != 1 and len(words) == 1:
         words = [_multiplied(words[0], entry.times)]
-    if entry.form == "mixture":
+    elif entry.form == "mixture":
         words = _mixture(words)
     elif entry.form == "whole":
         words = [*words, "1.0"]
-    return _as(entry, words)
-
-
-def _as(entry: Entry, words: Sequence[str]) -> Fate:
-    return Fate(ours=entry.ours, words=list(words))
+    return Fate(ours=entry.ours, words=words)
 
 
 def _multiplied(word: str, factor: float) -> str:
@@ -126,7 +111,7 @@ def _multiplied(word: str, factor: float) -> str:
     return str(int(number)) if number.is_integer() else str(number)
 
 
-def _mixture(words: Sequence[str]) -> Sequence[str]:
+def _mixture(words: list[str]) -> list[str]:
     """Names and amounts of a JSON mixture such as `{"a": 1.0, "b": 500}`; other words unchanged."""
     if len(words) != 1 or not words[0].lstrip().startswith("{"):
         return words

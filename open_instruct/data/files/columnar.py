@@ -1,13 +1,12 @@
 """Column files: .parquet and .arrow."""
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from open_instruct.data.files.foreign_json import one_line
-from open_instruct.data.files.rows import BadRow, RawRow, hash_of_file
+from open_instruct.data.files.rows import FileRows, MalformedRow
 from open_instruct.errors import InputError
 
 _ROWS_AT_ONCE = 1024
@@ -16,77 +15,47 @@ _ROWS_AT_ONCE = 1024
 _BYTES_AT_ONCE = 2**29
 _LONGEST_ROW = 2**23  # bytes
 
-
-class ColumnFile:
-    """A .parquet file, read batch by batch, or a .arrow file, mapped into memory."""
-
-    def __init__(self, path: Path, name: str, flag: str) -> None:
-        self.name = name
-        is_parquet = path.suffix == ".parquet"
-        try:
-            self._num_rows, self._batches = _parquet(path) if is_parquet else _arrow(path)
-        except Exception as error:  # pyarrow's kinds of errors have no common ancestor
-            kind = "a Parquet" if is_parquet else "an Arrow"
-            raise InputError(f"{flag}: {name} is not {kind} file, or is damaged: {one_line(error)}") from error
-        self.fingerprint = hash_of_file(path)
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        first = begin = 0
-        for batch in _readable(self._batches(), self.name):
-            end = bisect_left(indices, first + batch.num_rows)
-            if begin < end:
-                yield from _rows(batch, indices[begin:end], first, self.name)
-            if end == len(indices):
-                return
-            first += batch.num_rows
-            begin = end
+Batches = Callable[[], Iterable[Any]]
 
 
-def _readable(batches: Iterable[Any], file: str) -> Iterator[Any]:
+def column_file(path: Path, name: str, flag: str) -> FileRows:
+    """The rows of a .parquet file, read batch by batch, or of a .arrow file, mapped into memory."""
+    is_parquet = path.suffix == ".parquet"
     try:
-        yield from batches
+        num_rows, batches = _parquet(path) if is_parquet else _arrow(path)
+    except Exception as error:  # pyarrow's kinds of errors have no common ancestor
+        kind = "a Parquet" if is_parquet else "an Arrow"
+        raise InputError(f"{flag}: {name} is not {kind} file, or is damaged: {one_line(error)}") from error
+    return FileRows(path, name, read=partial(_rows, batches, name), parse=_value_of, num_rows=num_rows)
+
+
+def _rows(batches: Batches, file: str) -> Iterator[tuple[int, Any]]:
+    """Each row with its number, as a batch of one row: another may be bad."""
+    line = 0
+    try:
+        for batch in batches():
+            for row in range(batch.num_rows):
+                line += 1
+                yield line, batch.slice(row, 1)
     except Exception as error:
         raise InputError(f"{file} is damaged: {one_line(error)}; fetch it again") from error
 
 
-def _rows(batch: Any, wanted: Sequence[int], first: int, file: str) -> Iterator[RawRow | BadRow]:
-    """The rows `wanted` of a batch that begins with row `first`; one by one where one may be bad, to find it."""
-    if not (_has_dictionaries(batch) or batch.nbytes > _LONGEST_ROW):
-        try:
-            values = batch.take([index - first for index in wanted]).to_pylist()
-        except Exception:
-            pass  # such as text that is not UTF-8
-        else:
-            yield from (RawRow(file=file, line=row + 1, value=value) for row, value in zip(wanted, values, strict=True))
-            return
-    for row in wanted:
-        yield _only_row(batch.slice(row - first, 1), file, row + 1)
-
-
-def _only_row(batch: Any, file: str, line: int) -> RawRow | BadRow:
+def _value_of(batch: Any) -> dict[str, Any]:
     """The row of a batch that has one."""
-    reason = f"the row has more than {_LONGEST_ROW >> 20} MiB, more than a model reads"
-    has_dictionaries = _has_dictionaries(batch)
-    if has_dictionaries or batch.nbytes <= _LONGEST_ROW:
+    # Where repeated texts are stored once, a batch does not show how long its rows are.
+    has_dictionaries = "dictionary<" in str(batch.schema.types)
+    is_too_long = not has_dictionaries and batch.nbytes > _LONGEST_ROW
+    value: dict[str, Any] = {}
+    if not is_too_long:
         try:
             (value,) = batch.to_pylist()
-        except Exception as error:
-            reason = f"damaged: {one_line(error)}"
-        else:
-            if not has_dictionaries or len(str(value)) <= _LONGEST_ROW:
-                return RawRow(file=file, line=line, value=value)
-    return BadRow(file=file, line=line, kind="not_readable", reason=reason)
-
-
-def _has_dictionaries(batch: Any) -> bool:
-    """Whether repeated texts are stored once, so that a batch does not show how long its rows are."""
-    return "dictionary<" in str(batch.schema.types)
-
-
-Batches = Callable[[], Iterable[Any]]
+        except Exception as error:  # such as text that is not UTF-8
+            raise MalformedRow("not_readable", f"damaged: {one_line(error)}") from error
+        is_too_long = has_dictionaries and len(str(value)) > _LONGEST_ROW
+    if is_too_long:
+        raise MalformedRow("not_readable", f"the row has more than {_LONGEST_ROW >> 20} MiB, more than a model reads")
+    return value
 
 
 def _parquet(path: Path) -> tuple[int, Batches]:

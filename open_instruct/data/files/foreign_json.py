@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from open_instruct.data.files.rows import unique_keys
+from open_instruct.data.files.rows import MalformedRow, parsed_json
 from open_instruct.errors import InputError
 from open_instruct.whole_file import MAX_BYTES, kind_of_other, read_whole
 from open_instruct.wording import escaped
@@ -23,9 +23,14 @@ def read_object(file: Path) -> dict[str, Any]:
         InputError: the file cannot be read, is no JSON object, or has a key twice in one object.
     """
     try:
-        return parse_object(read_whole(file), str(file))
+        value = parsed_json(read_whole(file))
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror or error}") from None
+    except MalformedRow as error:
+        raise InputError(f"{file} is {error.reason}; fetch it again") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{file} holds a JSON {type(value).__name__}, where an object is needed")
+    return value
 
 
 def check_files(folder: Path) -> None:
@@ -38,21 +43,6 @@ def check_files(folder: Path) -> None:
             kind = f"of more than {MAX_BYTES >> 20} MiB"
         if kind:
             raise InputError(f"{path} is {kind}, and nothing that a model's folder may have there; fetch it again")
-
-
-def parse_object(data: bytes, where: str) -> dict[str, Any]:
-    """As `read_object`, from bytes; `where` begins every message."""
-    try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
-    except UnicodeDecodeError as error:
-        raise InputError(f"{where} is not UTF-8 text ({error.reason} at byte {error.start}); fetch it again") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}, line {error.lineno}: not JSON ({error.msg}); fetch it again") from None
-    except (ValueError, RecursionError) as error:  # a key twice; a number of thousands of digits; brackets too deep
-        raise InputError(f"{where} is not JSON that can be read: {error}") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{where} holds a JSON {type(value).__name__}, where an object is needed")
-    return value
 
 
 def shortened(value: Any, depth: int = 3) -> str:

@@ -3,15 +3,14 @@
 import hashlib
 import re
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
-from open_instruct.data.files.columnar import ColumnFile
-from open_instruct.data.files.lists import is_json_lines, json_list
-from open_instruct.data.files.rows import BadRow, RawRow, RowSource, json_lines
-from open_instruct.data.files.tables import TextTable
+from open_instruct.data.files.columnar import column_file
+from open_instruct.data.files.rows import BadRow, RawRow, RowSource, is_json_lines, json_lines, json_list
+from open_instruct.data.files.tables import text_table
 from open_instruct.errors import InputError
 from open_instruct.whole_file import near_files
 
@@ -30,7 +29,6 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "train": ("train", "training"),
 }
-_ROWS_AT_ONCE = 1024
 
 
 def open_rows(name: str, split: str = "train", *, flag: str = "--mixer_list") -> RowSource:
@@ -82,7 +80,7 @@ def _open_file(path: Path, name: str, flag: str) -> RowSource:
             return json_lines(path, name)
         if suffix == ".json":
             return json_list(path, name, flag)
-        return ColumnFile(path, name, flag) if suffix in (".parquet", ".arrow") else TextTable(path, name, flag)
+        return column_file(path, name, flag) if suffix in (".parquet", ".arrow") else text_table(path, name, flag)
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{flag}: {name} cannot be read: {error}") from error
 
@@ -118,12 +116,9 @@ class _Folder:
         return self._starts[-1]
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        wanted: dict[int, list[int]] = {}
-        for index in indices:
-            source = bisect_right(self._starts, index) - 1
-            wanted.setdefault(source, []).append(index - self._starts[source])
-        for source, own in wanted.items():
-            yield from self._sources[source].rows(own)
+        for source, (start, stop) in zip(self._sources, pairwise(self._starts), strict=True):
+            own = indices[bisect_left(indices, start) : bisect_left(indices, stop)]
+            yield from source.rows([index - start for index in own])
 
 
 def _split_of(file: Path) -> str:
@@ -146,24 +141,22 @@ class _NamedRows:
 
         self.name = f"{name}[{split}]"
         path = Path(name).expanduser()
+        repository, _, configuration = (str(path), "", "") if path.is_dir() else name.partition(":")
         try:
             if any((path / marker).is_file() for marker in _SAVED_TO_DISK):
                 dataset = datasets.load_from_disk(str(path))
-                if isinstance(dataset, datasets.DatasetDict):
-                    if split not in dataset:
-                        raise _no_split(name, split, dataset, flag)
-                    dataset = dataset[split]
             else:
-                repository, _, configuration = (str(path), "", "") if path.is_dir() else name.partition(":")
                 dataset = datasets.load_dataset(repository, configuration or None, split=split)
-        except InputError:
-            raise
         except Exception as error:  # the library raises many kinds of errors: its own and those of downloads
             where = "the folder" if path.is_dir() else "there is no such file, and as a data set's name"
             near = near_files(path) if path.parent.is_dir() and not path.is_dir() else ""
             raise InputError(
                 f"{flag}: {name}: {where} cannot be loaded (split {split!r}): {type(error).__name__}: {error}{near}"
             ) from error
+        if isinstance(dataset, datasets.DatasetDict):
+            if split not in dataset:
+                raise _no_split(name, split, dataset, flag)
+            dataset = dataset[split]
         self._dataset = dataset.with_format(None)
         self.fingerprint = str(dataset._fingerprint)
 
@@ -171,7 +164,5 @@ class _NamedRows:
         return len(self._dataset)
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        for first in range(0, len(indices), _ROWS_AT_ONCE):
-            wanted = [int(index) for index in indices[first : first + _ROWS_AT_ONCE]]
-            for index, value in zip(wanted, self._dataset.select(wanted), strict=True):
-                yield RawRow(file=self.name, line=index + 1, value=value)
+        for index, value in zip(indices, self._dataset.select(indices), strict=True):
+            yield RawRow(file=self.name, line=index + 1, value=value)

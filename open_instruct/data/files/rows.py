@@ -9,14 +9,20 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from array import array
+from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from io import BufferedReader
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+from open_instruct.errors import InputError
+
+# The keys under which published files have their rows.
+WRAPPERS = ("data", "rows", "examples", "instances", "train")
 
 
 class MalformedRow(ValueError):
@@ -73,47 +79,89 @@ class RowSource(Protocol):
         ...
 
 
-class JsonRows:
-    """Rows at known byte offsets of a file: read by seeking, parsed one by one. Memory holds three numbers a row.
+class FileRows:
+    """The rows of one file, read from its start each time, so that memory holds one of them."""
 
-    Seeking in a .gz unpacks all bytes between, so rows in ascending order cost one more pass.
-    """
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        *,
+        read: Callable[[], Iterable[tuple[int, Any]]],
+        parse: Callable[[Any], dict[str, Any]],
+        num_rows: int | None = None,
+    ) -> None:
+        """`read` gives the line of each row and what is there, and `parse` makes a row of that.
 
-    def __init__(self, path: Path, name: str, *, fingerprint: str, places: array[int]) -> None:
-        """`places` holds three numbers a row: where it starts, where it stops, and its number for messages."""
+        `parse` may raise MalformedRow. Without `num_rows`, all is read once to be counted.
+        """
+        with unpacked(path) as file:
+            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
         self.name = name
-        self.fingerprint = fingerprint
-        self._path = path
-        self._places = places
+        self._read = read
+        self._parse = parse
+        self._num_rows = sum(1 for _ in read()) if num_rows is None else num_rows
 
     def __len__(self) -> int:
-        return len(self._places) // 3
+        return self._num_rows
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        with unpacked(self._path) as file:
-            for index in indices:
-                start, stop, number = self._places[3 * index : 3 * index + 3]
-                file.seek(start)
-                try:
-                    value = parse_json_object(file.read(stop - start).removeprefix(_BYTE_ORDER_MARK))
-                except MalformedRow as error:
-                    yield error.at(self.name, number)
-                else:
-                    yield RawRow(file=self.name, line=number, value=value)
+        wanted = set(indices)
+        for index, (line, found) in enumerate(islice(self._read(), max(wanted, default=-1) + 1)):
+            if index not in wanted:
+                continue
+            row: RawRow | BadRow
+            try:
+                row = RawRow(file=self.name, line=line, value=self._parse(found))
+            except MalformedRow as error:
+                row = error.at(self.name, line)
+            yield row
 
 
-def json_lines(path: Path, name: str) -> JsonRows:
-    """The lines of a file that are not blank; one pass finds where they start and hashes them."""
-    places = array("q")
-    digest = hashlib.sha256()
-    position = 0
-    with unpacked(path) as file:
-        for number, line in enumerate(file, start=1):
-            digest.update(line)
-            if line.strip():
-                places.extend((position, position + len(line), number))
-            position += len(line)
-    return JsonRows(path, name, fingerprint=digest.hexdigest(), places=places)
+def json_lines(path: Path, name: str) -> FileRows:
+    """The lines of a file that are not blank."""
+
+    def numbered_lines() -> Iterator[tuple[int, bytes]]:
+        with unpacked(path) as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line.removeprefix(BOM_UTF8)
+
+    return FileRows(path, name, read=numbered_lines, parse=parse_json_object)
+
+
+def json_list(path: Path, name: str, flag: str) -> FileRows:
+    """The rows of a file that is a list of rows, or an object with one such list; it is read as a whole.
+
+    Raises:
+        InputError: it is not JSON, or there is no list of rows, or more than one.
+    """
+    problem = "holds no list of rows"
+    try:
+        value = parsed_json(path.read_bytes().removeprefix(BOM_UTF8))
+    except MalformedRow as error:
+        value, problem = None, f"is {error.reason}"
+    if isinstance(value, dict):
+        keys = [key for key in WRAPPERS if isinstance(value.get(key), list)]
+        value = value[keys[0]] if len(keys) == 1 else None
+        problem = f"has lists of rows as {' and '.join(map(repr, keys))}" if keys else problem
+    if not isinstance(value, list):
+        raise InputError(
+            f"{flag}: {name} {problem}; give a list of rows, [{{...}}, {{...}}], or an object that has it as "
+            f"{' or '.join(map(repr, WRAPPERS))}"
+        )
+    return FileRows(path, name, read=partial(enumerate, value, start=1), parse=_as_object, num_rows=len(value))
+
+
+def is_json_lines(path: Path) -> bool:
+    """Whether a file that is called .json has an object a line."""
+    with path.open("rb") as file:
+        first = next((line for line in file if line.strip()), b"")
+    try:
+        row = parse_json_object(first)
+    except MalformedRow:
+        return False
+    return not any(isinstance(row.get(key), list) for key in WRAPPERS)
 
 
 def parse_json_object(line: bytes) -> dict[str, Any]:
@@ -122,31 +170,43 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
     Raises:
         MalformedRow: the line is not UTF-8, not JSON, or no JSON object.
     """
-    try:
-        text = line.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=unique_keys)
-    except UnicodeDecodeError as error:
-        raise MalformedRow(
-            "not_utf8", f"not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line"
-        ) from error
-    except json.JSONDecodeError as error:
-        reason = f"not JSON: {error.msg} at column {error.colno}"
-        if error.pos >= len(text.rstrip()) and text.lstrip().startswith("{"):
-            reason = "an object that does not end on its line: .jsonl has one whole object a line"
-        raise MalformedRow("not_json", reason) from error
-    except (ValueError, RecursionError) as error:  # a key twice; an integer of thousands of digits; brackets too deep
-        raise MalformedRow("not_json", f"not JSON that can be read: {error}") from error
+    cut_short = "an object that does not end on its line: .jsonl has one whole object a line"
+    return _as_object(parsed_json(line, cut_short=cut_short))
+
+
+def _as_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise MalformedRow("not_object", f"the row is a JSON {kind_of(value).split()[-1]}, not an object")
     return value
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def parsed_json(data: bytes, *, cut_short: str = "") -> Any:
+    """What JSON of others says; `cut_short` is a better reason for refusing the beginning of an object.
+
+    Raises:
+        MalformedRow: it is not UTF-8 or not JSON, or an object has a key twice.
+    """
+    try:
+        text = data.decode("utf-8")
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except UnicodeDecodeError as error:
+        raise MalformedRow(
+            "not_utf8", f"not UTF-8: byte 0x{data[error.start]:02x} at byte {error.start + 1}"
+        ) from error
+    except json.JSONDecodeError as error:
+        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        is_cut = cut_short and error.pos >= len(text.rstrip()) and text.lstrip().startswith("{")
+        raise MalformedRow("not_json", cut_short if is_cut else f"not JSON: {error.msg} at {place}") from error
+    except (ValueError, RecursionError) as error:  # a key twice; an integer of thousands of digits; brackets too deep
+        raise MalformedRow("not_json", f"not JSON that can be read: {error}") from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A hook for `json.loads` that refuses duplicate keys, as readers differ in the value that they take."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice!r} is there twice")
+        raise ValueError(f"the key {twice!r} is there twice in the object {fields!s:.60}")
     return fields
 
 
@@ -158,14 +218,6 @@ def kind_of(value: Any) -> str:
     return kinds.get(type(value), type(value).__name__)
 
 
-def unpacked(path: Path) -> IO[bytes]:
+def unpacked(path: Path) -> BufferedReader | gzip.GzipFile:
     """The file opened for reading; a .gz is unpacked."""
-    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
-    file: IO[bytes] = opener(path, "rb")
-    return file
-
-
-def hash_of_file(path: Path) -> str:
-    """The hex sha256 of the bytes of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")

@@ -5,77 +5,64 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from open_instruct.data.files.rows import BadRow, RawRow, hash_of_file, unpacked
+from open_instruct.data.files.rows import FileRows, MalformedRow, unpacked
 from open_instruct.errors import InputError
 
 _DELIMITERS = ",;\t"
 _LONGEST_CELL = 2**28
-_NOT_UTF8 = re.compile(r"[\ud800-\udfff]")  # what stands for such bytes, see `TextTable._open`
+_NOT_UTF8 = re.compile(r"[\ud800-\udfff]")  # what stands for such bytes, see `_opened`
 
 
-class TextTable:
-    """Rows under a line of column names, read from the start each time; memory holds one of them.
+def text_table(path: Path, name: str, flag: str) -> FileRows:
+    """The rows under a line of column names.
 
     A cell is text, except for a list of messages, written as JSON or as Python's repr (pandas writes that).
     """
+    with _opened(path) as file:
+        first = next((line for line in file if line.strip()), "")
+    cells = partial(_cells, path, name, delimiter=max(_DELIMITERS, key=first.count))
+    _, columns = next(cells(), (1, [""]))
+    if len(set(columns)) < len(columns) or not all(column.strip() for column in columns):
+        raise InputError(
+            f"{flag}: {name} must begin with a line of column names, each once; it begins with {first.strip()[:80]!r}"
+        )
+    return FileRows(path, name, read=lambda: islice(cells(), 1, None), parse=partial(_row, columns))
 
-    def __init__(self, path: Path, name: str, flag: str) -> None:
-        self.name = name
-        self.fingerprint = hash_of_file(path)
-        self._path = path
-        with self._open() as file:
-            first = next((line for line in file if line.strip()), "")
-        self._delimiter = max(_DELIMITERS, key=first.count)
-        _, self._columns = next(self._cells(), (1, [""]))
-        if len(set(self._columns)) < len(self._columns) or not all(column.strip() for column in self._columns):
-            raise InputError(
-                f"{flag}: {name} must begin with a line of column names, each once; it begins with "
-                f"{first.strip()[:80]!r}"
-            )
-        self._num_rows = sum(1 for _ in self._cells()) - 1
 
-    def __len__(self) -> int:
-        return self._num_rows
+def _row(columns: Sequence[str], cells: Sequence[str]) -> dict[str, Any]:
+    if len(cells) != len(columns):
+        raise MalformedRow(
+            "not_readable", f"{len(cells)} cells under {len(columns)} column names ({', '.join(columns)[:80]})"
+        )
+    if _NOT_UTF8.search("".join(cells)):
+        raise MalformedRow("not_readable", "not UTF-8: save the table as CSV UTF-8")
+    return {column: _value_of(cell) for column, cell in zip(columns, cells, strict=True)}
 
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        wanted = set(indices)
-        below_header = islice(self._cells(), 1, max(wanted, default=-1) + 2)
-        for row, (line, cells) in enumerate(below_header):
-            if row in wanted:
-                yield self._row(line, cells)
 
-    def _row(self, line: int, cells: Sequence[str]) -> RawRow | BadRow:
-        if len(cells) != len(self._columns):
-            problem = f"{len(cells)} cells under {len(self._columns)} column names ({', '.join(self._columns)[:80]})"
-        elif _NOT_UTF8.search("".join(cells)):
-            problem = "not UTF-8: save the table as CSV UTF-8"
-        else:
-            value = {column: _value_of(cell) for column, cell in zip(self._columns, cells, strict=True)}
-            return RawRow(file=self.name, line=line, value=value)
-        return BadRow(file=self.name, line=line, kind="not_readable", reason=problem)
+def _cells(path: Path, name: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """The cells of the header and of each row that is not blank, with the line that they begin in."""
+    csv.field_size_limit(_LONGEST_CELL)
+    line = 1
+    with _opened(path) as file:
+        reader = csv.reader(file, delimiter=delimiter)
+        try:
+            for cells in reader:
+                if cells:
+                    yield line, cells
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise InputError(f"{name}, line {line}: no table that can be read: {error}") from error
 
-    def _cells(self) -> Iterator[tuple[int, list[str]]]:
-        """The cells of the header and of each row that is not blank, with the line that they begin in."""
-        csv.field_size_limit(_LONGEST_CELL)
-        line = 1
-        with self._open() as file:
-            reader = csv.reader(file, delimiter=self._delimiter)
-            try:
-                for cells in reader:
-                    if cells:
-                        yield line, cells
-                    line = reader.line_num + 1
-            except csv.Error as error:
-                raise InputError(f"{self.name}, line {line}: no table that can be read: {error}") from error
 
-    def _open(self) -> IO[str]:
-        """The table as text, in which bytes that are not UTF-8 are surrogates."""
-        return TextIOWrapper(unpacked(self._path), encoding="utf-8-sig", errors="surrogateescape", newline="")
+def _opened(path: Path) -> IO[str]:
+    """The table as text, in which bytes that are not UTF-8 are surrogates."""
+    return TextIOWrapper(unpacked(path), encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
 def _value_of(cell: str) -> Any:

@@ -21,6 +21,7 @@ from open_instruct.records import Batch, Document, Span, StepBatch
 from open_instruct.run.opened import join_run
 from open_instruct.run.pretrained import open_pretrained
 from tests.ranks.collectives import RecordCollectives
+from tests.unit.token_data import shape_of
 
 ROWS_OF_MICROBATCHES = (3, 1, 0)
 """The last one is what a rank has that got no rows: it learns nothing, and all the same reduces what others do."""
@@ -95,12 +96,5 @@ def _microbatch(num_rows: int, *, seed: int, multiple_of: int) -> Batch:
         ]
         rows.append(tuple(documents))
     scores = {REFERENCE: np.full((max(num_rows, 1), 2), -30.0, dtype=np.float32)}
-    return collate(
-        rows,
-        tuple(range(num_rows)),
-        packing=True,
-        pad_token_id=0,
-        pad_to_multiple_of=multiple_of,
-        prefix_sharing="on",
-        scores=scores,
-    )
+    shape = shape_of(documents_per_sample=2, pad_to_multiple_of=multiple_of, prefix_sharing="on")
+    return collate(rows, tuple(range(num_rows)), shape=shape, scores=scores)

@@ -42,6 +42,7 @@ from open_instruct.run.run_directory import RunDirectory
 from open_instruct.weights.sender import WeightSender
 from tests.ranks.collectives import RecordCollectives, calls_by_group
 from tests.ranks.jobs import grpo_steps
+from tests.unit.token_data import shape_of
 
 Rows = list[tuple[str, int, list[int], int]]
 """(collective, bytes, global ranks, calls), sorted."""
@@ -168,7 +169,7 @@ def _row(num_tokens: int, num_documents: int) -> Batch:
     """One row of so many tokens: of one document, or of a pair."""
     document = _document(num_tokens // num_documents)
     scores = {REFERENCE: np.full((1, num_documents), -6.0 * (num_tokens // 4), dtype=np.float32)}
-    return collate([(document,) * num_documents], (0,), packing=True, pad_token_id=0, scores=scores)
+    return collate([(document,) * num_documents], (0,), shape=shape_of(), scores=scores)
 
 
 def _document(num_tokens: int) -> Document:
