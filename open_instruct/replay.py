@@ -194,8 +194,8 @@ def take_again(
 ) -> dict[str, float]:
     """The metrics of `step` under `config`, by the learner's own walk; what it writes is removed."""
     from open_instruct.learner.grpo import GRPOLearner
+    from open_instruct.parallel.data_parallel import keep_mesh
     from open_instruct.parallel.layout import layout_of
-    from open_instruct.parallel.world_mesh import keep_mesh
     from open_instruct.rollout.replay import OF_THE_RUN, check_trace_fits, on_one_process
     from open_instruct.rollout.samples import RolloutStepBatch, load_conversations, work_of_ranks
     from open_instruct.run.console import Console

@@ -42,7 +42,7 @@ class SpeedCase(TracedCase):
 
     @cached_property
     def public_fields(self) -> dict[str, Any]:
-        from open_instruct.planning.subject.public_models import public_models
+        from open_instruct.planning.subject.model import public_models
 
         return dict(public_models()[self.family])
 

@@ -13,7 +13,7 @@ every other. A folder that is removed or damaged gets another name first, so tha
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,6 @@ FORMAT = 2
 PART, REMOVED, DAMAGED = "-tmp", "-removed", "-damaged"
 MANIFEST, INDEX = "checkpoint.json", "index.json"
 NAME = re.compile(r"step(0|[1-9]\d*)")
-# What OLMo-core's own format, which is pickle, has in a checkpoint.
-EARLIER_FORMAT = (".metadata", ".metadata.json", "train", "model_and_optim")
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """The errors of reading JSON that may have any form."""
@@ -63,8 +61,6 @@ def read_manifest(folder: Path) -> Manifest:
     """:raises Damaged: it is missing, or not what was written."""
     path = folder / MANIFEST
     if not path.is_file():
-        if _has_any(folder, EARLIER_FORMAT):
-            raise Damaged(f"{folder} is of the format before this one, which holds pickles, and those are never read")
         raise Damaged(f"{path} is missing")
     try:
         document = json.loads(path.read_bytes())
@@ -107,11 +103,9 @@ def step_of(folder: Path) -> int:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Folders that are named like checkpoints and hold something of one, whole or not; newest first."""
-    signs = (MANIFEST, INDEX, *EARLIER_FORMAT)
+    """Folders that are named like checkpoints and hold anything, whole ones or not; newest first."""
     folders = [path for path in folder.glob("step*") if NAME.fullmatch(path.name) and path.is_dir()]
-    folders = [path for path in folders if _has_any(path, signs) or any(path.glob("rank*"))]
-    return sorted(folders, key=step_of, reverse=True)
+    return sorted((path for path in folders if any(path.iterdir())), key=step_of, reverse=True)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -122,17 +116,6 @@ def find_checkpoints(folder: Path) -> list[Path]:
 def latest_step(folder: Path) -> int | None:
     """Step of the newest complete checkpoint, or None."""
     return next((step_of(path) for path in reversed(find_checkpoints(folder))), None)
-
-
-def refuse_earlier_format(folder: Path) -> None:
-    """:raises InputError: `folder` has checkpoints, but none of a format that is read."""
-    old = [path for path in candidates(folder) if _has_any(path, EARLIER_FORMAT)]
-    if old and not find_checkpoints(folder):
-        raise InputError(
-            f"{old[0]} is a checkpoint of the format before this one, which holds pickles, and those can run code and "
-            "are never read. Go on with the version that wrote it (config.yaml names it), or start afresh with another "
-            "--output_dir or --overwrite_output_dir"
-        )
 
 
 def refuse_another_start_model(checkpoint: Path, own: str) -> None:
@@ -190,10 +173,6 @@ def set_aside(folder: Path, suffix: str) -> Path:
     aside = beside(folder, suffix)
     shutil.rmtree(aside, ignore_errors=True)
     return folder.replace(aside)
-
-
-def _has_any(folder: Path, names: Iterable[str]) -> bool:
-    return any((folder / name).exists() for name in names)
 
 
 def _digest(content: Any) -> str:

@@ -1,8 +1,13 @@
-"""A layout as OLMo-core's parallel configs. Both train modules build theirs here and nowhere else."""
+"""A layout as OLMo-core's parallel configs, and the mesh that OLMo-core keeps for a process.
+
+Both train modules build theirs here and nowhere else. OLMo-core's public functions can only make a mesh, once.
+"""
 
 from typing import Any
 
+import torch
 from olmo_core.config import DType
+from olmo_core.distributed import parallel
 from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.train.train_module.transformer import (
     TransformerContextParallelConfig,
@@ -10,6 +15,7 @@ from olmo_core.train.train_module.transformer import (
     TransformerDataParallelWrappingStrategy,
     TransformerTensorParallelConfig,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
 from open_instruct.shard_layout import ShardLayout
 
@@ -42,3 +48,18 @@ def parallel_configs(layout: ShardLayout, *, param_dtype: str = "bfloat16", pref
         "tp": TransformerTensorParallelConfig(degree=tensor) if tensor > 1 else None,
         "cp": TransformerContextParallelConfig.ulysses(context) if context > 1 else None,
     }
+
+
+def mesh_of(layout: ShardLayout, device: torch.device) -> DeviceMesh | None:
+    """The mesh of this process, made if there is none; its axes are replica, shard, context, tensor, outermost first.
+
+    None on a single device.
+    """
+    if (mesh := parallel.get_world_mesh()) is not None or layout.single_device:
+        return mesh
+    return parallel.build_world_mesh(**parallel_configs(layout), device_type=device.type)
+
+
+def keep_mesh(mesh: DeviceMesh | None) -> None:
+    """Set the mesh of this process; after None, the next call that needs a mesh makes one."""
+    parallel._WORLD_MESH = mesh

@@ -111,6 +111,6 @@ def stop_process() -> None:
     peers.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
-    from open_instruct.parallel.world_mesh import keep_mesh  # imports OLMo-core, which has been loaded by then
+    from open_instruct.parallel.data_parallel import keep_mesh  # imports OLMo-core, which has been loaded by then
 
     keep_mesh(None)

@@ -80,7 +80,7 @@ def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
         "part_labels": [label for label in LETTERS if any(label in dict(phase["parts"]) for phase in phases)],
         "planned_bytes": planned_gib(run) * GIB,
         "measured_bytes": max(run.numbers("peak_memory_gib"), default=0.0) * GIB,
-        "nodes": _nodes(run),
+        "nodes": list(nodes_drawn(run.layout["gpus_per_node"], run.layout["shard_groups"])) if run.layout else [],
         "histograms": histograms_of(run, rollouts),
         "notes": rollouts.notes,
         "blocks": packed_rollouts(run, rollouts),
@@ -128,11 +128,3 @@ def _phases(run: RunFiles) -> list[dict[str, Any]]:
         phase | {"parts": [(label, phase["parts"][label]) for label in LETTERS if phase["parts"].get(label)]}
         for phase in run.plan.get("phases", [])
     ]
-
-
-def _nodes(run: RunFiles) -> list[dict[str, Any]]:
-    """The drawn nodes of the layout; none if the file holds no layout that can be drawn."""
-    try:
-        return list(nodes_drawn(run.layout["gpus_per_node"], run.layout["shard_groups"]))
-    except (KeyError, TypeError, IndexError):
-        return []

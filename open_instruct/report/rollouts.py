@@ -25,8 +25,7 @@ OF_TOKENS = ("token_ids", "logprobs", "versions")
 TEXTS = ("step", "ticket", "sample_index", "row_id", "completion", "finish_reason", "reward", "scores", "problems")
 OF_TRAINING = ("advantage", "used_in_training", "rejected")
 OF_PROMPTS = ("prompt", "checks")
-COLUMNS = (*TEXTS, *OF_TRAINING, *OF_PROMPTS, *OF_TOKENS)
-EPISODE = "episode"
+COLUMNS = (*TEXTS, *OF_TRAINING, *OF_PROMPTS, *OF_TOKENS, "episode")
 UNREADABLE = (pyarrow.ArrowException, OSError, ValueError)
 
 
@@ -76,12 +75,10 @@ def packed_rollouts(run: RunFiles, rollouts: Rollouts) -> dict[str, str]:
     pieces: dict[int, str] = {}
     if (table := rollouts.table) is not None:
         columns = table.select([*TEXTS, *OF_TRAINING]).to_pydict()
-        if EPISODE in table.column_names:
-            episodes = table[EPISODE].to_pylist()
-            columns["completion"] = [
-                text if episode is None else _conversation(episode)
-                for text, episode in zip(columns["completion"], episodes, strict=True)
-            ]
+        columns["completion"] = [
+            text if episode is None else _conversation(episode)
+            for text, episode in zip(columns["completion"], table["episode"].to_pylist(), strict=True)
+        ]
         columns["num_tokens"] = lengths_of(table).tolist()
         columns["prompt"], prompts = _prompts(table)
         token_ids = flat(table, "token_ids").astype("<u4")
@@ -129,7 +126,7 @@ def _num_bytes(metadata: parquet.FileMetaData) -> int:
 
 
 def _read(path: Path) -> pyarrow.Table:
-    table = parquet.ParquetFile(path).read(columns=[*COLUMNS, EPISODE])  # older files lack the last
+    table = parquet.ParquetFile(path).read(columns=list(COLUMNS))
     if missing := set(COLUMNS) - set(table.column_names):
         raise ValueError(f"no column {min(missing)}")
     if any((lengths_of(table, name) != lengths_of(table)).any() for name in OF_TOKENS):

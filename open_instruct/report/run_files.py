@@ -15,13 +15,6 @@ from open_instruct.errors import InputError
 from open_instruct.run.run_directory import RunDirectory, is_number, rows_of
 from open_instruct.whole_file import read_whole
 
-# The keys without which a file is from a version that wrote less.
-KEYS_OF_PLAN = {"memory_bytes", "peak_phase", "phases"}
-KEYS_OF_LAYOUT = {
-    *("gpus_per_node", "shard_degree", "num_replicas", "shard_groups"),
-    *("tensor_parallel_degree", "context_parallel_degree", "warnings"),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
@@ -63,8 +56,8 @@ class RunFiles:
             made_with=made_with,
             rows=list(rows_of(directory.metrics)),
             evaluations=list(rows_of(directory.evaluations)),
-            layout=_object_in(directory.layout, KEYS_OF_LAYOUT),
-            plan=_object_in(directory.plan, KEYS_OF_PLAN),
+            layout=_object_in(directory.layout),
+            plan=_object_in(directory.plan),
             num_steps=_num_steps(config),
             has_ended=directory.hf_model.exists() or directory.adapter.exists(),
         )
@@ -114,10 +107,10 @@ def _num_steps(config: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _object_in(path: Path, keys: set[str]) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is missing or damaged, or lacks some of `keys`."""
+def _object_in(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) and keys <= value.keys() else {}
+    return value if isinstance(value, dict) else {}

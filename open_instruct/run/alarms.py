@@ -76,27 +76,22 @@ class SlownessWatch:
         for what in ("loader", *WAITING):
             if f"slowest_{what}" not in row:
                 continue
-            words = _loader_words(row) if what == "loader" else _slow_words(what, row)
-            if not words:
+            if not _is_slow(what, row):
                 self._slow_before.discard(what)
             elif what in self._slow_before and what not in self._has_warned:
                 self._has_warned.add(what)
-                warnings.append(words)
+                facts = ("loader", row) if what == "loader" else ("process", what, WAITING[what], row)
+                warnings.append(phrase_of(*facts))
             else:
                 self._slow_before.add(what)
         return warnings
 
 
-def _loader_words(row: Mapping[str, Any]) -> str:
-    """A phrase about the slowest loader; empty if it is hardly slower than the others."""
-    is_late = row["slowest_loader/share"] > row["loaders/share"] + LATER_SHARE
-    return phrase_of("loader", row) if is_late else ""
-
-
-def _slow_words(what: str, row: Mapping[str, Any]) -> str:
-    """A phrase about the slowest learner or engine; empty if it is hardly slower than the others."""
-    is_slow = row[f"slowest_{what}/times"] >= SLOWER_TIMES
-    return phrase_of("process", what, WAITING[what], row) if is_slow else ""
+def _is_slow(what: str, row: Mapping[str, Any]) -> bool:
+    """Whether the slowest loader, learner or engine is much slower than the others."""
+    if what == "loader":
+        return row["slowest_loader/share"] > row["loaders/share"] + LATER_SHARE
+    return row[f"slowest_{what}/times"] >= SLOWER_TIMES
 
 
 def phrase_of(what: str, *facts: object) -> str:

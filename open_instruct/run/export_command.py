@@ -124,19 +124,18 @@ def settings_of(run: Path) -> tuple[LearnerConfig, Objective]:
     path = directory.config
     try:
         saved = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
-        raise InputError(f"{run} is not the --output_dir of a run: {path} cannot be read ({one_line(error)})") from None
-    known = {name: flags_of(objective_named(name).config_class).keys() for name in objective_names()}
-    # Older files do not name the command: guess the one with the fewest unknown flags, and then the fewest missing.
-    guessed = min(known, key=lambda name: (len(saved.keys() - known[name]), len(known[name] - saved.keys())))
-    command = saved.pop(COMMAND, guessed)
-    if command not in known:
+        command = saved.pop(COMMAND)
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{run} is not the --output_dir of a run: {path} cannot be read as its settings ({one_line(error)})"
+        ) from None
+    if command not in objective_names():
         raise InputError(
             f"{path} is of an objective of your own, {command}: give the run's command again to end it with an export"
         )
     objective = objective_named(command)
     config: LearnerConfig = parse(objective.config_class, [str(path)], skip_unknown=True)
-    if unread := sorted(saved.keys() - known[command]):
+    if unread := sorted(saved.keys() - flags_of(objective.config_class).keys()):
         print(f"{path}: not read, as {command} has no such flags in this version: {', '.join(unread)}", file=sys.stderr)
     return config, objective
 

@@ -53,7 +53,7 @@ class RunDirectory:
 
     def refuse_others(self) -> None:
         """:raises InputError: something else has the name of a run's file or checkpoint."""
-        for name in (*OWN_FILES, "run.lock", "run.lock.json"):
+        for name in (*OWN_FILES, "run.lock", "run.lease"):
             if kind := kind_of_other(self.path / name):
                 raise InputError(f"{self.path / name} is {kind}, and a run has a file there: {WAY_OUT}")
         for step in self.path.glob("step*"):

@@ -411,7 +411,7 @@ def stop_all(process: Process) -> None:
 
 
 def assert_nothing_left(case: GRPOCase, process: Process) -> None:
-    assert not (case.output_dir / "run.lock.json").exists()
+    assert not (case.output_dir / "run.lease").exists()
     assert not (case.output_dir / "pids.json").exists()
     assert_no_process_left(process)
 

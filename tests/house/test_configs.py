@@ -15,7 +15,7 @@ from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel import layout
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import parse_request
-from open_instruct.planning.subject.public_models import model_shape
+from open_instruct.planning.subject.model import model_shape
 from open_instruct.shard_layout import ShardLayout
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -117,7 +117,7 @@ def half_written(run: Path) -> None:
 
 
 def plant(run: Path) -> None:
-    """Where checkpoints of the format before were unpickled: in one of today's, and in a newer one of its own."""
+    """Where checkpoints of OLMo-core's own format are unpickled: in one of ours, and in a newer one of its own."""
     for folder in (run / "step2", run / "step9"):
         for name in ("train", "model_and_optim"):
             (folder / name).mkdir(parents=True)
@@ -167,7 +167,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "missing": (lambda run: (run / "step2" / "rank1.safetensors").unlink(), 1, "rank1.safetensors is missing"),
     "cut": (cut_short, 1, "rank1.safetensors is not what was written"),
     "half": (half_written, 2, ""),
-    "planted": (plant, 2, "step9 is of the format before"),
+    "planted": (plant, 2, "step9/checkpoint.json is missing"),
     "copied": (lambda run: shutil.copytree(run / "step2", run / "step9"), 2, "step9 is a copy of another checkpoint"),
     "another step": (put_another_step, 0, "rank0.json is of step -5, and checkpoint.json of step 2"),
     "both": (damage_both, 0, "index.json is not what was written"),

@@ -171,7 +171,7 @@ class TestSignals:
         assert code == 143, said
         assert "SIGTERM while scoring rows (reference log-probs). There is no checkpoint yet" in said.splitlines()[-1]
         assert "Traceback" not in said
-        assert not (out / "run.lock.json").exists()
+        assert not (out / "run.lease").exists()
 
     def test_of_torchrun_in_the_reference_pass(self, dpo_case: TrainCase) -> None:
         rows = dpo_case.folder / "more_rows.jsonl"

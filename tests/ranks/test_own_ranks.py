@@ -89,7 +89,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(dpo_case: TrainCase) -> None:
     assert f"(pid {process.pid}) was killed or crashed while " in line and line == said.splitlines()[-1], said
     assert "the same command" in line
     assert "Traceback" not in said and "gloo" not in said
-    assert not (out / "run.lock.json").exists()
+    assert not (out / "run.lease").exists()
 
 
 def test_one_that_is_killed_is_named_once_and_the_code_is_1(dpo_case: TrainCase) -> None:

@@ -16,9 +16,8 @@ from open_instruct.planning.request import parse_request
 from open_instruct.planning.shown.json_record import as_record
 from open_instruct.planning.shown.start_check import check_plan
 from open_instruct.planning.shown.summary import traffic_rows
-from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.planning.subject.words import said
-from open_instruct.report.plan_command import html_page
+from open_instruct.report.plan_command import html_page, print_plan
 from open_instruct.toys.tiny import write_tiny_model
 
 SEVEN_B = ["--model_name_or_path", "allenai/OLMo-2-1124-7B"]

@@ -26,7 +26,7 @@ from open_instruct.packing.documents import pack_documents
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
-from open_instruct.planning.subject.public_models import model_shape
+from open_instruct.planning.subject.model import model_shape
 from open_instruct.planning.subject.workload import Scoring
 from open_instruct.records import ROW_VALUES, Batch, Document, PackedBatch, Span, StepBatch
 from open_instruct.run.pretrained import open_pretrained

@@ -30,7 +30,7 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_config
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import parameter_shapes, stream_load
-from open_instruct.planning.subject.public_models import model_shape
+from open_instruct.planning.subject.model import model_shape
 from open_instruct.run.first_look import look_at
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.toys.tiny import write_tiny_model

@@ -26,8 +26,7 @@ from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.activations import Pass, profile_of
 from open_instruct.planning.memory.phases import NUM_SYNC_SLOTS, READ_CHUNK_BYTES, Moments, memory_by_phase
 from open_instruct.planning.memory.state import local_size
-from open_instruct.planning.subject.model import ModelShape, shape_of_fields
-from open_instruct.planning.subject.public_models import model_shape
+from open_instruct.planning.subject.model import ModelShape, model_shape, shape_of_fields
 from open_instruct.planning.subject.workload import Scoring, Workload, adapted
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.toys.tiny import Size, tiny_config

@@ -12,7 +12,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.subject.public_models import model_shape, public_models
+from open_instruct.planning.subject.model import model_shape, public_models
 from open_instruct.planning.subject.workload import Scoring, workload_of
 
 # Parameters as the model cards of the releases count them.

@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Path:
         (folder / f"step{step}" / "checkpoint.json").touch()
     compiled = ["--compile_model", "--activation_memory_budget", "0.5", "--active_sampling"]
     words = [*REQUIRED, "--output_dir", str(folder), *LARGE, *compiled, "--clip_higher", "0.3"]
-    write_config(parse(GRPOConfig, words), folder / "config.yaml")
+    write_config(parse(GRPOConfig, words), folder / "config.yaml", command="grpo")
     return folder
 
 

@@ -115,7 +115,7 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize(
     "name",
     [
-        *("run.lock", "run.lock.json", "layout.json", "config.yaml", "metrics.jsonl", "eval.jsonl", "run.log"),
+        *("run.lock", "run.lease", "layout.json", "config.yaml", "metrics.jsonl", "eval.jsonl", "run.log"),
         *("plan.json", "step3"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import SoftFileLease
 
 from open_instruct.errors import InputError
 from open_instruct.run import run_lock
@@ -24,7 +24,7 @@ HOLD = """
 import os, sys, time
 from pathlib import Path
 from open_instruct.run import run_lock
-run_lock.BEAT_S = 0.1
+run_lock.BEAT_S, run_lock.LEASE_S = 0.1, 1.0
 with run_lock.locked(Path(sys.argv[1]), say=print):
     if "fork" in sys.argv and os.fork() == 0:
         time.sleep(60)
@@ -52,8 +52,7 @@ def holder(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "BEAT_S", 0.1)
-    monkeypatch.setattr(run_lock, "WATCH_S", 1.0)
-    monkeypatch.setattr(run_lock, "SETTLE_S", 0.0)
+    monkeypatch.setattr(run_lock, "LEASE_S", 1.0)
 
 
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,17 +62,25 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "lockf", refuse)
 
 
-def record(folder: Path, **changes: Any) -> None:
+def record(folder: Path, text: str = "filelock/2\npid=4711\nhost=node7\nmode=lease\ntoken=t\nduration=1.0\n") -> None:
     """As a process of another machine writes it."""
-    there = {"host": "node7", "pid": 4711, "machine": "another", "started": "1", "token": "t", "beat": 3}
-    (folder / "run.lock.json").write_text(json.dumps(there | changes))
+    (folder / "new").write_text(text)
+    (folder / "new").replace(folder / "run.lease")
 
 
-def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path) -> None:
+def held_by(folder: Path) -> int | None:
+    return SoftFileLease(folder / "run.lease").pid
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path, is_stopped: bool) -> None:
     with holder(tmp_path) as process:
+        if is_stopped:  # it lives, and cannot renew its lease
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(1.5)
         with pytest.raises(InputError, match=rf"in use by process {process.pid} on .*another --output_dir"):
             locked(tmp_path, say=print).__enter__()
-        assert json.loads((tmp_path / "run.lock.json").read_text())["pid"] == process.pid
+        assert held_by(tmp_path) == process.pid
 
 
 @pytest.mark.parametrize("words", [(), ("fork",)])
@@ -83,7 +90,7 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path, words: tuple[str, ...]) -
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         with locked(tmp_path, say=said.append):
-            assert json.loads((tmp_path / "run.lock.json").read_text())["pid"] == os.getpid()
+            assert held_by(tmp_path) == os.getpid()
     assert said == []  # and nobody had to wait
 
 
@@ -94,7 +101,7 @@ def test_a_released_folder_is_free(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
     with pytest.raises(KeyError), locked(tmp_path, say=print):
         raise KeyError
-    assert not [thread for thread in threading.enumerate() if thread.name == "run.lock"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("filelock")]
 
 
 def test_a_dead_holder_on_another_machine_is_watched_and_followed(tmp_path: Path) -> None:
@@ -113,48 +120,55 @@ def test_a_living_holder_on_another_machine_refuses(
     if not has_locks:
         no_locks(monkeypatch)
     record(tmp_path)
-    beat = threading.Timer(0.3, record, args=(tmp_path,), kwargs={"beat": 4})
-    beat.start()
+    has_ended = threading.Event()
+
+    def renew() -> None:
+        while not has_ended.wait(0.1):
+            os.utime(tmp_path / "run.lease")
+
+    there = threading.Thread(target=renew)
+    there.start()
     with pytest.raises(InputError, match="process 4711 on node7"):
         locked(tmp_path, say=print).__enter__()
-    beat.join()
+    has_ended.set()
+    there.join()
 
 
-def test_without_locks_the_process_itself_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_the_lease_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_locks(monkeypatch)
-    with holder(tmp_path) as process:
-        process.send_signal(signal.SIGSTOP)  # it lives, and cannot beat
-        with pytest.raises(InputError, match=f"process {process.pid}"):
-            locked(tmp_path, say=print).__enter__()
-    with locked(tmp_path, say=print):
-        pass
+    with holder(tmp_path) as process, pytest.raises(InputError, match=f"process {process.pid}"):
+        locked(tmp_path, say=print).__enter__()
+    said: list[str] = []
+    with locked(tmp_path, say=said.append):
+        assert said == []
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '"x"', '{"host": "node7"}'])
+@pytest.mark.parametrize("content", ["", "{", "filelock/2", "filelock/2\npid=x\nhost=node7\nmode=lease"])
 def test_a_damaged_record_blocks_nobody(tmp_path: Path, content: str) -> None:
-    (tmp_path / "run.lock.json").write_text(content)
+    record(tmp_path, content)
+    os.utime(tmp_path / "run.lease", (0, 0))
     with locked(tmp_path, say=print):
         pass
 
 
-def test_the_one_whose_folder_was_taken_over_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_one_whose_folder_was_taken_over_ends(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         record(tmp_path)
         assert process.wait(timeout=30) == 1
 
 
-def test_a_full_disk_under_the_beat_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_cannot_be_renewed_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = threading.Event()
+
+    def full(*arguments: Any, **named: Any) -> None:
+        tried.set()
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
     with locked(tmp_path, say=print):
-
-        def full(*arguments: Any, **named: Any) -> None:
-            tried.set()
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(run_lock, "replace_text", full)
+        monkeypatch.setattr(os, "utime", full)
         assert tried.wait(30)
-        time.sleep(0.3)
-        assert json.loads((tmp_path / "run.lock.json").read_text())["pid"] == os.getpid()
+        time.sleep(1.5)
+        assert held_by(tmp_path) == os.getpid()
 
 
 def test_on_windows_one_line_says_what_to_use() -> None:

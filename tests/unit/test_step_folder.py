@@ -1,4 +1,4 @@
-"""Folders of checkpoints: whole ones, damaged ones, half ones, and those of the format before."""
+"""Folders of checkpoints: whole ones, damaged ones, half ones, and those of another format."""
 
 import json
 import os
@@ -10,7 +10,6 @@ import pytest
 
 from open_instruct.checkpoints import step_folder
 from open_instruct.checkpoints.step_folder import DAMAGED, MANIFEST, Damaged, Manifest
-from open_instruct.errors import InputError
 from open_instruct.models.box_files import write_hashed
 
 FILES = {"index.json": b"{}", "rank0.json": b"[]", "rank0.safetensors": b"weights", "rank1.json": b"[1]"}
@@ -185,18 +184,9 @@ def test_damaged_ones_lose_their_name_and_nothing_else(tmp_path: Path) -> None:
         )
 
 
-def plant_earlier_format(folder: Path) -> None:
-    (folder / "train").mkdir(parents=True)
-    (folder / "train" / "rank0.pt").write_bytes(b"a pickle")
-    (folder / ".metadata.json").write_text("{}")
-
-
-def test_the_format_before_is_refused_with_the_way_on(tmp_path: Path) -> None:
-    plant_earlier_format(tmp_path / "step4")
-    with pytest.raises(InputError, match=r"step4 is a checkpoint of the format before.*--overwrite_output_dir"):
-        step_folder.refuse_earlier_format(tmp_path)
-    with pytest.raises(Damaged, match="of the format before"):
+def test_another_format_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "step4" / "train").mkdir(parents=True)  # OLMo-core's own
+    (tmp_path / "step6").mkdir()
+    assert [path.name for path in step_folder.candidates(tmp_path)] == ["step4"]
+    with pytest.raises(Damaged, match=r"step4/checkpoint\.json is missing"):
         step_folder.read_manifest(tmp_path / "step4")
-    # Beside one that can be read it is only damage.
-    save(tmp_path, 2)
-    step_folder.refuse_earlier_format(tmp_path)

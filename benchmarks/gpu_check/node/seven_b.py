@@ -12,7 +12,7 @@ from gpu_check.checks.throughput import figures_of, judge_plan
 from gpu_check.devices import device_of
 from gpu_check.findings import Findings
 from gpu_check.rows import write_rows
-from open_instruct.planning.subject.public_models import public_models
+from open_instruct.planning.subject.model import public_models
 from open_instruct.toys.tiny import SPECIAL_TOKENS, built_in_corpus, train_tokenizer
 
 MODEL = "allenai/OLMo-2-1124-7B"

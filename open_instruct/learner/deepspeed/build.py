@@ -22,8 +22,8 @@ from open_instruct.learner.optim.optimizers import build_optimizer_config, build
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapt, fill_adapter
+from open_instruct.parallel.data_parallel import keep_mesh, mesh_of
 from open_instruct.parallel.peers import doing
-from open_instruct.parallel.world_mesh import keep_mesh, mesh_of
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.wording import counted

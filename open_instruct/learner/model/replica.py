@@ -8,8 +8,7 @@ from olmo_core.train.train_module.transformer.common import parallelize_model
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.model.kernels import compiles
-from open_instruct.parallel.data_parallel import parallel_configs
-from open_instruct.parallel.world_mesh import mesh_of
+from open_instruct.parallel.data_parallel import mesh_of, parallel_configs
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 

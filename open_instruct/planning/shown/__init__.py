@@ -1,1 +1,1 @@
-"""A plan for people and for scripts: on the terminal, as a page, as JSON."""
+"""A plan for people and for scripts: its parts and rows, as JSON, and in the words of a run that starts."""

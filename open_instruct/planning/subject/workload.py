@@ -18,8 +18,7 @@ from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.policy_gradient import chooses_tokens, measures_entropy
 from open_instruct.objectives.registry import objective_named, objective_names
 from open_instruct.packing.prefixes import FullRows, saved_tokens
-from open_instruct.planning.subject.model import BYTES_OF_DTYPE, Adapters, ModelShape
-from open_instruct.planning.subject.public_models import model_shape
+from open_instruct.planning.subject.model import BYTES_OF_DTYPE, Adapters, ModelShape, model_shape
 from open_instruct.shard_layout import ShardLayout
 
 RunConfig = TrainingConfig | GRPOConfig
