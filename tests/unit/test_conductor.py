@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.prompts import PromptStream
-from open_instruct.episodes.walk import sampling_seed
+from open_instruct.engines.requests import sampling_seed
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.conductor import MAX_REJECTED_PER_PROMPT, Conductor, is_rejected, requests_of, solved_rows
