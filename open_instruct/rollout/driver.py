@@ -150,13 +150,7 @@ class Driver:
         """Answer the held-out prompts with the weights that the engines have."""
         assert self.run.held_out is not None
         with self.view.phase("evaluating"):
-            metrics, samples = evaluate(
-                self.run.held_out,
-                self.fleet.engines,
-                self.fleet.rewards,
-                config=self.config,
-                conversations=self.fleet.conversations,
-            )
+            metrics, samples = evaluate(self.run.held_out, self.fleet.new_episodes(), config=self.config)
         self.run.directory.write_evaluation({"step": self.step} | metrics | {"samples": samples})
         return metrics
 
