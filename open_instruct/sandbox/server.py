@@ -17,7 +17,7 @@ import tempfile
 import threading
 import traceback
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -137,7 +137,8 @@ def _live(work: int, walls: Walls | None, server: int, answers_with: str) -> NoR
         if answers_with:
             answered = load_named(answers_with, origin="Forks", what="function")
         else:
-            answered = _program(settings["name"])
+            sys.modules[settings["name"]] = module = types.ModuleType(settings["name"])
+            answered = partial(_ran, module.__dict__)  # all pieces of code have the same names
         connection.sendall(b"+")
         for line in requests:
             request = json.loads(line)
@@ -149,12 +150,6 @@ def _live(work: int, walls: Walls | None, server: int, answers_with: str) -> NoR
             connection.sendall(f"\n{request['mark']}{json.dumps(answer)}\n".encode())
     finally:
         os._exit(0)
-
-
-def _program(name: str) -> Callable[..., dict[str, str]]:
-    """What runs pieces of code, all with the same names."""
-    sys.modules[name] = module = types.ModuleType(name)
-    return partial(_ran, module.__dict__)
 
 
 def _ran(names: dict[str, Any], *, code: str, is_plain: bool) -> dict[str, str]:
