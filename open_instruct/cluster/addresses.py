@@ -1,15 +1,10 @@
 """Addresses at which the processes of a run reach each other: loopback, or the one that other machines see."""
 
-import contextlib
 import os
 import socket
-import struct
-import sys
 from dataclasses import dataclass
 
 from open_instruct.parallel.listening import LOOPBACK
-
-GET_INTERFACE_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +54,10 @@ def outward_address() -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this IPv4 address; None if no interface has it, or the system is not Linux."""
-    if sys.platform != "linux":
-        return None
-    import fcntl
+    """The network interface with this address; None if no interface has it."""
+    import psutil  # only now: not every command needs it
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no such address
-                answer = fcntl.ioctl(probe, GET_INTERFACE_ADDRESS, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
     return None

@@ -20,9 +20,11 @@ from open_instruct.environments.environment import (
     Factory,
     Opening,
     Reply,
+    Source,
     ToolAnswer,
     ToolServer,
     Turn,
+    begin_run,
 )
 from open_instruct.errors import InputError
 from open_instruct.users_code import taken
@@ -154,6 +156,35 @@ class Toolbox:
         if isinstance(answer, ToolAnswer):
             return answer
         return ToolAnswer(content=answer if isinstance(answer, str) else json.dumps(answer, default=str))
+
+
+class ToolSet(Source):
+    """Makes environments whose tools are those of several others.
+
+    Args:
+        parts: the factories of the others, each with the name that its one tool is called by; "" leaves it its own.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, Factory]]) -> None:
+        self._parts = parts
+
+    def begin_run(self) -> None:
+        for _, factory in self._parts:
+            begin_run(factory)
+
+    def __call__(self, **row: Any) -> Toolbox:
+        """:raises TypeError: one of them is more than tools, or has a tool of the same name as another."""
+        objects: list[Any] = []
+        tools: dict[str, Tool] = {}
+        for name, factory in self._parts:
+            objects.append(made := factory(**taken(factory, row)))
+            own = tools_of(made)
+            own = {name: next(iter(own.values()))} if name and len(own) == 1 else own
+            if hasattr(made, "step") or own.keys() & tools.keys():
+                why = "has turns of its own" if hasattr(made, "step") else "has a tool of the same name as another"
+                raise TypeError(f"{type(made).__name__} {why}: name it by --environment, not by --tools")
+            tools |= own
+        return Toolbox(objects, tools, row)
 
 
 class Game:

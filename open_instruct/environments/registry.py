@@ -7,14 +7,13 @@ from functools import partial
 
 from open_instruct.config.parser import nearest
 from open_instruct.config.rollout_sections import TOOL_SET, EnvironmentSection
-from open_instruct.environments.adapters import check_tools
+from open_instruct.environments.adapters import ToolSet, check_tools
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
 from open_instruct.environments.environment import Factory
 from open_instruct.environments.mcp_tools import McpServer, generic_mcp
 from open_instruct.environments.openenv import OpenEnvServer
 from open_instruct.environments.search import Search
 from open_instruct.environments.taskset import Taskset
-from open_instruct.environments.tool_set import ToolSet
 from open_instruct.environments.web_tools import SERVICES, WebTool
 from open_instruct.errors import InputError
 from open_instruct.users_code import load_named

@@ -31,10 +31,6 @@ To call one, answer with a line for each call, and nothing behind it:
 <tool_call>{{"name": NAME, "arguments": {{ARGUMENT: VALUE, ...}}}}</tool_call>"""
 
 
-class UnbridgeableTemplate(InputError):
-    """A chat template of which no proof says what stands between a reply and the next prompt."""
-
-
 class TurnTemplate:
     """A chat template, as conversations of several turns need it. It is for one thread, and holds no conversation."""
 
@@ -107,7 +103,7 @@ class TurnTemplate:
 
 
 def check_bridges(chat: ChatFormat) -> None:
-    """:raises UnbridgeableTemplate: the chat template does not say what stands between two turns."""
+    """:raises InputError: the chat template does not say what stands between two turns."""
     talk = Conversation(TurnTemplate(chat), [{"role": "user", "content": "?"}], ())
     (reply,) = chat.tokenize(["!"])
     talk.reply([*reply, min(chat.turn_end_token_ids())])
@@ -146,7 +142,7 @@ class Conversation:
         """Add what answers the reply: the bridge to the next one.
 
         Raises:
-            UnbridgeableTemplate: the template does not say what stands between.
+            InputError: the template does not say what stands between.
         """
         contents = [message["content"] for message in messages]
         literal = [{"role": message["role"], "content": message["content"]} for message in messages]
@@ -159,7 +155,7 @@ class Conversation:
         behind_end = self._template.strip_end(with_marks[len(done) :])
         written = _written(whole, with_marks, contents)
         if not with_marks.startswith(done) or behind_end is None or written is None:
-            raise UnbridgeableTemplate(
+            raise InputError(
                 "the chat template does not say what stands between a reply and the next turn: it moves, drops or "
                 "rewrites what was written before; choose another by --chat_template_name, or --max_turns 1"
             )

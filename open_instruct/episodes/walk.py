@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from open_instruct.engines.engine_pool import EnginePool
-from open_instruct.engines.requests import GenerationRequest, SamplingSettings
+from open_instruct.engines.requests import GenerationRequest, SamplingSettings, sampling_seed
 from open_instruct.episodes.conversations import Conversations
-from open_instruct.episodes.seeds import sampling_seed
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.verifiers.reward import RewardManager

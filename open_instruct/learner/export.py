@@ -4,20 +4,16 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from open_instruct.checkpoints.finite import check_weights
 from open_instruct.checkpoints.resume import last_checkpoint
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.policy import Policy
 from open_instruct.models.lora.adapters import weights_of, whole_adapter
 from open_instruct.models.lora.files import write_adapter
-from open_instruct.models.shards import Held
 from open_instruct.parallel.peers import doing
-from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
-from open_instruct.run.run_directory import RunDirectory, card_of
+from open_instruct.run.run_directory import card_of
 from open_instruct.wording import counted
 
 
@@ -54,40 +50,16 @@ def export_policy(
         run.console.say(f"the adapter is in {run.directory.adapter}", style="green")
     if lora is not None and lora.export == "adapter":
         return
-    write_model(
-        policy.model,
-        weights_of(policy.model),
-        pretrained,
-        directory=run.directory,
-        console=run.console,
-        config=config,
-        trained_by=trained_by,
-        more_config=more_config,
-    )
-
-
-def write_model(
-    model: nn.Module,
-    weights: Mapping[str, Held],
-    pretrained: Pretrained,
-    *,
-    directory: RunDirectory,
-    console: Console,
-    config: LearnerConfig,
-    trained_by: str,
-    more_config: Mapping[str, Any] | None = None,
-) -> None:
-    """Write OUT/hf_model from `weights`, which are known to be finite; `model` gives their names and shapes."""
     report = pretrained.export(
-        model,
-        directory.hf_model,
-        weights=weights,
-        dtype=pretrained.dtype_named(config.run.export_dtype),
-        card=partial(card_of, directory, trained_by=trained_by),
+        policy.model,
+        run.directory.hf_model,
+        weights=weights_of(policy.model),
+        dtype=dtype,
+        card=partial(card_of, run.directory, trained_by=trained_by),
         more_config=more_config,
     )
-    console.say(
-        f"the trained model is in {directory.hf_model} "
+    run.console.say(
+        f"the trained model is in {run.directory.hf_model} "
         f"({report.num_bytes / 1e6:,.1f} MB in {counted(report.num_files, 'file')})",
         style="green",
     )

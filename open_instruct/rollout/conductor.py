@@ -25,16 +25,13 @@ from typing import Any
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.data.prompts import PromptStream
-from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
-from open_instruct.episodes.conversations import Conversations
 from open_instruct.episodes.walk import Answer, AskedGroup, Episodes, samples_of
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.records import Prompt, RolloutGroup
 from open_instruct.rollout.learning_signal import refuse_failed_verdicts
 from open_instruct.rollout.samples import RolloutStepBatch, num_right
-from open_instruct.verifiers.reward import RewardManager
 from open_instruct.wording import counted
 
 STALL_TIMEOUT_S = 3600.0
@@ -47,23 +44,13 @@ class Conductor:
 
     Args:
         prompts: the endless stream of tickets; nobody else may draw from it.
-        pool: the engines that take requests.
-        rewards: judges completions.
+        episodes: asks and judges; closed with the conductor.
         config: the flags of the run; after its last step no prompt is asked.
-        conversations: episodes of prompts with an environment; the caller closes them.
     """
 
-    def __init__(
-        self,
-        prompts: PromptStream,
-        pool: EnginePool,
-        rewards: RewardManager,
-        *,
-        config: GRPOConfig,
-        conversations: Conversations | None = None,
-    ) -> None:
+    def __init__(self, prompts: PromptStream, episodes: Episodes, *, config: GRPOConfig) -> None:
         self._prompts = prompts
-        self._episodes = Episodes(pool, rewards, conversations)
+        self._episodes = episodes
         self._config = config.rollout
         self._num_steps = config.num_steps
         self._requests_of = partial(requests_of, config=config)

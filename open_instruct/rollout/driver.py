@@ -6,9 +6,8 @@ If a learner dies, the walk goes back to the last checkpoint; the pool restarts 
 import time
 from collections.abc import Sequence
 
-from open_instruct.cluster.learner_call import LearnerLost
+from open_instruct.cluster.learner_call import LearnerLost, watching
 from open_instruct.cluster.learner_process import LearnerMethod, LearnerProcess, P, R
-from open_instruct.cluster.learner_watch import watching
 from open_instruct.errors import RunError
 from open_instruct.packing.rollouts import RankStep
 from open_instruct.parallel.peers import activity
@@ -151,13 +150,7 @@ class Driver:
         """Answer the held-out prompts with the weights that the engines have."""
         assert self.run.held_out is not None
         with self.view.phase("evaluating"):
-            metrics, samples = evaluate(
-                self.run.held_out,
-                self.fleet.engines,
-                self.fleet.rewards,
-                config=self.config,
-                conversations=self.fleet.conversations,
-            )
+            metrics, samples = evaluate(self.run.held_out, self.fleet.new_episodes(), config=self.config)
         self.run.directory.write_evaluation({"step": self.step} | metrics | {"samples": samples})
         return metrics
 

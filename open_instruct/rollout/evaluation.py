@@ -8,28 +8,20 @@ from itertools import chain
 from typing import Any
 
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import SamplingSettings
-from open_instruct.episodes.conversations import Conversations
 from open_instruct.episodes.walk import AskedGroup, Episodes, samples_of
 from open_instruct.errors import RunError
 from open_instruct.records import Prompt, RolloutGroup
 from open_instruct.rollout.samples import episode_metrics, length_metrics, mean, num_right, verdict_metrics
-from open_instruct.verifiers.reward import RewardManager
 from open_instruct.wording import counted
 
 NUM_SHOWN = 3
 
 
 def evaluate(
-    prompts: Iterable[Prompt],
-    pool: EnginePool,
-    rewards: RewardManager,
-    *,
-    config: GRPOConfig,
-    conversations: Conversations | None = None,
+    prompts: Iterable[Prompt], episodes: Episodes, *, config: GRPOConfig
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Ask every prompt `config.evaluation.num_samples` times and judge the answers.
+    """Ask every prompt `config.evaluation.num_samples` times and judge the answers; closes `episodes`.
 
     The seed of a request depends on the run's seed, the prompt and the sample alone, so what changes from one
     evaluation to the next is the policy.
@@ -42,7 +34,7 @@ def evaluate(
     Raises:
         RunError: a completion could not be generated or judged, or `step_timeout_s` went by.
     """
-    groups = _answered(prompts, Episodes(pool, rewards, conversations), config=config)
+    groups = _answered(prompts, episodes, config=config)
     num_samples = config.evaluation.num_samples
     metrics = verdict_metrics(groups) | length_metrics(groups) | episode_metrics(groups)
     for k in sorted({1, *config.evaluation.eval_pass_at_k}):

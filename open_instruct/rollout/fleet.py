@@ -18,6 +18,7 @@ from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import Batching, EngineSettings
 from open_instruct.engines.vllm_core import engine_environment
 from open_instruct.episodes.conversations import Conversations
+from open_instruct.episodes.walk import Episodes
 from open_instruct.parallel.launch import threads_of_each
 from open_instruct.parallel.peers import doing
 from open_instruct.rollout.checked_run import RolloutRun
@@ -85,13 +86,11 @@ class Fleet:
     def new_conductor(self) -> Conductor:
         """A new conductor at the start of the run; it may load another state."""
         config = self.run.config
-        return Conductor(
-            PromptStream(self.run.prompts, config.optim.seed),
-            self.engines,
-            self.rewards,
-            config=config,
-            conversations=self.conversations,
-        )
+        return Conductor(PromptStream(self.run.prompts, config.optim.seed), self.new_episodes(), config=config)
+
+    def new_episodes(self) -> Episodes:
+        """What asks the engines and judges their answers, until it is closed."""
+        return Episodes(self.engines, self.rewards, self.conversations)
 
     def restart_learners(self) -> None:
         """Start new learners in the same places; they hold the start model.

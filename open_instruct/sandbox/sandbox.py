@@ -1,4 +1,4 @@
-"""Interpreters behind walls, for programs that the policy writes."""
+"""Processes that are ended at any time, with all that they have started; among them interpreters behind walls."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,16 @@ from typing import Any, Literal
 
 from open_instruct.errors import RunError
 
-PACKAGE = str(Path(__file__).resolve().parents[1])
+PACKAGE = str(Path(__file__).resolve().parents[1] / "__init__.py")
 # The package without its parent on the path of imports: what else lies there would be imported in place of libraries.
 START = """
-import socket, sys, types
-sys.modules["open_instruct"] = types.ModuleType("open_instruct")
-sys.modules["open_instruct"].__path__ = [sys.argv[1]]
+import socket, sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("open_instruct", sys.argv[1])
+sys.modules["open_instruct"] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules["open_instruct"])
 from open_instruct.sandbox.server import main
-main(socket.socket(fileno=0))
+main(socket.socket(fileno=0), answers_with=sys.argv[2])
 """
 START_TIMEOUT_S = 60.0
 MAX_OUTPUT_BYTES = 1 << 20
@@ -45,8 +48,8 @@ class Ran:
     problem: str = ""  # the traceback
 
 
-class Interpreter:
-    """A process behind the walls, whose names stay from one piece of code to the next. `close` ends it at any time."""
+class Child:
+    """A process that answers one request after another. `close` ends it at any time."""
 
     def __init__(
         self, connection: socket.socket, life: socket.socket, server: "Popen[bytes]", settings: dict[str, Any]
@@ -58,19 +61,14 @@ class Interpreter:
         self._has_begun = False
         self._is_closed = False
 
-    def run(self, code: str, *, timeout_s: float, is_plain: bool = False, max_bytes: int = MAX_OUTPUT_BYTES) -> Ran:
-        """Run a piece of code; with `is_plain`, its value is shown as the literal that it equals, if there is one.
-
-        Raises:
-            RunError: the sandbox is at fault, and not the program: it could not fork or put up its walls, or has died.
-        """
+    def ask(self, request: Mapping[str, Any], *, timeout_s: float, max_bytes: int = sys.maxsize) -> Ran:
+        """What came of a request. What else the process has written to its socket is `output`, and no answer."""
         deadline_s = time.monotonic() + timeout_s
         mark = secrets.token_hex(16)
-        request = json.dumps({"code": code, "mark": mark, "is_plain": is_plain})
         told = b""
         try:
             self._connection.settimeout(max(timeout_s, 1e-3))  # 0 would be no time-out
-            self._connection.sendall(self._unsent + request.encode() + b"\n")
+            self._connection.sendall(self._unsent + json.dumps({"asked": request, "mark": mark}).encode() + b"\n")
             self._unsent = b""
             self._has_begun = self._has_begun or self._connection.recv(1) == b"+"
             while not (mark.encode() in told and told.endswith(b"\n")) and len(told) <= max_bytes:
@@ -82,11 +80,7 @@ class Interpreter:
             return Ran(output=output.decode(errors="replace").removesuffix("\n"), **json.loads(answer))
         except TimeoutError:
             return Ran(status="late", output=told.decode(errors="replace"))
-        except (OSError, ValueError, TypeError) as error:  # it has been closed, or has given no answer
-            if not self._is_closed and (not self._has_begun or self._server.poll() is not None):
-                raise RunError(
-                    "the sandbox ran no program: it could not fork, could not put up a wall, or was killed"
-                ) from error
+        except (OSError, ValueError, TypeError):  # it has been closed, or has given no answer
             return Ran(status="died", output=told.decode(errors="replace"))
 
     def close(self) -> None:
@@ -96,12 +90,86 @@ class Interpreter:
                 each.shutdown(socket.SHUT_RDWR)  # which wakes a thread that reads, as closing does not
 
 
-class Sandbox:
-    """A warm process that forks interpreters, started when the first is asked for. Callable from many threads."""
+class Interpreter(Child):
+    """A process behind the walls, whose names stay from one piece of code to the next."""
 
-    def __init__(self) -> None:
+    def run(self, code: str, *, timeout_s: float, is_plain: bool = False, max_bytes: int = MAX_OUTPUT_BYTES) -> Ran:
+        """Run a piece of code; with `is_plain`, its value is shown as the literal that it equals, if there is one.
+
+        Raises:
+            RunError: the sandbox is at fault, and not the program: it could not fork or put up its walls, or has died.
+        """
+        ran = self.ask({"code": code, "is_plain": is_plain}, timeout_s=timeout_s, max_bytes=max_bytes)
+        has_failed = not self._has_begun or self._server.poll() is not None
+        if ran.status == "died" and has_failed and not self._is_closed:
+            raise RunError("the sandbox ran no program: it could not fork, could not put up a wall, or was killed")
+        return ran
+
+
+class Forks:
+    """A warm process that forks others, started when the first is asked for. Callable from many threads.
+
+    Args:
+        answers_with: a module's function, which answers the requests of the others there.
+        environment: their variables.
+    """
+
+    def __init__(self, *, answers_with: Callable[..., dict[str, str]] | None, environment: Mapping[str, str]) -> None:
+        self._answers_with = "" if answers_with is None else f"{answers_with.__module__}:{answers_with.__name__}"
+        self._environment = environment
         self._lock = threading.Lock()
         self._server: Popen[bytes] | None = None
+
+    def child(self) -> Child:
+        """A new one.
+
+        Raises:
+            RunError: the process that forks did not start.
+        """
+        return Child(*self._forked(), {})
+
+    def _forked(self) -> "tuple[socket.socket, socket.socket, Popen[bytes]]":
+        connection, work = socket.socketpair()
+        life, end = socket.socketpair()
+        with self._lock, work, end:
+            if self._server is None or self._server.poll() is not None:
+                self._start()
+            server = self._server
+            assert server is not None
+            socket.send_fds(self._control, [b"+"], [work.fileno(), end.fileno()])
+        return connection, life, server
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        # Neither imports anything from the working folder, and a program nothing from PYTHONPATH either.
+        isolation = "-P" if self._answers_with else "-I"
+        command = [sys.executable, isolation, "-X", "utf8", "-c", START, PACKAGE, self._answers_with]
+        with theirs:
+            self._server = Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=DEVNULL,
+                stderr=DEVNULL,
+                env=self._environment,
+                start_new_session=True,
+            )
+        self._control.settimeout(START_TIMEOUT_S)
+        if self._control.recv(1) != b"+":
+            raise RunError("what programs and verifiers run in did not start; docs/security.md says what it needs")
+
+    def close(self) -> None:
+        """End it, and all others."""
+        if self._server is not None:
+            self._control.close()
+            self._server.wait(START_TIMEOUT_S)
+
+
+class Sandbox(Forks):
+    """Its others are interpreters behind walls."""
+
+    def __init__(self) -> None:
+        libraries = {name: os.environ[name] for name in os.environ if name == "LD_LIBRARY_PATH"}
+        super().__init__(answers_with=None, environment=ENVIRONMENT | libraries)
 
     def interpreter(self, *, cpu_s: int, name: str = "__main__", stdin: str = "", stderr: bool = False) -> Interpreter:
         """A new one, with `cpu_s` of CPU time. `stdin` is what programs read, `name` their `__name__`.
@@ -111,34 +179,8 @@ class Sandbox:
         Raises:
             RunError: the sandbox did not start.
         """
-        connection, work = socket.socketpair()
-        life, end = socket.socketpair()
-        with self._lock, work, end:
-            if self._server is None or self._server.poll() is not None:
-                self._start()
-            server = self._server
-            assert server is not None
-            socket.send_fds(self._control, [b"+"], [work.fileno(), end.fileno()])
         settings = {"cpu_s": cpu_s, "name": name, "stdin": stdin, "stderr": stderr}
-        return Interpreter(connection, life, server, settings)
-
-    def _start(self) -> None:
-        self._control, theirs = socket.socketpair()
-        command = [sys.executable, "-I", "-X", "utf8", "-c", START, PACKAGE]
-        environment = ENVIRONMENT | {name: os.environ[name] for name in os.environ if name == "LD_LIBRARY_PATH"}
-        with theirs:
-            self._server = Popen(
-                command, stdin=theirs.fileno(), stdout=DEVNULL, stderr=DEVNULL, env=environment, start_new_session=True
-            )
-        self._control.settimeout(START_TIMEOUT_S)
-        if self._control.recv(1) != b"+":
-            raise RunError("the sandbox for programs did not start; docs/security.md says what it needs")
-
-    def close(self) -> None:
-        """End it, and all of its interpreters."""
-        if self._server is not None:
-            self._control.close()
-            self._server.wait(START_TIMEOUT_S)
+        return Interpreter(*self._forked(), settings)
 
 
 SANDBOX = Sandbox()  # of this process, with which it ends

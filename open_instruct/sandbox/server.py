@@ -1,7 +1,8 @@
-"""The warm process of a sandbox: it forks a child for each program, behind walls, and ends it with its client.
+"""The warm process behind `Forks`: it forks a child for each that is asked for, and ends it with its client.
 
-`Sandbox` starts it. Every message on its control socket brings two sockets: one is the child's, the other closes when
-the child is to be ended. It never runs a word of a program itself, and ends when its control socket does.
+Every message on its control socket brings two sockets: one is the child's, the other closes when the child is to be
+ended. It never runs a word of foreign code itself, and ends, with all children, when its control socket or its parent
+does. What a child leaves behind becomes a child of this process, in whichever session, and is ended like one.
 """
 
 import ast
@@ -16,48 +17,51 @@ import tempfile
 import threading
 import traceback
 import types
+from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 from open_instruct.parallel import processes
 from open_instruct.sandbox.walls import Walls
+from open_instruct.users_code import load_named
 
 # Imported once, by the warm process, and not by every child.
 USUAL = (
     "bisect collections copy dataclasses datetime decimal fractions functools heapq itertools math operator random re"
 )
 PLAIN: tuple[Any, ...] = (list, tuple, set, bool, int, float, complex, str, bytes)
-PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+PR_SET_CHILD_SUBREAPER = 36
+# A forked child of the parent may hold the other end of the control socket, too.
+PARENT_WATCH_INTERVAL_MS = 1000
 
 
-def main(control: socket.socket) -> None:
+def main(control: socket.socket, *, answers_with: str) -> None:
+    """Serve until the client is gone. `answers_with` is `Forks`', by name; "" for interpreters behind walls."""
+    parent = os.getppid()
+    server = os.getpid()
+    is_over = False
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a child leaves behind becomes ours
-    # A working folder that is gone: it is empty, nothing can be made in it, and nothing of it is left behind.
-    folder = tempfile.mkdtemp()
-    os.chdir(folder)
-    os.rmdir(folder)
-    walls, server = Walls(), os.getpid()
-    for name in USUAL.split():
-        __import__(name)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    walls = None if answers_with else _walls()
     control.sendall(b"+")
     children: dict[int, int] = {}  # by the descriptor of what closes when they are to be ended
     poll = select.poll()
     poll.register(control, select.POLLIN)
-    while True:
-        for descriptor, _ in poll.poll():
+    while not is_over and os.getppid() == parent:
+        for descriptor, _ in poll.poll(PARENT_WATCH_INTERVAL_MS):
             if descriptor in children:
                 poll.unregister(descriptor)
                 os.close(descriptor)
                 _end(children.pop(descriptor))
-                while walls.filter is None and (left := {*processes.children(os.getpid())} - {*children.values()}):
-                    _end(left.pop())  # what programs have started, where no wall kept them from it
+                if walls is None or walls.filter is None:  # no wall has kept it from starting others
+                    _end_all_but(children.values())
                 continue
             message, sockets, *_ = socket.recv_fds(control, 1, 2)
             if not message:
-                for child in children.values():
-                    _end(child)
-                return
+                is_over = True
+                break
             try:
                 work, life = sockets  # fewer have come where this process may open no more
                 child = os.fork()
@@ -66,10 +70,25 @@ def main(control: socket.socket) -> None:
                     os.close(descriptor)
                 continue
             if child == 0:
-                _live(work, walls, server)
+                _live(work, walls, server, answers_with)
             children[life] = child
             os.close(work)
             poll.register(life, 0)  # its end alone
+        _reap_all_but(children.values())
+    for child in children.values():
+        _end(child)
+    _end_all_but(())
+
+
+def _walls() -> Walls:
+    # A working folder that is gone: it is empty, nothing can be made in it, and nothing of it is left behind.
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    os.rmdir(folder)
+    walls = Walls()
+    for name in USUAL.split():
+        __import__(name)
+    return walls
 
 
 def _end(child: int) -> None:
@@ -79,29 +98,53 @@ def _end(child: int) -> None:
     os.waitpid(child, 0)
 
 
-def _live(work: int, walls: Walls, server: int) -> NoReturn:
-    """The life of a child: it runs one piece of code after the other, all with the same names."""
+def _end_all_but(kept: Collection[int]) -> None:
+    while others := {*processes.children(os.getpid())} - {*kept}:
+        _end(others.pop())
+
+
+def _reap_all_but(kept: Collection[int]) -> None:
+    """Ask how others have ended, of which there may be ever more; the ids of those that are kept stay theirs."""
+    if sys.platform == "linux":
+        with suppress(ChildProcessError):
+            look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid not in kept:
+                os.waitpid(ended.si_pid, 0)
+
+
+def _live(work: int, walls: Walls | None, server: int, answers_with: str) -> NoReturn:
+    """The life of a child: it answers one request after the other."""
     try:
         os.setsid()
+        child = os.getpid()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         connection = socket.socket(fileno=work)
         requests = connection.makefile()
         settings = json.loads(requests.readline())
         with tempfile.TemporaryFile() as stdin:  # a file, so that all ways of reading it work
-            stdin.write(settings["stdin"].encode())
+            stdin.write(settings.get("stdin", "").encode())
             stdin.seek(0)
             os.dup2(stdin.fileno(), 0)
-        os.dup2(work, 1)
-        os.dup2(work if settings["stderr"] else 2, 2)
-        walls.put_up(cpu_s=settings["cpu_s"])
+        if walls is not None:
+            os.dup2(work, 1)
+            os.dup2(work if settings["stderr"] else 2, 2)
+            walls.put_up(cpu_s=settings["cpu_s"])
         if os.getppid() != server:
             os._exit(0)  # it has ended before it could take this process with it
         os.closerange(3, work)
         os.closerange(work + 1, 1 << 16)
-        sys.modules[settings["name"]] = module = types.ModuleType(settings["name"])
+        if answers_with:
+            answered = load_named(answers_with, origin="Forks", what="function")
+        else:
+            sys.modules[settings["name"]] = module = types.ModuleType(settings["name"])
+            answered = partial(_ran, module.__dict__)  # all pieces of code have the same names
         connection.sendall(b"+")
         for line in requests:
             request = json.loads(line)
-            answer = _ran(request["code"], module.__dict__, is_plain=request["is_plain"])
+            answer = answered(**request["asked"])
+            if os.getpid() != child:
+                os._exit(0)  # foreign code has forked, and this is its child, which has nothing to answer
             with suppress(Exception):  # the program may have closed it
                 sys.stdout.flush()
             connection.sendall(f"\n{request['mark']}{json.dumps(answer)}\n".encode())
@@ -109,7 +152,7 @@ def _live(work: int, walls: Walls, server: int) -> NoReturn:
         os._exit(0)
 
 
-def _ran(code: str, names: dict[str, Any], *, is_plain: bool) -> dict[str, str]:
+def _ran(names: dict[str, Any], *, code: str, is_plain: bool) -> dict[str, str]:
     """What came of a piece of code; its `value` is that of its last line, if that is an expression."""
     value = None
     try:

@@ -8,7 +8,6 @@ import ctypes
 import errno
 import os
 import resource
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,6 @@ from landlockpy import AccessFS, LandlockError, Ruleset, Scope
 
 TABLES = yaml.safe_load(Path(__file__).with_name("walls.yaml").read_text(encoding="utf-8"))
 TRUNCATE_ABI = 3  # of Landlock: Linux 6.2
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 CAPABILITY_VERSION_3 = 0x20080522  # <linux/capability.h>
 READ = AccessFS.READ_FILE | AccessFS.EXECUTE  # libraries are mapped to be executed
 
@@ -44,10 +42,8 @@ class Walls:
             with suppress(ValueError):  # macOS has no limit of memory; a lower limit than ours stays
                 resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
         if sys.platform == "linux":
-            libc = ctypes.CDLL(None)
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             # Root too is to have no privileges, such as that of raising its limits again.
-            libc.capset((ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
+            ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
         if self._ruleset is not None:
             self._ruleset.restrict()
         if self.filter is not None:

@@ -1,32 +1,22 @@
 """Scores completions, foreign code in processes that are killed when they take too long. Callable from many threads."""
 
-import contextlib
 import json
 import os
 import queue
-import signal
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
-from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.parallel.launch import threads_of_each
 from open_instruct.records import Check, Completion
+from open_instruct.sandbox.sandbox import Forks
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.verifier import without_thinking
-from open_instruct.verifiers.worker import verdicts
+from open_instruct.verifiers.worker import answered, verdicts
 
-WORKER = Path(__file__).resolve().with_name("worker.py")
-PIECE_BYTES = 1 << 16
-GUARD_TIMEOUT_S = 10.0
 # A verifier that was late this often in a row gets less time until one of its verdicts comes: a share of
 # --verifier_timeout_s, or a multiple of the time of its slowest verdict if that is more. Every 16th gets all of it.
 LATE_IN_A_ROW = 2
@@ -75,19 +65,16 @@ class VerifierPool:
 
     def __init__(self, flags: RewardSection, *, say: Callable[[str], None] = lambda text: None) -> None:
         self.verifiers = known_verifiers(flags)
-        # Started by its path and with -P, a worker imports nothing from the working folder or from ours. An empty entry
-        # of PYTHONPATH would mean the working folder.
+        # An empty entry of PYTHONPATH would mean the working folder, from which nothing else is to be imported.
         paths = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-        environment = {**os.environ, **threads_of_each(flags.num_verifier_processes), "PYTHONPATH": paths}
-        self._start = partial(Popen, [sys.executable, "-P", WORKER, json.dumps(asdict(flags))], env=environment)
+        self._environment = {**os.environ, **threads_of_each(flags.num_verifier_processes), "PYTHONPATH": paths}
+        self._flags = flags
         self._timeout_s = flags.verifier_timeout_s
         self._start_timeout_s = max(verifier.start_timeout_s for verifier in self.verifiers.values())
         self._say = say
         self._said: set[str] = set()
         self._paces = {name: _Pace() for name in self.verifiers}
         self._lock = threading.Lock()  # of both
-        # Linux ends a worker with the thread that started it, so that must be one that lives as long as the pool.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="verifier-starter")
         # A place is a worker, or None until somebody needs one.
         self._places: queue.Queue[_Worker | None] = queue.Queue()
         self._num_places = flags.num_verifier_processes
@@ -133,7 +120,7 @@ class VerifierPool:
     def _ask_worker(self, name: str, asked: Mapping[str, object]) -> dict[str, Any]:
         worker = self._places.get()
         try:
-            worker = worker or _Worker(self._start, self._starter, start_timeout_s=self._start_timeout_s)
+            worker = worker or _Worker(self._flags, self._environment, start_timeout_s=self._start_timeout_s)
             time_s = self._paces[name].time_s(self._timeout_s)
             began_s = time.monotonic()
             answer = worker.ask({"verifier": name, **asked}, timeout_s=time_s)
@@ -174,68 +161,27 @@ class VerifierPool:
             worker = self._places.get()
             if worker is not None:
                 worker.kill()
-        self._starter.shutdown()
 
 
 class _Worker:
-    """A process with a session of its own, and a socket that is its stdin and stdout.
+    """A process of verifiers. All processes that these start, in whichever session, are ended with it."""
 
-    All processes that its verifiers start, in whichever session, are ended with it.
-    """
+    def __init__(self, flags: RewardSection, environment: Mapping[str, str], *, start_timeout_s: float) -> None:
+        self._forks = Forks(answers_with=answered, environment=environment)
+        self._process = self._forks.child()
+        self._greeting = self._told({"flags": asdict(flags)}, timeout_s=start_timeout_s)
 
-    def __init__(
-        self, start: Callable[..., Popen[Any]], starter: ThreadPoolExecutor, *, start_timeout_s: float
-    ) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            start_it = partial(start, stdin=theirs, stdout=theirs, stderr=DEVNULL, start_new_session=True)
-            self._process = starter.submit(start_it).result()
-        self._unread = b""
-        self._num_asked = 0
-        self._greeting = self._exchange(b"", timeout_s=start_timeout_s)
-
-    def ask(self, request: dict[str, object], *, timeout_s: float) -> dict[str, Any] | None:
+    def ask(self, request: Mapping[str, object], *, timeout_s: float) -> dict[str, Any] | None:
         """The answer; None if the process died or did not answer in time, after which it must be killed."""
         if self._greeting is None or "problem" in self._greeting:
             return self._greeting
-        self._num_asked += 1
-        line = json.dumps({"id": self._num_asked, **request}).encode() + b"\n"
-        return self._exchange(line, timeout_s=timeout_s)
+        return self._told(request, timeout_s=timeout_s)
 
-    def _exchange(self, request: bytes, *, timeout_s: float) -> dict[str, Any] | None:
-        """Send a request, and return the line that answers it. Lines that do not answer it are dropped."""
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            self._socket.settimeout(timeout_s)
-            self._socket.sendall(request)
-            while True:
-                line, ends, rest = self._unread.partition(b"\n")
-                if not ends:
-                    left_s = deadline_s - time.monotonic()
-                    if left_s <= 0:
-                        return None
-                    self._socket.settimeout(left_s)
-                    piece = self._socket.recv(PIECE_BYTES)
-                    if not piece:
-                        return None  # it has ended
-                    self._unread += piece
-                    continue
-                self._unread = rest
-                with contextlib.suppress(ValueError, AttributeError):  # not ours: a verifier found the socket
-                    answer: dict[str, Any] = json.loads(line)
-                    if answer.get("id") == self._num_asked:
-                        return answer
-        except OSError:  # among them TimeoutError
-            return None
+    def _told(self, request: Mapping[str, object], *, timeout_s: float) -> dict[str, Any] | None:
+        ran = self._process.ask(request, timeout_s=timeout_s)
+        told: dict[str, Any] | None = json.loads(ran.value) if ran.status == "done" else None
+        return told
 
     def kill(self) -> None:
-        """End it, and all that its verifiers have started."""
-        if sys.platform == "linux":
-            self._process.terminate()  # its guard, which ends once it has killed the rest
-            with contextlib.suppress(TimeoutExpired):
-                self._process.wait(GUARD_TIMEOUT_S)
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of it
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._socket.close()
+        self._process.close()
+        self._forks.close()

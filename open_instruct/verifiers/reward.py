@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 
 from open_instruct.config.rollout_sections import RewardSection
-from open_instruct.records import Check, Completion, Prompt, Verdict
-from open_instruct.verifiers.answers import R1Format
+from open_instruct.records import Completion, Prompt, Verdict
+from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.pool import Outcome, VerifierPool
-
-FORM = Check(verifier=R1Format.name, ground_truth=None)
 
 
 class RewardManager:
@@ -30,17 +28,16 @@ class RewardManager:
         added. With the non-stop penalty a completion that was cut gets `non_stop_penalty_value` instead. Scores of a
         verifier that appears twice are averaged.
         """
-        checks = [*prompt.checks, FORM] if self._config.apply_r1_style_format_reward else prompt.checks
-        check_outcomes = [self._pool.scores(check, prompt.text, completions) for check in checks]
+        check_outcomes = [self._pool.scores(check, prompt.text, completions) for check in prompt.checks]
         return [
             self._verdict(prompt, completion, [outcomes[at] for outcomes in check_outcomes])
             for at, completion in enumerate(completions)
         ]
 
     def _verdict(self, prompt: Prompt, completion: Completion, outcomes: Sequence[Outcome]) -> Verdict:
-        """The verdict on a completion, from the outcomes of its checks, and behind them that of its form, if any."""
+        """The verdict on a completion, from the outcomes of its checks."""
         config = self._config
-        judged = list(zip(prompt.checks, outcomes, strict=False))
+        judged = list(zip(prompt.checks, outcomes, strict=True))
         by_name: dict[str, list[float]] = {}
         for check, outcome in judged:
             by_name.setdefault(check.verifier, []).append(outcome.score)
@@ -54,8 +51,8 @@ class RewardManager:
             reward += sum(episode.rewards.values())
             problems += [episode.problem] if episode.problem else []
         if config.apply_r1_style_format_reward:
-            scores["format"] = outcomes[-1].score
-            if outcomes[-1].score:
+            scores["format"] = float(has_r1_format(completion.text))
+            if scores["format"]:
                 reward += config.r1_style_format_reward
             elif not config.additive_format_reward:
                 reward = 0.0

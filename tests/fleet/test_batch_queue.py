@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.episodes.seeds import sampling_seed
+from open_instruct.engines.requests import sampling_seed
 from open_instruct.toys.tiny import write_tiny_model
 from tests.fleet.queue_case import STOP, TEMPERATURE, logits_of, requests
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.prompts import PromptStream
-from open_instruct.episodes.walk import sampling_seed
+from open_instruct.engines.requests import sampling_seed
+from open_instruct.episodes.walk import Episodes
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.conductor import MAX_REJECTED_PER_PROMPT, Conductor, is_rejected, requests_of, solved_rows
@@ -47,7 +48,7 @@ def conductor(
     config = config_of(*words)
     config.rollout.total_episodes = num_steps * config.num_completions_per_step
     with nullcontext(pool) if pool is not None else BusyPool() as pool:
-        it = Conductor(PromptStream(FakeDataset(num_rows), SEED), pool, FakeReward(rule), config=config)
+        it = Conductor(PromptStream(FakeDataset(num_rows), SEED), Episodes(pool, FakeReward(rule)), config=config)
         if state is not None:
             it.load_state_dict(json.loads(json.dumps(state)))
         if start is not None:

@@ -9,6 +9,7 @@ import pytest
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.engines.requests import GenerationRequest
+from open_instruct.episodes.walk import Episodes
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Prompt
 from open_instruct.rollout.evaluation import evaluate, pass_at_k
@@ -26,7 +27,7 @@ def evaluated(
 ) -> tuple[dict[str, float], list[dict[str, Any]], list[GenerationRequest]]:
     """Metrics, shown samples, and what was asked."""
     with BusyPool(order) as pool:
-        metrics, samples = evaluate(PROMPTS, pool, FakeReward(reward), config=config_of(*words))
+        metrics, samples = evaluate(PROMPTS, Episodes(pool, FakeReward(reward)), config=config_of(*words))
     return metrics, samples, pool.requests
 
 
@@ -112,7 +113,7 @@ class FailingPool(FakePool):
 
 def test_a_failure_of_the_engines_is_passed_on() -> None:
     with pytest.raises(RunError, match="no engine is left"):
-        evaluate(PROMPTS, FailingPool(), FakeReward(coin), config=config_of())
+        evaluate(PROMPTS, Episodes(FailingPool(), FakeReward(coin)), config=config_of())
 
 
 def test_a_failure_of_a_verifier_is_a_failure_of_the_run() -> None:
@@ -126,5 +127,5 @@ def test_a_failure_of_a_verifier_is_a_failure_of_the_run() -> None:
 def test_what_never_comes_back_is_counted_and_given_up() -> None:
     pool = FakePool()
     with pytest.raises(RunError, match="--step_timeout_s 1: 0 of 5 completions had come back"):
-        evaluate(PROMPTS, pool, FakeReward(coin), config=config_of("--step_timeout_s", "1"))
+        evaluate(PROMPTS, Episodes(pool, FakeReward(coin)), config=config_of("--step_timeout_s", "1"))
     assert all(future.cancelled() for _, _, future in pool.pending)

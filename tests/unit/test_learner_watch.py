@@ -5,8 +5,7 @@ from queue import Queue
 
 import pytest
 
-from open_instruct.cluster.learner_call import LearnerLost
-from open_instruct.cluster.learner_watch import watching
+from open_instruct.cluster.learner_call import LearnerLost, watching
 
 
 def test_a_loss_is_told_once_and_ends_the_watch() -> None:
