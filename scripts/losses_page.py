@@ -24,7 +24,7 @@ DENOMINATORS = {"response_length": "completions × `--response_length`"}
 
 
 def preference_losses() -> str:
-    rows = [(f"`{name}`", loss.formula, linked(loss.papers)) for name, loss in PREFERENCE_LOSSES.items()]
+    rows = [(f"`{name}`", loss.formula, linked(loss.paper)) for name, loss in PREFERENCE_LOSSES.items()]
     return table(("`--loss_type`", "loss of a pair", "paper"), rows)
 
 

@@ -33,8 +33,8 @@ def step_of(way: str, num_tokens: int, width: int, dtype_name: str) -> Any:
         teacher = Teacher(model_name_or_path="", compare=lambda *both: divergence(*both, beta=0.0))
         opened = OpenedTeacher(teacher=teacher, pretrained=None, vocab_size=VOCAB_SIZE)  # type: ignore[arg-type]
         compare = Comparison(opened=opened, head_VD=teacher_VD).compare_logits
-        head.settings = HeadSettings(measure=Measure(compare, (teacher_BKD,)))
-        out = head(hidden_BKD, labels=labels_BK, loss_reduction="none", return_logits=False)
+        settings = HeadSettings(measure=Measure(compare, (teacher_BKD,)))
+        out = head(hidden_BKD, labels=labels_BK, loss_reduction="none", return_logits=False, settings=settings)
         (0.5 * (out.loss.sum() + out.measured.sum()) / num_tokens).backward()
 
     return {"plain": plain, "ours": ours}[way]

@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import Literal
 
 from open_instruct.errors import InputError
-from open_instruct.losses.flags_taken import with_flags
+from open_instruct.losses.flags_taken import registers, with_flags
 from open_instruct.records import RolloutGroup
 
 EPSILON = 1e-8
@@ -30,18 +30,9 @@ class AdvantageFormula:
     paper: str
 
 
-Function = TypeVar("Function", bound=Callable[..., Advantages])
 ADVANTAGES: dict[str, AdvantageFormula] = {}
-
-
-def register(name: str, formula: str, paper: str) -> Callable[[Function], Function]:
-    """Make the decorated function the choice `--advantages name`."""
-
-    def add(function: Function) -> Function:
-        ADVANTAGES[name] = AdvantageFormula(function=function, formula=formula, paper=paper)
-        return function
-
-    return add
+# Makes the decorated function the choice `--advantages name`.
+register = registers(ADVANTAGES, AdvantageFormula)
 
 
 def advantages_of(

@@ -1,4 +1,4 @@
-"""The flags that a function of this room takes: its keyword-only arguments, each named as its flag is."""
+"""Tables of functions of this room, and the flags that each takes: its keyword-only arguments, named as its flags."""
 
 import inspect
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @cache
@@ -18,3 +19,16 @@ def flags_taken(function: Callable[..., Any]) -> tuple[str, ...]:
 def with_flags(function: Callable[..., Result], section: object) -> Callable[..., Result]:
     """The function with the values that its flags have in `section`."""
     return partial(function, **{flag: getattr(section, flag) for flag in flags_taken(function)})
+
+
+def registers(table: dict[str, Any], record: Callable[..., Any]) -> Callable[..., Callable[[Function], Function]]:
+    """`register(name, formula, paper, **facts)`, which puts the decorated function into `table`, in a `record`."""
+
+    def register(name: str, formula: str, paper: str, **facts: Any) -> Callable[[Function], Function]:
+        def add(function: Function) -> Function:
+            table[name] = record(function=function, formula=formula, paper=paper, **facts)
+            return function
+
+        return add
+
+    return register

@@ -1,6 +1,6 @@
 """From log-probabilities of labels to one number per document. Importing this file loads no torch.
 
-Legend: B rows, K kept label positions of a row (or all T), S documents of the microbatch.
+Legend: N labelled tokens of a microbatch, S its documents.
 """
 
 from __future__ import annotations
@@ -22,29 +22,25 @@ def clamped_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def sum_by_sequence(
-    logprobs_BK: torch.Tensor, sequence_ids_BK: torch.Tensor, num_sequences: int
+    logprobs_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum the label log-probs (nats) of each document, and count them.
 
-    Positions whose id is -1 carry no label: they add nothing and receive no gradient, whatever
-    their log-prob. A document without labels has sum 0 and count 0; `num_sequences` may be 0.
+    A document without labels has sum 0 and count 0; `num_sequences` may be 0.
 
     Returns `(sums_S, counts_S)`: sums in float32 (float64 stays float64), differentiable; counts int64.
     The sum runs in float64, so that where a document lies in a batch, and on a GPU the order of the
     atomic adds, practically never shows in the float32 result. On a CPU it is deterministic.
 
-    Example: log-probs `[[-1., -2., -4.]]` with ids `[[0, -1, 0]]` and two sequences give sums
-    `[-5., 0.]` and counts `[2, 0]`.
+    Example: log-probs `[-1., -2., -4.]` with ids `[0, 2, 0]` and three sequences give sums `[-5., 0., -2.]` and counts
+    `[2, 0, 1]`.
     """
     import torch
 
-    assert logprobs_BK.shape == sequence_ids_BK.shape, (logprobs_BK.shape, sequence_ids_BK.shape)
-    result_dtype = torch.promote_types(logprobs_BK.dtype, torch.float32)
-    # Unlabelled positions go to an extra bin that is cut off: boolean indexing would wait for the device.
-    bins_N = torch.where(sequence_ids_BK < 0, num_sequences, sequence_ids_BK).flatten().long()
-    logprobs_N = logprobs_BK.flatten().double()
-    sums = logprobs_N.new_zeros(num_sequences + 1).index_add(0, bins_N, logprobs_N)
-    return sums[:num_sequences].to(result_dtype), lengths_of(bins_N, num_sequences + 1)[:num_sequences]
+    assert logprobs_N.shape == sequence_ids_N.shape, (logprobs_N.shape, sequence_ids_N.shape)
+    sums_S = sequence_sums(logprobs_N.double(), sequence_ids_N.long(), num_sequences)
+    result_dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
+    return sums_S.to(result_dtype), lengths_of(sequence_ids_N, num_sequences)
 
 
 def lengths_of(sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:

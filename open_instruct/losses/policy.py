@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
-from open_instruct.losses.flags_taken import flags_taken, with_flags
+from open_instruct.losses.flags_taken import flags_taken, registers, with_flags
 from open_instruct.losses.logprobs import MAX_LOG_RATIO, clamped_exp, lengths_of, sequence_means, sequence_sums
 
 if TYPE_CHECKING:
@@ -140,18 +140,9 @@ class PolicyLoss:
         return float(num_tokens if constant is None else num_completions * constant)
 
 
-Function = TypeVar("Function", bound=Callable[..., PolicyLossOutputs])
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
-
-
-def register(name: str, formula: str, paper: str, **facts: Any) -> Callable[[Function], Function]:
-    """Make the decorated function the loss `--loss_fn name`; `facts` are fields of `PolicyLoss`."""
-
-    def add(function: Function) -> Function:
-        POLICY_LOSSES[name] = PolicyLoss(function=function, formula=formula, paper=paper, **facts)
-        return function
-
-    return add
+# Makes the decorated function the loss `--loss_fn name`; `facts` are fields of `PolicyLoss`.
+register = registers(POLICY_LOSSES, PolicyLoss)
 
 
 @register("dr_grpo", "−min(r A, clip(r) A)", "2503.20783 section 3.2", divided_by="response_length")

@@ -19,9 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from open_instruct.losses.flags_taken import flags_taken
+from open_instruct.losses.flags_taken import flags_taken, registers
 from open_instruct.losses.logprobs import MAX_LOG_RATIO, per_token
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class PreferenceLoss:
     """`function(pairs, **flags)` gives the loss of every pair."""
     formula: str
     """The loss of a pair, in the words of docs/losses.md."""
-    papers: str
+    paper: str
     """Numbers on arXiv, and places in these papers."""
     beta: float = 0.1
     """The --beta it takes by default. A loss of means over tokens wants a larger one than a loss of sums."""
@@ -138,18 +138,9 @@ class PreferenceLoss:
         return (*flags_taken(self.function), *self.changed_by)
 
 
-Function = TypeVar("Function", bound=Callable[..., "torch.Tensor"])
 PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {}
-
-
-def register(name: str, formula: str, papers: str, **facts: Any) -> Callable[[Function], Function]:
-    """Make the decorated function the loss `--loss_type name`; `facts` are fields of `PreferenceLoss`."""
-
-    def add(function: Function) -> Function:
-        PREFERENCE_LOSSES[name] = PreferenceLoss(function=function, formula=formula, papers=papers, **facts)
-        return function
-
-    return add
+# Makes the decorated function the loss `--loss_type name`; `facts` are fields of `PreferenceLoss`.
+register = registers(PREFERENCE_LOSSES, PreferenceLoss)
 
 
 @register(

@@ -28,6 +28,7 @@ from open_instruct.models.attention.attention import SegmentAttention
 from open_instruct.models.attention.context_parallel import ContextGroup
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.compiled import prepare_compiler
+from open_instruct.models.heads.logprob_head import HeadSettings
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.shards import local_part
 
@@ -75,11 +76,13 @@ class SegmentTransformer(Transformer):
         segments: Segments | None = None,
         doc_lens: torch.Tensor | None = None,
         max_doc_lens: object = None,
+        head_settings: HeadSettings | None = None,
         **kwargs: Any,
     ) -> Any:
         del max_doc_lens
         prepared = super()._prepare_inputs(input_ids, labels, **kwargs)
-        ids_on_device, _, block_kwargs, *_ = prepared
+        ids_on_device, _, block_kwargs, _, head_kwargs = prepared
+        head_kwargs["settings"] = head_settings
         if segments is None:
             segments = segments_of_rows(ids_on_device, doc_lens)
         for rope in self.ropes:

@@ -6,9 +6,8 @@ import torch.nn.functional as F
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.families import FAMILIES
-from open_instruct.models.attention import attention
-from open_instruct.models.attention.attention import SegmentAttention, attend_in_window
-from open_instruct.models.attention.segments import QKV, Segments
+from open_instruct.models.attention.attention import SegmentAttention
+from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
 from open_instruct.models.family import transformer_config
 from tests.unit.small_models import CPU, VOCAB_SIZE, WINDOW, hf_config, new_model, random_model, with_random_weights
@@ -126,18 +125,6 @@ def test_layers_share_the_tables_of_their_positions() -> None:
         model = build_model(made)
         model.init_weights(device=CPU, max_seq_len=64)
         assert len({rope.get_buffers(64, CPU).pos_sin.data_ptr() for rope in model.ropes}) == num_pairs
-
-
-def test_masks_grow_with_the_window_and_not_with_the_document() -> None:
-    attention._band_mask.cache_clear()
-    for length in (10, 100, 1000, 1001):
-        tensor = torch.randn(1, length, 1, 8)
-        attend_in_window(QKV(tensor, tensor, tensor), left=4)
-    assert attention._band_mask.cache_info().currsize == 1
-    assert attention._band_mask(5, CPU).shape == (5, 10)
-    for left in range(2, 20):
-        attend_in_window(QKV(tensor, tensor, tensor), left=left)
-    assert attention._band_mask.cache_info().currsize <= attention.MAX_CACHED_MASKS
 
 
 def test_lengths_add_up_to_the_rows() -> None:

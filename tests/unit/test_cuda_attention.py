@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from open_instruct.families import FAMILIES
 from open_instruct.models.attention import attention
 from open_instruct.models.attention.attention import attend_by_segment, attend_over_segments
-from open_instruct.models.attention.segments import QKV, Segments, segments_of
+from open_instruct.models.attention.segments import QKV, Segments
 from open_instruct.packing.documents import pack_documents
 from tests.unit.small_models import random_model
 from tests.unit.test_prefix_sharing import DOCUMENTS, GROUPS, assert_same, results
@@ -36,12 +36,11 @@ def test_log_probs_and_gradients_are_those_of_the_cpu(family: str, groups: Any, 
 def test_any_row_any_window_any_heads(of: Segments, left: int, heads: tuple[int, int], as_on_cuda: None) -> None:
     qkv = QKV(*tensors(sum(of.lengths), heads=heads[0], groups=heads[1], dim=8))
     grad_out = torch.randn(qkv.query.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    places = torch.arange(len(qkv.key)) if of.key_index_K is None else of.key_index_K
+    gathered = QKV(qkv.query, qkv.key[places], qkv.value[places])
     ours, expected = (
         (out, *torch.autograd.grad(out, qkv, grad_out))
-        for out in (
-            attend_over_segments(qkv, of, left=left),
-            attend_by_segment(qkv, segments_of(of.lengths, of.prefix_lengths), left=left),
-        )
+        for out in (attend_over_segments(qkv, of, left=left), attend_by_segment(gathered, of, left=left))
     )
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)

@@ -105,12 +105,16 @@ def test_16_bits_are_as_good_as_a_copy_of_the_prompt(dtype: torch.dtype) -> None
     assert error <= 2 * (whole.double() - reference).abs().max()
 
 
-def test_branches_of_one_length_are_one_call_and_see_no_key_beyond_the_window() -> None:
+@pytest.mark.parametrize("left", [9, 300])
+def test_masks_grow_with_the_window_and_not_with_the_segment(left: int) -> None:
     of = segments([(1003, (7, 9) * 8)])
+    q, k, v = tensors(sum(of.lengths))
     with patch.object(attention, "attend", wraps=attention.attend) as attend:
-        attend_over_segments(QKV(*tensors(sum(of.lengths))), of, left=9)
-    shared = [call.args[0] for call in attend.call_args_list if call.args[0].query.shape[1] in (7, 9)]
-    assert sorted(tuple(qkv.key.shape[:2]) for qkv in shared) == [(7, 9 + 7), (8, 9 + 9)]
+        attended = attend_over_segments(QKV(q, k, v), of, left=left)
+    size = max(left + 1, attention.LEAST_PIECE)
+    assert all(len(call.args[0].query) <= size for call in attend.call_args_list)
+    assert all(len(call.args[0].key) <= len(call.args[0].query) + left for call in attend.call_args_list)
+    torch.testing.assert_close(attended, defined(q, k, v, of, left), rtol=1e-10, atol=1e-12)
 
 
 def test_positions_and_keys_of_the_example() -> None:

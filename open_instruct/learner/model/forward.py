@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from open_instruct.models.attention.attention import context_of
 from open_instruct.models.attention.context_parallel import ContextGroup
 from open_instruct.models.attention.segments import Segments
-from open_instruct.models.heads.logprob_head import HeadSettings, LabelLosses, Measure, head_of, head_settings
+from open_instruct.models.heads.logprob_head import HeadSettings, LabelLosses, LogprobHead, Measure
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.packing.documents import kept_positions, on_device
 from open_instruct.records import IGNORE_INDEX, KeptPositions, PackedBatch
@@ -40,7 +40,9 @@ def token_logprobs(
     """
     if isinstance(temperature, torch.Tensor):  # 1 where there is no label
         temperature = beside_labels(model, batch, temperature - 1, device=device) + 1
-    settings = HeadSettings(temperature, with_entropy, with_collisions, measure)
+    settings = HeadSettings(
+        temperature=temperature, with_entropy=with_entropy, with_collisions=with_collisions, measure=measure
+    )
     output, inputs = _run(model, batch, settings, device=device)
 
     def at_labels(values: torch.Tensor) -> torch.Tensor:
@@ -90,7 +92,7 @@ def beside_labels(
 def _where_head_runs(model: Transformer, batch: PackedBatch, values_BT: torch.Tensor) -> torch.Tensor:
     _, kept = _own(model, batch)
     if kept is None:
-        return head_of(model).own_positions(values_BT)
+        return cast(LogprobHead, model.lm_head).own_positions(values_BT)
     rows_B1 = torch.arange(len(values_BT), device=values_BT.device).unsqueeze(1)
     return values_BT[rows_B1, on_device(kept.positions_BK, values_BT.device)]
 
@@ -120,14 +122,14 @@ def _run(
 ) -> tuple[Any, _Inputs]:
     """Run the forward pass of this rank's part. Returns the head's output and the pass's inputs."""
     inputs = on_device(_inputs(model, batch), device)
-    with head_settings(model, settings):
-        output = model(
-            inputs.input_ids_BT,
-            ignore_index=IGNORE_INDEX,
-            loss_reduction="none",
-            return_logits=False,
-            **inputs.model_kwargs,
-        )
+    output = model(
+        inputs.input_ids_BT,
+        ignore_index=IGNORE_INDEX,
+        loss_reduction="none",
+        return_logits=False,
+        head_settings=settings,
+        **inputs.model_kwargs,
+    )
     return output, inputs
 
 

@@ -1,21 +1,16 @@
 """Attention over documents that are packed end to end, without flash-attn.
 
-Legend of the shape suffixes: B rows, T tokens of a row, N documents taken together, L tokens of one document,
-Q query tokens, K key tokens, H query heads, G key-value heads, D features of a head. The suffix of a `QKV` is the start
-that its three shapes have in common.
+Legend of the shape suffixes: B rows, T tokens of a row, Q query tokens, K key tokens, H query heads, G key-value heads,
+D features of a head. The suffix of a `QKV` is the start that its three shapes have in common.
 
-On a CPU, documents of equal length take one call of PyTorch's scaled dot product attention, which is causal without a
-mask. On a GPU in 16 bits, all documents take one call of PyTorch's variable-length attention. Documents that share what
-they begin with are *segments* (segments.py): one that goes on from others is given their keys before its own, and on a
-CPU a mask.
+On a GPU in 16 bits, all documents take one call of PyTorch's variable-length attention; elsewhere each takes calls of
+PyTorch's scaled dot product attention. Documents that share what they begin with are *segments* (segments.py): one that
+goes on from others is given their keys before its own.
 """
 
 from __future__ import annotations
 
 import inspect
-from bisect import bisect_right
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -26,9 +21,10 @@ from olmo_core.nn.transformer import Transformer
 from torch.nn.attention.varlen import varlen_attn
 
 from open_instruct.models.attention.context_parallel import ContextGroup
-from open_instruct.models.attention.segments import QKV, Segment, Segments, segments_of
+from open_instruct.models.attention.segments import QKV, Segments
 
-MAX_CACHED_MASKS = 4
+# Queries of a narrow window that are computed together.
+LEAST_PIECE = 128
 
 # Read once, since the parameters of varlen_attn differ between releases of PyTorch: the first had no flag for shared
 # heads (they were simply accepted), and none for windows.
@@ -84,103 +80,66 @@ def context_of(model: Transformer) -> ContextGroup | None:
     return cast(SegmentAttention, first.backend).context
 
 
-def attend(qkv_NL: QKV, *, mask_QK: torch.Tensor | None = None, scale: float | None = None) -> torch.Tensor:
-    """Scaled dot product attention with heads last but one, as OLMo-core lays them out; causal without a mask.
+def attend(qkv: QKV, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
+    """Scaled dot product attention of the last Q of K tokens, queries (Q, H, D) and keys (K, G, D), to those before.
 
-    Shape (N, Q, H, D).
+    Shape (Q, H, D).
     """
+    num_queries, num_keys = len(qkv.query), len(qkv.key)
+    distance = num_keys - num_queries
+    mask_QK = None
+    if distance or 0 <= left < num_keys - 1:
+        mask_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=qkv.key.device).tril(distance)
+        if left >= 0:
+            mask_QK = mask_QK.triu(distance - left)
     output_NHQD = F.scaled_dot_product_attention(
-        *qkv_NL.each(lambda tensor: tensor.transpose(1, 2)),
+        *qkv.each(lambda tensor: tensor.transpose(0, 1).unsqueeze(0)),
         attn_mask=mask_QK,
         is_causal=mask_QK is None,
         scale=scale,
-        enable_gqa=qkv_NL.shares_heads,
+        enable_gqa=qkv.shares_heads,
     )
-    return output_NHQD.transpose(1, 2)
+    return output_NHQD.squeeze(0).transpose(0, 1)
 
 
-def attend_in_window(qkv_NL: QKV, *, left: int, scale: float | None = None) -> torch.Tensor:
-    """Every token attends to itself and at most `left` tokens before it (all, where `left` < 0); shape (N, L, H, D).
+@torch.compiler.disable
+def attend_by_segment(qkv: QKV, segments: Segments, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
+    """Attention of one segment after another, queries (T, H, D) to keys (K, G, D) of the segments; shape (T, H, D).
 
-    A document longer than the window W = left + 1 is cut into blocks of W. A block can see itself and the
-    block before it, in a pattern that is the same for all blocks: so one mask of W x 2W serves every
-    document, and work grows with L x W instead of L x L.
+    With a window the queries come in pieces, each with the keys that its window reaches, so that work and masks grow
+    with the window and not with the segment. Compiled blocks leave this out, as it differs with every row's lengths.
     """
-    window, length = left + 1, qkv_NL.query.shape[1]
-    if not 0 < window < length:
-        return attend(qkv_NL, scale=scale)
-
-    num_whole = length // window
-    blocks = qkv_NL.each(lambda tensor: tensor[:, : num_whole * window].unflatten(1, (num_whole, window)))
-    mask_QK = _band_mask(window, qkv_NL.query.device)
-    parts = [attend(blocks.each(lambda block: block[:, 0]), scale=scale)]
-    if num_whole > 1:
-        keys, values = (torch.cat((t[:, :-1], t[:, 1:]), dim=2) for t in (blocks.key, blocks.value))
-        with_previous = QKV(blocks.query[:, 1:], keys, values).each(lambda tensor: tensor.flatten(0, 1))
-        attended = attend(with_previous, mask_QK=mask_QK, scale=scale)
-        parts.append(attended.unflatten(0, (-1, num_whole - 1)).flatten(1, 2))
-    num_left_over = length - num_whole * window
-    if num_left_over:
-        first_key = (num_whole - 1) * window
-        keys, values = qkv_NL.key[:, first_key:], qkv_NL.value[:, first_key:]
-        last = QKV(qkv_NL.query[:, num_whole * window :], keys, values)
-        parts.append(attend(last, mask_QK=mask_QK[:num_left_over, : window + num_left_over], scale=scale))
-    return torch.cat(parts, dim=1)
-
-
-def attend_by_segment(
-    qkv_T: QKV, segments: Sequence[Segment], *, left: int = -1, scale: float | None = None
-) -> torch.Tensor:
-    """Attention within each of the segments that lie end to end, and to their prefixes; shape (T, H, D).
-
-    Segments of one length, with prefixes of one length, are computed together. `left` < 0 means no window.
-    """
+    num_keys = [prefix + own for prefix, own in zip(segments.prefix_lengths, segments.lengths, strict=True)]
     # split has one backward node for all segments; every slice would make a gradient of the whole row's size.
-    queries, keys, values = (tensor.split([segment.length for segment in segments]) for tensor in qkv_T)
-    starts = [segment.start for segment in segments]
-    alike: dict[tuple[int, int], list[int]] = {}  # indices of segments, by lengths
-    for index, segment in enumerate(segments):
-        if segment.length > 0:
-            alike.setdefault((segment.length, segment.prefix_length), []).append(index)
-    attended: list[torch.Tensor] = list(queries)
-    for (length, prefix_length), members in alike.items():
-        num_seen = prefix_length if left < 0 else min(prefix_length, left)
-        query = _stack([queries[index] for index in members])
-        key, value = (
-            _stack([_seen_by(segments[index], num_seen, tensors, starts, tensors[index]) for index in members])
-            for tensors in (keys, values)
-        )
-        if num_seen == 0:
-            together = attend_in_window(QKV(query, key, value), left=left, scale=scale)
-        else:
-            mask_QK = is_seen(length, num_seen + length, distance=num_seen, left=left, device=key.device)
-            together = attend(QKV(query, key, value), mask_QK=mask_QK, scale=scale)
-        for index, output_LHD in zip(members, together.unbind(0), strict=True):
-            attended[index] = output_LHD
+    split = zip(qkv.query.split(segments.lengths), qkv.key.split(num_keys), qkv.value.split(num_keys), strict=True)
+    attended: list[torch.Tensor] = []
+    for query, key, value in split:
+        piece_length = max(len(query), 1) if left < 0 else max(left + 1, LEAST_PIECE)
+        stop = len(key) - len(query)
+        for piece in query.split(piece_length):
+            start = 0 if left < 0 else max(stop - left, 0)
+            stop += len(piece)
+            attended.append(attend(QKV(piece, key[start:stop], value[start:stop]), left=left, scale=scale))
     return torch.cat(attended)
 
 
 def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
-    """Every token attends to its segment's prefix and to the tokens before it in the segment; shape (T, H, D)."""
-    if not _varlen_can_run(qkv_T.query):
-        return _attend_piece_by_piece(qkv_T, segments, left=left, scale=scale)
-    # The kernel aligns the causal diagonal to the last query and the last key of a document, and counts windows
-    # from there. With a prefix's keys before a segment's own, distances are those of logical positions.
+    """Every token attends to its segment's prefix and to the tokens before it in the segment; shape (T, H, D).
+
+    `left` is the number of tokens before it that a window lets it see; all of them where that is below 0.
+    """
     query, keys, values = qkv_T
     if segments.key_index_K is not None:
         keys, values = (_Gathered.apply(tensor, segments.key_index_K) for tensor in (keys, values))
+    if not _varlen_can_run(query):
+        return attend_by_segment(QKV(query, keys, values), segments, left=left, scale=scale)
+    # The kernel aligns the causal diagonal to the last query and the last key of a document, and counts windows
+    # from there. With a prefix's keys before a segment's own, distances are those of logical positions.
     flags: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
     if qkv_T.shares_heads:
         flags |= _VARLEN_GQA_FLAG
     lengths = (segments.cu_queries, segments.cu_keys, segments.max_queries, segments.max_keys)
     return cast(torch.Tensor, varlen_attn(query, keys, values, *lengths, **flags))
-
-
-@torch.compiler.disable
-def _attend_piece_by_piece(qkv_T: QKV, segments: Segments, *, left: int, scale: float | None) -> torch.Tensor:
-    """Attention by segment, left out of compiled blocks because it differs with every row's lengths."""
-    each = segments_of(segments.lengths, segments.prefix_lengths)
-    return attend_by_segment(qkv_T, each, left=left, scale=scale)
 
 
 class _Gathered(torch.autograd.Function):
@@ -201,43 +160,6 @@ class _Gathered(torch.autograd.Function):
         exact_KGD = grad_KGD.to(torch.promote_types(grad_KGD.dtype, torch.float32))
         sums_TGD = exact_KGD.new_zeros(ctx.num_tokens, *exact_KGD.shape[1:]).index_add_(0, index_K, exact_KGD)
         return sums_TGD.to(grad_KGD.dtype), None
-
-
-def _seen_by(
-    segment: Segment, num_seen: int, tensors: Sequence[torch.Tensor], starts: Sequence[int], own_LGD: torch.Tensor
-) -> torch.Tensor:
-    """A segment's own keys or values behind the last `num_seen` of its prefix, which lie in segments before it."""
-    parts: list[torch.Tensor] = []
-    for start, length in segment.last_of_prefix(num_seen):
-        # The last segment that starts there or before it: segments without tokens start where the next one does.
-        holder = bisect_right(starts, start) - 1
-        first = start - starts[holder]
-        parts.append(tensors[holder][first : first + length])
-    return torch.cat((*parts, own_LGD)) if parts else own_LGD
-
-
-def _stack(documents: list[torch.Tensor]) -> torch.Tensor:
-    """A new leading dimension; a single document is not copied."""
-    return documents[0].unsqueeze(0) if len(documents) == 1 else torch.stack(documents)
-
-
-def is_seen(num_queries: int, num_keys: int, *, distance: int, left: int, device: torch.device) -> torch.Tensor:
-    """Which keys each query sees: those at 0 to `left` (if that is at least 0) positions before it; shape (Q, K)."""
-    seen_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(distance)
-    return seen_QK.triu(distance - left) if left >= 0 else seen_QK
-
-
-@lru_cache(maxsize=MAX_CACHED_MASKS)
-def _band_mask(window: int, device: torch.device) -> torch.Tensor:
-    """The mask of a block of `window` queries over the keys of the block before and its own; True is seen.
-
-    Shape (window, 2 * window). For a window of 2, keys a b of the block before and c d of this one::
-
-        a b c d
-        . x x .   query c sees b and c
-        . . x x   query d sees c and d
-    """
-    return is_seen(window, 2 * window, distance=window, left=window - 1, device=device)
 
 
 def _varlen_can_run(query: torch.Tensor) -> bool:

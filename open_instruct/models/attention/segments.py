@@ -57,10 +57,6 @@ class Segment(NamedTuple):
     def prefix_length(self) -> int:
         return sum(part.length for part in self.prefix)
 
-    def last_of_prefix(self, count: int) -> tuple[Range, ...]:
-        """The ranges of its last `count` tokens."""
-        return _tokens_of(self.prefix, self.prefix_length - count, self.prefix_length)
-
 
 class Segments(NamedTuple):
     """The segments of one row, as the model's blocks receive them.
@@ -119,21 +115,20 @@ def segments_of(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> tu
     seen: tuple[Range, ...] = ()  # by the last token of the segment before
     start = 0
     for length, prefix_length in zip(lengths, prefix_lengths, strict=True):
-        prefix = _tokens_of(seen, 0, prefix_length)
+        prefix = _first_tokens(seen, prefix_length)
         segments.append(Segment(start, length, prefix))
         seen = (*prefix, Range(start, length))
         start += length
     return tuple(segments)
 
 
-def _tokens_of(ranges: tuple[Range, ...], first: int, stop: int) -> tuple[Range, ...]:
-    """The ranges of the tokens from `first` to before `stop`, counted through `ranges`."""
-    cut: list[Range] = []
+def _first_tokens(ranges: tuple[Range, ...], count: int) -> tuple[Range, ...]:
+    """The ranges of the first `count` tokens of `ranges`."""
+    first: list[Range] = []
     num_before = 0
     for start, length in ranges:
-        begin, end = max(first - num_before, 0), min(stop - num_before, length)
-        if begin < end:
-            cut.append(Range(start + begin, end - begin))
+        if num_before < count:
+            first.append(Range(start, min(length, count - num_before)))
         num_before += length
-    assert num_before >= stop, f"a prefix of {stop} tokens of a segment that sees {num_before}"
-    return tuple(cut)
+    assert num_before >= count, f"a prefix of {count} tokens of a segment that sees {num_before}"
+    return tuple(first)

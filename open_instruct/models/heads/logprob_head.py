@@ -4,8 +4,8 @@ B rows, K kept label positions (all T of a row where none are chosen), N positio
 V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from olmo_core.distributed.utils import get_local_tensor
 from olmo_core.nn.lm_head import LMHead
-from olmo_core.nn.transformer import Transformer
 from olmo_core.utils import mark_dynamic
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -36,11 +35,16 @@ class Measure(NamedTuple):
     beside: tuple[torch.Tensor, ...] = ()
 
 
-class HeadSettings(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSettings:
     """The temperature of the logits, and the values to compute beside the loss, see `LabelLosses`.
 
     If `temperature` is a tensor, it has one value for each of the rank's own positions, (B, K).
     With `only_hidden` the head returns the hidden states that logits are computed from.
+
+    It is no tuple: FSDP casts tensors in tuples of arguments to the compute dtype.
+
+    Example: `HeadSettings(temperature=0.7, with_entropy=True)`.
     """
 
     temperature: float | torch.Tensor = 1.0
@@ -76,7 +80,6 @@ class LogprobHead(LMHead):
 
     max_logits_bytes = MAX_LOGITS_BYTES
     max_kept_bytes = MAX_KEPT_BYTES
-    settings = HeadSettings()
     # Replaces `losses_of_logits` where the model is compiled.
     compute_losses: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None = None
     tp_mesh: DeviceMesh | None = None
@@ -90,7 +93,11 @@ class LogprobHead(LMHead):
         self.tp_mesh = tp_mesh
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-        """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for."""
+        """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for.
+
+        :param kwargs: those of `LMHead`, and `settings`, a `HeadSettings`.
+        """
+        settings = kwargs.pop("settings", None) or HeadSettings()
         labels = kwargs.get("labels")
         if labels is None or kwargs.get("loss_reduction") != "none" or kwargs.get("return_logits") is not False:
             return super().forward(x, **kwargs)
@@ -103,7 +110,6 @@ class LogprobHead(LMHead):
         # Under tensor parallelism these are the rank's own positions. Every rank has equally many, so all cut them into
         # the same chunks and meet in the head's collectives.
         h_BKD, labels_BK = get_local_tensor(h_BKD), get_local_tensor(labels)
-        settings = self.settings
         if settings.only_hidden:
             return self._joined((h_BKD.flatten(0, 1),), labels_BK)
         beside: tuple[torch.Tensor, ...] = ()
@@ -208,26 +214,3 @@ def compiled_losses() -> Callable[..., Any]:
 def _scaled(logits_NV: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
     logits_NV = logits_NV.float()
     return logits_NV / temperature if isinstance(temperature, torch.Tensor) or temperature != 1.0 else logits_NV
-
-
-@contextmanager
-def head_settings(model: Transformer, settings: HeadSettings) -> Iterator[None]:
-    """A context in which the model's head has `settings`. A head that gives a score has none.
-
-    The backward pass may run after it: recomputed chunks keep the settings of their forward pass.
-    """
-    head = model.lm_head
-    if not isinstance(head, LogprobHead):
-        yield
-        return
-    head.settings = settings
-    try:
-        yield
-    finally:
-        head.settings = HeadSettings()
-
-
-def head_of(model: Transformer) -> LogprobHead:
-    head = model.lm_head
-    assert isinstance(head, LogprobHead), type(head)
-    return head
