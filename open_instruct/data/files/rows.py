@@ -108,14 +108,14 @@ class FileRows:
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
         wanted = set(indices)
         for index, (line, found) in enumerate(islice(self._read(), max(wanted, default=-1) + 1)):
-            if index not in wanted:
-                continue
-            row: RawRow | BadRow
-            try:
-                row = RawRow(file=self.name, line=line, value=self._parse(found))
-            except MalformedRow as error:
-                row = error.at(self.name, line)
-            yield row
+            if index in wanted:
+                yield self._row(line, found)
+
+    def _row(self, line: int, found: Any) -> RawRow | BadRow:
+        try:
+            return RawRow(file=self.name, line=line, value=self._parse(found))
+        except MalformedRow as error:
+            return error.at(self.name, line)
 
 
 def json_lines(path: Path, name: str) -> FileRows:
@@ -136,11 +136,12 @@ def json_list(path: Path, name: str, flag: str) -> FileRows:
     Raises:
         InputError: it is not JSON, or there is no list of rows, or more than one.
     """
+    value: Any = None
     problem = "holds no list of rows"
     try:
         value = parsed_json(path.read_bytes().removeprefix(BOM_UTF8))
     except MalformedRow as error:
-        value, problem = None, f"is {error.reason}"
+        problem = f"is {error.reason}"
     if isinstance(value, dict):
         keys = [key for key in WRAPPERS if isinstance(value.get(key), list)]
         value = value[keys[0]] if len(keys) == 1 else None
