@@ -6,13 +6,13 @@ Both spell values in the same words. Everything that is wrong is collected and r
 import difflib
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import yaml
 
 from open_instruct.config.flags import Flag, flags_of, sections_of
-from open_instruct.config.suites.other_suites import called_here
-from open_instruct.config.suites.upstream_flags import Fate, taken
+from open_instruct.config.suites.upstream_flags import Fate, read_table, taken
 from open_instruct.errors import InputError
 from open_instruct.whole_file import read_asked
 
@@ -259,3 +259,23 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     if not close and len(name) > 2:
         close = [other for other in known if name.lower() in other][:1]
     return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def called_here(name: str, known: Iterable[str], prefix: str) -> str | None:
+    """The end of `--name …`: the flag among `known` that does what the other suite's `name` does; None without a hint.
+
+    Example: of `num_generations`, `is called --num_samples_per_prompt_rollout here`.
+    """
+    table = names_of_other_suites()
+    hint = table.get(name) or table.get(".".join(name.split(".")[-2:])) or table.get(name.split(".")[-1])
+    if hint is None or isinstance(hint, str):
+        return hint
+    ours = next((flag for flag in hint if flag in known), None)
+    return None if ours is None else f"is called {prefix}{ours} here"
+
+
+@cache
+def names_of_other_suites() -> dict[str, str | list[str]]:
+    """Flags of ours, or a sentence, by the other suite's name."""
+    table = read_table("other_suites.yaml")
+    return {name: hint for names, hint in table.items() for name in names.split(", ")}

@@ -33,7 +33,8 @@ def write_config(
     The file can be given back to the parser as FILE.yaml. It is replaced in one move, so that a
     crash leaves the old one or the new one.
     """
-    lines = [f"# {line}" for line in _comment_lines(extra or {})]
+    made_with = yaml.safe_dump(dict(extra), sort_keys=False, width=1000) if extra else ""
+    lines = [f"# {line}" for line in made_with.splitlines()]
     lines += ["", yaml.safe_dump({COMMAND: command}).rstrip()] if command else []
     for section, section_class in sections_of(type(config)).items():
         title = (section_class.__doc__ or section).splitlines()[0]
@@ -41,15 +42,6 @@ def write_config(
         dumped = yaml.safe_dump(vars(getattr(config, section)), sort_keys=False, allow_unicode=False, width=1000)
         lines += ["", f"# {title}", dumped.rstrip()]
     replace_text(Path(path), "\n".join(lines).lstrip("\n") + "\n")
-
-
-def _comment_lines(extra: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    for key, value in extra.items():
-        if isinstance(value, Mapping):
-            yield f"{indent}{key}:"
-            yield from _comment_lines(value, indent + "  ")
-        else:
-            yield f"{indent}{key}: {' '.join(str(value).split())}"
 
 
 def provenance() -> dict[str, Any]:

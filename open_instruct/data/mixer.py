@@ -94,18 +94,14 @@ def select_rows(entry: MixerEntry, num_rows: int, seed: int) -> np.ndarray:
     return np.concatenate([copies, np.sort(shuffled[:num_more]).astype(np.int64)])
 
 
-class Renamed:
+class Renamed(RowSource):
     """A source with its columns renamed by the words of `--columns`, `OURS=THEIRS`: `messages=dialogue`."""
 
     def __init__(self, source: RowSource, columns: Sequence[str]) -> None:
-        self.name = source.name
-        self.fingerprint = source.fingerprint
+        super().__init__(source.name, source.fingerprint, len(source))
         self._source = source
         self._columns = dict(word.split("=", 1) for word in columns)
         self._unseen = set(self._columns.values())
-
-    def __len__(self) -> int:
-        return len(self._source)
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
         rows = self._source.rows(indices)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,12 +117,7 @@ class DataReport:
         """The report in lines of text."""
         return macro_text(REPORT, "read", self).split("\n")
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> DataReport:
-        """The inverse of `to_json`."""
-        fields = json.loads(text)
-        fields["sources"] = [tuple(source) for source in fields["sources"]]
-        return cls(**fields)
+    def of_fields(cls, fields: Mapping[str, Any]) -> DataReport:
+        """The report whose fields JSON has kept, which knows no tuples."""
+        return cls(**{**fields, "sources": [tuple(source) for source in fields["sources"]]})

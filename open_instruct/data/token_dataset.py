@@ -9,7 +9,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from open_instruct.records import Document, Span
 log = logging.getLogger(__name__)
 
 # Part of the cache key: raise it when the code makes other arrays of the same rows.
-CACHE_VERSION = 8
+CACHE_VERSION = 9
 # All metadata of a file is one JSON text: safetensors writes several entries in no fixed order, and equal arrays
 # should be equal bytes.
 _METADATA = "open_instruct"
@@ -179,7 +179,7 @@ def load_token_dataset(
     kept = _kept(path)
     if kept is None:
         arrays, report = builder.build(entries, sources, seed=seed, on_progress=on_progress)
-        write_arrays(path, arrays, {"report": report.to_json()})
+        write_arrays(path, arrays, {"report": asdict(report)})
     else:
         arrays, report = kept
     dataset = TokenDataset(documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays)
@@ -190,7 +190,7 @@ def _kept(path: Path) -> tuple[dict[str, np.ndarray], DataReport] | None:
     """The arrays in the file `path` and their report; None if it is not there, damaged or of another version."""
     try:
         arrays, metadata = read_arrays(path)
-        return arrays, replace(DataReport.from_json(metadata["report"]), from_cache=True)
+        return arrays, replace(DataReport.of_fields(metadata["report"]), from_cache=True)
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError) as error:
@@ -226,8 +226,8 @@ def cache_root(cache_dir: str | Path | None) -> Path:
     return Path(cache_dir or os.environ.get("OPEN_INSTRUCT_CACHE") or "~/.cache/open_instruct").expanduser()
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Writes beside `path` and renames, so that a reader, or a crash, never meets half a file.
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
+    """Writes beside `path` and renames, so that a reader, or a crash, never meets half a file. `metadata` is of JSON.
 
     Raises:
         InputError: the folder cannot be made or written to.
@@ -253,7 +253,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping
         partial.unlink(missing_ok=True)
 
 
-def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Arrays and metadata as written; the arrays are read-only views of the mapped file.
 
     Raises:
@@ -264,7 +264,7 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
     try:
         with safe_open(path, framework="pt") as file:  # numpy's would read all of it into memory
-            metadata: dict[str, str] = json.loads(file.metadata()[_METADATA])
+            metadata: dict[str, Any] = json.loads(file.metadata()[_METADATA])
             arrays: dict[str, np.ndarray] = {name: file.get_tensor(name).numpy() for name in file.offset_keys()}
         for array in arrays.values():
             array.flags.writeable = False

@@ -134,15 +134,12 @@ def mismatched_replies(rows: Sequence[tuple[int, int]]) -> list[int]:
     return chosen
 
 
-class _BothReplies:
+class _BothReplies(RowSource):
     """A source of preference pairs as twice as many rows: each chosen reply is desirable, each rejected one is not."""
 
     def __init__(self, pairs: RowSource) -> None:
-        self.name, self.fingerprint = pairs.name, pairs.fingerprint
+        super().__init__(pairs.name, pairs.fingerprint, 2 * len(pairs))
         self._pairs = pairs
-
-    def __len__(self) -> int:
-        return 2 * len(self._pairs)
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
         wanted = set(indices)

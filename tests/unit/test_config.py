@@ -371,7 +371,7 @@ class TestSavedConfig:
         write_config(config, path, {"versions": {"torch": "2.13.0"}, "git": "abc\ndef", "world_size": 4})
         assert parse(DPOConfig, [str(path)]) == config
         text = path.read_text()
-        assert text.startswith("# versions:\n#   torch: 2.13.0\n# git: abc def\n# world_size: 4\n")
+        assert text.startswith("# versions:\n#   torch: 2.13.0\n# git: 'abc\n# \n#   def'\n# world_size: 4\n")
         assert "\n# Optimisation\nlearning_rate: 5.0e-07\n" in text
         assert "\nmixer_list:\n- rows.jsonl\n- '1.0'\n" in text
         assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from open_instruct.config.flags import flags_of
-from open_instruct.config.parser import parse
-from open_instruct.config.suites.other_suites import names_of_other_suites
+from open_instruct.config.parser import names_of_other_suites, parse
 from open_instruct.config.suites.upstream_flags import taken
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy
 import pytest
+import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -157,7 +158,7 @@ class TestPage:
         text = page.report_page([run], max_rollouts=100)
         assert "alert(1)</script>" not in text and "<img" not in text
         parsed = _Page(text)
-        assert f"evil: {' '.join(EVIL.split())}" in parsed.words  # of config.yaml's head
+        assert yaml.safe_dump({"evil": EVIL}, width=1000).rstrip() in parsed.words  # of config.yaml's head
         assert EVIL in parsed.words  # the flag --model_name_or_path
         rows = json.loads(parsed.unpacked("text"))
         assert rows["columns"]["completion"][:3] == [f"{EVIL} answer {index}" for index in range(3)]

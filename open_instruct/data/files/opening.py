@@ -91,14 +91,13 @@ def _suffix_of(path: Path) -> str:
     return max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=path.suffix)
 
 
-class _Folder:
+class _Folder(RowSource):
     """The files of a folder, one after the other in the order of their names.
 
     Files that have a split in their name are of that split, all others of 'train'.
     """
 
     def __init__(self, path: Path, name: str, split: str, flag: str) -> None:
-        self.name = name if split == "train" else f"{name}[{split}]"
         files = [file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file()]
         files = [file for file in files if not any(part.startswith(".") for part in file.parts)]
         readable = [file for file in files if _suffix_of(file) in SUFFIXES]
@@ -110,10 +109,8 @@ class _Folder:
             raise _no_split(name, split, map(_split_of, readable), flag)
         self._sources = [_open_file(path / file, str(Path(name) / file), flag) for file in chosen]
         self._starts = [0, *accumulate(map(len, self._sources))]
-        self.fingerprint = hashlib.sha256(" ".join(each.fingerprint for each in self._sources).encode()).hexdigest()
-
-    def __len__(self) -> int:
-        return self._starts[-1]
+        fingerprint = hashlib.sha256(" ".join(each.fingerprint for each in self._sources).encode()).hexdigest()
+        super().__init__(name if split == "train" else f"{name}[{split}]", fingerprint, self._starts[-1])
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
         for source, (start, stop) in zip(self._sources, pairwise(self._starts), strict=True):
@@ -130,7 +127,7 @@ def _no_split(name: str, split: str, splits: Iterable[str], flag: str) -> InputE
     return InputError(f"{flag}_splits: {name} has no split {split!r}; it has {', '.join(sorted(set(splits)))}.")
 
 
-class _NamedRows:
+class _NamedRows(RowSource):
     """One split of what the datasets library finds under a name, or under a folder (`save_to_disk` or plain files).
 
     A name may say which configuration: `openai/gsm8k:main`.
@@ -139,7 +136,6 @@ class _NamedRows:
     def __init__(self, name: str, split: str, flag: str) -> None:
         import datasets
 
-        self.name = f"{name}[{split}]"
         path = Path(name).expanduser()
         repository, _, configuration = (str(path), "", "") if path.is_dir() else name.partition(":")
         try:
@@ -157,11 +153,8 @@ class _NamedRows:
             if split not in dataset:
                 raise _no_split(name, split, dataset, flag)
             dataset = dataset[split]
+        super().__init__(f"{name}[{split}]", str(dataset._fingerprint), len(dataset))
         self._dataset = dataset.with_format(None)
-        self.fingerprint = str(dataset._fingerprint)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
         for index, value in zip(indices, self._dataset.select(indices), strict=True):

@@ -1,4 +1,4 @@
-"""Raw rows with their places in files, the protocol of the sources that read them, and the sources of JSON.
+"""Raw rows with their places in files, the base of the sources that read them, and the sources of JSON.
 
 A source knows the number and the hash of its rows before any row is parsed, so that the mixer and the cache decide
 first. The other kinds of files have a file each in this folder.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from functools import partial
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from open_instruct.errors import InputError
 
@@ -66,20 +67,23 @@ class BadRow:
         return f"{self.file}, line {self.line}: {self.reason}"
 
 
-class RowSource(Protocol):
+class RowSource(ABC):
     """Rows of one file or one split."""
 
-    name: str
-    fingerprint: str
+    def __init__(self, name: str, fingerprint: str, num_rows: int) -> None:
+        self.name = name
+        self.fingerprint = fingerprint
+        self._num_rows = num_rows
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return self._num_rows
 
+    @abstractmethod
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
         """One item for each of `indices`, which must be ascending and distinct, in that order."""
-        ...
 
 
-class FileRows:
+class FileRows(RowSource):
     """The rows of one file, read from its start each time, so that memory holds one of them."""
 
     def __init__(
@@ -96,26 +100,22 @@ class FileRows:
         `parse` may raise MalformedRow. Without `num_rows`, all is read once to be counted.
         """
         with unpacked(path) as file:
-            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-        self.name = name
+            fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+        super().__init__(name, fingerprint, sum(1 for _ in read()) if num_rows is None else num_rows)
         self._read = read
         self._parse = parse
-        self._num_rows = sum(1 for _ in read()) if num_rows is None else num_rows
-
-    def __len__(self) -> int:
-        return self._num_rows
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
         wanted = set(indices)
         for index, (line, found) in enumerate(islice(self._read(), max(wanted, default=-1) + 1)):
-            if index not in wanted:
-                continue
-            row: RawRow | BadRow
-            try:
-                row = RawRow(file=self.name, line=line, value=self._parse(found))
-            except MalformedRow as error:
-                row = error.at(self.name, line)
-            yield row
+            if index in wanted:
+                yield self._row(line, found)
+
+    def _row(self, line: int, found: Any) -> RawRow | BadRow:
+        try:
+            return RawRow(file=self.name, line=line, value=self._parse(found))
+        except MalformedRow as error:
+            return error.at(self.name, line)
 
 
 def json_lines(path: Path, name: str) -> FileRows:
@@ -136,11 +136,12 @@ def json_list(path: Path, name: str, flag: str) -> FileRows:
     Raises:
         InputError: it is not JSON, or there is no list of rows, or more than one.
     """
+    value: Any = None
     problem = "holds no list of rows"
     try:
         value = parsed_json(path.read_bytes().removeprefix(BOM_UTF8))
     except MalformedRow as error:
-        value, problem = None, f"is {error.reason}"
+        problem = f"is {error.reason}"
     if isinstance(value, dict):
         keys = [key for key in WRAPPERS if isinstance(value.get(key), list)]
         value = value[keys[0]] if len(keys) == 1 else None
