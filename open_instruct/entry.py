@@ -36,7 +36,7 @@ from open_instruct.errors import (
 )
 from open_instruct.hub.upload import open_repository, upload
 from open_instruct.parallel import peers
-from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks, world_of
+from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
 from open_instruct.report.closing import print_results
@@ -146,10 +146,9 @@ def _check_nodes(parallel: ParallelSection) -> int | None:
     if not isinstance(parallel, RanksSection):
         return None
     num_ranks = num_to_start(parallel.num_processes, os.environ)
-    environ = world_of(num_ranks) if num_ranks else os.environ
     # Nodes of unequal size cannot be told from one process's environment; they are checked once the ranks have met.
     with suppress(UnequalNodesError):
-        layout_of(parallel, node_sizes_from_environment(environ))
+        layout_of(parallel, (num_ranks,) if num_ranks else node_sizes_from_environment(os.environ))
     return num_ranks
 
 

@@ -39,11 +39,6 @@ def threads_of_each(num_processes: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))}
 
 
-def world_of(num_ranks: int) -> dict[str, str]:
-    """The environment variables that every one of the ranks will have in common."""
-    return {"WORLD_SIZE": f"{num_ranks}", "LOCAL_WORLD_SIZE": f"{num_ranks}", "GROUP_WORLD_SIZE": "1"}
-
-
 def start_ranks(script: Path, words: Sequence[str], num_ranks: int, *, typed: str) -> tuple[int, str]:
     """Run `script` with `words` on so many ranks, to their end; the exit code, and an error that no rank reported.
 

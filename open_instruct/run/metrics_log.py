@@ -1,25 +1,21 @@
 """One row of metrics a step: to `metrics.jsonl`, in one line for people, and to the trackers of `--report_to`."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sections import LoggingSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.metric_table import followed
 from open_instruct.run.alarms import GrowthWatch, SlownessWatch, phrase_of
+from open_instruct.run.opened import Run
 from open_instruct.run.run_directory import rows_of
 from open_instruct.whole_file import replace_text
-
-if TYPE_CHECKING:
-    from open_instruct.run.opened import Run
 
 log = logging.getLogger(__name__)
 

@@ -111,7 +111,7 @@ WITHOUT_TORCH = [
         "cli.py",
         "parallel/layout.py",
     ),
-    *("run/first_look.py", "parallel/processes.py", "parallel/training_state.py"),
+    *("run/first_look.py", "parallel/processes.py"),
     *(
         f"learner/deepspeed/{name}.py"
         for name in ("settings", "planned", "planned_zero", "versions", "record", "grpo_flags")

@@ -9,7 +9,6 @@ from open_instruct.learner import reference_cache  # noqa: F401
 from open_instruct.learner.rows import sample_loader  # noqa: F401
 from open_instruct.losses import preference  # noqa: F401
 from open_instruct.objectives import distill, dpo, kto, reward_model, sft  # noqa: F401
-from open_instruct.parallel import training_state  # noqa: F401
 from open_instruct.run import metrics_log, opened  # noqa: F401
 from tests.ranks.jobs import (  # noqa: F401
     checkpoints,

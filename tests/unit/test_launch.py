@@ -2,13 +2,13 @@
 
 import pytest
 
+from open_instruct import entry
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import RanksSection
 from open_instruct.errors import InputError
 from open_instruct.parallel import launch
-from open_instruct.parallel.launch import idle_gpus, num_to_start, refuse_other_number, world_of
-from open_instruct.parallel.node_sizes import node_sizes_from_environment
+from open_instruct.parallel.launch import idle_gpus, num_to_start, refuse_other_number
 
 REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
 
@@ -32,8 +32,11 @@ def test_who_starts_ranks(
     assert num_to_start(asked, environ) == number
 
 
-def test_the_layout_is_checked_for_the_ranks_that_will_be() -> None:
-    assert node_sizes_from_environment(world_of(6)) == (6,)
+def test_the_layout_is_checked_for_the_ranks_that_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert entry._check_nodes(RanksSection(num_processes="6", fsdp_shard_degree=3)) == 6
+    with pytest.raises(InputError, match="--fsdp_shard_degree 4 does not divide 6 learner GPUs"):
+        entry._check_nodes(RanksSection(num_processes="6", fsdp_shard_degree=4))
 
 
 @pytest.mark.parametrize("asked", ["0", "-1", "many", "1.5", "1025"])

@@ -16,9 +16,9 @@ from typing import Any
 from open_instruct.config.sections import ParallelSection
 from open_instruct.learner.deepspeed.settings import zpg_of
 from open_instruct.models.hf.names import is_of_adapter
-from open_instruct.parallel.training_state import ADAMW_MOMENTS, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
 from open_instruct.planning.memory.forward_backward import GATHERED, GRADIENTS, REDUCED, TEMPORARIES, Moment, Passes
 from open_instruct.planning.memory.phases import BUFFERS, OPTIMIZER, PARAMETERS, Moments
+from open_instruct.planning.memory.state import ADAMW_MOMENTS, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
 from open_instruct.planning.subject.model import ModelShape, ParameterShape, Unit
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Collective, Exchange, exchange_in

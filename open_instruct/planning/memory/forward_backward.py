@@ -22,10 +22,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
-from open_instruct.parallel.training_state import MASTER_BYTES
 from open_instruct.planning.memory.activations import FLOAT32, Pass, pass_of, profile_of
 from open_instruct.planning.memory.autograd_sizes import Profile
-from open_instruct.planning.memory.state import gathered_params, local_size, tensor_local_shape
+from open_instruct.planning.memory.state import MASTER_BYTES, gathered_params, local_size, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.shard_layout import ShardLayout

@@ -17,11 +17,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from open_instruct.parallel.training_state import MASTER_BYTES
 from open_instruct.planning.memory.activations import FLOAT32
 from open_instruct.planning.memory.forward_backward import GRADIENTS, SCRATCH, TEMPORARIES, Moment, Passes
 from open_instruct.planning.memory.scratch import BLOCK_BYTES, CUBLAS_BYTES, library_bytes
-from open_instruct.planning.memory.state import local_size, num_moments, state_bytes, uses_muon
+from open_instruct.planning.memory.state import MASTER_BYTES, local_size, num_moments, state_bytes, uses_muon
 from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Scoring, Workload

@@ -17,12 +17,14 @@ Sources, in PyTorch 2.13 and OLMo-core 3.0:
 from math import ceil, prod
 from typing import NamedTuple
 
-from open_instruct.parallel.training_state import ADAMW_MOMENTS, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.shard_layout import ShardLayout
 
+# Also where the forward pass is in bfloat16.
+MASTER_BYTES = GRADIENT_BYTES = MOMENT_BYTES = 4
 STEP_BYTES = 4
+ADAMW_MOMENTS = 2
 MUON_MOMENTS = 1
 
 

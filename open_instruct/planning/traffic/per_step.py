@@ -10,16 +10,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from open_instruct.planning.memory.activations import FLOAT32
-from open_instruct.planning.memory.state import gathered_params, local_size
+from open_instruct.planning.memory.state import gathered_params, local_size, uses_muon
 from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.planning.traffic.collectives import Axis, Exchange, exchange_in
 from open_instruct.planning.traffic.model_parallel import activation_exchanges
-from open_instruct.planning.traffic.muon import muon_exchanges
 from open_instruct.shard_layout import ShardLayout
 
 # `parallel_configs`: gradients are reduced in float32 whatever they are computed in.
 REDUCE_BYTES = NORM_BYTES = 4
+# Muon orthogonalises in bfloat16.
+MUON_BYTES = 2
 
 # Ways of the weights to the engines that use the network.
 SENT_BY = ("nccl", "gloo")
@@ -77,7 +78,26 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
         if degree > 1:
             num_bytes = NORM_BYTES * sum(each.is_trained for each in shape.parameters)
             yield exchange_in(layout, axis, "norm of the gradient", "all_reduce", num_bytes, num_updates)
-    yield from muon_exchanges(shape, layout, workload)
+    yield from _muon(shape, layout, workload)
+
+
+def _muon(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
+    """Exchanges by which one rank gets the whole momentum of a matrix to orthogonalise it, in all updates of a step.
+
+    Source: `learner/optim/muon.py`. The ranks that hold one copy of the matrices take as many at a time as they are,
+    the largest first, and give each rank one of them, in bfloat16; then it gives them their parts back. Replicas do the
+    same beside them. With tensor parallelism calls are of the group of all ranks, where other copies are sent nothing.
+    """
+    matrices = [each for each in shape.parameters if uses_muon(each, workload)]
+    matrices.sort(key=lambda matrix: -matrix.num_params)
+    num_owners, calls = layout.shard_group_size * layout.tensor_parallel_degree, Counter[int]()
+    for first in range(0, len(matrices), num_owners):
+        given = sum(local_size(each, layout).own for each in matrices[first : first + num_owners])
+        calls.update([given, matrices[first].num_params])
+    axis: Axis = "all" if layout.tensor_parallel_degree > 1 else "shard"
+    what, times = "momenta of Muon, orthogonalised", workload.num_updates
+    for size, count in calls.items():
+        yield exchange_in(layout, axis, what, "all_to_all", MUON_BYTES * size, times * count, num_owners)
 
 
 def _gathers(layout: ShardLayout, workload: Workload, unit: Unit, num_times: int) -> Iterator[Exchange]:
