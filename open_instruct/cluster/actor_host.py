@@ -1,4 +1,4 @@
-"""The process of a learner: it sets its environment, then constructs the learner, then calls its methods."""
+"""The process of a learner or an engine: it sets its environment, then constructs that, then calls its methods."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from open_instruct.parallel.peers import doing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """The process of a learner and its place: `gpu_ids` are given by Ray, `num_cores` counts those of its machine."""
+    """A process and its place: `gpu_ids` are given by Ray, `num_cores` counts those of its machine."""
 
     pid: int
     node_id: str
@@ -20,11 +20,15 @@ class HostFacts:
     num_cores: int
 
 
-class LearnerHost:
-    """The Ray actor of a learner. Ray runs its methods one after the other, in the order of the driver's calls."""
+class ActorHost:
+    """The Ray actor of a learner or an engine.
+
+    Ray runs the methods of a learner's one after the other, in the order of the driver's calls, those of an engine's
+    side by side.
+    """
 
     def __init__(self) -> None:
-        self._learner: Any = None
+        self._held: Any = None
 
     def facts(self) -> HostFacts:
         import ray
@@ -38,21 +42,22 @@ class LearnerHost:
             num_cores=os.cpu_count() or 1,
         )
 
-    def set_environment(self, environment: Mapping[str, str]) -> None:
-        """Set environment variables.
+    def set_environment(self, name: str, environment: Mapping[str, str], *, meeting_address: str) -> None:
+        """Go by a name in the logs, and set environment variables.
 
-        This comes in a call before `construct`, since Ray imports the learner's class, and so torch, before it enters
-        that method.
+        This comes in a call before `construct`, since Ray imports the class, and so torch, before it enters that
+        method.
         """
-        go_by(f"learner-{environment['RANK']}")
-        take_environment(environment, meeting_address=environment["MASTER_ADDR"])
+        go_by(name)
+        take_environment(environment, meeting_address=meeting_address)
 
-    def construct(self, learner_class: type, arguments: Mapping[str, Any]) -> None:
-        self._learner = learner_class(**arguments)
+    def construct(self, what: type, arguments: Mapping[str, Any], environment_set: None = None) -> None:
+        """Construct the learner or the engine; where calls run side by side, `environment_set` has this one wait."""
+        self._held = what(**arguments)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         doing(f"busy with {method}")
         try:
-            return getattr(self._learner, method)(*args, **kwargs)
+            return getattr(self._held, method)(*args, **kwargs)
         finally:
             doing("waiting for the driver")
