@@ -30,7 +30,8 @@ main(socket.socket(fileno=0), answers_with=sys.argv[2])
 START_TIMEOUT_S = 60.0
 MAX_OUTPUT_BYTES = 1 << 20
 PIECE_BYTES = 1 << 16
-# All that a program sees of an environment, but for LD_LIBRARY_PATH: libraries of numbers are to start no threads.
+# All that a program sees of an environment, but for LD_LIBRARY_PATH and a variable of the package: libraries of numbers
+# are to start no threads.
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
