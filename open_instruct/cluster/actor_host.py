@@ -1,11 +1,13 @@
 """The process of a learner or an engine: it sets its environment, then constructs that, then calls its methods."""
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from open_instruct.cluster.process_environment import go_by, take_environment
+from open_instruct.cluster.process_environment import take_environment
+from open_instruct.cluster.watchdog import ACTOR_NAME
 from open_instruct.parallel.peers import doing
 
 
@@ -43,12 +45,13 @@ class ActorHost:
         )
 
     def set_environment(self, name: str, environment: Mapping[str, str], *, meeting_address: str) -> None:
-        """Go by a name in the logs, and set environment variables.
+        """Set environment variables, and write `name` into the log, which is kept under it, such as "learner-0".
 
         This comes in a call before `construct`, since Ray imports the class, and so torch, before it enters that
         method.
         """
-        go_by(name)
+        for stream in (sys.stdout, sys.stderr):
+            print(f"{ACTOR_NAME}{name}", file=stream, flush=True)
         take_environment(environment, meeting_address=meeting_address)
 
     def construct(self, what: type, arguments: Mapping[str, Any], environment_set: None = None) -> None:
