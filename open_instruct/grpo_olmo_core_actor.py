@@ -82,16 +82,17 @@ def train(
     from open_instruct.rollout.callbacks import Listener
     from open_instruct.rollout.checked_run import open_rollout_run
     from open_instruct.rollout.driver import Driver
+    from open_instruct.rollout.finished import export_finished
     from open_instruct.rollout.fleet import start_fleet
 
     listening = [Listener(*each) for each in (callbacks or {}).items()]
     if config.fleet.ray_address is None:
         refuse_imported_ray()
-    with (
-        open_rollout_run(config) as run,
-        start_fleet(learner_class or PolicyTrainerOLMoCoreProcess, run) as fleet,
-    ):
-        return Driver(replace(run, trackers=(*run.trackers, *listening)), fleet).fit()
+    with open_rollout_run(config) as run:
+        if export_finished(run):
+            return 0
+        with start_fleet(learner_class or PolicyTrainerOLMoCoreProcess, run) as fleet:
+            return Driver(replace(run, trackers=(*run.trackers, *listening)), fleet).fit()
 
 
 class PolicyTrainerOLMoCoreProcess:

@@ -74,12 +74,15 @@ class EngineProcess:
 
 def serve(connection: Connection, settings: EngineSettings) -> None:
     """What the engine's process runs, until the other end closes."""
-    from open_instruct.engines.engine_host import EngineHost
+    from open_instruct.cluster.actor_host import ActorHost
     from open_instruct.engines.vllm_core import engine_environment
 
-    host = EngineHost()
+    host = ActorHost()
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", **engine_environment(on_cuda=False)}
-    host.construct(0, environment, settings, meeting_address="127.0.0.1")
+    host.set_environment("engine-0", environment, meeting_address="127.0.0.1")
+    from open_instruct.engines.engine import Engine
+
+    host.construct(Engine, {"settings": settings})
     connection.send((None, None))
     while True:
         try:

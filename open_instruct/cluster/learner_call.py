@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from open_instruct.cluster.learner_host import HostFacts
+from open_instruct.cluster.actor_host import HostFacts
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel import peers
 from open_instruct.parallel.peers import LOST_PEER_WORDS, Signs

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from open_instruct.cluster.actor_host import ActorHost, HostFacts
 from open_instruct.cluster.learner_call import LearnerCall
-from open_instruct.cluster.learner_host import HostFacts, LearnerHost
 from open_instruct.cluster.placement import Placement, Say
 from open_instruct.parallel.listening import listen_at
 from open_instruct.parallel.peers import STORE_OF_LAUNCHER, Signs
@@ -113,7 +113,7 @@ class LearnerGroup(Generic[L]):
         import ray
 
         # Ray knows an actor by the name of its class.
-        host: Any = ray.remote(type(self._learner_class.__name__, (LearnerHost,), {}))
+        host: Any = ray.remote(type(self._learner_class.__name__, (ActorHost,), {}))
         ranks = range(len(self))
         self._actors = [host.options(**self._placement.learner_options(rank)).remote() for rank in ranks]
         self._signs: Signs | None = None
@@ -124,7 +124,8 @@ class LearnerGroup(Generic[L]):
         self._signs = Signs(self._store, ranks)
         refs: list[ObjectRef] = []
         for rank, actor in enumerate(self._actors):
-            actor.set_environment.remote({**self._environment_of(rank), **self._environment})
+            environment = {**self._environment_of(rank), **self._environment}
+            actor.set_environment.remote(f"learner-{rank}", environment, meeting_address=self._meeting_address)
             refs.append(actor.construct.remote(self._learner_class, self._arguments))
         self._construction = self._watching(f"construction of {self._learner_class.__name__}", refs)
 

@@ -2,11 +2,9 @@
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 
 from open_instruct.cluster.addresses import address_towards, interface_of
-from open_instruct.cluster.watchdog import ACTOR_NAME
 from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
@@ -47,12 +45,6 @@ def take_environment(environment: Mapping[str, str], *, meeting_address: str) ->
     for name, value in {**_interfaces(meeting_address), **environment}.items():
         if name not in KEPT or not {name, SAME_AS.get(name, name)} & os.environ.keys():
             os.environ[name] = value
-
-
-def go_by(name: str) -> None:
-    """Write the name of this worker, such as "learner-0", into its log, which is kept under that name."""
-    for stream in (sys.stdout, sys.stderr):
-        print(f"{ACTOR_NAME}{name}", file=stream, flush=True)
 
 
 def _interfaces(meeting_address: str) -> dict[str, str]:

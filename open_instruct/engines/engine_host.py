@@ -1,44 +1,16 @@
-"""An engine in a Ray actor, and the driver's handle on it."""
+"""The driver's handle on an engine in a Ray actor."""
 
-from __future__ import annotations
-
-import os
-import tempfile
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from open_instruct.cluster.actor_host import ActorHost
 from open_instruct.cluster.learner_call import reason_of_loss
 from open_instruct.cluster.placement import Placement
-from open_instruct.cluster.process_environment import go_by, take_environment
-from open_instruct.cluster.watchdog import FOLDER_VARIABLE
+from open_instruct.engines.engine import Engine, EngineMethod, P, R
 from open_instruct.engines.requests import EngineSettings
 from open_instruct.errors import InputError, RunError
 
-if TYPE_CHECKING:
-    from open_instruct.engines.engine import EngineMethod, P, R
-
 MAX_CONCURRENCY = 32  # calls that wait for completions must not keep others out
-
-
-class EngineHost:
-    """The Ray actor of an engine. It sets its environment before vLLM is imported."""
-
-    def __init__(self) -> None:
-        self._engine: Any = None
-
-    def construct(
-        self, index: int, environment: Mapping[str, str], settings: EngineSettings, meeting_address: str
-    ) -> None:
-        go_by(f"engine-{index}")
-        take_environment(environment, meeting_address=meeting_address)
-        if folder := os.environ.get(FOLDER_VARIABLE):
-            tempfile.tempdir = os.environ["TMPDIR"] = folder  # vLLM leaves files there when it is killed
-        from open_instruct.engines.engine import Engine
-
-        self._engine = Engine(settings)
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._engine, method)(*args, **kwargs)
 
 
 class RayEngine:
@@ -50,10 +22,12 @@ class RayEngine:
         import ray
 
         self.index = index
-        host: Any = ray.remote(type("VLLMEngine", (EngineHost,), {}))
+        host: Any = ray.remote(type("VLLMEngine", (ActorHost,), {}))
         self._actor = host.options(**placement.engine_options(index), max_concurrency=MAX_CONCURRENCY).remote()
-        meeting_address = placement.whereabouts().meeting_address()
-        self._construction = self._actor.construct.remote(index, dict(environment), settings, meeting_address)
+        environment_set = self._actor.set_environment.remote(
+            f"engine-{index}", dict(environment), meeting_address=placement.whereabouts().meeting_address()
+        )
+        self._construction = self._actor.construct.remote(Engine, {"settings": settings}, environment_set)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when the engine is constructed.

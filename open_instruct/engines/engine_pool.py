@@ -232,10 +232,8 @@ class EnginePool:
                 if answers.seconds_in_step > self._timeout_s:
                     raise RunError(f"engine {index} has been in one step for {answers.seconds_in_step:.0f} s")
                 self._take(member, answers)
-            except RunError as error:
-                is_there = self._restarted(index, error)
             except Exception as error:
-                is_there = self._restarted(index, _unexpected(error, f"engine {index} could not be asked"))
+                is_there = self._restarted(index, _failure(error, f"engine {index} could not be asked"))
 
     def _take(self, member: _Member, answers: EngineAnswers) -> None:
         with self._lock:
@@ -285,11 +283,8 @@ class EnginePool:
                     handle.kill()
                     return False
             self._on_restart(index)
-        except RunError as again:
-            log.warning("engine %d could not be started again: %s", index, again)
-            return self._restarted(index, again)
         except Exception as again:
-            return self._restarted(index, _unexpected(again, f"engine {index} could not be started again"))
+            return self._restarted(index, _failure(again, f"engine {index} could not be started again"))
         with self._lock:
             member.is_alive = True
             waiting = self._homeless
@@ -315,7 +310,9 @@ def _end(handle: RayEngine) -> None:
     handle.kill()
 
 
-def _unexpected(error: Exception, what_failed: str) -> RunError:
-    """A RunError in place of an unexpected error, whose traceback goes to the log."""
+def _failure(error: Exception, what_failed: str) -> RunError:
+    """The error itself; a RunError in place of an unexpected one, whose traceback goes to the log."""
+    if isinstance(error, RunError):
+        return error
     log.exception(what_failed)
     return RunError(f"{what_failed}: {error}")

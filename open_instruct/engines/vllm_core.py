@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import floor
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
+from open_instruct.cluster.watchdog import FOLDER_VARIABLE
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
 from open_instruct.errors import InputError
@@ -94,6 +97,8 @@ class VLLMCore:
     """
 
     def __init__(self, settings: EngineSettings, *, weight_receiver: str | None = None) -> None:
+        if folder := os.environ.get(FOLDER_VARIABLE):
+            tempfile.tempdir = os.environ["TMPDIR"] = folder  # vLLM leaves files there when it is killed
         import torch
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext

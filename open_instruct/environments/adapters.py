@@ -34,16 +34,12 @@ NOT_TOOLS = ("reset", "close", "reward")
 
 
 def make_environment(factory: Factory, row: Mapping[str, Any]) -> Environment:
-    """The environment of one episode: the factory is called with the columns of the row that it takes."""
-    return as_environment(factory(**taken(factory, row)), row)
-
-
-def as_environment(made: Any, row: Mapping[str, Any]) -> Environment:
-    """The environment that a factory has made for a row, whichever of the three kinds it is.
+    """The environment of one episode: the factory is called with the columns of the row that it takes.
 
     Raises:
-        TypeError: it is none of them.
+        TypeError: it makes none of the three kinds.
     """
+    made = factory(**taken(factory, row))
     if callable(getattr(made, "start", None)) and callable(getattr(made, "step", None)):
         environment: Environment = made
         return environment

@@ -100,7 +100,7 @@ class Conversations:
         talk = Conversation(
             self._template, messages, opening.tools, prompt_token_ids=None if is_own else prompt.token_ids
         )
-        walked.begin(talk, messages, is_own=is_own)
+        walked.begin(talk.token_ids, messages, is_own=is_own)
         if len(talk.token_ids) > self._max_prompt_tokens:
             raise ValueError(
                 f"the environment's first prompt has {len(talk.token_ids)} tokens: raise --max_prompt_token_length "
@@ -111,7 +111,8 @@ class Conversations:
         for turn in range(max_turns):
             asked = walked.request(turn, turn_length=flags.turn_length)
             reply = await asyncio.wrap_future(self._pool.submit(asked, walked.home))
-            text = walked.add_reply(reply)
+            text = talk.reply(reply.token_ids)
+            walked.add_reply(reply, text)
             if walked.num_left <= 0 and reply.is_truncated:
                 return "length"
             try:
@@ -125,7 +126,8 @@ class Conversations:
                 return "done"
             if turn + 1 == max_turns:
                 return "max_turns"
-            if not walked.bridge(answer.messages):
+            talk.answer(answer.messages)
+            if walked.num_left <= 0:
                 return "length"
         raise AssertionError("a last turn returns")
 
@@ -140,7 +142,7 @@ class _Walked:
     asked: GenerationRequest
     adds_rewards: bool
     home: Home = field(default_factory=Home)
-    talk: Conversation | None = None
+    token_ids: list[int] = field(default_factory=list)  # of all turns so far; the conversation adds to them
     num_prompt: int = 0
     own_prompt: tuple[int, ...] = ()
     replies: list[Completion] = field(default_factory=list)
@@ -148,39 +150,34 @@ class _Walked:
     turns: list[Mapping[str, str]] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
 
-    def begin(self, talk: Conversation, messages: Sequence[Mapping[str, Any]], *, is_own: bool) -> None:
-        self.talk = talk
-        self.num_prompt = len(talk.token_ids)
-        self.own_prompt = tuple(talk.token_ids) if is_own else ()
+    def begin(self, token_ids: list[int], messages: Sequence[Mapping[str, Any]], *, is_own: bool) -> None:
+        self.token_ids = token_ids
+        self.num_prompt = len(token_ids)
+        self.own_prompt = tuple(token_ids) if is_own else ()
         self.turns += [{"role": message["role"], "content": message["content"]} for message in messages]
 
     @property
     def num_left(self) -> int:
         """Tokens that may still follow."""
-        assert self.talk is not None
-        return self.asked.sampling.max_tokens - (len(self.talk.token_ids) - self.num_prompt)
+        return self.asked.sampling.max_tokens - (len(self.token_ids) - self.num_prompt)
 
     def request(self, turn: int, *, turn_length: int | None) -> GenerationRequest:
         """The request of a turn; that of turn 0 is the episode's own, so that one turn is what it is without any."""
-        assert self.talk is not None
         asked = self.asked
         max_tokens = min(self.num_left, turn_length or self.num_left)
         return replace(
             asked,
             request_id=asked.request_id if turn == 0 else f"{asked.request_id}/{turn}",
-            prompt_token_ids=tuple(self.talk.token_ids),
+            prompt_token_ids=tuple(self.token_ids),
             seed=asked.seed if turn == 0 else sampling_seed(asked.seed, turn),
             sampling=replace(asked.sampling, max_tokens=max_tokens),
         )
 
-    def add_reply(self, reply: Completion) -> str:
-        assert self.talk is not None
-        start = len(self.talk.token_ids) - self.num_prompt
-        text = self.talk.reply(reply.token_ids)
+    def add_reply(self, reply: Completion, text: str) -> None:
+        stop = len(self.token_ids) - self.num_prompt
         self.replies.append(reply)
-        self.spans.append(Span(start=start, stop=start + len(reply.token_ids)))
+        self.spans.append(Span(start=stop - len(reply.token_ids), stop=stop))
         self.turns.append({"role": "assistant", "content": text})
-        return text
 
     def add_answer(self, messages: Sequence[ChatMessage], rewards: Mapping[str, float]) -> None:
         self.turns += [{"role": message["role"], "content": message["content"]} for message in messages]
@@ -188,18 +185,11 @@ class _Walked:
             before = self.rewards.get(name, 0.0) if self.adds_rewards else 0.0
             self.rewards[name] = before + float(reward)
 
-    def bridge(self, messages: Sequence[ChatMessage]) -> bool:
-        """Add what answers the last reply. Returns whether there is room for another one."""
-        assert self.talk is not None
-        self.talk.answer(messages)
-        return self.num_left > 0
-
     def completion(self, status: EpisodeStatus, problem: str) -> Completion:
         """All of it as one completion, which ends with its last reply."""
         num_tokens = self.spans[-1].stop if self.spans else 0
-        tokens = () if self.talk is None else self.talk.token_ids[self.num_prompt : self.num_prompt + num_tokens]
         return Completion(
-            token_ids=tuple(tokens),
+            token_ids=tuple(self.token_ids[self.num_prompt : self.num_prompt + num_tokens]),
             logprobs=tuple(value for reply in self.replies for value in reply.logprobs),
             versions=tuple(version for reply in self.replies for version in reply.versions),
             text=self.replies[-1].text if self.replies else "",

@@ -18,7 +18,6 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -51,9 +50,7 @@ class Conductor:
     def __init__(self, prompts: PromptStream, episodes: Episodes, *, config: GRPOConfig) -> None:
         self._prompts = prompts
         self._episodes = episodes
-        self._config = config.rollout
-        self._num_steps = config.num_steps
-        self._requests_of = partial(requests_of, config=config)
+        self._config = config
         self._version = 0
         self._num_accepted = 0  # of the step at hand
         self._outstanding: deque[AskedGroup] = deque()  # in ticket order
@@ -84,10 +81,10 @@ class Conductor:
         assert step == self._version + 1, f"step {step} is asked for with the weights of version {self._version}"
         groups: list[RolloutGroup] = []
         rejected: list[RolloutGroup] = []
-        size = self._config.num_unique_prompts_rollout
+        size = self._config.rollout.num_unique_prompts_rollout
         while len(groups) < size:
             group = self._next_group(timeout_s)
-            if is_rejected(group, self._config):
+            if is_rejected(group, self._config.rollout):
                 rejected.append(group)
                 if len(rejected) == size:
                     refuse_failed_verdicts((*groups, *rejected))
@@ -101,7 +98,7 @@ class Conductor:
         batch = RolloutStepBatch(
             groups=tuple(groups), rejected=tuple(rejected), num_given_up=self._give_up_before(step + 1)
         )
-        for row_id in solved_rows(batch, self._config):
+        for row_id in solved_rows(batch, self._config.rollout):
             self._prompts.exclude(row_id)
         return batch
 
@@ -152,14 +149,15 @@ class Conductor:
 
     def _ask_further(self) -> None:
         """Draw tickets until groups in flight and accepted groups fill all batches that may be out at once."""
-        num_batches = min(self._config.async_steps + 1, self._num_steps - self._version)
-        size = num_batches * self._config.num_unique_prompts_rollout
-        size += self._config.num_spare_prompts if num_batches else 0
+        num_batches = min(self._config.rollout.async_steps + 1, self._config.num_steps - self._version)
+        size = num_batches * self._config.rollout.num_unique_prompts_rollout
+        size += self._config.rollout.num_spare_prompts if num_batches else 0
         while len(self._outstanding) + self._num_accepted < size:
             self._ask(*self._prompts.next())
 
     def _ask(self, ticket: int, prompt: Prompt) -> None:
-        group = self._episodes.ask(ticket, prompt, self._requests_of(ticket, prompt), version=self._version)
+        requests = requests_of(ticket, prompt, config=self._config)
+        group = self._episodes.ask(ticket, prompt, requests, version=self._version)
         with self._changed:
             self._outstanding.append(group)
         for answer in group.answers:
@@ -168,7 +166,7 @@ class Conductor:
     def _next_group(self, timeout_s: float) -> RolloutGroup:
         """The first group in ticket order that is complete, past as many others as there are spare prompts."""
         with self._changed:
-            near = list(islice(self._outstanding, 1 + self._config.num_spare_prompts))
+            near = list(islice(self._outstanding, 1 + self._config.rollout.num_spare_prompts))
             while self._failure is None and all(group.num_missing for group in near):
                 # Every verdict resets the clock, which runs only while nothing arrives.
                 if not self._changed.wait(timeout_s):
@@ -182,8 +180,8 @@ class Conductor:
     def _give_up_before(self, step: int) -> int:
         """Give up groups that are too old to be learned from in `step`: spare ones. Returns how many there were."""
         with self._changed:
-            is_over = step > self._num_steps
-            oldest = step - 1 - self._config.async_steps  # the weights with which such a group was asked
+            is_over = step > self._config.num_steps
+            oldest = step - 1 - self._config.rollout.async_steps  # the weights with which such a group was asked
             late = [group for group in self._outstanding if is_over or group.version < oldest]
             for group in late:
                 self._outstanding.remove(group)

@@ -30,7 +30,8 @@ main(socket.socket(fileno=0), answers_with=sys.argv[2])
 START_TIMEOUT_S = 60.0
 MAX_OUTPUT_BYTES = 1 << 20
 PIECE_BYTES = 1 << 16
-# All that a program sees of an environment, but for LD_LIBRARY_PATH: libraries of numbers are to start no threads.
+# All that a program sees of an environment, but for LD_LIBRARY_PATH and a variable of the package: libraries of numbers
+# are to start no threads.
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -133,19 +134,17 @@ class Forks:
         life, end = socket.socketpair()
         with self._lock, work, end:
             if self._server is None or self._server.poll() is not None:
-                self._start()
-            server = self._server
-            assert server is not None
+                self._server = self._started()
             socket.send_fds(self._control, [b"+"], [work.fileno(), end.fileno()])
-        return connection, life, server
+            return connection, life, self._server
 
-    def _start(self) -> None:
+    def _started(self) -> "Popen[bytes]":
         self._control, theirs = socket.socketpair()
         # Neither imports anything from the working folder, and a program nothing from PYTHONPATH either.
         isolation = "-P" if self._answers_with else "-I"
         command = [sys.executable, isolation, "-X", "utf8", "-c", START, PACKAGE, self._answers_with]
         with theirs:
-            self._server = Popen(
+            server = Popen(
                 command,
                 stdin=theirs.fileno(),
                 stdout=DEVNULL,
@@ -156,6 +155,7 @@ class Forks:
         self._control.settimeout(START_TIMEOUT_S)
         if self._control.recv(1) != b"+":
             raise RunError("what programs and verifiers run in did not start; docs/security.md says what it needs")
+        return server
 
     def close(self) -> None:
         """End it, and all others."""

@@ -122,11 +122,13 @@ def _live(work: int, walls: Walls | None, server: int, answers_with: str) -> NoR
         connection = socket.socket(fileno=work)
         requests = connection.makefile()
         settings = json.loads(requests.readline())
-        with tempfile.TemporaryFile() as stdin:  # a file, so that all ways of reading it work
-            stdin.write(settings.get("stdin", "").encode())
-            stdin.seek(0)
-            os.dup2(stdin.fileno(), 0)
-        if walls is not None:
+        if walls is None:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        else:
+            with tempfile.TemporaryFile() as stdin:  # a file, so that all ways of reading it work
+                stdin.write(settings["stdin"].encode())
+                stdin.seek(0)
+                os.dup2(stdin.fileno(), 0)
             os.dup2(work, 1)
             os.dup2(work if settings["stderr"] else 2, 2)
             walls.put_up(cpu_s=settings["cpu_s"])

@@ -69,7 +69,6 @@ class VerifierPool:
         paths = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
         self._environment = {**os.environ, **threads_of_each(flags.num_verifier_processes), "PYTHONPATH": paths}
         self._flags = flags
-        self._timeout_s = flags.verifier_timeout_s
         self._start_timeout_s = max(verifier.start_timeout_s for verifier in self.verifiers.values())
         self._say = say
         self._said: set[str] = set()
@@ -77,8 +76,7 @@ class VerifierPool:
         self._lock = threading.Lock()  # of both
         # A place is a worker, or None until somebody needs one.
         self._places: queue.Queue[_Worker | None] = queue.Queue()
-        self._num_places = flags.num_verifier_processes
-        for _ in range(self._num_places):
+        for _ in range(flags.num_verifier_processes):
             self._places.put(None)
 
     def scores(self, check: Check, prompt: str, completions: Sequence[Completion]) -> list[Outcome]:
@@ -121,7 +119,7 @@ class VerifierPool:
         worker = self._places.get()
         try:
             worker = worker or _Worker(self._flags, self._environment, start_timeout_s=self._start_timeout_s)
-            time_s = self._paces[name].time_s(self._timeout_s)
+            time_s = self._paces[name].time_s(self._flags.verifier_timeout_s)
             began_s = time.monotonic()
             answer = worker.ask({"verifier": name, **asked}, timeout_s=time_s)
             took_s = time.monotonic() - began_s
@@ -137,7 +135,7 @@ class VerifierPool:
         return answer
 
     def _say_if_late(self, name: str) -> None:
-        whole_s = self._timeout_s
+        whole_s = self._flags.verifier_timeout_s
         next_s = self._paces[name].time_s(whole_s)
         if next_s < whole_s:
             self._say_once(
@@ -157,7 +155,7 @@ class VerifierPool:
 
     def close(self) -> None:
         """End the workers; waits for those that are at work."""
-        for _ in range(self._num_places):
+        for _ in range(self._flags.num_verifier_processes):
             worker = self._places.get()
             if worker is not None:
                 worker.kill()

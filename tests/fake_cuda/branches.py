@@ -218,8 +218,8 @@ def placement(folder: Path) -> Any:
     """Learners and engines on the GPUs of a cluster, and what its learners see of them."""
     import ray
 
+    from open_instruct.cluster.actor_host import ActorHost
     from open_instruct.cluster.learner_group import LearnerGroup
-    from open_instruct.cluster.learner_host import LearnerHost
     from open_instruct.cluster.placement import FleetShape, place
     from open_instruct.rollout.fleet import _allocator_of_learners
 
@@ -259,7 +259,7 @@ def placement(folder: Path) -> Any:
                 group.__len__.return_value = 6
                 found["missing"] = places._missing_text()
                 found["allocator"] = _allocator_of_learners(places, "nccl", MagicMock())
-                found["given"] = LearnerHost().facts().gpu_ids
+                found["given"] = ActorHost().facts().gpu_ids
                 found["sees"] = [LearnerGroup._environment_of(group, rank)["CUDA_VISIBLE_DEVICES"] for rank in (0, 5)]
     return found
 

@@ -17,7 +17,7 @@ from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
 from open_instruct.environments import built_in
-from open_instruct.environments.adapters import as_environment, make_environment
+from open_instruct.environments.adapters import make_environment
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
 from open_instruct.environments.environment import Opening, Reply, ToolAnswer, ToolCall, Turn
 from open_instruct.environments.registry import factory_named
@@ -36,7 +36,7 @@ def played(environment: Any, row: Mapping[str, Any], replies: Sequence[Reply]) -
     """What an environment says to some replies."""
 
     async def play() -> tuple[Opening, list[Turn]]:
-        made = as_environment(environment, {"messages": [USER], **row})
+        made = make_environment(lambda: environment, {"messages": [USER], **row})
         opening = await made.start()
         turns = [await made.step(reply) for reply in replies]
         await made.close()

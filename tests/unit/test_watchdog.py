@@ -102,7 +102,7 @@ def test_logs_are_kept_under_the_names_that_workers_went_by(tmp_path: Path) -> N
     """As Ray names its files, and what it writes at the top of them."""
     there, kept = tmp_path / "ray" / "session_2026-01-01" / "logs", tmp_path / "out" / "logs"
     there.mkdir(parents=True)
-    top = b":job_id:01000000\n:actor_name:LearnerHost\n"
+    top = b":job_id:01000000\n:actor_name:ActorHost\n"
     for at, (name, said) in enumerate(
         {
             "worker-aa-01000000-11.out": top + b":actor_name:learner-0\nloaded\n",
