@@ -1,4 +1,4 @@
-"""The state of a process: whether it exists, is frozen, and sees another one."""
+"""The state of a process: whether it exists, is frozen, and what machine it is on."""
 
 import os
 import socket
@@ -8,15 +8,13 @@ from pathlib import Path
 
 import psutil
 
-PROC = Path("/proc")
-
 
 @cache
 def machine() -> str:
     """A key that two processes share if they see each other: the same boot and the same pid namespace."""
     try:
-        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink(PROC / 'self/ns/pid')}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return socket.gethostname()
 
