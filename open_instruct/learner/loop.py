@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from olmo_core.train import Duration, LoadStrategy, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
+from torch.distributed.checkpoint.stateful import Stateful
 
 from open_instruct.checkpoints.background import in_background
 from open_instruct.checkpoints.resume import (
@@ -30,7 +31,7 @@ from open_instruct.learner.heldout import Heldout
 from open_instruct.learner.inner import SkipStepHistory, pass_on_metrics
 from open_instruct.learner.measure.profile import profiling
 from open_instruct.learner.measure.speed import StepClock, flops_of_step, peak_flops_per_second
-from open_instruct.learner.place import Place, PlaceInData
+from open_instruct.learner.place import PlaceInData
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.rows.sample_loader import SampleLoader
 from open_instruct.parallel.peers import doing
@@ -66,7 +67,7 @@ class Loop:
     def __init__(
         self,
         learner: Policy,
-        place: Place,
+        place: Stateful,
         *,
         run: Run,
         config: LearnerConfig,
@@ -131,14 +132,14 @@ class Loop:
         self._call("pre_step", {"updates": updates})
         update_metrics: list[dict[str, float]] = []
         for update in updates:
-            self.learner.zero_grads()
+            self.learner.backend.zero_grads()
             metrics = dict(self.learner.forward_backward(update))
             self._call("pre_optim_step")
             with self._clock.timing("checkpoint"):
                 wait_for_copy(self.trainer)
             metrics |= self.learner.update()
             update_metrics.append({name: float(value) for name, value in metrics.items()})
-        self.learner.zero_grads()
+        self.learner.backend.zero_grads()
         self.learner.end_step()
         doing(f"finishing step {self.step}")
         self._call("post_train_batch")

@@ -2,25 +2,18 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from olmo_core.data.data_loader import DataLoaderBase
-
-
-class Place(Protocol):
-    """A run's place in its data, saved in every checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+from torch.distributed.checkpoint.stateful import Stateful
 
 
 class PlaceInData(DataLoaderBase):
     """The loader that OLMo-core's trainer holds. It has no batches: those come from the loop's caller."""
 
     def __init__(
-        self, place: Place, *, folder: Path, group: dist.ProcessGroup | None, max_tokens_per_step: int
+        self, place: Stateful, *, folder: Path, group: dist.ProcessGroup | None, max_tokens_per_step: int
     ) -> None:
         super().__init__(
             work_dir=folder,

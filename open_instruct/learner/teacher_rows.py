@@ -76,11 +76,13 @@ def _keep(
     """Run the teacher over the rows that `cache` lacks, and add the kept numbers to the cache, on every rank."""
     measure = Measure(lambda logits_NV: keep(opened.shared_logits(logits_NV)))
     for batch in scorer.batches(dataset, cache.missing(dataset), title="teacher's distributions"):
-        kept_NC = token_logprobs(model, batch.packed, device=scorer.device, measure=measure).measured_N
+        kept_NC = token_logprobs(model, batch.packed, device=scorer.policy.device, measure=measure).measured_N
         assert kept_NC is not None
         lengths = dataset.num_label_tokens[list(batch.row_ids)].tolist()
         kept_by_row = zip(batch.row_ids, kept_NC.float().cpu().split(lengths), strict=True)
         own = {dataset.key(row): values_NC.numpy() for row, values_NC in kept_by_row}
-        for key, values_NC in chain.from_iterable(each.items() for each in gathered(own, scorer.dp_group)):
+        for key, values_NC in chain.from_iterable(
+            each.items() for each in gathered(own, scorer.policy.dp_process_group)
+        ):
             cache.add(key, values_NC)
     reshard(model)

@@ -386,7 +386,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     )
 
     def score() -> dict[str, int]:
-        Scorer(policy, shape=loader.shape, console=run.console).score(rows, range(len(rows)), title="rows")
+        Scorer(policy=policy, shape=loader.shape, console=run.console).score(rows, range(len(rows)), title="rows")
         return WAITS.taken()
 
     def take_steps() -> dict[str, int]:

@@ -27,8 +27,8 @@ from open_instruct.learner.model.activation_checkpointing import build_activatio
 from open_instruct.learner.optim.muon import MuonWithAdamW
 from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.learner.policy import token_fractions
-from open_instruct.learner.reference_cache import open_reference_cache
 from open_instruct.learner.rows.row_cache import RowCache
+from open_instruct.learner.scoring import open_reference_cache
 from open_instruct.models.build import build_model
 from open_instruct.packing.steps import BatchShape, collate, step_batch
 from open_instruct.parallel.reduce import WeightedSums, reduce_metrics

@@ -32,8 +32,6 @@ PROBED_LENGTHS = (200, 56)
 # Tolerance for bfloat16, whose steps are 2^-8 of a number.
 PROBED_TOLERANCE = 2e-2
 
-Problem = Callable[[torch.device], str | None]
-
 
 def choose_kernels(
     model: Transformer, *, run: Run, config: LearnerConfig
@@ -58,9 +56,7 @@ def compiler_problem(device: torch.device) -> str | None:
     return None
 
 
-def compiles(
-    memory: MemorySection, *, layout: ShardLayout, device: torch.device, problem: Problem = compiler_problem
-) -> bool:
+def compiles(memory: MemorySection, *, layout: ShardLayout, device: torch.device) -> bool:
     """Whether blocks are compiled. On CUDA they are, unless --no_compile_model is given.
 
     Under tensor or context parallelism they are compiled only on request. --activation_memory_budget is a request too,
@@ -72,7 +68,7 @@ def compiles(
     is_split = layout.tensor_parallel_degree * layout.context_parallel_degree > 1
     if device.type != "cuda" or memory.compile_model is False or (is_split and not is_asked):
         return False
-    what = problem(device)
+    what = compiler_problem(device)
     if what is not None and is_asked:
         flag = "--compile_model" if memory.compile_model else "--activation_memory_budget"
         raise InputError(
@@ -82,9 +78,7 @@ def compiles(
     return what is None
 
 
-def kernel_warnings(
-    memory: MemorySection, *, param_dtype: str, device: torch.device, problem: Problem = compiler_problem
-) -> Iterator[str]:
+def kernel_warnings(memory: MemorySection, *, param_dtype: str, device: torch.device) -> Iterator[str]:
     """Warnings about settings that leave the device's speed unused."""
     if device.type != "cuda":
         return
@@ -94,26 +88,21 @@ def kernel_warnings(
             "no tensor cores, not even in TF32: 8 to 10 times slower than --param_dtype bfloat16 by estimate, which "
             "keeps what is trained in float32 all the same"
         )
-    if memory.compile_model is None and (what := problem(device)) is not None:
+    if memory.compile_model is None and (what := compiler_problem(device)) is not None:
         yield f"PyTorch's compiler does not work here ({what}); blocks run uncompiled: install Triton and a C compiler"
 
 
-def takes_fa3(*, capability: tuple[int, int], has_package: bool, known: list[str]) -> bool:
-    """Whether PyTorch can hand its attention to FlashAttention 3, which is for compute capability 9 alone."""
-    return capability[0] == HOPPER and has_package and FA3 in known
-
-
 def choose_attention(device: torch.device, *, param_dtype: str) -> str | None:
-    """Activate FlashAttention 3 where it is installed and right. Returns a message for the console, or None."""
+    """Activate FlashAttention 3 where it is installed and right. Returns a message for the console, or None.
+
+    It is for GPUs of compute capability 9 alone.
+    """
     has_door = hasattr(torch_attention, "restore_flash_attention_impl")
     if device.type != "cuda" or param_dtype == "float32" or not has_door:
         return None
-    capability, has_package = torch.cuda.get_device_capability(device), find_spec(FA3_PACKAGE) is not None
-    if capability[0] == HOPPER and not has_package:
-        return WITHOUT_FA3
-    known = torch_attention.list_flash_attention_impls()
-    is_there = takes_fa3(capability=capability, has_package=has_package, known=known)
-    return try_fa3(lambda: _probe(device)) if is_there else None
+    if torch.cuda.get_device_capability(device)[0] != HOPPER or FA3 not in torch_attention.list_flash_attention_impls():
+        return None
+    return WITHOUT_FA3 if find_spec(FA3_PACKAGE) is None else try_fa3(lambda: _probe(device))
 
 
 def try_fa3(probe: Callable[[], list[torch.Tensor]]) -> str:

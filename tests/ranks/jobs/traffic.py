@@ -99,7 +99,8 @@ def _steps(
     counts = {"rows": num_rows, "tokens": num_tokens * num_rows, "labels": num_tokens * num_rows // 2}
     step = StepBatch(microbatches=(microbatch,) * num_microbatches, counts=counts)
     counted = {}
-    counted["reference"] = _counted(lambda: policy.scores(microbatch))
+    with torch.no_grad():
+        counted["reference"] = _counted(lambda: policy.scores(microbatch))
     # The second step, as all that follow: the first one, be it as short as can be, makes what lasts.
     loop.take_step([replace(step, microbatches=step.microbatches[:1])], num_tokens=step.counts["tokens"])
     counted["step"] = _counted(lambda: loop.take_step([step], num_tokens=step.counts["tokens"]))
