@@ -8,7 +8,7 @@ import torch
 
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import MemorySection, OptimSection
-from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.model.kernels import build_activation_checkpointing
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
 from open_instruct.models.lora.adapters import adapt

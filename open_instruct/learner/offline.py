@@ -19,7 +19,7 @@ from open_instruct.learner.policy import Policy
 from open_instruct.learner.rows.datasets import load_datasets
 from open_instruct.learner.rows.sample_loader import SampleLoader
 from open_instruct.learner.scoring import Scorer, open_reference_cache, reference_logprobs
-from open_instruct.learner.teacher import OpenedTeacher
+from open_instruct.learner.teacher import Comparison
 from open_instruct.learner.teacher_rows import compare_with
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.objectives.objective import REFERENCE, Objective
@@ -77,7 +77,7 @@ class _Learning:
             loss = replace(loss, first_loss=None)  # the reference is the model without the adapter
         self.start_model = start_model_of(pretrained, run)
         if (teacher := objective.teacher(config)) is not None:
-            opened = OpenedTeacher.of(teacher, pretrained, config=config, layout=run.layout)
+            opened = Comparison.of(teacher, pretrained, config=config, layout=run.layout)
         self.rows, self.heldout_rows = load_datasets(objective, config, pretrained.tokenizer, run.console)
         self.shape = BatchShape.of(
             config.optim,

@@ -42,8 +42,8 @@ MAX_NAMED = 16
 class Policy:
     """One rank of a policy. Every method is collective: all ranks call it together.
 
-    A step of several updates is: `with_frozen_logprobs` for all of them, then for each of them the backend's `zero_grads`,
-    `forward_backward`, `update`; at last `end_step`.
+    A step of several updates is: `with_frozen_logprobs` for all of them, then for each of them `zero_grads` of the
+    backend, `forward_backward`, `update`; at last `end_step`.
 
     Losses are sums over the microbatch divided by a global count, so their total over microbatches and ranks is the
     loss of the global batch, however the batch was cut.

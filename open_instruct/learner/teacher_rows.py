@@ -4,6 +4,7 @@ Legend: N labelled tokens, V vocabulary, C numbers kept of a distribution.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -12,10 +13,10 @@ from olmo_core.nn.transformer import Transformer
 from open_instruct.config.training import TrainingConfig
 from open_instruct.data.token_dataset import TokenDataset, cache_root
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.learner.reference_policy import build_teacher
+from open_instruct.learner.reference import build_teacher
 from open_instruct.learner.rows.row_cache import RowCache, open_row_cache
 from open_instruct.learner.scoring import Scorer
-from open_instruct.learner.teacher import Comparison, OpenedTeacher
+from open_instruct.learner.teacher import Comparison
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard, whole_of
@@ -26,7 +27,7 @@ from open_instruct.wording import counted
 
 
 def compare_with(
-    opened: OpenedTeacher,
+    opened: Comparison,
     rows: TokenDataset,
     heldout: TokenDataset | None,
     *,
@@ -47,7 +48,7 @@ def compare_with(
     if opened.teacher.keep is None:
         model = build()
         head_VD = whole_of(model.lm_head.w_out.weight, getattr(torch, config.model.param_dtype))
-        return Comparison(opened=opened, model=model, head_VD=head_VD), rows, heldout
+        return replace(opened, model=model, head_VD=head_VD), rows, heldout
     folder, laid_out = cache_root(config.data.cache_dir), "packed" if scorer.shape.packing else "padded"
     words = (config.model.param_dtype, laid_out, opened.teacher.kept_as, str(opened.vocab_size))
     cache = open_row_cache(folder / "teacher_distributions", opened.pretrained, *words)
@@ -60,12 +61,12 @@ def compare_with(
             for dataset in datasets:
                 _keep(opened, opened.teacher.keep, model, dataset, cache=cache, scorer=scorer)
         on_main_process(cache.write)
-    return Comparison(opened=opened), cache.beside(rows), None if heldout is None else cache.beside(heldout)
+    return opened, cache.beside(rows), None if heldout is None else cache.beside(heldout)
 
 
 @torch.no_grad()
 def _keep(
-    opened: OpenedTeacher,
+    opened: Comparison,
     keep: Callable[[torch.Tensor], torch.Tensor],
     model: Transformer,
     dataset: TokenDataset,

@@ -11,8 +11,8 @@ import torch
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
 
 from open_instruct.config.sections import MemorySection
-from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
 from open_instruct.learner.model.inputs_on_host import InputsOnHost
+from open_instruct.learner.model.kernels import build_activation_checkpointing
 from open_instruct.models.build import build_model
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.phases import INPUTS, Moments, memory_by_phase

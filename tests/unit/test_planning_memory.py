@@ -13,7 +13,7 @@ from benchmarks.memory_runs.cases import Case, predicted
 from benchmarks.memory_runs.tracked import track
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import MemorySection, OptimSection
-from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.model.kernels import build_activation_checkpointing
 from open_instruct.learner.olmo_core.fsdp2 import CastCopy
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.attention.segments import Segments

@@ -23,7 +23,7 @@ from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
 from open_instruct.learner.loop import merged
 from open_instruct.learner.measure.speed import memory_so_far
-from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.model.kernels import build_activation_checkpointing
 from open_instruct.learner.optim.muon import MuonWithAdamW
 from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.learner.policy import token_fractions

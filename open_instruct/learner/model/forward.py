@@ -105,8 +105,8 @@ def _own(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, KeptPosit
     if (context := context_of(model)) is not None:
         # Labels are shifted already, so none is lost where the row is cut.
         part = context.part_of(batch.input_ids_BT.shape[1])
-        own = {"input_ids_BT": batch.input_ids_BT[:, part], "labels_BT": batch.labels_BT[:, part]}
-        batch = replace(batch, kept=None, **own)
+        ids_BT, labels_BT = batch.input_ids_BT[:, part], batch.labels_BT[:, part]
+        batch = replace(batch, kept=None, input_ids_BT=ids_BT, labels_BT=labels_BT)
     return batch, None if model.tp_enabled else batch.kept or kept_positions(batch)
 
 

@@ -1,25 +1,28 @@
-"""The choice of kernels for a device: compiled blocks or not, and which attention; with a warning for float32.
+"""How blocks run on a device: compiled or not, with which attention, and what of them is recomputed.
+
+Settings without an effect are replaced, refused or warned of.
 
 Decisions are pure functions of the device's facts, so tests can make them for devices that are not there.
 FlashAttention 3 has not been run: it is used where PyTorch offers it, and only if its results equal PyTorch's own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import cast
 
 import torch
 from olmo_core.nn.transformer import Transformer
-from olmo_core.train.train_module.transformer import TransformerActivationCheckpointingConfig
+from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
+from olmo_core.train.train_module import TransformerActivationCheckpointingConfig
 from torch.nn import attention as torch_attention
 
 from open_instruct.config.sections import MemorySection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
-from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
 from open_instruct.models.attention.attention import attend_over_segments
 from open_instruct.models.attention.segments import QKV, Segments
+from open_instruct.models.hf.names import names_module
 from open_instruct.run.opened import Run
 from open_instruct.shard_layout import ShardLayout
 
@@ -44,6 +47,57 @@ def choose_kernels(
     if message := choose_attention(device, param_dtype=param_dtype):
         run.console.say(message)
     return checkpointing
+
+
+def build_activation_checkpointing(
+    memory: MemorySection, *, model: Transformer, device: torch.device
+) -> tuple[TransformerActivationCheckpointingConfig | None, list[str]]:
+    """The config (None: keep every activation) and warnings about what was replaced.
+
+    The compiler spends a memory budget, see `compiles`. Without CUDA nothing is compiled, and OLMo-core would silently
+    keep every activation, so whole blocks are recomputed instead. Offloading recomputes blocks too, and moves their
+    inputs to the host, see inputs_on_host.py.
+
+    :raises InputError: a pattern of modules matches nothing in `model`.
+    """
+    mode, budget, on_cuda = memory.activation_checkpointing, memory.activation_memory_budget, device.type == "cuda"
+    whole_blocks = TransformerActivationCheckpointingConfig(mode=Mode.full)
+    warnings: list[str] = []
+    if memory.compile_model and not on_cuda:
+        warnings.append("--compile_model does nothing without CUDA: the model runs uncompiled")
+    if budget < 1.0:
+        if on_cuda:
+            return TransformerActivationCheckpointingConfig(mode=Mode.budget, activation_memory_budget=budget), warnings
+        warnings.append(
+            f"--activation_memory_budget {budget} needs the compiler, which is skipped without CUDA: recomputing whole "
+            "blocks instead (--activation_checkpointing full)"
+        )
+        return whole_blocks, warnings
+    if mode == "offload" and not on_cuda:
+        warnings.append("--activation_checkpointing offload does without CUDA what full does: all is on the host")
+    if mode in ("full", "offload"):
+        return whole_blocks, warnings
+    if mode == "selected_modules":
+        modules = _selected(memory.activation_checkpointing_modules, model)
+        return TransformerActivationCheckpointingConfig(mode=Mode.selected_modules, modules=modules), warnings
+    return None, warnings
+
+
+def _selected(patterns: Sequence[str], model: Transformer) -> list[str]:
+    """The modules that `patterns` name, but none inside another; a * in OLMo-core's own patterns also matches dots."""
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not any(names_module([pattern], name) for name in names):
+            parts = ", ".join(f"blocks.*.{name}" for name, _ in model.blocks["0"].named_children())
+            raise InputError(
+                f"--activation_checkpointing_modules {pattern}: the model has no module of that name (a * stands for "
+                f"anything but a dot); the parts of its blocks are {parts}"
+            )
+    selected: list[str] = []
+    for name in names:
+        if names_module(patterns, name) and not any(name.startswith(f"{outer}.") for outer in selected):
+            selected.append(name)
+    return selected
 
 
 @lru_cache

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.backend import Metrics, refuse_other_backend
 from open_instruct.learner.optim.optimizers import set_learning_rate
-from open_instruct.learner.reference import Reference
-from open_instruct.learner.reference_policy import build_reference
+from open_instruct.learner.reference import Reference, build_reference
 from open_instruct.models.attention.attention import context_of
 from open_instruct.models.compiled import prepare_compiler
 from open_instruct.models.hf.names import clean_name

@@ -299,9 +299,7 @@ class _Block(_Piece):
             return run(query.num_bytes, query, key, value, saved=saved, saves_output=True, gradients=gradients)
         parts = [run(0, tensor) for tensor in (query, key, value)]
         whole = [query, key, value]
-        gradients = [
-            Gradient(of=part, num_bytes=tensor.num_bytes) for part, tensor in zip(parts, whole, strict=True)
-        ]
+        gradients = [Gradient(of=part, num_bytes=tensor.num_bytes) for part, tensor in zip(parts, whole, strict=True)]
         by_document = run(query.num_bytes + num_bytes, *parts, saved=whole, saves_output=True, gradients=gradients)
         return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
 
