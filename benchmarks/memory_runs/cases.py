@@ -125,7 +125,7 @@ def build(case: Case) -> tuple[Any, dict[str, Any]]:
         "rank_microbatch_size": sum(case.lengths),
         "max_sequence_length": sum(case.lengths),
         "dp_config": parallel_configs(case.layout, param_dtype=case.param_dtype)["dp"],
-        "ac_config": build_activation_checkpointing(memory, model=model, device=CPU)[0],
+        "ac_config": build_activation_checkpointing(memory, model=model, device=CPU),
         "device": CPU,
     }
 

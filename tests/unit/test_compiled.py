@@ -204,7 +204,7 @@ def test_compiled_blocks_are_recomputed(parts: tuple[str, ...]) -> None:
             activation_checkpointing="selected_modules",
             activation_checkpointing_modules=[f"blocks.*.{part}" for part in parts],
         )
-        config, _ = build_activation_checkpointing(memory, model=model, device=CPU)
+        config = build_activation_checkpointing(memory, model=model, device=CPU)
         assert config is not None
         model.apply_activation_checkpointing(config.mode, modules=config.modules)
     else:

@@ -141,7 +141,7 @@ def compare_block(
         memory = MemorySection(
             activation_checkpointing="selected_modules", activation_checkpointing_modules=list(recomputed)
         )
-        config, _ = build_activation_checkpointing(memory, model=model, device=torch.device("cpu"))
+        config = build_activation_checkpointing(memory, model=model, device=torch.device("cpu"))
         assert config is not None
         model.apply_activation_checkpointing(config.mode, modules=config.modules)
     block = model.blocks["0"]

@@ -41,18 +41,17 @@ def choose_kernels(
 ) -> TransformerActivationCheckpointingConfig | None:
     """Choose the attention kernels, and return the activation checkpointing; the console warns of replaced settings."""
     device, param_dtype = run.process.device, config.model.param_dtype
-    checkpointing, warnings = build_activation_checkpointing(config.memory, model=model, device=device)
-    for warning in [*warnings, *kernel_warnings(config.memory, param_dtype=param_dtype, device=device)]:
+    for warning in kernel_warnings(config.memory, param_dtype=param_dtype, device=device):
         run.console.warn(warning)
     if message := choose_attention(device, param_dtype=param_dtype):
         run.console.say(message)
-    return checkpointing
+    return build_activation_checkpointing(config.memory, model=model, device=device)
 
 
 def build_activation_checkpointing(
     memory: MemorySection, *, model: Transformer, device: torch.device
-) -> tuple[TransformerActivationCheckpointingConfig | None, list[str]]:
-    """The config (None: keep every activation) and warnings about what was replaced.
+) -> TransformerActivationCheckpointingConfig | None:
+    """The config; None: keep every activation.
 
     The compiler spends a memory budget, see `compiles`. Without CUDA nothing is compiled, and OLMo-core would silently
     keep every activation, so whole blocks are recomputed instead. Offloading recomputes blocks too, and moves their
@@ -60,27 +59,15 @@ def build_activation_checkpointing(
 
     :raises InputError: a pattern of modules matches nothing in `model`.
     """
-    mode, budget, on_cuda = memory.activation_checkpointing, memory.activation_memory_budget, device.type == "cuda"
-    whole_blocks = TransformerActivationCheckpointingConfig(mode=Mode.full)
-    warnings: list[str] = []
-    if memory.compile_model and not on_cuda:
-        warnings.append("--compile_model does nothing without CUDA: the model runs uncompiled")
-    if budget < 1.0:
-        if on_cuda:
-            return TransformerActivationCheckpointingConfig(mode=Mode.budget, activation_memory_budget=budget), warnings
-        warnings.append(
-            f"--activation_memory_budget {budget} needs the compiler, which is skipped without CUDA: recomputing whole "
-            "blocks instead (--activation_checkpointing full)"
-        )
-        return whole_blocks, warnings
-    if mode == "offload" and not on_cuda:
-        warnings.append("--activation_checkpointing offload does without CUDA what full does: all is on the host")
-    if mode in ("full", "offload"):
-        return whole_blocks, warnings
+    mode, budget = memory.activation_checkpointing, memory.activation_memory_budget
+    if budget < 1.0 and device.type == "cuda":
+        return TransformerActivationCheckpointingConfig(mode=Mode.budget, activation_memory_budget=budget)
+    if budget < 1.0 or mode in ("full", "offload"):
+        return TransformerActivationCheckpointingConfig(mode=Mode.full)
     if mode == "selected_modules":
         modules = _selected(memory.activation_checkpointing_modules, model)
-        return TransformerActivationCheckpointingConfig(mode=Mode.selected_modules, modules=modules), warnings
-    return None, warnings
+        return TransformerActivationCheckpointingConfig(mode=Mode.selected_modules, modules=modules)
+    return None
 
 
 def _selected(patterns: Sequence[str], model: Transformer) -> list[str]:
@@ -133,8 +120,17 @@ def compiles(memory: MemorySection, *, layout: ShardLayout, device: torch.device
 
 
 def kernel_warnings(memory: MemorySection, *, param_dtype: str, device: torch.device) -> Iterator[str]:
-    """Warnings about settings that leave the device's speed unused."""
+    """Warnings about settings that have no effect on this device, or leave its speed unused."""
     if device.type != "cuda":
+        if memory.compile_model:
+            yield "--compile_model does nothing without CUDA: the model runs uncompiled"
+        if (budget := memory.activation_memory_budget) < 1.0:
+            yield (
+                f"--activation_memory_budget {budget} needs the compiler, which is skipped without CUDA: recomputing "
+                "whole blocks instead (--activation_checkpointing full)"
+            )
+        elif memory.activation_checkpointing == "offload":
+            yield "--activation_checkpointing offload does without CUDA what full does: all is on the host"
         return
     if param_dtype == "float32":
         yield (
