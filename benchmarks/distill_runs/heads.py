@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from open_instruct.learner.teacher import Comparison, OpenedTeacher
+from open_instruct.learner.teacher import Comparison
 from open_instruct.losses.distillation import divergence
 from open_instruct.models.heads.logprob_head import HeadSettings, LogprobHead, Measure
 from open_instruct.objectives.objective import Teacher
@@ -31,8 +31,9 @@ def step_of(way: str, num_tokens: int, width: int, dtype_name: str) -> Any:
 
     def ours() -> None:
         teacher = Teacher(model_name_or_path="", compare=lambda *both: divergence(*both, beta=0.0))
-        opened = OpenedTeacher(teacher=teacher, pretrained=None, vocab_size=VOCAB_SIZE)  # type: ignore[arg-type]
-        compare = Comparison(opened=opened, head_VD=teacher_VD).compare_logits
+        pretrained: Any = None
+        comparison = Comparison(teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE, head_VD=teacher_VD)
+        compare = comparison.compare_logits
         settings = HeadSettings(measure=Measure(compare, (teacher_BKD,)))
         out = head(hidden_BKD, labels=labels_BK, loss_reduction="none", return_logits=False, settings=settings)
         (0.5 * (out.loss.sum() + out.measured.sum()) / num_tokens).backward()

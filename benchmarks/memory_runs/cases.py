@@ -8,7 +8,7 @@ import torch
 
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import MemorySection, OptimSection
-from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.model.kernels import build_activation_checkpointing
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
 from open_instruct.models.lora.adapters import adapt
@@ -125,7 +125,7 @@ def build(case: Case) -> tuple[Any, dict[str, Any]]:
         "rank_microbatch_size": sum(case.lengths),
         "max_sequence_length": sum(case.lengths),
         "dp_config": parallel_configs(case.layout, param_dtype=case.param_dtype)["dp"],
-        "ac_config": build_activation_checkpointing(memory, model=model, device=CPU)[0],
+        "ac_config": build_activation_checkpointing(memory, model=model, device=CPU),
         "device": CPU,
     }
 

@@ -9,8 +9,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.training import backend_named
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.policy import Policy
-from open_instruct.learner.reference import Reference
-from open_instruct.learner.reference_policy import build_reference, build_teacher, open_teacher
+from open_instruct.learner.reference import Reference, build_reference, build_teacher, open_teacher
 from open_instruct.objectives.policy_gradient import GRPO
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.run.cadence import cadence_of

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from olmo_core.data.data_loader import DataLoaderBase
 from olmo_core.train import Duration, LoadStrategy, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
+from torch.distributed.checkpoint.stateful import Stateful
 
 from open_instruct.checkpoints.background import in_background
 from open_instruct.checkpoints.resume import (
@@ -30,7 +32,6 @@ from open_instruct.learner.heldout import Heldout
 from open_instruct.learner.inner import SkipStepHistory, pass_on_metrics
 from open_instruct.learner.measure.profile import profiling
 from open_instruct.learner.measure.speed import StepClock, flops_of_step, peak_flops_per_second
-from open_instruct.learner.place import Place, PlaceInData
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.rows.sample_loader import SampleLoader
 from open_instruct.parallel.peers import doing
@@ -47,6 +48,43 @@ NEVER = 10**12
 NOT_CALLED = ("checkpointer", "speed_monitor")
 
 OnStep = Callable[[int, Mapping[str, float]], None]
+
+
+class PlaceInData(DataLoaderBase):
+    """The loader that OLMo-core's trainer holds: a run's place in its data. Batches come from the loop's caller."""
+
+    def __init__(
+        self, place: Stateful, *, folder: Path, group: dist.ProcessGroup | None, max_tokens_per_step: int
+    ) -> None:
+        super().__init__(
+            work_dir=folder,
+            global_batch_size=max_tokens_per_step,
+            dp_world_size=dist.get_world_size(group),
+            dp_rank=dist.get_rank(group),
+        )
+        self.place = place
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.place.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.place.load_state_dict(state_dict)
+
+    @property
+    def total_batches(self) -> int | None:
+        return None
+
+    def global_num_tokens_in_batch(self, batch: dict[str, Any]) -> int | None:
+        return None
+
+    def reshuffle(self, epoch: int | None = None, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def _iter_batches(self) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
+
+    def get_mock_batch(self) -> dict[str, Any]:
+        raise NotImplementedError
 
 
 class Loop:
@@ -66,7 +104,7 @@ class Loop:
     def __init__(
         self,
         learner: Policy,
-        place: Place,
+        place: Stateful,
         *,
         run: Run,
         config: LearnerConfig,
@@ -131,14 +169,14 @@ class Loop:
         self._call("pre_step", {"updates": updates})
         update_metrics: list[dict[str, float]] = []
         for update in updates:
-            self.learner.zero_grads()
+            self.learner.backend.zero_grads()
             metrics = dict(self.learner.forward_backward(update))
             self._call("pre_optim_step")
             with self._clock.timing("checkpoint"):
                 wait_for_copy(self.trainer)
             metrics |= self.learner.update()
             update_metrics.append({name: float(value) for name, value in metrics.items()})
-        self.learner.zero_grads()
+        self.learner.backend.zero_grads()
         self.learner.end_step()
         doing(f"finishing step {self.step}")
         self._call("post_train_batch")

@@ -16,11 +16,10 @@ from open_instruct.learner.export import export_policy
 from open_instruct.learner.heldout import Heldout
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.policy import Policy
-from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
 from open_instruct.learner.rows.datasets import load_datasets
 from open_instruct.learner.rows.sample_loader import SampleLoader
-from open_instruct.learner.scoring import Scorer
-from open_instruct.learner.teacher import OpenedTeacher
+from open_instruct.learner.scoring import Scorer, open_reference_cache, reference_logprobs
+from open_instruct.learner.teacher import Comparison
 from open_instruct.learner.teacher_rows import compare_with
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.objectives.objective import REFERENCE, Objective
@@ -45,12 +44,11 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             return 0
         config = planned_run(config, run, pretrained.folder)
         learning = _Learning(config, objective, pretrained, run)
-        scores, heldout_reference_ND = learning.score_frozen()
+        scores, heldout = learning.score_frozen()
         if objective.only_scores(config):
             return 0
         loader = learning.loader(scores)
         loop = learning.loop(loader, callbacks)
-        heldout = learning.heldout(heldout_reference_ND)
         if heldout is not None and (loop.step == 0 or learning.cadence.evaluates_after(loop.step)):
             heldout.evaluate(loop.step)
         with logging_steps(run, config, first_step=loop.step, num_steps=learning.num_steps) as on_step:
@@ -79,7 +77,7 @@ class _Learning:
             loss = replace(loss, first_loss=None)  # the reference is the model without the adapter
         self.start_model = start_model_of(pretrained, run)
         if (teacher := objective.teacher(config)) is not None:
-            opened = OpenedTeacher.of(teacher, pretrained, config=config, layout=run.layout)
+            opened = Comparison.of(teacher, pretrained, config=config, layout=run.layout)
         self.rows, self.heldout_rows = load_datasets(objective, config, pretrained.tokenizer, run.console)
         self.shape = BatchShape.of(
             config.optim,
@@ -105,7 +103,7 @@ class _Learning:
             run.console.warn(warning)
         backend = backend_named(config.parallel.backend)
         self.policy = Policy(backend.build(pretrained, run=run, config=config, num_steps=self.num_steps), loss)
-        self.scorer = Scorer(self.policy, shape=self.shape, console=run.console)
+        self.scorer = Scorer(policy=self.policy, shape=self.shape, console=run.console)
         if teacher is not None:
             self.policy.comparison, self.rows, self.heldout_rows = compare_with(
                 opened, self.rows, self.heldout_rows, student=pretrained, scorer=self.scorer, run=run, config=config
@@ -113,15 +111,19 @@ class _Learning:
         moves = objective.reference_moves(config)
         self.reference_moves = moves if moves.get("update_freq") else {}
 
-    def score_frozen(self) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-        """The reference's log-probs of the rows, by their name, and of the held-out rows, (N, D).
+    def score_frozen(self) -> tuple[dict[str, np.ndarray], Heldout | None]:
+        """The reference's log-probs of the rows, (N, D) by their name, and the held-out rows with theirs.
 
         They come from the cache, or of the policy before it moves. There are none for an objective without a reference.
         """
         scores: dict[str, np.ndarray] = {}
-        heldout_ND = None
+        heldout = None
+        if self.heldout_rows is not None:
+            heldout = Heldout(
+                self.heldout_rows, None, self.scorer, objective=self.objective, config=self.config, run=self.run
+            )
         if not self.objective.needs_reference(self.config):
-            return scores, heldout_ND
+            return scores, heldout
         folder = cache_root(self.config.data.cache_dir) / "reference_logprobs"
         if self.policy.loss.ld_alpha is not None:
             folder /= f"ld-{self.policy.loss.ld_alpha}"
@@ -130,12 +132,12 @@ class _Learning:
             if not self.reference_moves:
                 title = "reference log-probs"
                 scores[REFERENCE] = reference_logprobs(self.scorer, self.rows, cache=cache, title=title)
-            if self.heldout_rows is not None:
+            if heldout is not None:
                 title = "held-out reference log-probs"
-                heldout_ND = reference_logprobs(self.scorer, self.heldout_rows, cache=cache, title=title)
+                heldout.reference_ND = reference_logprobs(self.scorer, heldout.dataset, cache=cache, title=title)
         if self.objective.only_scores(self.config):
             self.run.console.say(f"reference log-probs of {counted(len(cache), 'row')}: {cache.path}")
-        return scores, heldout_ND
+        return scores, heldout
 
     def loader(self, scores: Mapping[str, np.ndarray]) -> SampleLoader:
         return SampleLoader(
@@ -166,10 +168,3 @@ class _Learning:
         if loop.resume(warn=run.console.warn):
             run.console.say(f"resuming after step {loop.step} of {self.num_steps}")
         return loop
-
-    def heldout(self, reference_ND: np.ndarray | None) -> Heldout | None:
-        if self.heldout_rows is None:
-            return None
-        return Heldout(
-            self.heldout_rows, reference_ND, self.scorer, objective=self.objective, config=self.config, run=self.run
-        )

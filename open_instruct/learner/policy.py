@@ -22,7 +22,6 @@ from open_instruct.learner.measure.speed import OwnPace, StepClock, memory_so_fa
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.learner.teacher import Comparison
 from open_instruct.models.compiled import FALLBACKS
-from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import REFERENCE_TOKENS, TEACHER_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
@@ -43,8 +42,8 @@ MAX_NAMED = 16
 class Policy:
     """One rank of a policy. Every method is collective: all ranks call it together.
 
-    A step of several updates is: `with_frozen_logprobs` for all of them, then for each of them `zero_grads`,
-    `forward_backward`, `update`; at last `end_step`.
+    A step of several updates is: `with_frozen_logprobs` for all of them, then for each of them `zero_grads` of the
+    backend, `forward_backward`, `update`; at last `end_step`.
 
     Losses are sums over the microbatch divided by a global count, so their total over microbatches and ranks is the
     loss of the global batch, however the batch was cut.
@@ -79,17 +78,8 @@ class Policy:
 
     def microbatch_loss(self, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         """The microbatch's share of the loss of the global batch, with gradient."""
-        scores = token_logprobs(
-            self.computing_model,
-            batch.packed,
-            device=self.device,
-            temperature=self.loss.temperature_of(batch),
-            with_entropy=self.loss.with_entropy,
-            with_collisions=self.loss.with_collisions,
-            measure=self._measure(batch),
-        )
-        values = on_device(batch.values, self.device)
-        return self.loss.function(scores, replace(batch, values=values), counts)
+        scores = self.scores(batch)
+        return self.loss.function(scores, replace(batch, values=on_device(batch.values, self.device)), counts)
 
     def with_frozen_logprobs(self, updates: Sequence[StepBatch], *, num_epochs: int) -> tuple[StepBatch, ...]:
         """The updates of a step with the log-probs that are fixed during it; call it before the first of them.
@@ -115,21 +105,18 @@ class Policy:
         if not models:
             return tuple(updates)
         self.backend.set_mode("eval")
-        filled = tuple(
-            replace(
-                update,
-                microbatches=tuple(
-                    replace(batch, values={**batch.values, **self._frozen(models, batch.packed)})
-                    for batch in update.microbatches
-                ),
-            )
-            for update in updates
-        )
+        filled = []
+        for update in updates:
+            microbatches = [
+                replace(batch, values={**batch.values, **self._frozen(models, batch.packed)})
+                for batch in update.microbatches
+            ]
+            filled.append(replace(update, microbatches=tuple(microbatches)))
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(self.model)
         for model in models.values():
             reshard(model)
-        return filled
+        return tuple(filled)
 
     def _frozen(self, models: Mapping[str, Transformer], packed: PackedBatch) -> dict[str, torch.Tensor]:
         """Log-probs under frozen `models`; a reference or a teacher may be the policy itself without its adapters."""
@@ -140,24 +127,21 @@ class Policy:
                 values[name] = scored.logprobs_N
         return values
 
-    @torch.no_grad()
     def scores(self, batch: Batch) -> TokenLogprobs:
-        """Log-probs of the labelled tokens under the policy, and the comparison with a teacher, without gradient.
+        """Log-probs of the labelled tokens under the policy, and all else that the loss asks for.
 
-        Call `reshard` after the last of several calls.
+        Without gradient, call `reshard` after the last of several calls.
         """
+        model, comparison = self.computing_model, self.comparison
         return token_logprobs(
-            self.computing_model,
+            model,
             batch.packed,
             device=self.device,
-            temperature=self.loss.temperature,
+            temperature=self.loss.temperature_of(batch),
             with_entropy=self.loss.with_entropy,
-            measure=self._measure(batch),
+            with_collisions=self.loss.with_collisions,
+            measure=None if comparison is None else comparison.measure(model, batch, device=self.device),
         )
-
-    def _measure(self, batch: Batch) -> Measure | None:
-        comparison = self.comparison
-        return None if comparison is None else comparison.measure(self.computing_model, batch, device=self.device)
 
     @torch.no_grad()
     def prepared(self, step: StepBatch) -> StepBatch:
@@ -172,9 +156,6 @@ class Policy:
         if scores:
             reshard(self.model)
         return self.loss.prepare(step, scores, partial(gather_rows, group=self.dp_process_group))
-
-    def zero_grads(self) -> None:
-        self.backend.zero_grads()
 
     def forward_backward(self, step: StepBatch) -> Metrics:
         """Gradients of this rank's microbatches, reduced over ranks and clipped; then one all-reduce for all metrics.

@@ -1,41 +1,48 @@
-"""Log-probs of a data set's replies under a sharded model with its present weights.
+"""Log-probs of a data set's replies under a sharded model with its present weights; those of the start model are kept.
+
+The name of their file covers the weights, the configuration, the precision, and the layout of rows (padded, packed, or
+with shared prompts), since layouts differ by rounding. It holds sums over the reply: a loss that averages divides by
+the length itself, so all losses share the same file. Sums that leave tokens out have a folder of their own.
 
 Legend: N rows that are asked for, D documents of a row.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from open_instruct.config.sections import ModelSection
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.model.float8 import float8_off
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.rows.ahead import built_ahead
+from open_instruct.learner.rows.row_cache import RowCache, open_row_cache
 from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.shards import reshard
 from open_instruct.packing.documents import on_device
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.parallel.peers import doing
+from open_instruct.parallel.process import on_main_process
 from open_instruct.records import Batch, StepBatch
 from open_instruct.run.console import Console
+from open_instruct.run.pretrained import Pretrained
+from open_instruct.wording import counted
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
     """Scores rows by the forward pass that trains them, cut into steps and summed over replies as in training.
 
     Every data-parallel rank calls `score` together and gets the same array.
     """
 
-    def __init__(self, policy: Policy, *, shape: BatchShape, console: Console) -> None:
-        self.policy = policy
-        self.model = policy.computing_model
-        self.dp_group = policy.dp_process_group
-        self.device = policy.device
-        self.shape = shape
-        self.console = console
+    policy: Policy
+    shape: BatchShape
+    console: Console
 
     @torch.no_grad()
     def score(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> np.ndarray:
@@ -43,16 +50,17 @@ class Scorer:
 
         For a loss that sums several values, the sums of each value stand side by side.
         """
-        num_documents = dataset.documents_per_row
-        zeros_ND = torch.zeros(len(rows), num_documents, dtype=torch.float32, device=self.device)
+        model, group = self.policy.computing_model, self.policy.dp_process_group
+        num_documents, device = dataset.documents_per_row, self.policy.device
+        zeros_ND = torch.zeros(len(rows), num_documents, dtype=torch.float32, device=device)
         columns: list[torch.Tensor] = []
         position_of = {rows[j]: j for j in range(len(rows))}
-        was_training = self.model.training
-        self.model.eval()
+        was_training = model.training
+        model.eval()
         for batch in self.batches(dataset, rows, title=title):
-            with float8_off(self.model):
+            with float8_off(model):
                 scores = self.policy.scores(batch)
-            values = on_device(batch.values, self.device)
+            values = on_device(batch.values, device)
             summed = self.policy.loss.summed(scores, replace(batch, values=values))
             columns = columns or [zeros_ND.clone() for _ in summed]
             positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
@@ -60,20 +68,21 @@ class Scorer:
                 sums_S, _ = sum_by_reply(
                     values_N, scores.sequence_ids_N, batch.packed.num_sequences, self.policy.loss.ld_alpha
                 )
-                column_ND[on_device(positions, self.device)] = sums_S.view(num_documents, -1).T.float()
+                column_ND[on_device(positions, device)] = sums_S.view(num_documents, -1).T.float()
         values_ND = torch.cat(columns or [zeros_ND], dim=1)
-        if dist.get_world_size(self.dp_group) > 1:
+        if dist.get_world_size(group) > 1:
             # Each row was computed on one rank and is zero on the others.
-            dist.all_reduce(values_ND, group=self.dp_group)
+            dist.all_reduce(values_ND, group=group)
         # A forward pass without a backward leaves FSDP's root parameters gathered.
-        reshard(self.model)
-        self.model.train(was_training)
+        reshard(model)
+        model.train(was_training)
         return values_ND.cpu().numpy()
 
     def batches(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> Iterator[Batch]:
         """This rank's microbatches of `rows`; every rank has the same number, and ranks go through them together."""
         doing(f"scoring rows ({title})")
-        rank, num_ranks = dist.get_rank(self.dp_group), dist.get_world_size(self.dp_group)
+        group = self.policy.dp_process_group
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         # Rows of like length share a step, so that padding and waiting are short.
         order = sorted(range(len(rows)), key=lambda j: (-int(dataset.num_tokens[rows[j]]), j))
         size = self.shape.max_samples_per_rank * num_ranks
@@ -86,3 +95,24 @@ class Scorer:
             for done, step in enumerate(built_ahead(build, range(0, len(order), size)), start=1):
                 yield from step.microbatches
                 on_progress(min(done * size, len(order)), len(order))
+
+
+def reference_logprobs(scorer: Scorer, dataset: TokenDataset, *, cache: RowCache, title: str) -> np.ndarray:
+    """Reference log-probs of all rows, float32 (N, D): from the cache, and by a forward pass for those it lacks.
+
+    The model must still hold the weights it started from. Every rank enters together and all return
+    the same arrays; rank 0 writes the file.
+    """
+    missing = cache.missing(dataset)
+    scorer.console.say(f"{title}: {counted(len(cache), 'row')} cached, {len(missing):,} to compute")
+    if missing:
+        for row, values_D in zip(missing, scorer.score(dataset, missing, title=title), strict=True):
+            cache.add(dataset.key(row), values_D)
+        on_main_process(cache.write)
+    return cache.numbers(dataset)
+
+
+def open_reference_cache(folder: Path, pretrained: Pretrained, *, model: ModelSection, shape: BatchShape) -> RowCache:
+    """The cache file of these weights in this precision and layout; every rank reads what is in it now."""
+    laid_out = f"packed-sharing-{shape.prefix_sharing}" if shape.packing else "padded"
+    return open_row_cache(folder, pretrained, model.param_dtype, laid_out, str(shape.documents_per_sample))

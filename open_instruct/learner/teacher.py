@@ -17,7 +17,7 @@ from olmo_core.nn.transformer import Transformer
 from open_instruct.config.training import TrainingConfig
 from open_instruct.errors import InputError
 from open_instruct.learner.model.forward import beside_labels, hidden_at_labels
-from open_instruct.learner.reference_policy import open_teacher
+from open_instruct.learner.reference import open_teacher
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard
@@ -28,16 +28,23 @@ from open_instruct.shard_layout import ShardLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedTeacher:
-    """A teacher's checkpoint, checked. Both heads have `vocab_size` rows; where one has more, the rest is padding."""
+class Comparison:
+    """A policy is compared with a teacher, whose checkpoint is opened and checked, at every label.
+
+    The teacher is a `model` with its head's matrix (`head_VD`, whole, in the compute dtype). Without a `model` the rows
+    carry the numbers that were kept of the teacher's distributions. Both heads have `vocab_size` rows; where one has
+    more, the rest is padding.
+    """
 
     teacher: Teacher
     pretrained: Pretrained
     vocab_size: int
+    model: Transformer | None = None
+    head_VD: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, teacher: Teacher, student: Pretrained, *, config: TrainingConfig, layout: ShardLayout) -> OpenedTeacher:
-        """Open the teacher's checkpoint with `open_teacher`.
+    def of(cls, teacher: Teacher, student: Pretrained, *, config: TrainingConfig, layout: ShardLayout) -> Comparison:
+        """Open the teacher's checkpoint with `open_teacher`; `model` comes later.
 
         :raises InputError: also where --teacher_top_k is not smaller than the vocabulary.
         """
@@ -53,19 +60,6 @@ class OpenedTeacher:
     def shared_logits(self, logits_NV: torch.Tensor) -> torch.Tensor:
         return logits_NV[:, : self.vocab_size]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """A policy is compared with a teacher at every label.
-
-    The teacher is a `model` with its head's matrix (`head_VD`, whole, in the compute dtype). Without a `model` the rows
-    carry the numbers that were kept of the teacher's distributions.
-    """
-
-    opened: OpenedTeacher
-    model: Transformer | None = None
-    head_VD: torch.Tensor | None = None
-
     def measure(self, policy: Transformer, batch: Batch, *, device: torch.device) -> Measure:
         """The `Measure` that a forward pass of `policy` over a microbatch computes of its logits."""
         if self.model is None:
@@ -79,9 +73,9 @@ class Comparison:
         return Measure(self.compare_logits, (hidden_BKD,))
 
     def compare_kept(self, logits_NV: torch.Tensor, kept_NC: torch.Tensor) -> torch.Tensor:
-        return self.opened.teacher.compare(self.opened.shared_logits(logits_NV), kept_NC)
+        return self.teacher.compare(self.shared_logits(logits_NV), kept_NC)
 
     def compare_logits(self, logits_NV: torch.Tensor, hidden_ND: torch.Tensor) -> torch.Tensor:
         assert self.head_VD is not None
         teacher_NV = F.linear(hidden_ND, self.head_VD).float()
-        return self.opened.teacher.compare(self.opened.shared_logits(logits_NV), self.opened.shared_logits(teacher_NV))
+        return self.teacher.compare(self.shared_logits(logits_NV), self.shared_logits(teacher_NV))

@@ -4,6 +4,7 @@ Legend: N labelled tokens, V vocabulary, C numbers kept of a distribution.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -12,10 +13,10 @@ from olmo_core.nn.transformer import Transformer
 from open_instruct.config.training import TrainingConfig
 from open_instruct.data.token_dataset import TokenDataset, cache_root
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.learner.reference_policy import build_teacher
+from open_instruct.learner.reference import build_teacher
 from open_instruct.learner.rows.row_cache import RowCache, open_row_cache
 from open_instruct.learner.scoring import Scorer
-from open_instruct.learner.teacher import Comparison, OpenedTeacher
+from open_instruct.learner.teacher import Comparison
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard, whole_of
@@ -26,7 +27,7 @@ from open_instruct.wording import counted
 
 
 def compare_with(
-    opened: OpenedTeacher,
+    opened: Comparison,
     rows: TokenDataset,
     heldout: TokenDataset | None,
     *,
@@ -47,7 +48,7 @@ def compare_with(
     if opened.teacher.keep is None:
         model = build()
         head_VD = whole_of(model.lm_head.w_out.weight, getattr(torch, config.model.param_dtype))
-        return Comparison(opened=opened, model=model, head_VD=head_VD), rows, heldout
+        return replace(opened, model=model, head_VD=head_VD), rows, heldout
     folder, laid_out = cache_root(config.data.cache_dir), "packed" if scorer.shape.packing else "padded"
     words = (config.model.param_dtype, laid_out, opened.teacher.kept_as, str(opened.vocab_size))
     cache = open_row_cache(folder / "teacher_distributions", opened.pretrained, *words)
@@ -60,12 +61,12 @@ def compare_with(
             for dataset in datasets:
                 _keep(opened, opened.teacher.keep, model, dataset, cache=cache, scorer=scorer)
         on_main_process(cache.write)
-    return Comparison(opened=opened), cache.beside(rows), None if heldout is None else cache.beside(heldout)
+    return opened, cache.beside(rows), None if heldout is None else cache.beside(heldout)
 
 
 @torch.no_grad()
 def _keep(
-    opened: OpenedTeacher,
+    opened: Comparison,
     keep: Callable[[torch.Tensor], torch.Tensor],
     model: Transformer,
     dataset: TokenDataset,
@@ -76,11 +77,13 @@ def _keep(
     """Run the teacher over the rows that `cache` lacks, and add the kept numbers to the cache, on every rank."""
     measure = Measure(lambda logits_NV: keep(opened.shared_logits(logits_NV)))
     for batch in scorer.batches(dataset, cache.missing(dataset), title="teacher's distributions"):
-        kept_NC = token_logprobs(model, batch.packed, device=scorer.device, measure=measure).measured_N
+        kept_NC = token_logprobs(model, batch.packed, device=scorer.policy.device, measure=measure).measured_N
         assert kept_NC is not None
         lengths = dataset.num_label_tokens[list(batch.row_ids)].tolist()
         kept_by_row = zip(batch.row_ids, kept_NC.float().cpu().split(lengths), strict=True)
         own = {dataset.key(row): values_NC.numpy() for row, values_NC in kept_by_row}
-        for key, values_NC in chain.from_iterable(each.items() for each in gathered(own, scorer.dp_group)):
+        for key, values_NC in chain.from_iterable(
+            each.items() for each in gathered(own, scorer.policy.dp_process_group)
+        ):
             cache.add(key, values_NC)
     reshard(model)

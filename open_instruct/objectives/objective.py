@@ -156,7 +156,7 @@ class Objective:
             are scored before the step.
         check_rows: refuses training rows that cannot work with so many rows in a step, and returns warnings.
         needs_reference: whether these flags need frozen log-probs of the start model for each document.
-        reference_moves: how the reference follows the policy, in the words of `learner.reference_policy.Reference`;
+        reference_moves: how the reference follows the policy, in the words of `learner.reference.Reference`;
             without an `update_freq` it stays.
         only_scores: whether these flags ask for the reference scores alone, without training.
         teacher: the frozen model that the policy is compared with under these flags; None where there is none.

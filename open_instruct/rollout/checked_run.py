@@ -19,7 +19,7 @@ from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.environments.environment import Factory, begin_run
 from open_instruct.environments.registry import known_environments
 from open_instruct.episodes.bridge import check_bridges
-from open_instruct.learner.reference_policy import open_teacher
+from open_instruct.learner.reference import open_teacher
 from open_instruct.learner.rows.datasets import reading
 from open_instruct.losses.advantages import ADVANTAGES
 from open_instruct.losses.policy import POLICY_LOSSES

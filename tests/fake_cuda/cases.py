@@ -325,10 +325,10 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
 
     from open_instruct.learner.loop import Loop
     from open_instruct.learner.policy import Policy
-    from open_instruct.learner.reference_policy import build_reference
+    from open_instruct.learner.reference import build_reference
     from open_instruct.learner.rows.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
-    from open_instruct.learner.teacher import Comparison, OpenedTeacher
+    from open_instruct.learner.teacher import Comparison
     from open_instruct.objectives.objective import REFERENCE
     from open_instruct.objectives.registry import objective_named
     from open_instruct.packing.steps import BatchShape
@@ -353,10 +353,11 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
             pretrained, run=run, config=config, update_freq=moves
         )
     if teacher := objective.teacher(config):
-        opened = OpenedTeacher(teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE)
         model = None if case.kept_of_teacher else build_reference(pretrained, run=run, config=config)
         head_VD = None if model is None else model.lm_head.w_out.weight.full_tensor().bfloat16()
-        policy.comparison = Comparison(opened=opened, model=model, head_VD=head_VD)
+        policy.comparison = Comparison(
+            teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE, model=model, head_VD=head_VD
+        )
     num_ranks = run.layout.data_parallel_world_size
     rows = _rows(case, form, NUM_STEPS * MICROBATCHES * case.rows * num_ranks)
     has_scores = objective.needs_reference(config) and not moves
@@ -386,7 +387,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     )
 
     def score() -> dict[str, int]:
-        Scorer(policy, shape=loader.shape, console=run.console).score(rows, range(len(rows)), title="rows")
+        Scorer(policy=policy, shape=loader.shape, console=run.console).score(rows, range(len(rows)), title="rows")
         return WAITS.taken()
 
     def take_steps() -> dict[str, int]:
@@ -501,10 +502,10 @@ def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
 
 def leave_weights_alone() -> None:
     """There are no files: let what would read them do nothing."""
-    from open_instruct.learner import grpo, reference_policy
+    from open_instruct.learner import grpo, reference
     from open_instruct.learner.olmo_core import build
 
-    build.stream_load = reference_policy.stream_load = _read_nothing
+    build.stream_load = reference.stream_load = _read_nothing
     grpo.start_model_of = lambda *arguments: ""
 
 

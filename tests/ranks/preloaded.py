@@ -5,7 +5,7 @@ import gc
 import torch
 
 import open_instruct  # noqa: F401  (before OLMo-core, which it keeps from writing into /tmp)
-from open_instruct.learner import reference_cache  # noqa: F401
+from open_instruct.learner import scoring  # noqa: F401
 from open_instruct.learner.rows import sample_loader  # noqa: F401
 from open_instruct.losses import preference  # noqa: F401
 from open_instruct.objectives import distill, dpo, kto, reward_model, sft  # noqa: F401

@@ -19,9 +19,9 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from open_instruct.config.sections import MemorySection
-from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.learner.model.inputs_on_host import InputsOnHost
+from open_instruct.learner.model.kernels import build_activation_checkpointing
 from open_instruct.models import compiled
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import compiled_losses, losses_of_logits
@@ -204,7 +204,7 @@ def test_compiled_blocks_are_recomputed(parts: tuple[str, ...]) -> None:
             activation_checkpointing="selected_modules",
             activation_checkpointing_modules=[f"blocks.*.{part}" for part in parts],
         )
-        config, _ = build_activation_checkpointing(memory, model=model, device=CPU)
+        config = build_activation_checkpointing(memory, model=model, device=CPU)
         assert config is not None
         model.apply_activation_checkpointing(config.mode, modules=config.modules)
     else:

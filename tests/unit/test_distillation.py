@@ -16,7 +16,7 @@ import torch
 from open_instruct.errors import InputError, RunError
 from open_instruct.learner.model.forward import beside_labels, hidden_at_labels, token_logprobs
 from open_instruct.learner.rows.row_cache import RowCache
-from open_instruct.learner.teacher import Comparison, OpenedTeacher
+from open_instruct.learner.teacher import Comparison
 from open_instruct.losses.distillation import divergence, keep_top_k, top_k_divergence
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import LogprobHead, Measure
@@ -150,10 +150,10 @@ def flags(*words: str) -> DistillConfig:
 def comparison_of(config: DistillConfig, *, vocab_size: int = VOCAB_SIZE) -> Comparison:
     """With a teacher of another family, its rows of the head beyond `vocab_size` being padding."""
     model = deepcopy(random_model("qwen3")).requires_grad_(False)  # other tests share it
-    opened = OpenedTeacher(teacher=teacher_of(config), pretrained=None, vocab_size=vocab_size)  # type: ignore[arg-type]
+    opened = Comparison(teacher=teacher_of(config), pretrained=None, vocab_size=vocab_size)  # type: ignore[arg-type]
     if config.distillation.teacher_top_k is not None:
-        return Comparison(opened=opened)
-    return Comparison(opened=opened, model=model, head_VD=model.lm_head.w_out.weight.detach())
+        return opened
+    return replace(opened, model=model, head_VD=model.lm_head.w_out.weight.detach())
 
 
 def logits_at_labels(family: str, packed: PackedBatch) -> torch.Tensor:
@@ -175,7 +175,7 @@ def test_chunks_and_rows_change_nothing(
     packed = LAID_OUT[laid_out](DOCUMENTS)
     monkeypatch.setattr(LogprobHead, "max_logits_bytes", positions_per_chunk * 8 * 4 * VOCAB_SIZE)
     comparison = comparison_of(config)
-    teacher = comparison.opened.teacher
+    teacher = comparison.teacher
     with torch.no_grad():
         teacher_NV = logits_at_labels("qwen3", packed)
     values = {}
@@ -282,11 +282,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(folders: Path, *words: str) -> OpenedTeacher:
+def opened(folders: Path, *words: str) -> Comparison:
     config = flags(*words)
     config.model.model_name_or_path = str(folders / "student")
     student = open_pretrained(config, folders / "out")
-    return OpenedTeacher.of(teacher_of(config), student, config=config, layout=layout_of(config.parallel, (1,)))
+    return Comparison.of(teacher_of(config), student, config=config, layout=layout_of(config.parallel, (1,)))
 
 
 def test_a_padded_head_is_cut(folders: Path) -> None:

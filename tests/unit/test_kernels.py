@@ -1,7 +1,6 @@
 """What is decided of kernels on devices that are only pretended."""
 
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from open_instruct.config.parser import parse
 from open_instruct.config.sections import MemorySection
 from open_instruct.errors import InputError
 from open_instruct.learner.model import kernels, replica
-from open_instruct.learner.model.kernels import FA3, compiler_problem, compiles, kernel_warnings, takes_fa3, try_fa3
+from open_instruct.learner.model.kernels import FA3, compiler_problem, compiles, kernel_warnings, try_fa3
 from open_instruct.models.build import build_model
 from open_instruct.parallel.layout import resolve_layout
 from tests.unit.small_models import hf_config
@@ -48,10 +47,17 @@ class TestCompiling:
         ],
     )
     def test_it_is_the_default_where_it_was_shown_to_be_right(
-        self, memory: dict[str, Any], degrees: dict[str, int], device: torch.device, problem: Any, expected: bool
+        self,
+        memory: dict[str, Any],
+        degrees: dict[str, int],
+        device: torch.device,
+        problem: Any,
+        expected: bool,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.setattr(kernels, "compiler_problem", problem)
         layout = resolve_layout([4], **degrees)
-        assert compiles(MemorySection(**memory), layout=layout, device=device, problem=problem) is expected
+        assert compiles(MemorySection(**memory), layout=layout, device=device) is expected
 
     @pytest.mark.parametrize(
         ("memory", "flag"),
@@ -60,9 +66,12 @@ class TestCompiling:
             ({"activation_memory_budget": 0.5}, "--activation_memory_budget"),
         ],
     )
-    def test_asked_for_and_impossible_is_refused(self, memory: dict[str, Any], flag: str) -> None:
+    def test_asked_for_and_impossible_is_refused(
+        self, memory: dict[str, Any], flag: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(kernels, "compiler_problem", is_broken)
         with pytest.raises(InputError, match=rf"^{flag}: PyTorch's compiler does not work here \(.*no Triton\)"):
-            compiles(MemorySection(**memory), layout=resolve_layout([2]), device=CUDA, problem=is_broken)
+            compiles(MemorySection(**memory), layout=resolve_layout([2]), device=CUDA)
 
     def test_a_sum_is_compiled_to_find_out(self) -> None:
         def refuses(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -90,7 +99,7 @@ def test_by_default_one_gpu_computes_in_bfloat16_and_compiled(
     monkeypatch.setattr(
         replica, "parallelize_model", lambda model, **options: asked.append({"model": model, **options})
     )
-    monkeypatch.setattr(replica, "compiles", partial(compiles, problem=works))
+    monkeypatch.setattr(kernels, "compiler_problem", works)
     required = ["--model_name_or_path", "none", "--mixer_list", "none", "1.0", "--output_dir", "none"]
     config = parse(DPOConfig, [*required, "--single_gpu_mode", *words])
     run: Any = SimpleNamespace(layout=resolve_layout([1], single_device=True), process=SimpleNamespace(device=CUDA))
@@ -111,10 +120,16 @@ def test_by_default_one_gpu_computes_in_bfloat16_and_compiled(
     ],
 )
 def test_what_leaves_speed_unused_is_warned_of_once(
-    param_dtype: str, device: torch.device, problem: Any, compile_model: bool | None, words: str | None
+    param_dtype: str,
+    device: torch.device,
+    problem: Any,
+    compile_model: bool | None,
+    words: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(kernels, "compiler_problem", problem)
     memory = MemorySection(compile_model=compile_model)
-    warnings = list(kernel_warnings(memory, param_dtype=param_dtype, device=device, problem=problem))
+    warnings = list(kernel_warnings(memory, param_dtype=param_dtype, device=device))
     assert len(warnings) == (words is not None)
     assert words is None or words in warnings[0]
 
@@ -123,17 +138,26 @@ class TestFlashAttention3:
     @pytest.mark.parametrize(
         ("capability", "has_package", "known", "expected"),
         [
-            ((9, 0), True, ["FA3", "FA4"], True),
-            ((9, 0), False, ["FA3", "FA4"], False),
-            ((8, 0), True, ["FA3"], False),
-            ((10, 0), True, ["FA3"], False),
-            ((9, 0), True, [], False),
+            ((9, 0), True, ["FA3", "FA4"], "tried"),
+            ((9, 0), False, ["FA3", "FA4"], kernels.WITHOUT_FA3),
+            ((8, 0), True, ["FA3"], None),
+            ((10, 0), True, ["FA3"], None),
+            ((9, 0), True, [], None),
         ],
     )
     def test_where_it_is_taken(
-        self, capability: tuple[int, int], has_package: bool, known: list[str], expected: bool
+        self,
+        capability: tuple[int, int],
+        has_package: bool,
+        known: list[str],
+        expected: str | None,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        assert takes_fa3(capability=capability, has_package=has_package, known=known) is expected
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(kernels, "find_spec", lambda name: "a spec" if has_package else None)
+        monkeypatch.setattr(torch_attention, "list_flash_attention_impls", lambda: known)
+        monkeypatch.setattr(kernels, "try_fa3", lambda probe: "tried")
+        assert kernels.choose_attention(CUDA, param_dtype="bfloat16") == expected
 
     def test_pytorch_has_the_door(self) -> None:
         assert FA3 in torch_attention.list_flash_attention_impls()

@@ -13,8 +13,8 @@ from benchmarks.memory_runs.cases import Case, predicted
 from benchmarks.memory_runs.tracked import track
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import MemorySection, OptimSection
-from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
-from open_instruct.learner.olmo_core.cast_copy import CastCopy
+from open_instruct.learner.model.kernels import build_activation_checkpointing
+from open_instruct.learner.olmo_core.fsdp2 import CastCopy
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
@@ -140,7 +140,7 @@ def compare_block(
         memory = MemorySection(
             activation_checkpointing="selected_modules", activation_checkpointing_modules=list(recomputed)
         )
-        config, _ = build_activation_checkpointing(memory, model=model, device=torch.device("cpu"))
+        config = build_activation_checkpointing(memory, model=model, device=torch.device("cpu"))
         assert config is not None
         model.apply_activation_checkpointing(config.mode, modules=config.modules)
     block = model.blocks["0"]

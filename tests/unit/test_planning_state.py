@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.config.sections import OptimSection
 from open_instruct.families import FAMILIES
-from open_instruct.learner.olmo_core.cast_copy import CastCopy
+from open_instruct.learner.olmo_core.fsdp2 import CastCopy
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import clean_name

@@ -13,7 +13,7 @@ import torch
 
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.errors import InputError
-from open_instruct.learner.reference_policy import open_teacher
+from open_instruct.learner.reference import open_teacher
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.objectives.policy_gradient import bind

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from gpu_check.devices import device_of, median_seconds, peak_flops
 from gpu_check.findings import Findings
 from open_instruct.models.attention.attention import attend_over_segments
-from open_instruct.models.attention.segments import QKV, Segments, segments_of
+from open_instruct.models.attention.segments import QKV, Segments
 
 # Of a product forward, its two products backward; of attention backward five products, where forward has two.
 BACKWARD_OF_PRODUCT, BACKWARD_OF_ATTENTION = 2.0, 2.5
@@ -35,9 +35,9 @@ class Row:
         """Of queries and keys that see each other."""
         furthest = self.left + 1 if self.left >= 0 else 10**12
         return sum(
-            min(segment.prefix_length + index + 1, furthest)
-            for segment in segments_of(self.lengths, self.prefix_lengths)
-            for index in range(segment.length)
+            min(prefix_length + index + 1, furthest)
+            for prefix_length, length in zip(self.prefix_lengths, self.lengths, strict=True)
+            for index in range(length)
         )
 
     def forward_flops(self) -> float:

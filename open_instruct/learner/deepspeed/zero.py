@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal, cast
 
@@ -21,7 +22,6 @@ from open_instruct.errors import InputError
 from open_instruct.learner.backend import GRAD_NORM, Metrics, refuse_other_backend
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.optimizers import HeldStep
-from open_instruct.learner.deepspeed.reference import HeldReference
 from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
 from open_instruct.learner.optim.optimizers import set_learning_rate
 from open_instruct.learner.reference import IN_CHECKPOINT, Reference
@@ -46,6 +46,49 @@ def _embeddings_alone(model: Transformer) -> Iterator[None]:
     yield
     if is_shared:
         matrix.weight = embeddings.weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldReference(Reference):
+    """A reference that follows the policy keeps its weights beside the trained ones, and swaps places to compute.
+
+    So there is no second model: a rank holds 4 bytes more for each weight that it steps. `model` is the policy's own,
+    with the weights of the policy or, within `in_place`, of the reference.
+    """
+
+    masters: Masters
+    weights: Mapping[str, torch.Tensor]  # this rank's range of each parameter
+    wait_for_copy: Callable[[], None]  # returns once no unfinished checkpoint reads the policy's weights
+
+    @torch.no_grad()
+    def follow(self, policy: Transformer, *, step: int) -> None:
+        del policy
+        if self.update_freq is not None and step % self.update_freq == 0:
+            for name, ours in self.weights.items():
+                ours.lerp_(self.masters.own[name].weights, self.alpha)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        self.wait_for_copy()
+        self._swap()
+        yield
+        self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, ours in self.weights.items():
+            theirs = self.masters.own[name].weights
+            kept = theirs.clone()
+            theirs.copy_(ours)
+            ours.copy_(kept)
+        self.masters.changed()
+
+    def state_to_save(self, options: Any) -> dict[str, Any]:
+        del options
+        return {} if self.update_freq is None else {IN_CHECKPOINT: self.masters.parts(self.weights)}
+
+    def load(self, state: dict[str, Any], options: Any) -> None:
+        """Nothing is left to do: a checkpoint is read into the parts in place."""
 
 
 class ZeroBackend(TransformerTrainModule):

@@ -11,7 +11,6 @@ from olmo_core.nn.transformer import Transformer
 from torch.distributed.tensor import DTensor
 
 from open_instruct.models.attention.attention import context_of
-from open_instruct.models.attention.context_parallel import ContextGroup
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.heads.logprob_head import HeadSettings, LabelLosses, LogprobHead, Measure
 from open_instruct.objectives.objective import TokenLogprobs
@@ -50,7 +49,11 @@ def token_logprobs(
         values = values.full_tensor() if isinstance(values, DTensor) else values
         values = values.flatten(0, 1)
         if (context := context_of(model)) is not None:
-            values = _whole_row(values, inputs, context)
+            kept_BK = inputs.model_kwargs.get("logits_to_keep")
+            if kept_BK is not None:
+                own_T = values.new_zeros(inputs.input_ids_BT.numel(), *values.shape[1:])
+                values = own_T.index_copy(0, kept_BK.flatten(), values)
+            values = context.whole_row(values)
         return values.index_select(0, inputs.labelled_N)
 
     if isinstance(output, LabelLosses):
@@ -100,7 +103,10 @@ def _where_head_runs(model: Transformer, batch: PackedBatch, values_BT: torch.Te
 def _own(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, KeptPositions | None]:
     """This rank's tokens of the batch, and the positions where its head runs: None, all, under tensor parallelism."""
     if (context := context_of(model)) is not None:
-        batch = _part_of_row(batch, context.part_of(batch.input_ids_BT.shape[1]))
+        # Labels are shifted already, so none is lost where the row is cut.
+        part = context.part_of(batch.input_ids_BT.shape[1])
+        ids_BT, labels_BT = batch.input_ids_BT[:, part], batch.labels_BT[:, part]
+        batch = replace(batch, kept=None, input_ids_BT=ids_BT, labels_BT=labels_BT)
     return batch, None if model.tp_enabled else batch.kept or kept_positions(batch)
 
 
@@ -155,21 +161,3 @@ def _inputs(model: Transformer, batch: PackedBatch) -> _Inputs:
         ranks_BT = (batch.labels_BT != IGNORE_INDEX).cumsum(dim=1) - 1
         labelled_N = (ranks_BT + num_kept * torch.arange(num_rows).unsqueeze(1)).flatten()[labelled_N]
     return _Inputs(own.input_ids_BT, model_kwargs, labelled_N, batch.sequence_ids_N)
-
-
-def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:
-    """The batch with one rank's tokens. Labels are shifted already, so none is lost where the row is cut."""
-    return replace(
-        batch,
-        kept=None,
-        input_ids_BT=batch.input_ids_BT[:, part],
-        labels_BT=batch.labels_BT[:, part],
-    )
-
-
-def _whole_row(values: torch.Tensor, inputs: _Inputs, context: ContextGroup) -> torch.Tensor:
-    """The values of all tokens of a row, shape (T, ...), gathered from each rank's part."""
-    if "logits_to_keep" not in inputs.model_kwargs:
-        return context.whole_row(values)
-    values_T = values.new_zeros(inputs.input_ids_BT.numel(), *values.shape[1:])
-    return context.whole_row(values_T.index_copy(0, inputs.model_kwargs["logits_to_keep"].flatten(), values))

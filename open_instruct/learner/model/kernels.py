@@ -1,25 +1,28 @@
-"""The choice of kernels for a device: compiled blocks or not, and which attention; with a warning for float32.
+"""How blocks run on a device: compiled or not, with which attention, and what of them is recomputed.
+
+Settings without an effect are replaced, refused or warned of.
 
 Decisions are pure functions of the device's facts, so tests can make them for devices that are not there.
 FlashAttention 3 has not been run: it is used where PyTorch offers it, and only if its results equal PyTorch's own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import cast
 
 import torch
 from olmo_core.nn.transformer import Transformer
-from olmo_core.train.train_module.transformer import TransformerActivationCheckpointingConfig
+from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
+from olmo_core.train.train_module import TransformerActivationCheckpointingConfig
 from torch.nn import attention as torch_attention
 
 from open_instruct.config.sections import MemorySection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
-from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
 from open_instruct.models.attention.attention import attend_over_segments
 from open_instruct.models.attention.segments import QKV, Segments
+from open_instruct.models.hf.names import names_module
 from open_instruct.run.opened import Run
 from open_instruct.shard_layout import ShardLayout
 
@@ -32,20 +35,56 @@ PROBED_LENGTHS = (200, 56)
 # Tolerance for bfloat16, whose steps are 2^-8 of a number.
 PROBED_TOLERANCE = 2e-2
 
-Problem = Callable[[torch.device], str | None]
-
 
 def choose_kernels(
     model: Transformer, *, run: Run, config: LearnerConfig
 ) -> TransformerActivationCheckpointingConfig | None:
     """Choose the attention kernels, and return the activation checkpointing; the console warns of replaced settings."""
     device, param_dtype = run.process.device, config.model.param_dtype
-    checkpointing, warnings = build_activation_checkpointing(config.memory, model=model, device=device)
-    for warning in [*warnings, *kernel_warnings(config.memory, param_dtype=param_dtype, device=device)]:
+    for warning in kernel_warnings(config.memory, param_dtype=param_dtype, device=device):
         run.console.warn(warning)
     if message := choose_attention(device, param_dtype=param_dtype):
         run.console.say(message)
-    return checkpointing
+    return build_activation_checkpointing(config.memory, model=model, device=device)
+
+
+def build_activation_checkpointing(
+    memory: MemorySection, *, model: Transformer, device: torch.device
+) -> TransformerActivationCheckpointingConfig | None:
+    """The config; None: keep every activation.
+
+    The compiler spends a memory budget, see `compiles`. Without CUDA nothing is compiled, and OLMo-core would silently
+    keep every activation, so whole blocks are recomputed instead. Offloading recomputes blocks too, and moves their
+    inputs to the host, see inputs_on_host.py.
+
+    :raises InputError: a pattern of modules matches nothing in `model`.
+    """
+    mode, budget = memory.activation_checkpointing, memory.activation_memory_budget
+    if budget < 1.0 and device.type == "cuda":
+        return TransformerActivationCheckpointingConfig(mode=Mode.budget, activation_memory_budget=budget)
+    if budget < 1.0 or mode in ("full", "offload"):
+        return TransformerActivationCheckpointingConfig(mode=Mode.full)
+    if mode == "selected_modules":
+        modules = _selected(memory.activation_checkpointing_modules, model)
+        return TransformerActivationCheckpointingConfig(mode=Mode.selected_modules, modules=modules)
+    return None
+
+
+def _selected(patterns: Sequence[str], model: Transformer) -> list[str]:
+    """The modules that `patterns` name, but none inside another; a * in OLMo-core's own patterns also matches dots."""
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not any(names_module([pattern], name) for name in names):
+            parts = ", ".join(f"blocks.*.{name}" for name, _ in model.blocks["0"].named_children())
+            raise InputError(
+                f"--activation_checkpointing_modules {pattern}: the model has no module of that name (a * stands for "
+                f"anything but a dot); the parts of its blocks are {parts}"
+            )
+    selected: list[str] = []
+    for name in names:
+        if names_module(patterns, name) and not any(name.startswith(f"{outer}.") for outer in selected):
+            selected.append(name)
+    return selected
 
 
 @lru_cache
@@ -58,9 +97,7 @@ def compiler_problem(device: torch.device) -> str | None:
     return None
 
 
-def compiles(
-    memory: MemorySection, *, layout: ShardLayout, device: torch.device, problem: Problem = compiler_problem
-) -> bool:
+def compiles(memory: MemorySection, *, layout: ShardLayout, device: torch.device) -> bool:
     """Whether blocks are compiled. On CUDA they are, unless --no_compile_model is given.
 
     Under tensor or context parallelism they are compiled only on request. --activation_memory_budget is a request too,
@@ -72,7 +109,7 @@ def compiles(
     is_split = layout.tensor_parallel_degree * layout.context_parallel_degree > 1
     if device.type != "cuda" or memory.compile_model is False or (is_split and not is_asked):
         return False
-    what = problem(device)
+    what = compiler_problem(device)
     if what is not None and is_asked:
         flag = "--compile_model" if memory.compile_model else "--activation_memory_budget"
         raise InputError(
@@ -82,11 +119,18 @@ def compiles(
     return what is None
 
 
-def kernel_warnings(
-    memory: MemorySection, *, param_dtype: str, device: torch.device, problem: Problem = compiler_problem
-) -> Iterator[str]:
-    """Warnings about settings that leave the device's speed unused."""
+def kernel_warnings(memory: MemorySection, *, param_dtype: str, device: torch.device) -> Iterator[str]:
+    """Warnings about settings that have no effect on this device, or leave its speed unused."""
     if device.type != "cuda":
+        if memory.compile_model:
+            yield "--compile_model does nothing without CUDA: the model runs uncompiled"
+        if (budget := memory.activation_memory_budget) < 1.0:
+            yield (
+                f"--activation_memory_budget {budget} needs the compiler, which is skipped without CUDA: recomputing "
+                "whole blocks instead (--activation_checkpointing full)"
+            )
+        elif memory.activation_checkpointing == "offload":
+            yield "--activation_checkpointing offload does without CUDA what full does: all is on the host"
         return
     if param_dtype == "float32":
         yield (
@@ -94,26 +138,21 @@ def kernel_warnings(
             "no tensor cores, not even in TF32: 8 to 10 times slower than --param_dtype bfloat16 by estimate, which "
             "keeps what is trained in float32 all the same"
         )
-    if memory.compile_model is None and (what := problem(device)) is not None:
+    if memory.compile_model is None and (what := compiler_problem(device)) is not None:
         yield f"PyTorch's compiler does not work here ({what}); blocks run uncompiled: install Triton and a C compiler"
 
 
-def takes_fa3(*, capability: tuple[int, int], has_package: bool, known: list[str]) -> bool:
-    """Whether PyTorch can hand its attention to FlashAttention 3, which is for compute capability 9 alone."""
-    return capability[0] == HOPPER and has_package and FA3 in known
-
-
 def choose_attention(device: torch.device, *, param_dtype: str) -> str | None:
-    """Activate FlashAttention 3 where it is installed and right. Returns a message for the console, or None."""
+    """Activate FlashAttention 3 where it is installed and right. Returns a message for the console, or None.
+
+    It is for GPUs of compute capability 9 alone.
+    """
     has_door = hasattr(torch_attention, "restore_flash_attention_impl")
     if device.type != "cuda" or param_dtype == "float32" or not has_door:
         return None
-    capability, has_package = torch.cuda.get_device_capability(device), find_spec(FA3_PACKAGE) is not None
-    if capability[0] == HOPPER and not has_package:
-        return WITHOUT_FA3
-    known = torch_attention.list_flash_attention_impls()
-    is_there = takes_fa3(capability=capability, has_package=has_package, known=known)
-    return try_fa3(lambda: _probe(device)) if is_there else None
+    if torch.cuda.get_device_capability(device)[0] != HOPPER or FA3 not in torch_attention.list_flash_attention_impls():
+        return None
+    return WITHOUT_FA3 if find_spec(FA3_PACKAGE) is None else try_fa3(lambda: _probe(device))
 
 
 def try_fa3(probe: Callable[[], list[torch.Tensor]]) -> str:

@@ -11,20 +11,50 @@ from olmo_core.distributed.utils import get_world_size
 from olmo_core.nn.transformer import Transformer
 from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train.train_module import TransformerTrainModule
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.fsdp import FSDPModule
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.backend import Metrics, refuse_other_backend
-from open_instruct.learner.olmo_core.cast_copy import CastCopy
-from open_instruct.learner.olmo_core.saved_state import state_of
 from open_instruct.learner.optim.optimizers import set_learning_rate
-from open_instruct.learner.reference import Reference
-from open_instruct.learner.reference_policy import build_reference
+from open_instruct.learner.reference import Reference, build_reference
 from open_instruct.models.attention.attention import context_of
 from open_instruct.models.compiled import prepare_compiler
+from open_instruct.models.hf.names import clean_name
+from open_instruct.models.shards import local_part
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
+
+
+class CastCopy:
+    """A copy of the model in the compute dtype: `model` computes for `masters`, the trained float32 model.
+
+    FSDP casts a sharded model unit by unit. On a single device the whole copy stays, and the masters are updated, saved
+    and exported: an update that is small beside a weight would be lost in bfloat16, but not in float32. Gradients of
+    `model` go to the masters as soon as each is whole, and add up there in float32.
+    """
+
+    def __init__(self, model: Transformer, masters: Transformer) -> None:
+        self.model = model
+        self._master_of = dict(zip(model.parameters(), masters.parameters(), strict=True))
+        for parameter in self._master_of:
+            parameter.register_post_accumulate_grad_hook(self._hand_over)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the masters' values into `model`."""
+        for parameter, master in self._master_of.items():
+            local_part(parameter).copy_(local_part(master))
+
+    def _hand_over(self, parameter: torch.Tensor) -> None:
+        master, gradient = self._master_of[parameter], parameter.grad  # type: ignore[index]
+        assert gradient is not None
+        parameter.grad = None
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype)
+        else:
+            master.grad.add_(gradient)
 
 
 class FSDP2Backend(TransformerTrainModule):
@@ -118,6 +148,7 @@ class FSDP2Backend(TransformerTrainModule):
             # OLMo-core's method gives the optimizer its first state.
             state = super().state_dict_to_save(optim=optim)
         else:
+            # PyTorch's own functions take five times as long to list it, and the training waits for that.
             state = state_of(self.model, self.optim)
         if self.reference is not None:
             state |= self.reference.state_to_save(self.state_dict_save_opts)
@@ -135,3 +166,24 @@ class FSDP2Backend(TransformerTrainModule):
         if self.reference is not None:
             self.reference.load(state_dict, self.state_dict_load_opts)
         self.refresh_copy()
+
+
+def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """The present state of both, by the names of PyTorch's distributed checkpoints: without frozen weights, and flat.
+
+    The optimizer must have taken a step.
+    """
+    names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    frozen = {name for parameter, name in names.items() if not parameter.requires_grad}
+    held = {clean_name(name): tensor for name, tensor in model.state_dict().items()}
+    return {
+        "model": {name: tensor for name, tensor in held.items() if name not in frozen},
+        "optim": {
+            f"{kind}.{names[parameter]}.{key}": value
+            for group in optim.param_groups
+            for parameter in group["params"]
+            for kind, values in (("state", optim.state.get(parameter, {})), ("param_groups", group))
+            for key, value in values.items()
+            if key != "params"
+        },
+    }

@@ -114,10 +114,12 @@ def attend_by_segment(qkv: QKV, segments: Segments, *, left: int = -1, scale: fl
     split = zip(qkv.query.split(segments.lengths), qkv.key.split(num_keys), qkv.value.split(num_keys), strict=True)
     attended: list[torch.Tensor] = []
     for query, key, value in split:
-        piece_length = max(len(query), 1) if left < 0 else max(left + 1, LEAST_PIECE)
+        if not 0 <= left < len(key) - 1:
+            attended.append(attend(QKV(query, key, value), scale=scale))
+            continue
         stop = len(key) - len(query)
-        for piece in query.split(piece_length):
-            start = 0 if left < 0 else max(stop - left, 0)
+        for piece in query.split(max(left + 1, LEAST_PIECE)):
+            start = max(stop - left, 0)
             stop += len(piece)
             attended.append(attend(QKV(piece, key[start:stop], value[start:stop]), left=left, scale=scale))
     return torch.cat(attended)

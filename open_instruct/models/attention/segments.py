@@ -11,8 +11,8 @@ first p tokens of what the segment before it sees, itself included. Its own firs
     prefix     0                4        6      0
 
 Here b begins like a, and goes on from a's first 4 tokens; c begins like b, and sees those 4 and the first 2 of b. So
-every tree of documents that share beginnings of any depth is a row, walked depth first, and its keys lie in ranges: of
-c's prefix, 4 tokens of a and 2 of b. An ordinary document is a segment without a prefix.
+every tree of documents that share beginnings of any depth is a row, walked depth first. An ordinary document is a
+segment without a prefix.
 """
 
 from __future__ import annotations
@@ -37,25 +37,6 @@ class QKV(NamedTuple):
     @property
     def shares_heads(self) -> bool:
         return self.query.shape[-2] != self.key.shape[-2]
-
-
-class Range(NamedTuple):
-    """Neighbouring tokens of the row."""
-
-    start: int
-    length: int
-
-
-class Segment(NamedTuple):
-    """The start and length of a segment in the row, and the ranges of its prefix, in logical order."""
-
-    start: int
-    length: int
-    prefix: tuple[Range, ...]
-
-    @property
-    def prefix_length(self) -> int:
-        return sum(part.length for part in self.prefix)
 
 
 class Segments(NamedTuple):
@@ -91,44 +72,22 @@ class Segments(NamedTuple):
             cu_queries   0             6               9                   11         14
             cu_keys      0             6               13                  21         24
         """
-        segments = segments_of(lengths, prefix_lengths)
-        positions = [torch.arange(each.prefix_length, each.prefix_length + each.length) for each in segments]
-        seen = [part for each in segments for part in (*each.prefix, Range(each.start, each.length))]
-        num_keys = [each.prefix_length + each.length for each in segments]
+        positions: list[torch.Tensor] = []
+        keys: list[torch.Tensor] = []
+        seen = torch.arange(0)  # by the last token of the segment before
+        for stop, length, prefix_length in zip(accumulate(lengths), lengths, prefix_lengths, strict=True):
+            assert prefix_length <= len(seen), f"a prefix of {prefix_length} tokens of a segment that sees {len(seen)}"
+            seen = torch.cat([seen[:prefix_length], torch.arange(stop - length, stop)])
+            positions.append(torch.arange(prefix_length, len(seen)))
+            keys.append(seen)
+        num_keys = [len(each) for each in keys]
         return cls(
             lengths=lengths,
             prefix_lengths=prefix_lengths,
             positions_T=torch.cat(positions).to(device),
             cu_queries=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
             cu_keys=torch.tensor([0, *accumulate(num_keys)], dtype=torch.int32, device=device),
-            key_index_K=torch.cat([torch.arange(start, start + length) for start, length in seen]).to(device)
-            if any(prefix_lengths)
-            else None,
+            key_index_K=torch.cat(keys).to(device) if any(prefix_lengths) else None,
             max_queries=max(lengths),
             max_keys=max(num_keys),
         )
-
-
-def segments_of(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> tuple[Segment, ...]:
-    """Every segment of the row, with the ranges that its prefix lies in."""
-    segments: list[Segment] = []
-    seen: tuple[Range, ...] = ()  # by the last token of the segment before
-    start = 0
-    for length, prefix_length in zip(lengths, prefix_lengths, strict=True):
-        prefix = _first_tokens(seen, prefix_length)
-        segments.append(Segment(start, length, prefix))
-        seen = (*prefix, Range(start, length))
-        start += length
-    return tuple(segments)
-
-
-def _first_tokens(ranges: tuple[Range, ...], count: int) -> tuple[Range, ...]:
-    """The ranges of the first `count` tokens of `ranges`."""
-    first: list[Range] = []
-    num_before = 0
-    for start, length in ranges:
-        if num_before < count:
-            first.append(Range(start, min(length, count - num_before)))
-        num_before += length
-    assert num_before >= count, f"a prefix of {count} tokens of a segment that sees {num_before}"
-    return tuple(first)

@@ -70,9 +70,9 @@ def open_score_files(folder: Path, hf_config: PretrainedConfig, *, seed: int) ->
         InputError: see `CheckpointFiles.open`.
     """
     files = CheckpointFiles.open(folder)
-    files.leave_out(HF_LM_HEAD)
+    files.tensors.pop(HF_LM_HEAD, None)
     if HF_SCORE not in files and not is_classifier(hf_config):
-        files.put_beside(HF_SCORE, drawn_score(hf_config.hidden_size, seed=seed))
+        files.tensors[HF_SCORE] = drawn_score(hf_config.hidden_size, seed=seed)
     return files
 
 

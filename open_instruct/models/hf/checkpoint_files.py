@@ -62,10 +62,9 @@ class CheckpointFiles:
         files.read("model.embed_tokens.weight", (slice(0, 16), slice(None)))   # 16 rows
     """
 
-    def __init__(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self.folder = folder
-        self._tensors = tensors
-        self._put_beside: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, StoredTensor | torch.Tensor] = dict(tensors)  # a torch.Tensor is in none of the files
 
     @classmethod
     def open(cls, folder: str | Path) -> CheckpointFiles:
@@ -81,29 +80,23 @@ class CheckpointFiles:
         path = weights_file(folder)
         return cls(folder, _read_indexed(path) if path.name == INDEX_NAME else read_header(path))
 
-    def put_beside(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor that is in none of the files."""
-        self._put_beside[name] = tensor
-
-    def leave_out(self, name: str) -> None:
-        """Forget the tensor of that name, if there is one."""
-        self._tensors.pop(name, None)
-
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in (self._tensors | self._put_beside).items()}
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        return {name: tensor.dtype for name, tensor in (self._tensors | self._put_beside).items()}
+        return {name: tensor.dtype for name, tensor in self.tensors.items()}
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """The files, sorted by name."""
-        return tuple(sorted({tensor.path for tensor in self._tensors.values()}))
+        return tuple(sorted({each.path for each in self.tensors.values() if isinstance(each, StoredTensor)}))
 
     def file_of(self, name: str) -> Path:
-        return self._tensors[name].path
+        tensor = self.tensors[name]
+        assert isinstance(tensor, StoredTensor), f"{name} is in no file"
+        return tensor.path
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> torch.Tensor:
         """A view of `tensor[slices]` on the mapped file: no bytes are read until it is copied from.
@@ -111,17 +104,17 @@ class CheckpointFiles:
         The view is for reading (writes to it would never reach the file). The file is mapped anew for each, and its
         pages are let go with the last view of them.
         """
-        if name in self._put_beside:
-            return self._put_beside[name][slices]
-        with safe_open(self.file_of(name), framework="pt") as file:
+        if isinstance(tensor := self.tensors[name], torch.Tensor):
+            return tensor[slices]
+        with safe_open(tensor.path, framework="pt") as file:
             view: torch.Tensor = file.get_tensor(name)[slices]
         return view
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors or name in self._put_beside
+        return name in self.tensors
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
+        return iter(self.tensors)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

@@ -286,7 +286,7 @@ class _Block(_Piece):
 
         Both keep queries, keys, values, their output, and one float32 a head and token.
         """
-        num_tokens, run, longest = self.sizes.num_tokens, self.tape.run, self.sizes.longest_document
+        num_tokens, run = self.sizes.num_tokens, self.tape.run
         num_bytes = num_tokens * (q_width // self.shape.head_dim) * FLOAT32
         if self.sizes.on_cuda and self.c < FLOAT32:
             if (num_keys := self.sizes.num_gathered_keys) is not None:
@@ -299,10 +299,7 @@ class _Block(_Piece):
             return run(query.num_bytes, query, key, value, saved=saved, saves_output=True, gradients=gradients)
         parts = [run(0, tensor) for tensor in (query, key, value)]
         whole = [query, key, value]
-        gradients = [
-            Gradient(of=part, num_bytes=tensor.num_bytes, scratch_bytes=query.num_bytes * longest // num_tokens)
-            for part, tensor in zip(parts, whole, strict=True)
-        ]
+        gradients = [Gradient(of=part, num_bytes=tensor.num_bytes) for part, tensor in zip(parts, whole, strict=True)]
         by_document = run(query.num_bytes + num_bytes, *parts, saved=whole, saves_output=True, gradients=gradients)
         return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
 

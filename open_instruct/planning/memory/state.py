@@ -4,7 +4,7 @@ Sources, in PyTorch 2.13 and OLMo-core 3.0:
 
 - Master weights are float32; so are gradients, which are reduced in float32, and AdamW's two moments. In
   single-GPU mode nothing is sharded, and where `--param_dtype` is not float32 a copy of the model in it stays beside
-  the masters (`learner/olmo_core/cast_copy.py`), whose gradients go to the masters as they are made.
+  the masters (`learner/olmo_core/fsdp2.py`), whose gradients go to the masters as they are made.
 - Where adapters are trained, all else has neither gradient nor moments, and is held in `--param_dtype` alone.
 - Tensor parallelism (`apply_tp`) splits one axis of a matrix first. FSDP2 (`FSDPParam._init_sharded_param`) then cuts
   axis 0 of what is left into chunks of ceil(rows / shards) rows: the last ranks may have fewer, or none.

@@ -68,7 +68,8 @@ def _measured(
         "max_tokens_per_step": 10**6,
     }
     loop = Loop(policy, DriversState(), run=run, config=config, **settings_of_loop)
-    policy.scores(microbatch)
+    with torch.no_grad():
+        policy.scores(microbatch)
     # The second pass learns the order of the modules, and the third one goes by it: a short step before a whole one.
     for num_passes in (1, num_microbatches):
         warm = replace(step, microbatches=step.microbatches[:num_passes])

@@ -72,7 +72,7 @@ def _compare(config: DPOConfig) -> dict[str, Any]:
 def _gradients(policy: Policy, step: StepBatch, *, reduces_last: bool) -> tuple[Gradients, float, int]:
     """This rank's shards of them, clipped; their norm before that; reduce-scatters that they took."""
     policy.backend.reduces_last = reduces_last  # type: ignore[attr-defined]
-    policy.zero_grads()
+    policy.backend.zero_grads()
     with RecordCollectives() as recorder:
         policy.forward_backward(step)
     calls = sum(times for kind, times in recorder.issued.items() if kind.collective == "reduce_scatter")

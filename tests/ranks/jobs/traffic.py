@@ -21,9 +21,8 @@ from open_instruct.learner.grpo import DriversState
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.olmo_core.build import build_backend
 from open_instruct.learner.policy import Policy
-from open_instruct.learner.reference import Reference
-from open_instruct.learner.reference_policy import build_reference
-from open_instruct.learner.teacher import OpenedTeacher
+from open_instruct.learner.reference import Reference, build_reference
+from open_instruct.learner.teacher import Comparison
 from open_instruct.learner.teacher_rows import compare_with
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.hf.names import TensorNames
@@ -87,7 +86,7 @@ def _steps(
     if (moves := objective.reference_moves(config)).get("update_freq"):
         backend.reference = Reference(model=build_reference(pretrained, run=run, config=config), **moves)
     if (named := objective.teacher(config)) is not None:
-        teacher = OpenedTeacher.of(named, pretrained, config=config, layout=run.layout)
+        teacher = Comparison.of(named, pretrained, config=config, layout=run.layout)
         rows: Any = None
         scorer: Any = SimpleNamespace(policy=policy)
         (policy.comparison, *_) = compare_with(
@@ -100,7 +99,8 @@ def _steps(
     counts = {"rows": num_rows, "tokens": num_tokens * num_rows, "labels": num_tokens * num_rows // 2}
     step = StepBatch(microbatches=(microbatch,) * num_microbatches, counts=counts)
     counted = {}
-    counted["reference"] = _counted(lambda: policy.scores(microbatch))
+    with torch.no_grad():
+        counted["reference"] = _counted(lambda: policy.scores(microbatch))
     # The second step, as all that follow: the first one, be it as short as can be, makes what lasts.
     loop.take_step([replace(step, microbatches=step.microbatches[:1])], num_tokens=step.counts["tokens"])
     counted["step"] = _counted(lambda: loop.take_step([step], num_tokens=step.counts["tokens"]))
