@@ -148,9 +148,8 @@ CASES = {
     # So long that the prompt, whose tokens a plan takes for labels, makes no chunk of the head more or less.
     "kto": TracedCase("--activation_checkpointing full", "kto", longest=8542),
     "reward_model": TracedCase("--activation_checkpointing full", "reward_model"),
-    # Without logits a peak is within the blocks, where buckets are emptied.
+    # Without logits the peak is within the blocks, where the bucket is emptied.
     "reward_model, zero 2": TracedCase(f"{ZERO} 2 --activation_checkpointing full", "reward_model"),
-    "reward_model, zero 3": TracedCase(f"{ZERO} 3 --activation_checkpointing full", "reward_model"),
     "grpo": TracedCase("--activation_checkpointing full", "grpo"),
     "grpo, reference, entropy": TracedCase(f"--activation_checkpointing full {MORE_OF_GRPO}", "grpo"),
     "grpo, shared prompts": TracedCase("--activation_checkpointing full", "grpo", shared=True),

@@ -4,8 +4,8 @@ Sources: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), figure 1 and sectio
 sends; DeepSpeed 0.19 (`stage_1_and_2.py`, `bf16_optimizer.py`, `stage3.py`) for the buffers of its engine.
 
 P values are trained and F are frozen; N ranks share them, and the compute dtype has c bytes. Where ranks split
-matrices, P and F count one rank's parts, and N the ranks with the same part. Buffers that come and go in a pass count
-at their largest, at every moment; an exchange is the sum of a step, however DeepSpeed fills buckets.
+matrices, P and F count one rank's parts, and N the ranks with the same part. What comes and goes in a backward pass is
+followed from stage 2 on, gradient by gradient; an exchange is the sum of a step, however DeepSpeed fills buckets.
 tests/ranks/test_deepspeed_plan.py compares both with runs.
 """
 
