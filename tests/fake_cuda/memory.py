@@ -140,9 +140,16 @@ CASES = {
     "dpo, muon": TracedCase(f"--optimizer muon {HSDP}"),
     "dpo, zero 2": TracedCase(f"{ZERO} 2 --activation_checkpointing full"),
     "dpo, zero 3": TracedCase(f"{ZERO} 3 --activation_checkpointing full"),
+    # Its blocks keep gathered weights alive.
+    "dpo, zero 3, nothing recomputed": TracedCase(f"{ZERO} 3 --activation_checkpointing none", family=LLAMA),
+    # Its matrix of the head is larger than a bucket.
+    "dpo, zero 2, large vocabulary": TracedCase(f"{ZERO} 2 --activation_checkpointing full", family=QWEN),
+    "dpo, zero 3, large vocabulary": TracedCase(f"{ZERO} 3 --activation_checkpointing full", family=QWEN),
     # So long that the prompt, whose tokens a plan takes for labels, makes no chunk of the head more or less.
     "kto": TracedCase("--activation_checkpointing full", "kto", longest=8542),
     "reward_model": TracedCase("--activation_checkpointing full", "reward_model"),
+    # Without logits the peak is within the blocks, where the bucket is emptied.
+    "reward_model, zero 2": TracedCase(f"{ZERO} 2 --activation_checkpointing full", "reward_model"),
     "grpo": TracedCase("--activation_checkpointing full", "grpo"),
     "grpo, reference, entropy": TracedCase(f"--activation_checkpointing full {MORE_OF_GRPO}", "grpo"),
     "grpo, shared prompts": TracedCase("--activation_checkpointing full", "grpo", shared=True),

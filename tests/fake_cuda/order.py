@@ -4,7 +4,7 @@ Every thread of the host and every stream has a clock, that is how much it knows
 launches on a stream knows what the thread knows; the thread learns of it by `synchronize` alone, another stream by
 `wait_event`. An access to memory must know of the writes before it, and a write of the reads too. Memory of the device
 goes back to the stream that it was allocated on, when its last tensor goes: that stream must know of everybody's use
-by then, or have been told by `record_stream`.
+when the next is allocated there, or have been told by `record_stream`.
 
 Within `watching`, on the pretended GPU of `device.py`; nothing is computed, so an order is not one of many that were
 met, but what is guaranteed.
@@ -26,7 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.fake_cuda.device import PACKAGE
 from tests.fake_cuda.device import Stream as SilentStream
@@ -92,6 +92,7 @@ class Order(TorchDispatchMode):
         self._clocks: dict[Any, Clock] = {}
         self._memories: dict[int, Memory] = {}
         self._used_elsewhere: dict[int, Memory] = {}
+        self._given_back: dict[Any, list[Memory]] = {}
         self._lock = threading.RLock()
         self._local = threading.local()
         self._default = Stream(name="the default stream")
@@ -177,30 +178,32 @@ class Order(TorchDispatchMode):
         if memory is None or memory.weak.expired():
             memory = Memory(storage, f"{tensor.device.type} {tuple(tensor.shape)} made at {place()}", on)
             self._memories[storage._cdata] = memory
+            self.give_out(on)
         return memory
 
     def notice_freed(self) -> None:
-        """What was freed since the last call was freed with what is known now."""
+        """What was freed since the last call goes back to the stream that it was allocated on."""
         for key, memory in [*self._used_elsewhere.items()]:
-            if not memory.weak.expired():
-                continue
-            del self._used_elsewhere[key]
-            knows = dict(self.clock(memory.allocated_on))
-            join(knows, self.clock(self.host))
-            for stream, access in memory.used.items():
-                if stream not in memory.recorded and knows.get(stream, 0) < access.time:
-                    self.races.append(
-                        f"{memory.what}: {access}, and freed for {memory.allocated_on} before that is over"
-                    )
+            if memory.weak.expired():
+                del self._used_elsewhere[key]
+                self._given_back.setdefault(memory.allocated_on, []).append(memory)
+
+    def give_out(self, stream: Any) -> None:
+        """The next that is allocated on a stream may be what was given back to it, which nobody may be using still."""
+        knows = dict(self.clock(stream))
+        join(knows, self.clock(self.host))
+        for memory in self._given_back.pop(stream, ()):
+            for user, access in memory.used.items():
+                if user not in memory.recorded and knows.get(user, 0) < access.time:
+                    self.races.append(f"{memory.what}: {access}, and freed for {stream} before that is over")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what the rank holds comes by here again
         kwargs = kwargs or {}
         with self._lock:  # fake tensors are for one thread at a time
             self.notice_freed()
             made = func(*args, **kwargs)
-            self._note(func, args, kwargs, made)
+            # A sharded tensor is what the rank holds of it.
+            self._note(func, *tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs, made)))
         return made
 
     def _note(self, func: Any, args: tuple, kwargs: dict[str, Any], made: Any) -> None:
@@ -251,6 +254,8 @@ class Order(TorchDispatchMode):
 
 def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     arguments = func._schema.arguments
+    if func.namespace == "c10d":  # whose schemas say of no argument that it is written
+        return tree_leaves(args[0])
     given = [*zip(arguments, args, strict=False), *((it, kwargs[it.name]) for it in arguments if it.name in kwargs)]
     return [leaf for it, value in given if it.alias_info and it.alias_info.is_write for leaf in tree_leaves(value)]
 

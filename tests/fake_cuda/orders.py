@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from tests.fake_cuda.cases import OFFLOAD, Case, leave_weights_alone, opened
+from tests.fake_cuda.cases import HSDP, OFFLOAD, Case, leave_weights_alone, opened
 from tests.fake_cuda.device import load_hooks, pretend_cuda, pretended_gpu
 
 SHAPES = {"embeddings": (64, 8), "first": (16, 8), "second": (16, 8), "norm": (8,)}
@@ -412,6 +412,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "inputs on the host": lambda folder: steps_of(
         Case(f"{OFFLOAD} --single_gpu_mode", family="olmo3", world=1), folder
     ),
+    "sharded steps": lambda folder: steps_of(Case(f"{HSDP} --compile_model false", "sft", world=8), folder),
     "saves": saves,
     "saves of a run": saved_steps,
     "weights by nccl": lambda _: channel("nccl", 2, 2),
@@ -424,6 +425,10 @@ CASES |= {
     "a copy that is read too early": lambda _: early_read(waits=False),
     "inputs on the host, read before they are back": planted("inputs on the host", "wait_event", "unpack"),
     "inputs on the host, let go before they are out": planted("inputs on the host", "wait_event", "pack"),
+    "sharded steps, read before they are gathered": planted(
+        "sharded steps", "wait_event", "foreach_all_gather_copy_out"
+    ),
+    "sharded steps, reduced before they are computed": planted("sharded steps", "wait_stream", "foreach_reduce"),
     "saves of a run, changed before they are copied": hurried_run,
     "saves, read before they are copied": planted("saves", "synchronize", "of"),
     "saves, copied before they are computed": planted("saves", "wait_stream", "of"),

@@ -14,9 +14,6 @@ OF_PEAK, OF_PHASE = 0.02, 0.03
 TABLES_OF_ROPE = 32 * 2**20
 """A plan counts sines and cosines of all positions of a row, twice where a model has windows; a row of several
 documents has those of the longest. Next to adapters alone that is more than a phase may be off."""
-MOST_ABOVE_ON_ZERO = 0.35
-"""What DeepSpeed gathers and reduces ahead is counted as the most that it can be, at every moment. Of four layers,
-which are less than its buckets hold, that is much."""
 
 
 @pytest.fixture(scope="session")
@@ -40,11 +37,6 @@ def test_a_plan_is_what_a_step_holds(name: str, results: dict[str, Any]) -> None
     assert "error" not in found, found["error"]
     planned, traced = found["planned"], found["traced"]
     peak = max(planned.values()) / max(traced.values()) - 1
-    if "zero" in name:
-        # PyTorch's AdamW, which stands in for a kernel that nobody can pretend, needs more than that in its step.
-        passes = [planned[phase] / traced[phase] - 1 for phase in PHASES[:2]]
-        assert all(-OF_PEAK <= off <= MOST_ABOVE_ON_ZERO for off in (*passes, peak)), table(results)
-        return
     assert abs(peak) <= OF_PEAK, table(results)
     for phase in PHASES:
         off_bytes = abs(planned[phase] - traced[phase])

@@ -9,6 +9,7 @@ from tests.fake_cuda.program import results_of, skip_without_hooks
 IN_ORDER = {
     "batches ahead": 1000,
     "inputs on the host": 1000,
+    "sharded steps": 3000,
     "saves": 50,
     "saves of a run": 1000,
     "weights by nccl": 100,
@@ -18,9 +19,12 @@ IN_ORDER = {
 }
 """With the accesses that there are at least."""
 SIDE = "on a stream made at inputs_on_host.py"
+OF_FSDP = "on a stream made at forward.py"
 PLANTED = {
     "inputs on the host, read before they are back": f"written {SIDE}:* and read on the default stream at",
     "inputs on the host, let go before they are out": f"read {SIDE}:* and freed for the default stream before",
+    "sharded steps, read before they are gathered": f"written {OF_FSDP}:* and read on the default stream at",
+    "sharded steps, reduced before they are computed": f"written on the default stream at * and read {OF_FSDP}",
     "saves of a run, changed before they are copied": "read on a stream made at background.py:* and written on the",
     "saves, read before they are copied": "written on a stream made at background.py:* and read on checkpoint_0 at",
     "saves, copied before they are computed": "written on the default stream at * and read on a stream made at",

@@ -157,7 +157,7 @@ def test_what_is_there_before_the_step(measured: Measured, name: str) -> None:
     """State, gradients, the buckets that wait and second copies: never more than planned, and not much less."""
     planned = measured.planned(name)
     expected = sum(planned.state_bytes()) + planned.held(0)[BUFFERS]
-    expected += planned.most_reduced if planned.stage == 1 else 0
+    expected += planned.passes.bucket_bytes if planned.stage == 1 else 0
     if zpg_of(planned.flags) > 1:
         expected += planned.c * sum(planned.sizes.values()) // zpg_of(planned.flags)
     least = 1 - (TOUCHED if planned.stage == 2 and planned.c == 4 else FILLED_UP)

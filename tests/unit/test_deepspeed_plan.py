@@ -67,7 +67,7 @@ def test_of_a_frozen_model_nothing_is_shared_but_under_stage_3() -> None:
 
 
 def test_adapters_are_named_where_no_stage_fits() -> None:
-    change = Advice(planned_with(3, "--gpu", "memory_gib=12", "--adam_offload", gpus="2")).with_adapters
+    change = Advice(planned_with(3, "--gpu", "memory_gib=10", "--adam_offload", gpus="3")).with_adapters
     assert change is not None and change.plan.has_room and "--use_lora" in change.text
 
 
@@ -91,7 +91,7 @@ def test_ranks_that_split_matrices_share_with_those_that_have_the_same_part() ->
 
 def test_advice_turns_to_split_matrices_last() -> None:
     """Where not even host memory is enough. Of eight ranks that split matrices none has anything to gather."""
-    advised = to_fit(planned_with(3, "--adam_offload", "--offload", "--gpu", "memory_gib=12"))
+    advised = to_fit(planned_with(3, "--adam_offload", "--offload", "--gpu", "memory_gib=10"))
     assert advised == "--tensor_parallel_degree 8"
 
 

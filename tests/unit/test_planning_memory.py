@@ -176,7 +176,7 @@ def compare_block(
     trained = sum(
         parameter.num_params for parameter in shape.parameters if parameter.layer == 0 and parameter.is_trained
     )
-    assert profile.weight_gradient_bytes == trained * dtype.itemsize
+    assert profile.backward[-1].weight_gradients == trained * dtype.itemsize
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,14 @@ Sources: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), figure 1 and sectio
 sends; DeepSpeed 0.19 (`stage_1_and_2.py`, `bf16_optimizer.py`, `stage3.py`) for the buffers of its engine.
 
 P values are trained and F are frozen; N ranks share them, and the compute dtype has c bytes. Where ranks split
-matrices, P and F count one rank's parts, and N the ranks with the same part. Buffers that come and go in a pass count
-at their largest, at every moment; an exchange is the sum of a step, however DeepSpeed fills buckets.
+matrices, P and F count one rank's parts, and N the ranks with the same part. What comes and goes in a backward pass is
+followed from stage 2 on, gradient by gradient; an exchange is the sum of a step, however DeepSpeed fills buckets.
 tests/ranks/test_deepspeed_plan.py compares both with runs.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from itertools import accumulate, pairwise
 
 from open_instruct.config.sections import ParallelSection
 from open_instruct.learner.deepspeed.settings import zpg_of
@@ -29,6 +29,7 @@ from open_instruct.shard_layout import ShardLayout
 # DeepSpeed's own sizes, in values; a test holds them equal.
 BUCKET = 500_000_000  # `reduce_bucket_size`, and stage 0's `MEMORY_OPT_ALLREDUCE_SIZE`
 MOST_AT_ONCE = 1_000_000_000  # whole at stage 3 (`stage3_max_live_parameters`), and stepped (`sub_group_size`)
+NORM_BYTES = 8  # of a value whose norm is taken (`get_norm_dtype`)
 SMALL = 100_000  # what stays whole at stage 3 (`stage3_param_persistence_threshold`)
 
 
@@ -83,40 +84,19 @@ class ZeroMoments(Moments):
             host[PARAMETERS] += c * (own + self.largest)  # the part that it stepped, and one on its way back
         return (device, host) if on_cuda else (device + host, Counter())
 
-    @property
-    def most_gathered(self) -> int:
-        """The most values that stage 3 has gathered: its limit, one parameter more, and the buffer of a gather.
-
-        Source: `PartitionedParameterCoordinator`. Neighbours' second copy is hpZ of ZeRO++ (Wang et al. 2023,
-        arXiv:2306.10209, section 3.2).
-        """
-        if self.stage < 3 or self.num_ranks == 1:
-            return 0
-        everything, largest = sum(self.sizes.values()), max(self.sizes.values())
-        copy = everything // zpg_of(self.flags) if zpg_of(self.flags) > 1 else 0
-        return min(everything, MOST_AT_ONCE + largest) + largest + copy
-
-    @property
-    def most_reduced(self) -> int:
-        """Bytes of reduction in a backward pass: the bucket; from stage 2 on also its copy and the newest gradient.
-
-        In float32, stage 2 has the gradients of a microbatch beside those of earlier microbatches.
-        """
-        made = GRADIENT_BYTES * min(self.num_trained, BUCKET) + self.c * self.largest
-        apart = self.c == MASTER_BYTES and self.workload.num_microbatches > 1
-        bucket = GRADIENT_BYTES * BUCKET
-        more = GRADIENT_BYTES * self.touched if apart else 0
-        return (0, 0 if self.is_flat else bucket, bucket + made + more, made)[self.stage]
-
     def step(self) -> Iterator[Moment]:
-        """The moment of the step: below stage 2 gradients are reduced first; the optimizer copies its part of them."""
+        """The moment of the step: below stage 2 gradients are reduced first; the optimizer copies its part of them.
+
+        Stage 2 has that part in one piece, if not in float32; there the norm of each parameter, in float64, needs most.
+        """
         own = sum(self.own)
         copies = self.stage > 0 and not self.flags.adam_offload and not self.is_flat
         reduced = (min(self.num_trained, BUCKET), 0 if self.is_flat else max(BUCKET, self.touched), 0, 0)[self.stage]
-        copied = min(own, MOST_AT_ONCE) if copies else 0
+        copied = MASTER_BYTES * min(own, MOST_AT_ONCE) if copies else 0
+        if copied and self.stage == 2 and self.c < MASTER_BYTES:
+            copied = NORM_BYTES * min(own, self.largest)
         made = 0 if self.workload.on_cuda else 2 * (own if self.stage else self.largest)
-        temporaries = MASTER_BYTES * (copied + made)
-        yield self.held(self.gradients) | {REDUCED: GRADIENT_BYTES * reduced, TEMPORARIES: temporaries}
+        yield self.held(self.gradients) | {REDUCED: GRADIENT_BYTES * reduced, TEMPORARIES: copied + MASTER_BYTES * made}
 
     def state_bytes(self) -> tuple[int, int, int]:
         return self.device[PARAMETERS], self.device[GRADIENTS], self.device[OPTIMIZER]
@@ -144,16 +124,64 @@ class ZeroPasses(Passes):
         super().__init__(run.shape, run.layout, workload)
         self.run = run
         self.is_sharded = False
+        self.blocks = [self.one_block] * self.shape.num_layers
         # Below stage 2 the gradients of the first microbatch are allocated one by one.
         self.accumulates |= run.stage > 1 or run.is_flat
+        # At stage 1 a bucket stays until the step, at stage 2 until the end of the pass; stage 3 has one in any case.
+        # In float32, stage 2 has the gradients of a microbatch beside those of earlier microbatches.
+        apart = GRADIENT_BYTES * run.touched if self.c == MASTER_BYTES and workload.num_microbatches > 1 else 0
+        self.bucket_bytes = (0, 0 if run.is_flat else GRADIENT_BYTES * BUCKET, self.c * BUCKET + apart, 0)[run.stage]
 
-    def forward(self, held: Moment, **kwargs: Any) -> Iterator[Moment]:
-        for moment in super().forward(held, **kwargs):
-            yield {**moment, GATHERED: self.c * self.run.most_gathered}
+    def _ahead(self, *units: Unit, keeps: bool = True) -> int:
+        """Bytes that stage 3 has gathered where `units`, and then the embeddings, are used next.
+
+        Parameters are gathered one by one until there are as many as it wants, and released where the next use is far
+        (`PartitionedParameterCoordinator`). Those of blocks that are not recomputed stay: autograd has views of them.
+        Neighbours' second copy is hpZ of ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3.2).
+        """
+        run = self.run
+        sizes = [run.sizes[each.name] for unit in units for each in unit.parameters]
+        wanted = max(MOST_AT_ONCE, sum(sizes) if keeps and not is_recomputed(self.workload, "") else 0)
+        sizes += [run.sizes[each.name] for each in self.embeddings.parameters]
+        num_values = next((together for together in accumulate(sizes) if together >= wanted), sum(sizes))
+        nearby = sum(run.sizes.values()) // zpg_of(run.flags) if zpg_of(run.flags) > 1 else 0
+        return self.c * (num_values + nearby) if run.stage == 3 and run.num_ranks > 1 else 0
+
+    def forward(self, held: Moment, *, keeps: bool = True, runs_head: bool = True) -> Iterator[Moment]:
+        gathered = self._ahead(self.root, *self.blocks, keeps=keeps)
+        moments = super().forward(held, keeps=keeps, runs_head=runs_head)
+        yield from ({**moment, GATHERED: gathered} for moment in moments)
 
     def backward(self, held: Moment) -> Iterator[Moment]:
-        for moment in super().backward(held):
-            yield {**moment, GATHERED: self.c * self.run.most_gathered, REDUCED: self.run.most_reduced}
+        """The moments of a backward pass, from stage 2 on with those at which a full bucket is reduced.
+
+        Source: `reduce_independent_p_g_buckets_and_remove_grads` of both stages. A bucket is made with the first
+        gradient at stage 2, and emptied when the next gradient has no room in it, or at the end. What is larger than
+        a bucket waits beside it; at stage 2 only for the last norm's gradient, which stage 3 hands over first.
+        """
+        run, c, of_head = self.run, self.c, self.head_gradient
+        if run.stage < 2:
+            yield from ({**moment, REDUCED: self.bucket_bytes} for moment in super().backward(held))
+            return
+        yield from ({**moment, GATHERED: self._ahead(self.root, *self.blocks)} for moment in self._through_head(held))
+        # The gradient of a matrix that is also that of the embeddings waits for theirs.
+        waiting = self.bucket_bytes + (of_head if self.shape.is_tied else 0)
+        filled = 0 if self.shape.is_tied else of_head // c
+        # Each value is copied to be reduced, at stage 2 once more if that is in another dtype.
+        copied = GRADIENT_BYTES + (c if run.stage == 2 and c < GRADIENT_BYTES else 0)
+        for layer in reversed(range(self.shape.num_layers)):
+            gathered = self._ahead(*self.blocks[: layer + 1])
+            for before, usage in pairwise((self.block.backward[0], *self.block.backward)):
+                newest = usage.weight_gradients - before.weight_gradients
+                reduced = waiting + newest + (c * filled if filled > BUCKET else 0)
+                if filled + newest // c > BUCKET and (newest or run.stage == 2):
+                    reduced += copied * filled
+                    filled = 0
+                filled += newest // c
+                yield {**self._in_block(held, layer, usage), GATHERED: gathered, REDUCED: reduced}
+        looked_up = self._whole(self.looked_up)
+        reduced = self.bucket_bytes + looked_up + copied * max(filled, looked_up // c)
+        yield {**held, GATHERED: self._ahead(), REDUCED: reduced, TEMPORARIES: self.stream_bytes}
 
     def _shard(self, unit: Unit) -> int:
         return GRADIENT_BYTES * sum(self.run.sizes[each.name] for each in unit.trained)

@@ -77,9 +77,12 @@ class Profile:
     kept_bytes: int
     # Whether the source must live until the backward pass.
     keeps_source: bool
-    # With what was kept, and the gradient of the output from the start.
-    backward_peak: Usage
-    weight_gradient_bytes: int
+    # Moment by moment, with what was kept, and the gradient of the output from the start.
+    backward: tuple[Usage, ...]
+
+    @property
+    def backward_peak(self) -> Usage:
+        return max(self.backward, key=_total)
 
 
 # What each operation keeps for its backward.
@@ -146,14 +149,12 @@ class Tape:
         everything = range(len(self.operations))
         scoring_peak, _ = self._forward(everything, keeps=[()] * len(everything), alive=set())
         forward_peak, kept = self._forward(everything, keeps=self._kept_at_first(), alive=set())
-        backward_peak, weight_gradient_bytes = self._backward(output, kept)
         return Profile(
             forward_peak=forward_peak,
             scoring_peak=scoring_peak,
             kept_bytes=_made(kept),
             keeps_source=self.source in kept,
-            backward_peak=backward_peak,
-            weight_gradient_bytes=weight_gradient_bytes,
+            backward=tuple(self._backward(output, kept)),
         )
 
     def _kept_at_first(self) -> Keeps:
@@ -177,36 +178,30 @@ class Tape:
             alive = kept | {tensor for tensor in alive if self.needed_until.get(tensor, -1) > index}
         return peak, kept
 
-    def _backward(self, output: Tensor, kept: set[Tensor]) -> tuple[Usage, int]:
-        """The peak, and the bytes of the weights' gradients at the end."""
+    def _backward(self, output: Tensor, kept: set[Tensor]) -> Iterator[Usage]:
+        """Every moment: as each gradient is made, and when an operation is done, whose weights then have theirs."""
         kept_at_first = self._kept_at_first()
         saved = [op.saved for op in self.operations]
         # Buffers are tensors too: one that is handed on is the gradient of several.
         gradient_of = {output: Tensor(output.num_bytes)}
         ran_again: set[int] = set()
-        usages: list[Usage] = []
 
-        def weight_gradients() -> set[Tensor]:
-            return {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
-
-        def look(activations: int, scratch_bytes: int = 0, kernel_bytes: int = 0) -> None:
-            others = {*gradient_of.values()} - weight_gradients()
-            usages.append(
-                Usage(
-                    activations=activations,
-                    temporaries=_made(others) + scratch_bytes,
-                    weight_gradients=_made(weight_gradients()),
-                    kernels=kernel_bytes,
-                )
+        def usage(activations: int, scratch_bytes: int = 0, kernel_bytes: int = 0) -> Usage:
+            of_weights = {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
+            return Usage(
+                activations=activations,
+                temporaries=_made({*gradient_of.values()} - of_weights) + scratch_bytes,
+                weight_gradients=_made(of_weights),
+                kernels=kernel_bytes,
             )
 
-        look(_made(kept))
+        yield usage(_made(kept))
         for index, op in reversed([*enumerate(self.operations)]):
             if op.region is not None and op.region not in ran_again:
                 ran_again.add(op.region)
                 region = [at for at, each in enumerate(self.operations) if each.region == op.region]
                 again, kept = self._forward(region, keeps=saved, alive=kept)
-                look(again.activations, again.temporaries)
+                yield usage(again.activations, again.temporaries)
             if (gradient_of_output := gradient_of.get(op.output)) is None:
                 continue
             made: list[tuple[Tensor, Tensor]] = []
@@ -214,7 +209,7 @@ class Tape:
                 buffer = gradient_of_output if gradient.num_bytes is None else Tensor(gradient.num_bytes)
                 made.append((gradient.of, buffer))
                 new = _made({each for _, each in made} - {gradient_of_output})
-                look(_made(kept), new + gradient.scratch_bytes, gradient.kernel_bytes)
+                yield usage(_made(kept), new + gradient.scratch_bytes, gradient.kernel_bytes)
             del gradient_of[op.output]
             for tensor, buffer in made:
                 gradient_of.setdefault(tensor, buffer)
@@ -222,7 +217,7 @@ class Tape:
             # What a region was given stays until the last of it has run backward.
             needed = ((*op.saved, *first) if op.region in ran_again else first for op, first in before)
             kept = kept.intersection(chain.from_iterable(needed))
-        return max(usages, key=_total), _made(weight_gradients())
+            yield usage(_made(kept))
 
 
 def _total(usage: Usage) -> int:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from math import prod
 
 from open_instruct.planning.memory.activations import FLOAT32, Pass, pass_of, profile_of
-from open_instruct.planning.memory.autograd_sizes import Profile
+from open_instruct.planning.memory.autograd_sizes import Profile, Usage
 from open_instruct.planning.memory.state import MASTER_BYTES, gathered_params, local_size, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Workload
@@ -49,6 +49,7 @@ class Passes:
         self.sizes: Pass = pass_of(layout, workload, splits_rows=self.splits_rows)
         self.block: Profile = _with_budget(shape, self.sizes, workload)
         self.head: Profile = profile_of("head", shape, self.sizes)
+        self.head_gradient = self.head.backward[-1].weight_gradients
         self.c = workload.compute_bytes
         self.is_sharded = not layout.single_device
         self.has_copy = layout.single_device and self.c < MASTER_BYTES  # of the trained parameters
@@ -102,33 +103,21 @@ class Passes:
         # output comes on top.
         reduced = self._shard(block) if self.adds_up else self._reduced(block)
         prefetched = self._buffer(block) + self._cast(block)
-        left_over = self._left_over()
-
-        # The head.
-        kept = self._kept(num_layers)
-        head_stream = self.stream_bytes if self.head.keeps_source else 0
-        head_gradient = self.head.weight_gradient_bytes
-        before = {**held, GATHERED: root, REDUCED: left_over, ACTIVATIONS: kept}
-        gathered = root + self._buffer(self.root) + self._cast(self.root)
-        yield {**before, GATHERED: gathered, HEAD: self.head.kept_bytes + head_stream}
-        at_worst = self.head.backward_peak.total + head_stream + self._handed_over(head_gradient)
-        yield {**before, GATHERED: root + prefetched, HEAD: at_worst}
+        yield from self._through_head(held)
 
         # Blocks, the last first. The gradient of the head's matrix waits for the root to be reduced in the end.
-        waiting = self._unreduced(head_gradient)
+        waiting = self._unreduced(self.head_gradient)
         # The matrix of a score is a unit of its own, whose reduction comes before that of the blocks.
-        left_over = 0 if self.shape.scores else left_over
+        left_over = 0 if self.shape.scores else self._left_over()
         for layer in sorted({num_layers - 1, max(0, num_layers - 2), min(1, num_layers - 1), 0}, reverse=True):
             reduced_bytes = left_over if layer == num_layers - 1 else reduced
             ahead = root + (prefetched if layer else 0)
-            peak, below = self.block.backward_peak, self._kept(layer)
+            peak = self.block.backward_peak
             yield {
-                **self._with_gradients(held, num_layers - 1 - layer),
+                **self._in_block(self._with_gradients(held, num_layers - 1 - layer), layer, peak),
                 GATHERED: ahead + self._gathered(block),
                 REDUCED: waiting + reduced_bytes + self._unreduced(peak.weight_gradients),
-                ACTIVATIONS: below + self.kept_by_block - self.block.kept_bytes + peak.activations,
                 TEMPORARIES: peak.temporaries + self._made_in_place(peak.weight_gradients),
-                SCRATCH: held[SCRATCH] + peak.kernels,
             }
 
         # The embeddings; then the root is reduced, and they last where they are a unit.
@@ -148,6 +137,26 @@ class Passes:
             yield {**after_blocks, GRADIENTS: gradients, REDUCED: unreduced + self._reduced(unit)}
             unreduced -= self._whole(unit)
 
+    def _through_head(self, held: Moment) -> Iterator[Moment]:
+        """The moments of the head's backward pass."""
+        root = self._gathered(self.root)
+        head_stream = self.stream_bytes if self.head.keeps_source else 0
+        before = {**held, REDUCED: self._left_over(), ACTIVATIONS: self._kept(self.shape.num_layers)}
+        gathered = root + self._buffer(self.root) + self._cast(self.root)
+        yield {**before, GATHERED: gathered, HEAD: self.head.kept_bytes + head_stream}
+        prefetched = self._buffer(self.one_block) + self._cast(self.one_block)
+        at_worst = self.head.backward_peak.total + head_stream + self._handed_over(self.head_gradient)
+        yield {**before, GATHERED: root + prefetched, HEAD: at_worst}
+
+    def _in_block(self, held: Moment, layer: int, usage: Usage) -> Moment:
+        """A moment of a block's backward pass, but for weights and their gradients."""
+        return {
+            **held,
+            ACTIVATIONS: self._kept(layer) + self.kept_by_block - self.block.kept_bytes + usage.activations,
+            TEMPORARIES: usage.temporaries,
+            SCRATCH: held[SCRATCH] + usage.kernels,
+        }
+
     def _with_gradients(self, held: Moment, num_blocks: int) -> Moment:
         """The held memory with the reduced gradients of the blocks whose backward pass has run.
 
@@ -155,7 +164,7 @@ class Passes:
         """
         if self.accumulates:
             return held
-        head_gradient = self._made_in_place(self.head.weight_gradient_bytes)
+        head_gradient = self._made_in_place(self.head_gradient)
         return {**held, GRADIENTS: held[GRADIENTS] + head_gradient + num_blocks * self._shard(self.one_block)}
 
     def _kept(self, num_blocks: int) -> int:
