@@ -102,12 +102,13 @@ class PolicyTrainerOLMoCoreProcess:
     calls it on all ranks at once.
     """
 
-    def __init__(self, config: GRPOConfig, *, weight_sync_backend: str, engine_dtype: str) -> None:
+    def __init__(self, config: GRPOConfig, *, weight_sync_backend: str, weight_sync: str, engine_dtype: str) -> None:
         """Join the other learners and load the start model.
 
         Args:
             config: of the run.
             weight_sync_backend: as `choose_backend` gives it, once it is known where the engines are.
+            weight_sync: "dense", or "delta" where only what has changed is sent.
             engine_dtype: that weights travel in.
         """
         import torch
@@ -129,6 +130,8 @@ class PolicyTrainerOLMoCoreProcess:
             bucket_bytes=config.fleet.weight_sync_bucket_mib << 20,
             timeout_s=config.fleet.weight_sync_timeout_s,
             adapter_alone=config.sent_adapter is not None,
+            changes_alone=weight_sync == "delta",
+            check_every=config.fleet.weight_sync_check,
         )
 
     def step(self, work: RankStep) -> dict[str, float]:

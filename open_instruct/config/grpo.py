@@ -215,6 +215,8 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
         )
     if fleet.weight_sync_backend == "ipc" and not parallel.single_gpu_mode:
         yield "--weight_sync_backend ipc hands over memory of one device: it needs --single_gpu_mode; use auto"
+    if fleet.weight_sync == "delta" and config.sent_adapter is not None:
+        yield "--weight_sync delta: --lora_sync adapter sends little, all of which changes; use auto or dense"
 
 
 def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:

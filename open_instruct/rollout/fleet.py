@@ -193,7 +193,12 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         learners = LearnerGroup(
             learner_class,
             placement,
-            arguments={"config": config, "weight_sync_backend": backend, "engine_dtype": engine_dtype(config)},
+            arguments={
+                "config": config,
+                "weight_sync_backend": backend,
+                "weight_sync": choose_sync(config, same_host=same_host),
+                "engine_dtype": engine_dtype(config),
+            },
             environment=environment | _allocator_of_learners(placement, backend, console),
             say=console.say,
         )
@@ -215,6 +220,14 @@ def _allocator_of_learners(placement: Placement, backend: str, console: Console)
         for name in without_growing_segments(os.environ):
             console.say(f"{name}: {whose} go without expandable_segments:True, memory that no other process can map")
     return allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=hands_over_memory)
+
+
+def choose_sync(config: GRPOConfig, *, same_host: bool) -> Literal["dense", "delta"]:
+    """What `--weight_sync` stands for: within a host, and of float32 weights, a difference saves nothing."""
+    if config.fleet.weight_sync != "auto":
+        return config.fleet.weight_sync
+    is_dense = same_host or engine_dtype(config) == "float32" or config.sent_adapter is not None
+    return "dense" if is_dense else "delta"
 
 
 def engine_dtype(config: GRPOConfig) -> Literal["bfloat16", "float32"]:

@@ -3,15 +3,19 @@
 Nothing here imports the learners' side, nor vLLM before there is a worker.
 """
 
+import json
 import mmap
 import sys
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from open_instruct.errors import RunError
 from open_instruct.models.shards import in_order
+from open_instruct.weights.changes import Mirror, manifest_of_changes
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import SyncProgress, learner_name, receiver_name, receivers_of
 from open_instruct.weights.way import wait_for_device
@@ -65,12 +69,14 @@ class IncomingWeights:
         self._device = device if way.on_device else CPU
         self._position = 0
         self._memory = ReusedMemory(self._manifest.most_bytes_of_wholes, self._device)
+        self._mirror = Mirror(self._manifest) if info["changes_alone"] else None
+        travelling = self._manifest if self._mirror is None else manifest_of_changes(self._manifest)
         self._progress = SyncProgress.join(info, member=receiver_name(index), patience_s=EXTRA_PATIENCE_S)
-        self._incoming = way.incoming(self._manifest, index=index, device=self._device)
+        self._incoming = way.incoming(travelling, index=index, device=self._device)
         self._incoming.join(info)
         self._progress.report("joined")
-        writers = [learner_name(rank) for rank in self._manifest.ranks]
-        self._progress.wait("joined", [*writers, *receivers_of(info)], to="join")
+        self._writers = [learner_name(rank) for rank in self._manifest.ranks]
+        self._progress.wait("joined", [*self._writers, *receivers_of(info)], to="join")
         self._incoming.connect(info, self._progress)
 
     def buckets(self) -> Iterator[Weights]:
@@ -79,6 +85,9 @@ class IncomingWeights:
         Raises:
             RunError: a learner did not bring its part within the time-out (names it), or somebody failed.
         """
+        if self._mirror is not None:
+            yield ((name, in_order(each, self._slabs(name))) for name, each in self._mirror.tensors.items())
+            return
         self._progress.new_round()
         self._progress.report(f"began/{self._position}")
         wholes: dict[str, torch.Tensor] = {}
@@ -89,8 +98,42 @@ class IncomingWeights:
             wait_for_device(self._device)
             self._progress.report(f"done/{position}")
             if bucket.piece == bucket.num_pieces - 1:
-                yield _handed_over(wholes, self._manifest.slabs)
+                yield self._handed_over(wholes)
         self._position += len(self._manifest.buckets)
+
+    def stage(self) -> None:
+        """Bring the mirror to the next version, which `buckets` yields then. For channels with changes alone.
+
+        Raises:
+            RunError: as in `buckets`, or what came is not what was sent.
+        """
+        assert self._mirror is not None
+        first = self._position
+        self._progress.new_round()
+        self._progress.report(f"began/{first}")
+        sizes = self._progress.words_of(f"sizes/{first}", self._writers, to="find what has changed")
+        travelling = manifest_of_changes(
+            self._manifest, {rank: json.loads(each) for rank, each in zip(self._manifest.ranks, sizes, strict=True)}
+        )
+        self._incoming.manifest = travelling
+        memory = torch.empty(travelling.largest_bucket_bytes, dtype=torch.uint8, device=self._device)
+        for index, bucket in enumerate(travelling.buckets):
+            self._incoming.take(first + index, bucket.wholes(memory))
+            wait_for_device(self._device)
+            told = memory.cpu()
+            for rank in bucket.parts:
+                if (name := self._mirror.change(index, rank, told[slice(*bucket.span(rank))])) is not None:
+                    raise self._progress.fail(f"{self._progress.member} has other bits of {name} than were sent")
+            self._progress.report(f"done/{first + index}")
+        self._position += len(travelling.buckets)
+
+    def _handed_over(self, wholes: dict[str, torch.Tensor]) -> Weights:
+        """Yields each tensor and drops it here, so that its memory can be reused for the next bucket."""
+        for name in list(wholes):
+            yield name, in_order(wholes.pop(name), self._slabs(name))
+
+    def _slabs(self, name: str) -> int:
+        return self._manifest.slabs.get(name, 1)
 
     def fail(self, error: BaseException) -> None:
         """Tell everybody that this receiver has failed, and leave the channel."""
@@ -101,12 +144,6 @@ class IncomingWeights:
     def close(self) -> None:
         """Release memory and connections, even if other references to this object remain."""
         self._incoming.close()
-
-
-def _handed_over(wholes: dict[str, torch.Tensor], slabs: Mapping[str, int]) -> Weights:
-    """Yields each tensor and drops it here, so that its memory can be reused for the next bucket."""
-    for name in list(wholes):
-        yield name, in_order(wholes.pop(name), slabs.get(name, 1))
 
 
 class WeightReceiver:
@@ -125,6 +162,25 @@ class WeightReceiver:
         self.incoming_weights = IncomingWeights(
             info, index=info["receiver_index"] * workers_per_engine + self.rank, device=self.device
         )
+
+    def start_staging(self: Any) -> None:
+        """Begin to receive what has changed; steps may go on meanwhile."""
+        self.staging: Future[None] = Future()
+        threading.Thread(target=self.stage, name="weights", daemon=True).start()
+
+    def stage(self: Any) -> None:
+        """Receive what has changed, on a thread of its own."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a new thread's is the first one
+        try:
+            self.staging.set_result(self.incoming_weights.stage())
+        except Exception as error:
+            self.incoming_weights.fail(error)
+            self.staging.set_exception(error)
+
+    def has_staged(self: Any) -> bool:
+        """Whether all has come; raises what went wrong with it."""
+        return self.staging.done() and self.staging.result() is None
 
     def start_update(self: Any) -> None:
         """Prepare every layer to be loaded anew."""

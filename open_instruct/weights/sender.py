@@ -11,6 +11,7 @@ For each rank of the learners::
     sender.send(version)                  # while the engines receive; again for every version
 """
 
+import json
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from open_instruct.models.lora.adapters import scaled_adapters, weights_of
 from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.shards import held_of, reshard
 from open_instruct.parallel.process import on_main_process
+from open_instruct.weights.changes import SentParts, manifest_of_changes
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import HOST_RANK, SyncProgress, learner_name, receivers_of
 from open_instruct.weights.way import NUM_SLOTS, LocalOf, Outgoing
@@ -49,6 +51,8 @@ class WeightSender:
         bucket_bytes: int,
         timeout_s: float,
         adapter_alone: bool = False,
+        changes_alone: bool = False,
+        check_every: int = 1,
     ) -> None:
         """Plan; nothing is allocated before `open`.
 
@@ -61,10 +65,15 @@ class WeightSender:
             timeout_s: how long a receiver may take to join, and to take one bucket.
             adapter_alone: send only the adapter's matrices, by the names of its file, with the second of each layer
                 scaled; otherwise send the model with any adapter merged.
+            changes_alone: send what has changed since the version before; the first version of a channel is whole.
+            check_every: of how many such versions one has digests, by which receivers see that they have it to the bit;
+                0 for none.
         """
         reshard(model)
         self._model = model
         self._adapter_alone = adapter_alone
+        self._changes_alone = changes_alone
+        self._check_every = check_every
         held_by_name = held_of(model, adapters_only=adapter_alone)
         pairs = ((name, file_name_of(name, names)) for name in held_by_name) if adapter_alone else names
         self._name_of = {hf_name: name for name, hf_name in pairs}
@@ -84,6 +93,7 @@ class WeightSender:
         self._device = next(model.parameters()).device if on_device else CPU
         self._progress: SyncProgress | None = None
         self._outgoing: Outgoing | None = None
+        self._sent: SentParts | None = None
 
     def open(self, num_receivers: int) -> dict[str, Any]:
         """Offer a channel, after closing an earlier one; then call `join`.
@@ -99,7 +109,9 @@ class WeightSender:
         """
         self.close()
         kind = WAYS[self._backend].outgoing if self._rank in self.manifest.ranks else Outgoing
-        self._outgoing = kind(self.manifest, rank=self._rank, device=self._device)
+        self._sent = SentParts(self.manifest, rank=self._rank) if self._changes_alone else None
+        travelling = manifest_of_changes(self.manifest) if self._changes_alone else self.manifest
+        self._outgoing = kind(travelling, rank=self._rank, device=self._device)
         info: dict[str, Any] = on_main_process(lambda: self._offer(num_receivers))
         self._info = info
         self._receivers = receivers_of(info)
@@ -138,12 +150,17 @@ class WeightSender:
         reshard(self._model)
         weights = scaled_adapters(self._model) if self._adapter_alone else weights_of(self._model)
         first = self._position
+
+        def local_of(hf_name: str) -> torch.Tensor:
+            return weights[self._name_of[hf_name]].local
+
         try:
             progress.new_round()
+            brought = self._tell_changes(progress, self._outgoing, local_of, version)
             progress.wait(f"began/{first}", self._receivers, to=f"begin to receive version {version}")
             if self._rank == HOST_RANK:
                 progress.report(f"go/{first}")
-            self._send_buckets(progress, self._outgoing, lambda hf_name: weights[self._name_of[hf_name]].local, version)
+            self._send_buckets(progress, self._outgoing, brought, version)
             progress.report(f"sent/{first}")
             if self._rank == HOST_RANK:  # the others still look into the store that this rank keeps
                 progress.wait(f"sent/{first}", self._learners, to=f"finish sending version {version}")
@@ -171,8 +188,20 @@ class WeightSender:
             "num_receivers": num_receivers,
             "timeout_s": self._timeout_s,
             "manifest": self.manifest.described(),
+            "changes_alone": self._changes_alone,
             **self._outgoing.offer(),
         }
+
+    def _tell_changes(self, progress: SyncProgress, outgoing: Outgoing, local_of: LocalOf, version: int) -> LocalOf:
+        """What buckets are filled with: weights; or messages, after receivers are told how long these are."""
+        if self._sent is None:
+            return local_of
+        has_digests = self._check_every > 0 and version % self._check_every == 0
+        messages = self._sent.messages(local_of, has_digests=has_digests)
+        sizes = [sum(map(len, message)) for message in messages]
+        outgoing.manifest = manifest_of_changes(self.manifest, {self._rank: sizes})
+        progress.report(f"sizes/{self._position}", json.dumps(sizes))
+        return lambda index: torch.cat(messages[int(index)])
 
     def _send_buckets(self, progress: SyncProgress, outgoing: Outgoing, local_of: LocalOf, version: int) -> None:
         """Put one bucket after the other, no further ahead of the receivers than there are slots."""

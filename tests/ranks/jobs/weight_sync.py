@@ -69,8 +69,11 @@ def offer(sender: WeightSender, num_receivers: int, path: Path) -> None:
         tell(path, info)
 
 
-def received(incoming: IncomingWeights) -> dict[str, torch.Tensor]:
-    return {name: tensor for weights in incoming.buckets() for name, tensor in weights}
+def received(incoming: IncomingWeights, *, changes_alone: bool = False) -> dict[str, torch.Tensor]:
+    if changes_alone:
+        incoming.stage()
+    weights = {name: tensor for weights in incoming.buckets() for name, tensor in weights}
+    return {name: tensor.clone() for name, tensor in weights.items()} if changes_alone else weights
 
 
 @torch.no_grad()
@@ -85,7 +88,7 @@ def sync(cases: list[dict[str, Any]], num_learners: int, num_receivers: int, fol
             _send_twice(case, num_receivers, Path(folder, f"{number}.told"), out=Path(folder, str(number)))
             continue
         incoming = IncomingWeights(told(Path(folder, f"{number}.told")), index=own_rank() - num_learners, device=CPU)
-        first, second = received(incoming), received(incoming)
+        first, second = (received(incoming, changes_alone=case["changes_alone"]) for _ in range(2))
         with CheckpointFiles.open(Path(folder, str(number))) as files:
             assert set(first) == set(files)
             differing.append(
@@ -118,6 +121,7 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
         bucket_bytes=case["bucket_bytes"],
         timeout_s=30,
         adapter_alone=alone,
+        changes_alone=case["changes_alone"],
     )
     sent = held_of(model, adapters_only=alone)
     assert len(sender.manifest.buckets) >= case["min_buckets"]
