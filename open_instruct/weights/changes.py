@@ -1,0 +1,184 @@
+"""What has changed of the weights since they were last sent, told in the fewest bytes of three forms.
+
+N: values of a part, C: those of them that have changed, R: runs of neighbours that have changed.
+
+Values are compared and sent as bits, so that NaN and -0.0 are values like others. A learner's message about a bucket
+has a row of int64 for each of its parts (form, number of entries, number of values, digest), and behind the rows, for
+each part, first the entries and then the values:
+
+    WHOLE   no entries, all N values
+    PLACES  C places in the flattened part, int32, and C values
+    RUNS    R first places and R lengths, int32, and C values
+
+The digest is XXH3 of the bits of the whole part as it is now, or 0 where nobody is to look at it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+import xxhash
+
+from open_instruct.models.shards import at, box_shape
+from open_instruct.weights.manifest import Bucket, Manifest, Part, WeightManifest
+from open_instruct.weights.way import LocalOf
+
+WHOLE, PLACES, RUNS = range(3)
+PLACE_BYTES = 4
+ROW_BYTES = 4 * 8
+ALIGNMENT = 8  # bytes; of whatever is read as a tensor of its own
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+Message = list[torch.Tensor]
+"""Pieces of bytes, to be read one behind the other."""
+
+
+class SentParts:
+    """One learner's parts as it last sent them, on the host."""
+
+    def __init__(self, manifest: WeightManifest, *, rank: int) -> None:
+        self._manifest = manifest
+        self._rank = rank
+        self._sent: dict[tuple[int, str], torch.Tensor] = {}
+
+    @torch.no_grad()
+    def messages(self, local_of: LocalOf, *, has_digests: bool) -> list[Message]:
+        """A message for each bucket, after which these are the parts as they were last sent.
+
+        Args:
+            local_of: returns the rank's local tensor of a name.
+        """
+        return [self._message(index, local_of, has_digests=has_digests) for index in range(len(self._manifest.buckets))]
+
+    def _message(self, index: int, local_of: LocalOf, *, has_digests: bool) -> Message:
+        rows: list[tuple[int, int, int, int]] = []
+        told: Message = []
+        for name, part in self._manifest.buckets[index].parts.get(self._rank, {}).items():
+            values = torch.empty(box_shape(part.box), dtype=self._manifest.dtype)
+            bits_N = bits_of(values.copy_(local_of(name)[part.own]))
+            form, entries, values_C = changed(bits_N, self._sent.get((index, name)))
+            rows.append((form, len(entries), len(values_C), digest_of(bits_N) if has_digests else 0))
+            told += [_aligned(entries), _aligned(values_C)]
+            self._sent[index, name] = bits_N
+        return [_aligned(torch.tensor(rows, dtype=torch.int64).view(-1)), *told] if rows else []
+
+
+class Mirror:
+    """A receiver's copy of all weights, on the host, in the order in which their values travel."""
+
+    def __init__(self, manifest: WeightManifest) -> None:
+        self._manifest = manifest
+        self.tensors = {name: torch.zeros(shape, dtype=manifest.dtype) for name, shape in manifest.shapes.items()}
+
+    def change(self, index: int, rank: int, message: torch.Tensor) -> str | None:
+        """Take in what `rank` tells of a bucket; returns the name of a tensor whose digest is another one, if any."""
+        parts = self._manifest.buckets[index].parts[rank]
+        first = len(parts) * ROW_BYTES
+        rows: list[list[int]] = message[:first].view(torch.int64).view(-1, 4).tolist()
+        behind = _Reader(message[first:])
+        for (name, part), (form, num_entries, num_values, digest) in zip(parts.items(), rows, strict=True):
+            values = at(self.tensors[name], part.box)
+            bits_N = bits_of(values)
+            entries = behind.take(num_entries, torch.int32)
+            values_C = behind.take(num_values, bits_N.dtype)
+            if form == WHOLE:
+                bits_N.copy_(values_C)
+            else:
+                bits_N[entries.long() if form == PLACES else places_of_runs(entries)] = values_C
+            if not values.is_contiguous():  # the bits are a copy
+                values.copy_(bits_N.view(values.dtype).view(values.shape))
+            if digest and digest_of(bits_N) != digest:
+                return name
+        return None
+
+
+class _Reader:
+    """Reads tensors from bytes, one behind the other."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+        self._next = 0
+
+    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        first, num_bytes = self._next, count * dtype.itemsize
+        self._next += aligned(num_bytes)
+        return self._flat[first : first + num_bytes].view(dtype)
+
+
+def changed(bits_N: torch.Tensor, before_N: torch.Tensor | None) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """The form of the fewest bytes in which a part can be told to who has `before_N`; its entries, and its values.
+
+    Example: of [1, 2, 3, 4, 5, 6] after [1, 2, 9, 4, 5, 6] the form is PLACES, the entries [2] and the values [3].
+    """
+    no_entries = torch.empty(0, dtype=torch.int32)
+    if before_N is None:
+        return WHOLE, no_entries, bits_N
+    places_C = torch.nonzero(bits_N != before_N).view(-1)
+    begins_C = torch.ones_like(places_C, dtype=torch.bool)
+    begins_C[1:] = places_C[1:] != places_C[:-1] + 1
+    first_R = torch.nonzero(begins_C).view(-1)
+    bytes_of_runs = 2 * PLACE_BYTES * len(first_R)
+    bytes_of_places = PLACE_BYTES * len(places_C)
+    bytes_of_values = bits_N.itemsize * len(places_C)
+    if min(bytes_of_runs, bytes_of_places) + bytes_of_values >= bits_N.nbytes:
+        return WHOLE, no_entries, bits_N
+    if bytes_of_places <= bytes_of_runs:
+        return PLACES, places_C.int(), bits_N[places_C]
+    lengths_R = torch.diff(first_R, append=torch.tensor([len(places_C)]))
+    return RUNS, torch.cat([places_C[first_R], lengths_R]).int(), bits_N[places_C]
+
+
+def places_of_runs(entries: torch.Tensor) -> torch.Tensor:
+    """The places of all values of runs, from their first places and, behind these, their lengths.
+
+    Example: `places_of_runs(torch.tensor([2, 7, 3, 1]))` is [2, 3, 4, 7].
+    """
+    starts_R, lengths_R = entries.long().chunk(2)
+    behind_R = torch.cumsum(lengths_R, 0)  # values up to the end of each run
+    shifts_R = starts_R - behind_R + lengths_R
+    return torch.arange(int(lengths_R.sum())) + torch.repeat_interleave(shifts_R, lengths_R)
+
+
+def manifest_of_changes(whole: WeightManifest, sizes: Mapping[int, Sequence[int]] | None = None) -> Manifest:
+    """Buckets of messages; each learner's begin at places of their own, whatever the others have to tell.
+
+    Args:
+        sizes: by rank, the bytes of its message about each bucket; of others, and without any, what they have at most.
+    """
+    return Manifest(
+        _bucket_of_changes(bucket, {rank: of_buckets[index] for rank, of_buckets in (sizes or {}).items()}, str(index))
+        for index, bucket in enumerate(whole.buckets)
+    )
+
+
+def _bucket_of_changes(bucket: Bucket, sizes: Mapping[int, int], name: str) -> Bucket:
+    most = [sum(ROW_BYTES + aligned(part.num_bytes) for part in parts.values()) for parts in bucket.parts.values()]
+    ends = [sum(most[:count]) for count in range(len(most) + 1)]
+    parts = {}
+    for rank, (start, stop) in zip(bucket.parts, pairwise(ends), strict=True):
+        if num_bytes := sizes.get(rank, stop - start):
+            box, own = (slice(start, start + num_bytes),), (slice(0, num_bytes),)
+            parts[rank] = {name: Part(box=box, own=own, start=start, num_bytes=num_bytes)}
+    return Bucket(dtype=torch.uint8, shapes={name: (ends[-1],)}, parts=parts, num_bytes=ends[-1])
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """The values' bits as integers of one dim, without a copy if they are contiguous."""
+    return values.contiguous().view(-1).view(BITS[values.itemsize])
+
+
+def digest_of(bits_N: torch.Tensor) -> int:
+    """XXH3 of 64 bits, as an int64."""
+    return int.from_bytes(xxhash.xxh3_64_digest(bits_N.view(torch.uint8).numpy().data), signed=True)
+
+
+def aligned(num_bytes: int) -> int:
+    return math.ceil(num_bytes / ALIGNMENT) * ALIGNMENT
+
+
+def _aligned(values: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, and as many zeros as it takes."""
+    flat = values.view(torch.uint8)
+    lacking = aligned(len(flat)) - len(flat)
+    return torch.nn.functional.pad(flat, (0, lacking)) if lacking else flat
