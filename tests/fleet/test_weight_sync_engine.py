@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "backend", "way"),
-    [("qwen2", "shm", "merged"), ("qwen3", "gloo", "adapter")],
+    [("qwen2", "shm", "merged"), ("llama", "gloo", "delta"), ("qwen3", "gloo", "adapter")],
 )
 def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, backend: str, way: str) -> None:
     """Version after version, for prompts that it has in its cache of another one, and after an update that broke in the
@@ -56,6 +56,7 @@ def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, ba
             layout=FSDP_2,
             backend=backend,
             adapter_alone=is_adapter,
+            changes_alone=way == "delta",
             num_versions=num_versions,
         )
         output, _ = engine.communicate(timeout=300)

@@ -1,9 +1,9 @@
 """A process with an engine that takes weights through channels, for the test beside it.
 
-    python tests/fleet/weight_engine.py MODEL_FOLDER FOLDER merged|adapter
+    python tests/fleet/weight_engine.py MODEL_FOLDER FOLDER merged|delta|adapter
 
 The same prompts are answered with each version. The first update breaks; the second last comes while completions are
-being generated. An engine that holds an adapter has two more, without the emptying of its cache of prefixes that comes
+being generated; a delta has been staged by then, and changes nothing before it is put in place. An engine that holds an adapter has two more, without the emptying of its cache of prefixes that comes
 with every update: under a name of its own, and under that of the version before.
 """
 
@@ -86,7 +86,12 @@ def main(model_folder: str, folder: Path, way: str) -> None:
         asked = requests(version)
         completions.extend(zip(PROMPTS, answers_of(engine, asked), strict=True))
 
+    def stage() -> None:
+        if way == "delta":
+            engine.stage_weights()
+
     def update(version: int) -> None:
+        stage()
         engine.begin_update(False)
         engine.receive_weights()
         engine.finish_update(version)
@@ -103,6 +108,7 @@ def main(model_folder: str, folder: Path, way: str) -> None:
     for version in range(1, NUM_VERSIONS + 1):
         update(version)
         answer(version)
+    stage()
     completions.extend(zip(PROMPTS, during_generation(engine, requests(IN_FLIGHT), IN_FLIGHT), strict=True))
     said: dict[str, Any] = {"broken": broken, "in_flight": [completion.versions for _, completion in completions[-4:]]}
     if adapter is not None:

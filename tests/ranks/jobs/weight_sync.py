@@ -164,7 +164,13 @@ def move(model: Any, version: int) -> None:
 
 @torch.no_grad()
 def feed_engine(
-    folder: str, source: str, layout: dict[str, Any], backend: str, adapter_alone: bool, num_versions: int
+    folder: str,
+    source: str,
+    layout: dict[str, Any],
+    backend: str,
+    adapter_alone: bool,
+    changes_alone: bool,
+    num_versions: int,
 ) -> list[tuple[int, float, float]]:
     """One version that breaks after its third bucket, then whole ones. Of each that has tokens, how far the engine's
     log-probs of them are from the learners' at that version, and at the one before it."""
@@ -178,6 +184,7 @@ def feed_engine(
         bucket_bytes=10_000 if adapter_alone else 100_000,
         timeout_s=300,  # an engine loads its libraries first
         adapter_alone=adapter_alone,
+        changes_alone=changes_alone,
     )
     move(model, 1)
     offer(sender, 1, Path(folder, "0.told"))
