@@ -264,8 +264,11 @@ def assert_same_weights(ours: GRPOCase, theirs: GRPOCase) -> None:
 def test_a_killed_engine_and_a_killed_learner_are_replaced(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
-    """The learner from the last checkpoint, with the new engine, to the very weights of an undisturbed run."""
-    case = variant(num_learners_per_node=2, checkpointing_steps=2)
+    """The learner from the last checkpoint, with the new engine, to the very weights of an undisturbed run.
+
+    Engines are sent what has changed of the weights, and whole weights where one of both is new.
+    """
+    case = variant(num_learners_per_node=2, checkpointing_steps=2, weight_sync="delta")
     process = case.start()
     killed: list[int] = []
 
@@ -323,7 +326,7 @@ def test_learners_on_deepspeed_take_the_same_steps_and_are_replaced(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
     """Under ZeRO-3: one is killed, all start again from the last checkpoint, and engines get what they have trained."""
-    case = replace(variant(num_learners_per_node=2, deepspeed_stage=3), script="grpo_fast.py")
+    case = replace(variant(num_learners_per_node=2, deepspeed_stage=3, weight_sync="delta"), script="grpo_fast.py")
     process = case.start()
     case.when_step(3, process, lambda: os.kill(case.pids()["learners"][1], signal.SIGKILL))
     said = finished(process, exit_code=0)
@@ -341,7 +344,7 @@ def test_learners_on_deepspeed_take_the_same_steps_and_are_replaced(
 def test_a_terminated_run_saves_and_a_killed_driver_takes_all_with_it_and_both_resume(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
-    case = variant(num_learners_per_node=2, checkpointing_steps=100)
+    case = variant(num_learners_per_node=2, checkpointing_steps=100, weight_sync="delta", weight_sync_backend="gloo")
     process = case.start()
     case.when_step(1, process, lambda: stop_all(process))
     said = finished(process, exit_code=143)

@@ -3,8 +3,9 @@
     python tests/fleet/weight_engine.py MODEL_FOLDER FOLDER merged|delta|adapter
 
 The same prompts are answered with each version. The first update breaks; the second last comes while completions are
-being generated; a delta has been staged by then, and changes nothing before it is put in place. An engine that holds an adapter has two more, without the emptying of its cache of prefixes that comes
-with every update: under a name of its own, and under that of the version before.
+being generated (a delta has been staged by then, and changes nothing before it is put in place). An engine that holds
+an adapter has two more, without the emptying of its cache of prefixes that comes with every update: under a name of its
+own, and under that of the version before.
 """
 
 import json
