@@ -4,10 +4,10 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo demo-dpo demo-grpo demo-tools check quick-tests test all-tests test-again lint ruff types format gpu-check clean
+.PHONY: help install lock demo demo-dpo demo-grpo demo-tools check quick-tests test all-tests test-again lint ruff types format gpu-check gpu-check-node triton clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## the virtual environment .venv with everything in it
 
@@ -69,7 +69,15 @@ bench-%: $(STAMP)  ## one program of benchmarks/, as in: make bench-load_memory
 
 # The report is in gpu_check_output/. Without this environment: python benchmarks/gpu_check (docs/gpu.md).
 gpu-check: $(STAMP)  ## what works on this machine's GPU, and how fast, in ten minutes
-	$(PY) benchmarks/gpu_check
+	$(PY) benchmarks/gpu_check --one
+
+gpu-check-node: $(STAMP)  ## the same of a node of 8 GPUs: sharding, engines, a 7B model
+	$(PY) benchmarks/gpu_check --node
+
+# Beside the environment: within one for CPUs, vLLM and PyTorch would take it for a sign of a GPU.
+triton: $(STAMP)  ## Triton in build/triton, with which tests compile kernels of a GPU (docs/gpu.md)
+	@mkdir -p build && sed -n '/^triton==/,/[^\\]$$/p' scripts/locks/torch_cuda.txt > build/triton.txt
+	$(PY) -m pip install --quiet --no-deps --require-hashes --upgrade --target build/triton -r build/triton.txt
 
 clean:  ## everything that these targets made, the environment too
 	rm -rf .venv demo_output gpu_check_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

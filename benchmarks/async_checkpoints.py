@@ -17,8 +17,8 @@ from harness import REPOSITORY
 from harness.processes import read_metrics, torchrun
 from harness.program import parser_of
 
-from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import SIZES, write_tiny_model
+from scripts.demo_data.pairs import write_synthetic_preferences
 
 PROGRAM = REPOSITORY / "open_instruct" / "dpo.py"
 MOST = 0.1

@@ -1,7 +1,8 @@
-"""Tokens a second, model FLOPs utilisation and peak memory of packed DPO on one device, with the shape of OLMo 2 1B.
+"""Tokens a second, model FLOPs utilisation and peak memory of packed DPO, with the shape of OLMo 2 1B.
 
     python benchmarks/dpo_throughput.py                                       # one GPU, bfloat16
     python benchmarks/dpo_throughput.py --prefix_sharing on -- --compile_model
+    python benchmarks/dpo_throughput.py --ranks 8                             # FSDP; figures of memory are of rank 0
     python benchmarks/dpo_throughput.py --size mini --peak_tflops 0.1         # a CPU, to see that it runs
 
 FLOPs of a token, forward and backward: 6 for each weight of the blocks; 6 for each weight of the head where there
@@ -26,8 +27,8 @@ from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.hf.hf_config import load_hf_config
-from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import SIZES, write_tiny_model
+from scripts.demo_data.pairs import write_synthetic_preferences
 
 GOAL_MFU = 0.45
 
@@ -37,7 +38,8 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="olmo2-1b")
     parser.add_argument("--rows", type=Path, help="preference pairs (.jsonl); default: 512 made-up ones")
     parser.add_argument("--max_seq_length", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=8, help="pairs a microbatch")
+    parser.add_argument("--batch", type=int, default=8, help="pairs a microbatch of a rank")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--num_steps", type=int, default=12)
     parser.add_argument("--num_warmup_steps", type=int, default=4)
     parser.add_argument("--prefix_sharing", choices=("off", "on"), default="off", help="of the prompts of pairs")
@@ -66,7 +68,9 @@ def main() -> None:
         ]
         file = Path(name) / "figures.json"
         words = ["dpo", "--figures", file, "--num_steps", args.num_steps, "--", *flags]
-        program = [sys.executable, "-m", "gpu_check.measured_run", *map(str, words)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
+        program = [sys.executable, *(launcher if args.ranks > 1 else []), "-m", "gpu_check.measured_run"]
+        program += map(str, words)
         subprocess.run(program, check=True, env=check_environment(rehearse=False))
         run = json.loads(file.read_text())
         timed = run["steps"][args.num_warmup_steps :]
@@ -77,7 +81,7 @@ def main() -> None:
         "tokens/s": tokens_per_second,
         "tokens a step": round(statistics.mean(step["tokens"] for step in timed)),
         "FLOPs a token, G": flops_per_token / 1e9,
-        "MFU": tokens_per_second * flops_per_token / peak,
+        "MFU": tokens_per_second * flops_per_token / (peak * args.ranks),
         "planned, GiB": run["planned_gib"],
         "allocated, GiB": run["allocated_gib"],
         "reserved, GiB": run["reserved_gib"],
@@ -85,7 +89,7 @@ def main() -> None:
     }
     for title, figure in figures.items():
         print(f"{title:18s}{figure:,.4g}" if figure < 1000 else f"{title:18s}{figure:,.0f}")
-    print(f"the goal of MFU is {GOAL_MFU:.0%} of {peak / 1e12:,.0f} TFLOP/s: {figures['MFU'] / GOAL_MFU:.2f}x")
+    print(f"the goal of MFU is {GOAL_MFU:.0%} of {peak / 1e12:,.0f} TFLOP/s a device: {figures['MFU'] / GOAL_MFU:.2f}x")
     if args.json is not None:
         args.json.write_text(json.dumps(figures), encoding="utf-8")
 

@@ -28,8 +28,8 @@ from harness.program import parser_of
 from harness.rounds import in_turns, paired_ratios
 from harness.trl_environment import DEFAULT_VENV, trl_python
 
-from open_instruct.toys.arithmetic import PROMPTS_FILE, SFT_FILE, write_arithmetic
 from open_instruct.toys.tiny import write_tiny_model
+from scripts.demo_data.sums import PROMPTS_FILE, SFT_FILE, write_arithmetic
 
 GOAL, GOAL_WITHOUT_SHOTS, GOAL_AFTER_WARM_START = 1.5, 1.3, 2.0
 

@@ -45,8 +45,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(dir=arguments.scratch_dir) as folder:
         checkpoint = write_tiny_model(Path(folder, "model"), family="olmo2", size=arguments.size, dtype="bfloat16")
-        with CheckpointFiles.open(checkpoint) as files:
-            num_params = sum(map(math.prod, files.shapes.values()))
+        files = CheckpointFiles.open(checkpoint)
+        num_params = sum(map(math.prod, files.shapes.values()))
         print(f"{num_params / 1e6:.0f}M parameters, bf16 on disk, fp32 shards; MiB of the largest rank above the start")
         print(f"{'task':8}{'ranks':>6} {'way':16}{'seconds':>9}{'anonymous':>11}{'resident':>10}{'budget':>8}")
         for num_ranks in arguments.ranks:

@@ -29,8 +29,8 @@ from harness.training import run_timed_dpo, run_trl
 from harness.trl_environment import DEFAULT_VENV, beside, our_version, trl_python
 from sync_runs.measure import Sync, measure
 
-from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import write_tiny_model
+from scripts.demo_data.pairs import write_synthetic_preferences
 
 RANK = 16
 LORA = ("--use_lora", "--lora_r", str(RANK))

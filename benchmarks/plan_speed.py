@@ -25,7 +25,7 @@ setting = parse_request(sys.argv[1:]).setting
 """
 PROGRAMS = {
     "one plan": IMPORTS + "plan = plan_of(setting); print('1 layout,', f'{plan.time.step_s:.2f} s a step')",
-    "all layouts ranked": IMPORTS + "print(len(ranked_layouts(setting)), 'layouts')",
+    "all layouts ranked": IMPORTS + "print(len(ranked_layouts(plan_of(setting).setting)), 'layouts')",
 }
 BOUNDS_S = {"one plan": PLAN_BOUND_S, "all layouts ranked": RANKING_BOUND_S}
 

@@ -351,12 +351,8 @@ def _record_traceback(log_file: Path | None, error: BaseException, *, to_stderr:
     """Write the traceback of `error` to `log_file`, or to stderr; returns where it is."""
     text = "".join(traceback.format_exception(error))
     if log_file is not None:
-        try:
-            with log_file.open("a", encoding="utf-8") as log:
-                log.write(f"rank {_rank()} failed:\n{text}")
-        except OSError:
-            pass
-        else:
+        with suppress(OSError), log_file.open("a", encoding="utf-8") as log:
+            log.write(f"rank {_rank()} failed:\n{text}")
             return f"in {log_file}"
     if to_stderr:
         _print_to_stderr(text.rstrip("\n"))

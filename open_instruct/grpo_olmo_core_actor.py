@@ -61,7 +61,7 @@ def look_at_run(config: GRPOConfig) -> None:
     look_at(config)
     data, changes = config.data, row_changes(config)
     changes.pop("system_prompt", None)  # of which the rows need not know
-    environments = known_environments(config.environment.environment)
+    environments = known_environments(config.environment)
     check = partial(parse_prompt_row, known_verifiers=verifiers, known_environments=environments, **changes)
     for flag, listed, splits in (
         ("--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits),

@@ -61,54 +61,56 @@ class Document:
 
 
 class KeptPositions(NamedTuple):
-    """The positions of a batch's labels, the labels, and their sequence ids, all int64 of shape (B, K)."""
+    """The positions of a batch's labels, and the labels, both int64 of shape (B, K)."""
 
     positions_BK: torch.Tensor
     labels_BK: torch.Tensor
-    sequence_ids_BK: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
     """One microbatch of documents, packed end to end in one row or padded one to a row.
 
-    Labels are shifted already: `labels_BT[b, t]` is the token that position t should predict, or
-    IGNORE_INDEX. `sequence_ids_BT[b, t]` is the index (0..num_sequences-1) of the document that a
-    label belongs to, and -1 where there is no label. `document_lengths` is None in padded rows,
-    where causality alone keeps the padding on the right from being seen.
+    Labels are shifted already: `labels_BT[b, t]` is the token that position t should predict, or IGNORE_INDEX. The
+    labels of all documents, one after another as they lie in the rows, are N: `label_positions_N` says where each is
+    predicted (position t of row b is b * T + t), `sequence_ids_N` of which document (0..num_sequences-1) it is.
+    `document_lengths` is None in padded rows, where causality alone keeps the padding on the right from being seen.
 
-    Where documents share a prompt, `document_lengths` are those of the prompts and of what follows them, and
-    `prefix_lengths` says of each how many tokens of the last prompt before it it attends to as well: 0 for a
-    prompt and for a document that shares nothing. A prompt's last token is repeated before each reply, whose first
-    token it predicts: so every position has at most one label. `num_tokens` counts what lies in the row.
+    Where documents share what they begin with, `document_lengths` are those of what each of them adds to the row, and
+    `prefix_lengths` says how many tokens it begins with of those of the document before it, which may have shared them
+    too. The last common token is repeated in each, since the token after it differs: so every position has at most one
+    label, which belongs to every document that learns it there. `num_tokens` counts what lies in the row.
 
-    `num_shared_tokens` counts what a shared prompt saves: the tokens of its copies that are left out of the row.
+    `num_shared_tokens` counts what sharing saves: the tokens that are left out of the row.
     `kept` are the positions that have a label, where the language-model head runs.
 
     Example: documents (5, 9, 2, 7) and (4, 6) with replies (7) and (6), packed::
 
-        input_ids_BT     [[5, 9, 2, 7, 4, 6]]
-        labels_BT        [[-100, -100, 7, -100, 6, -100]]
-        sequence_ids_BT  [[-1, -1, 0, -1, 1, -1]]
-        document_lengths (4, 2)
-        num_sequences    2
-        num_tokens       6
+        input_ids_BT      [[5, 9, 2, 7, 4, 6]]
+        labels_BT         [[-100, -100, 7, -100, 6, -100]]
+        label_positions_N [2, 4]
+        sequence_ids_N    [0, 1]
+        document_lengths  (4, 2)
+        num_sequences     2
+        num_tokens        6
 
     Example: documents (5, 9, 2, 7) and (5, 9, 2, 8, 3), whose replies are (7) and (8, 3), sharing (5, 9)::
 
-        input_ids_BT     [[5, 9, 2, 7, 2, 8, 3]]
-        labels_BT        [[-100, -100, 7, -100, 8, 3, -100]]
-        sequence_ids_BT  [[-1, -1, 0, -1, 1, 1, -1]]
-        document_lengths (2, 2, 3)
-        prefix_lengths   (0, 2, 2)
-        num_sequences    2
-        num_tokens       7
+        input_ids_BT      [[5, 9, 2, 7, 2, 8, 3]]
+        labels_BT         [[-100, -100, 7, -100, 8, 3, -100]]
+        label_positions_N [2, 4, 5]
+        sequence_ids_N    [0, 1, 1]
+        document_lengths  (4, 3)
+        prefix_lengths    (0, 2)
+        num_sequences     2
+        num_tokens        7
         num_shared_tokens 2
     """
 
     input_ids_BT: torch.Tensor
     labels_BT: torch.Tensor
-    sequence_ids_BT: torch.Tensor
+    label_positions_N: torch.Tensor
+    sequence_ids_N: torch.Tensor
     document_lengths: tuple[int, ...] | None
     num_sequences: int
     num_tokens: int

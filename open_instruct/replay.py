@@ -174,7 +174,8 @@ def replay(replayed: Replay) -> dict[str, Any]:
         changed = taken_again(replayed.asked)
     stop_process()
 
-    print("\n" + table({"recorded": recorded, "recomputed": recomputed, "changed": changed}))
+    columns = {"recorded": recorded, "recomputed": recomputed, "changed": changed}
+    print("\n" + table(columns))
     if recorded is None:
         print(f"\nmetrics.jsonl has no row of step {step}: the run ended before it was written")
     elif weights.are_the_steps_own:
@@ -184,19 +185,12 @@ def replay(replayed: Replay) -> dict[str, Any]:
         "step": step,
         "weights": asdict(weights) | {"checkpoint": None if weights.checkpoint is None else str(weights.checkpoint)},
         "changes": {name: {"from": old, "to": new} for name, (old, new) in changes.items()},
-        "recorded": recorded,
-        "recomputed": recomputed,
-        "changed": changed,
+        **columns,
     }
 
 
 def take_again(
-    config: GRPOConfig,
-    groups: Sequence[RolloutGroup],
-    *,
-    step: int,
-    weights: StepWeights,
-    process: Process,
+    config: GRPOConfig, groups: Sequence[RolloutGroup], *, step: int, weights: StepWeights, process: Process
 ) -> dict[str, float]:
     """The metrics of `step` under `config`, by the learner's own walk; what it writes is removed."""
     from open_instruct.learner.grpo import GRPOLearner

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -116,15 +116,6 @@ class ShardLayout:
 
     def as_json(self) -> dict[str, Any]:
         """The keys scripts read: of `open-instruct layout --json` and of `layout.json` in a run."""
-        return {
-            "gpus_per_node": list(self.gpus_per_node),
-            "shard_degree": self.shard_degree,
-            "num_replicas": self.num_replicas,
-            "tensor_parallel_degree": self.tensor_parallel_degree,
-            "context_parallel_degree": self.context_parallel_degree,
-            "single_device": self.single_device,
-            "shard_groups": [list(group) for group in self.shard_groups],
-            "replica_groups": [list(group) for group in self.replica_groups],
-            "straddles_nodes": self.straddles_nodes,
-            "warnings": list(self.warnings),
-        }
+        record = asdict(self) | {"shard_groups": self.shard_groups, "replica_groups": self.replica_groups}
+        record |= {"straddles_nodes": self.straddles_nodes, "warnings": record.pop("warnings")}
+        return record

@@ -75,12 +75,13 @@ def run_objective(objective: Objective, argv: Sequence[str] | None = None, *, ow
 
     `own` are the words that name it, where it is not built in.
     """
-    file = Path(__file__) if own else Path(__file__).with_name(objective.program)
+    program = f"{objective.name}.py"
+    file = Path(__file__) if own else Path(__file__).with_name(program)
     return run_entry(
         objective.config_class,
         partial(train, objective=objective),
         argv,
-        program=objective.program,
+        program=program,
         validate=objective.validate,
         look=partial(look_at_run, objective=objective),
         script=(file, own) if file.is_file() else None,

@@ -1,8 +1,9 @@
 """What a user names on the command line and has written: `FILE.py:NAME`, or `module:NAME`."""
 
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +46,14 @@ def own_function(word: str, *, flag: str, known: Container[str]) -> Callable[...
         raise InputError(f"{flag} {word} is a {type(function).__name__}, not a function; docs/losses.md has an example")
     own: Callable[..., Any] = function
     return own
+
+
+def taken(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Those columns of a row that a function has parameters for; all of them where it takes any."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(columns)
+    return {name: columns[name] for name in parameters if name in columns}
 
 
 def _module(where: str) -> ModuleType:

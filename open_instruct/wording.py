@@ -1,7 +1,14 @@
-"""The spelling of numbers and choices for people, and the escaping of text from others."""
+"""The spelling of numbers and choices for people, the templates of pages, and the escaping of text from others."""
+
+from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 # Characters that steer a terminal or turn the order of letters, and those without a form in UTF-8.
 _STEERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -19,6 +26,22 @@ def counted(count: int, noun: str) -> str:
         return f"1 {noun}"
     many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith(("ch", "ss")) else f"{noun}s"
     return f"{count:,} {many}"
+
+
+def pages_in(folder: Path, **options: Any) -> Environment:
+    """The templates in a folder, which refuse names that they are not given; `options` are jinja2's."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    pages = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, **options)
+    pages.filters |= {"counted": counted, "thousands": "{:,.0f}".format}
+    return pages
+
+
+def macro_text(template: Path, macro: str, *facts: object) -> str:
+    """The text of a macro of a template, for these facts."""
+    pages = pages_in(template.parent, trim_blocks=True, lstrip_blocks=True)
+    text: str = getattr(pages.get_template(template.name).module, macro)(*facts)
+    return text.removesuffix("\n")
 
 
 def escaped(text: str, kept: str = "") -> str:

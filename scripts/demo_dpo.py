@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from demo_data.pairs import write_synthetic_preferences
 from demo_shell import (
     CURVE_HEIGHT,
     OUTPUT,
@@ -29,7 +30,6 @@ from rich.table import Table
 from rich.text import Text
 
 from open_instruct.report.terminal_curve import draw_curve
-from open_instruct.toys.synthetic import write_synthetic_preferences
 
 MODEL, TRAIN_ROWS, HELD_OUT_ROWS, RUN = (OUTPUT / name for name in ("model", "train.jsonl", "held_out.jsonl", "run"))
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from demo_data.sums import write_arithmetic
 from demo_shell import (
     OUTPUT,
     REPOSITORY,
@@ -26,8 +27,6 @@ from demo_shell import (
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-
-from open_instruct.toys.arithmetic import write_arithmetic
 
 # Where configs/sft/tiny_cpu.yaml and configs/grpo/tiny_cpu.yaml look for them.
 MODEL, DATA = OUTPUT / "tiny", OUTPUT / "arithmetic"

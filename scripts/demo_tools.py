@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from demo_data.sums import write_rows
 from demo_grpo import judged
 from demo_shell import (
     OUTPUT,
@@ -30,8 +31,6 @@ from demo_shell import (
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-
-from open_instruct.toys.arithmetic import write_rows
 
 FOLDER = OUTPUT / "tools"
 MODEL, SFT, GRPO = FOLDER / "tiny", FOLDER / "sft", FOLDER / "grpo"

@@ -6,6 +6,8 @@
 #                         that is 3.11 or newer)
 #   OPEN_INSTRUCT_TORCH   cpu | cuda | auto (default: cuda where nvidia-smi sees a GPU, else cpu)
 #   OPEN_INSTRUCT_VLLM    1 | 0: with or without vLLM, which only GRPO needs (default: 1 where there is a wheel)
+#   OPEN_INSTRUCT_FA3     1 | 0: with or without FlashAttention 3 on a GPU of the Hopper generation (default: 0, and a
+#                         sentence that offers it; nothing needs it)
 #   VENV                  folder of the environment (default: .venv)
 #
 # A torch that is in the environment already, and will do, is kept. An NVIDIA driver that is too old for the torch is said
@@ -171,6 +173,7 @@ install_ours() {
         install_lock base
         # Of DeepSpeed there are sources alone. It compiles nothing then, so that it needs to look for no CUDA compiler.
         DS_ACCELERATOR=cpu install_lock deepspeed --no-build-isolation --no-binary deepspeed
+        install_lock float8
         # With the setuptools of the lock; an isolated build would fetch another, by no hash.
         pip_install --no-deps --no-build-isolation --editable .
     else
@@ -178,7 +181,7 @@ install_ours() {
         say "versions are the newest that pyproject.toml allows, by no hash: scripts/locks serves CPython 3.11 to 3.13 on" \
             "Linux (x86_64, aarch64; glibc 2.34 or newer), and this is $("$VENV/bin/python" --version) on" \
             "$(uname -s) $(uname -m)"
-        pip_install --editable '.[dev]'
+        pip_install --editable '.[dev,float8]'
         # Built here from its sources: where that fails, all else works.
         (DS_ACCELERATOR=cpu pip_install --editable '.[deepspeed]') ||
             say "DeepSpeed could not be built, and is left out: --backend deepspeed and grpo_fast.py will not run"
@@ -214,11 +217,28 @@ install_vllm() {
     fi
 }
 
+# PyTorch's own wheels, built against its stable interface, so that one serves every torch from 2.9 on. They are on its
+# index alone, and so in no lock. A run tries the kernels against PyTorch's own before it uses them.
+install_fa3() {
+    local capability index
+    capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1) || return 0
+    if [[ $1 != cuda || $capability != 9.* ]]; then return; fi
+    index=https://download.pytorch.org/whl/cu${torch_cuda//./}
+    if [[ ${OPEN_INSTRUCT_FA3:-0} != 1 ]]; then
+        say "this GPU could run FlashAttention 3, which is faster than PyTorch's own attention: OPEN_INSTRUCT_FA3=1 with" \
+            "the same command puts it in (flash-attn-3 from $index, by no hash)"
+    elif pip install --progress-bar off --no-deps flash-attn-3 --index-url "$index" >>"$LOG" 2>&1; then
+        say "FlashAttention 3, from $index"
+    else
+        say "FlashAttention 3 could not be had from $index (see the end of $LOG), and is left out: attention is PyTorch's own"
+    fi
+}
+
 torch_cuda=$CUDA_VERSION
 python=$(find_python)
 build=$(wanted_torch)
 # What the environment was made from: the same again means there is nothing to do.
-recipe="$(cat pyproject.toml scripts/install.sh scripts/vllm_cpu_needs.txt "$LOCKS"/*.txt | cksum) $build ${OPEN_INSTRUCT_VLLM:-1}"
+recipe="$(cat pyproject.toml scripts/install.sh scripts/vllm_cpu_needs.txt "$LOCKS"/*.txt | cksum) $build ${OPEN_INSTRUCT_VLLM:-1} ${OPEN_INSTRUCT_FA3:-0}"
 stamp=$VENV/.installed
 if [[ -f $stamp && $(<"$stamp") == "$recipe" ]] && new_enough "$VENV/bin/python"; then
     touch "$stamp"
@@ -237,9 +257,14 @@ case ${OPEN_INSTRUCT_VLLM:-1} in
     0 | 1) ;;
     *) die "OPEN_INSTRUCT_VLLM is '$OPEN_INSTRUCT_VLLM'; it may be 1 or 0" ;;
 esac
+case ${OPEN_INSTRUCT_FA3:-0} in
+    0 | 1) ;;
+    *) die "OPEN_INSTRUCT_FA3 is '$OPEN_INSTRUCT_FA3'; it may be 1 or 0" ;;
+esac
 if locks_fit; then locked=1; else locked=0; fi
 install_torch "$build"
 install_ours
 install_vllm "$build"
+install_fa3 "$build"
 printf '%s\n' "$recipe" >"$stamp"
 say "done"

@@ -1,10 +1,10 @@
 """Makes the files of scripts/locks/ anew: `make lock`. Needs the program `uv` on the PATH, and PyPI.
 
-scripts/install.sh installs a build from four of them, in this order: torch_{cpu,cuda}.txt, base.txt (what
-pyproject.toml needs without torch, the tools of `make test` too), deepspeed.txt and vllm_{cpu,cuda}.txt. wandb.txt and
-deepspeed.txt are what these need beside base.txt; what vLLM needs too has one version in both. Each holds a version and
-the hashes of its wheels for the Pythons and machines below, so that pip takes no other file, whatever index or mirror
-it is given. They are complete: pip installs them with `--no-deps`.
+scripts/install.sh installs a build from five of them, in this order: torch_{cpu,cuda}.txt, base.txt (what
+pyproject.toml needs without torch, the tools of `make test` too), deepspeed.txt, float8.txt and vllm_{cpu,cuda}.txt.
+wandb.txt, deepspeed.txt and float8.txt are what these need beside base.txt; what vLLM needs too has one version in
+both. Each holds a version and the hashes of its wheels for the Pythons and machines below, so that pip takes no other
+file, whatever index or mirror it is given. They are complete: pip installs them with `--no-deps`.
 """
 
 import re
@@ -150,7 +150,7 @@ def main(folder: Path) -> None:
     ours = ["--constraint", str(constraints), "--extra", "dev", "pyproject.toml"]
 
     # All at once first, so that what is in two builds has one version in both.
-    extras = ["--extra", "wandb", "--extra", "deepspeed"]
+    extras = ["--extra", "wandb", "--extra", "deepspeed", "--extra", "float8"]
     together = resolve(folder, torch, vllm, *needs, flags=[*ours, *extras])
     lines = (f"{pin.name}=={pin.version}" + (f" ; {pin.marker}" if pin.marker else "") for pin in together)
     constraints.write_text("\n".join(lines) + "\n")
@@ -162,6 +162,8 @@ def main(folder: Path) -> None:
     write("wandb.txt", "What wandb needs beside base.txt.", without(resolve(folder, "wandb", flags=ours), base))
     of_deepspeed = without(resolve(folder, torch, flags=[*ours, "--extra", "deepspeed"]), base)
     write("deepspeed.txt", "What DeepSpeed needs beside base.txt; itself from its sources.", of_deepspeed)
+    of_float8 = without(resolve(folder, torch, flags=[*ours, "--extra", "float8"]), base)
+    write("float8.txt", "What products in float8 need beside base.txt.", of_float8)
     cuda = without(resolve(folder, torch, vllm, flags=ours), base)
     write("vllm_cuda.txt", "vLLM's CUDA build, and what it needs beside base.txt and torch_cuda.txt.", cuda)
     alone = resolve(folder, *on_cpu, flags=["--no-deps"])

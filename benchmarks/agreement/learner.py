@@ -31,8 +31,8 @@ class Learner:
         self.vocab_size: int = hf_config.vocab_size
         self.model = build_model(hf_config, init_device="cpu").to(getattr(torch, dtype)).eval()
         self.model.init_weights(max_seq_len=LONGEST_PROMPT + LONGEST_COMPLETION, device=torch.device("cpu"))
-        with CheckpointFiles.open(folder) as files:
-            stream_load(self.model, files, names)
+        files = CheckpointFiles.open(folder)
+        stream_load(self.model, files, names)
         self.sender = WeightSender(
             self.model,
             names,

@@ -1,10 +1,11 @@
 """What of this package works on this machine's GPU, and how fast, in ten minutes.
 
     python benchmarks/gpu_check --out gpu_check_output     # one GPU; also: make gpu-check
-    python benchmarks/gpu_check --rehearse                 # every check's code on the CPU: says nothing of a GPU
+    python benchmarks/gpu_check --node                     # a node of 8 GPUs; also: make gpu-check-node
+    python benchmarks/gpu_check [--node] --rehearse        # every check's code on the CPU: says nothing of a GPU
 
 Writes gpu_check.json, gpu_check.html (one page, nothing is fetched) and gpu_check.log. The exit code is 0 where every
-check that ran has passed, 1 where one failed, 2 where there is no GPU or a package is missing. docs/gpu.md has more.
+check that ran has passed, 1 where one failed, 2 where there are too few GPUs or a package is missing: docs/gpu.md.
 """
 
 import argparse
@@ -19,12 +20,10 @@ from pathlib import Path
 # Not our own folder: a file of ours would shadow a library of the same name.
 sys.path[0:1] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
-from gpu_check.listed import CHECKS
+from gpu_check.listed import SUITES, Suite
 from gpu_check.outcomes import FAILED, PASSED, Outcome
 from gpu_check.runner import check_command, check_environment, run_all
 
-# Imported, because a package may be there and one that it needs may not. Neither ray nor vllm is needed.
-NEEDED = ("numpy", "jinja2", "torch", "transformers", "safetensors", "olmo_core.train", "open_instruct.train", "pytest")
 LIMIT_S = 600.0
 TIMES_SLOWER = 6.0
 """A rehearsal may take so many times longer: a few cores do what a GPU and many cores would."""
@@ -33,20 +32,21 @@ TIMES_SLOWER = 6.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks and write the report; returns the exit code."""
     args = parsed(argv)
-    if (missing := missing_package()) is not None:
-        print(f"gpu_check: {missing}", file=sys.stderr)
-        return 2
-    if not args.rehearse and not has_gpu():
-        print(
-            "gpu_check: PyTorch sees no CUDA device here; --rehearse runs the checks' code on the CPU", file=sys.stderr
-        )
+    suite = SUITES[args.suite]
+    if (problem := missing_package(suite) or (None if args.rehearse else missing_gpus(suite))) is not None:
+        print(f"gpu_check: {problem}", file=sys.stderr)
         return 2
     from gpu_check.page import html_page  # only once jinja2 is known to be there
 
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / "gpu_check.log"
     log.write_text("", encoding="utf-8")
-    report = {"began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "is_rehearsal": args.rehearse}
+    report = {
+        "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "is_rehearsal": args.rehearse,
+        "num_gpus": suite.num_gpus,
+        "num_checks": len(suite.checks),
+    }
 
     def show(outcomes: list[Outcome]) -> None:
         last = outcomes[-1]
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     slower = TIMES_SLOWER if args.rehearse else 1.0
     outcomes = run_all(
-        [replace(check, limit_s=slower * check.limit_s) for check in CHECKS],
+        [replace(check, limit_s=slower * check.limit_s) for check in suite.checks],
         only=args.only,
         limit_s=slower * args.limit_s,
         command=check_command(args.rehearse),
@@ -79,17 +79,25 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [check.name for check in CHECKS]
+    named = {name: [check.name for check in suite.checks] for name, suite in SUITES.items()}
+    suites = parser.add_mutually_exclusive_group()
+    suites.add_argument("--one", dest="suite", action="store_const", const="one", help="one GPU: the default")
+    suites.add_argument("--node", dest="suite", action="store_const", const="node", help="a node of eight GPUs")
+    parser.set_defaults(suite="one")
     parser.add_argument("--out", type=Path, default=Path("gpu_check_output"), help="folder of the report")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, at a tiny size")
-    parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="CHECK", help=", ".join(names))
+    listed = "; ".join(f"--{name}: {', '.join(names)}" for name, names in named.items())
+    parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help=listed)
     parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="for all checks together (%(default)g)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if unknown := set(args.only) - set(named[args.suite]):
+        parser.error(f"--only: no check {', '.join(sorted(unknown))} of --{args.suite}; {listed}")
+    return args
 
 
-def missing_package() -> str | None:
+def missing_package(suite: Suite) -> str | None:
     """What to say of the first of the needed packages that cannot be imported; None where all can."""
-    for name in NEEDED:
+    for name in suite.needed:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -98,10 +106,19 @@ def missing_package() -> str | None:
     return None
 
 
-def has_gpu() -> bool:
+def missing_gpus(suite: Suite) -> str | None:
+    """What to say where there are fewer than the checks take."""
+    if (found := num_gpus()) >= suite.num_gpus:
+        return None
+    seen = "no CUDA device" if found == 0 else f"{found} CUDA device{'s' if found > 1 else ''}"
+    others = "" if suite is SUITES["one"] else f" and --node takes {suite.num_gpus}: --one checks one of them, and"
+    return f"PyTorch sees {seen} here;{others} --rehearse runs the checks' code on the CPU"
+
+
+def num_gpus() -> int:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 if __name__ == "__main__":

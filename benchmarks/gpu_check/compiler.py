@@ -24,11 +24,12 @@ def compiled_versions(model: Any) -> dict[str, int]:
             if "forward" in vars(kind)
         )
 
-    head = model.lm_head
+    head, block = model.lm_head, next(iter(model.blocks.values()))
+    block = getattr(block, "_checkpoint_wrapped_module", block)  # one that is recomputed lies within another module
     # Of the head it may be functions beside its class that are compiled.
     beside = [value for value in vars(sys.modules[type(head).__module__]).values() if inspect.isfunction(value)]
     return {
-        "block": versions(forwards(next(iter(model.blocks.values())))),
+        "block": versions(forwards(block)),
         "head": versions([*forwards(head), *beside]),
     }
 

@@ -20,11 +20,16 @@ def peak_flops() -> float | None:
 
     OLMo-core's own table takes a GPU that it does not know, an H200 among them, for an A100.
     """
+    name = known_gpu()
+    return None if name is None else DEVICES[name].peak_tflops_bf16 * 1e12
+
+
+def known_gpu() -> str | None:
+    """The planner's name of the GPU that is there; None where it knows none of that kind."""
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name().lower()
-    found = [device for device in DEVICES.values() if device.name in name]
-    return found[0].peak_tflops_bf16 * 1e12 if found else None
+    found = torch.cuda.get_device_name().lower()
+    return next((name for name, device in DEVICES.items() if device.name in found), None)
 
 
 def wait(device: torch.device) -> None:

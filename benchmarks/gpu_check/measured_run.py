@@ -4,13 +4,14 @@ python -m gpu_check.measured_run dpo --figures FILE --num_steps 12 -- FLAGS OF T
 
 FILE gets one JSON object: `steps` (seconds of each, its tokens and metrics), `planned_gib` (what the planner says of
 this run with its fullest row, but for its allowance for CUDA itself), `allocated_gib` and `reserved_gib` (PyTorch's
-peaks; without CUDA the process's own), `versions` (of a block and of the head, if they are compiled), `compiler` (what
-the compiler warned of), `waits` (see --waits_in_step).
+peaks; without CUDA the process's own; of rank 0), `versions` (of a block and of the head, if they are compiled),
+`compiler` (what the compiler warned of), `waits` (see --waits_in_step).
 """
 
 import argparse
 import json
 import logging
+import os
 import resource
 import sys
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from gpu_check.compiler import Listening
-from gpu_check.devices import GIB
+from gpu_check.devices import GIB, known_gpu
 from gpu_check.step_meter import Enough, StepMeter
 from open_instruct.config.parser import parse
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
@@ -33,8 +34,8 @@ from open_instruct.train import train
 
 def measured(
     objective_name: str, words: list[str], *, num_steps: int, waits_in_step: int | None = None
-) -> dict[str, Any]:
-    """Run the objective with the flags in `words`, and give what the module's text lists."""
+) -> dict[str, Any] | None:
+    """Run the objective with the flags in `words`, and give what the module's text lists; on rank 0 alone."""
     objective = objective_named(objective_name)
     config: Any = parse(objective.config_class, [*words, "--max_train_steps", str(num_steps + 1)])
     objective.validate(config)
@@ -45,11 +46,14 @@ def measured(
     on_cuda = torch.cuda.is_available()
     if on_cuda:
         torch.cuda.init()  # before that the allocator has no peak to forget
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.reset_peak_memory_stats()
     try:
         train(config, objective=objective, callbacks={"meter": meter})
     except Enough:
         stop_process()
+    if os.environ.get("RANK", "0") != "0":
+        return None
     rows = [json.loads(line) for line in Path(config.run.output_dir, "metrics.jsonl").read_text().splitlines()]
     steps = [
         {"seconds": seconds, "tokens": tokens, **row}
@@ -68,11 +72,14 @@ def measured(
 
 
 def planned_bytes(objective_name: str, words: list[str], *, num_tokens: int, on_cuda: bool) -> int:
-    """The peak of the plan of this run on one device, without what CUDA and its libraries take beside PyTorch.
+    """The peak of the plan of this run on these devices, without what CUDA and its libraries take beside PyTorch.
 
     Its rows are taken to have as many tokens as the fullest one that was met.
     """
-    plan = plan_of(replace(parse_request([objective_name, *words, "--gpus_per_node", "1"]).setting, on_cuda=on_cuda))
+    given = ["--gpus_per_node", os.environ.get("WORLD_SIZE", "1")]
+    if (gpu := known_gpu()) is not None:
+        given += ["--gpu", gpu]
+    plan = plan_of(replace(parse_request([objective_name, *words, *given]).setting, on_cuda=on_cuda))
     num_labels = min(num_tokens, plan.workload.label_tokens_per_microbatch)
     met = replace(plan.workload, tokens_per_microbatch=num_tokens, label_tokens_per_microbatch=num_labels)
     setting = plan.setting
@@ -89,7 +96,8 @@ def main() -> None:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, flags = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     figures = measured(args.objective, flags, num_steps=args.num_steps, waits_in_step=args.waits_in_step)
-    args.figures.write_text(json.dumps(figures), encoding="utf-8")
+    if figures is not None:
+        args.figures.write_text(json.dumps(figures), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run one check in this process: python -m gpu_check.one NAME --result FILE --work FOLDER [--rehearse]."""
+"""Run one check in this process: python -m gpu_check.one MODULE --result FILE --work FOLDER [--rehearse]."""
 
 import argparse
 import importlib
@@ -11,14 +11,14 @@ from gpu_check.findings import Findings
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name")
+    parser.add_argument("module")
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     findings = Findings(args.result)
     try:
-        importlib.import_module(f"gpu_check.checks.{args.name}").check(findings, args.work, args.rehearse)
+        importlib.import_module(args.module).check(findings, args.work, args.rehearse)
     except Exception as error:
         traceback.print_exc()
         findings.failures.append(f"{type(error).__name__}: {error}")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ from gpu_check.outcomes import FAILED, NOT_RUN, PASSED, Outcome
 NUM_LAST_LINES = 40
 LEAST_S = 15.0
 """A check that has less time than this left is not started."""
+MOST_TO_END_S = 10.0
 
+MARK_VARIABLE = "GPU_CHECK"
+"""Ranks of torchrun and Ray's servers lead sessions of their own; they inherit this one from the check."""
 
 Command = Callable[[Check, Path, Path], Sequence[str]]
 """The words that start a check, from it, the file for its findings and a folder to work in."""
@@ -30,6 +34,7 @@ Command = Callable[[Check, Path, Path], Sequence[str]]
 def run_check(check: Check, command: Command, *, limit_s: float, log: Path, environment: dict[str, str]) -> Outcome:
     """Run it for at most `limit_s`; what it writes is added to `log`."""
     work = Path(tempfile.mkdtemp(prefix=f"gpu_check_{check.name}_"))
+    mark = uuid.uuid4().hex
     result, output = work / "result.json", work / "output.txt"
     began_s = time.monotonic()
     why: list[str] = []
@@ -38,7 +43,7 @@ def run_check(check: Check, command: Command, *, limit_s: float, log: Path, envi
             process = subprocess.Popen(
                 command(check, result, work),
                 cwd=REPOSITORY,
-                env=environment,
+                env=environment | {MARK_VARIABLE: mark},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -52,6 +57,7 @@ def run_check(check: Check, command: Command, *, limit_s: float, log: Path, envi
                 why.append(f"not done after {limit_s:.0f} s")
             finally:
                 end_group(process)
+                end_marked(mark)
         text = output.read_text(encoding="utf-8", errors="replace")
         with log.open("a", encoding="utf-8") as file:
             file.write(f"===== {check.name}\n{text}\n")
@@ -81,9 +87,31 @@ def end_group(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
+def end_marked(mark: str) -> None:
+    """End the processes that inherited the mark, until none of them is left to start another."""
+    entry = f"{MARK_VARIABLE}={mark}".encode()
+    ends_s = time.monotonic() + MOST_TO_END_S  # what a driver holds does not end at once
+    while time.monotonic() < ends_s:
+        pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if has_entry(folder, entry)]
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def has_entry(folder: Path, entry: bytes) -> bool:
+    """Whether a process that lives has the entry in its environment."""
+    try:
+        return entry in (folder / "environ").read_bytes().split(b"\0")  # of one that has ended it is empty
+    except OSError:  # it is another user's, or gone
+        return False
+
+
 def check_command(rehearse: bool) -> Command:
     def command(check: Check, result: Path, work: Path) -> list[str]:
-        words = [sys.executable, "-m", "gpu_check.one", check.name, "--result", str(result), "--work", str(work)]
+        words = [sys.executable, "-m", "gpu_check.one", check.module, "--result", str(result), "--work", str(work)]
         return [*words, "--rehearse"] if rehearse else words
 
     return command

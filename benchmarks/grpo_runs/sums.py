@@ -8,7 +8,7 @@ from pathlib import Path
 from harness import REPOSITORY
 from harness.processes import torchrun
 
-from open_instruct.toys.arithmetic import worked_out
+from scripts.demo_data.sums import worked_out
 
 NUM_EXAMPLES, EXAMPLES_A_STEP = 8000, 64
 # Tokens of a prompt at most: the question, and each solved one before it.

@@ -11,8 +11,8 @@ from harness.program import parser_of, print_ratio
 from harness.rounds import in_turns
 from harness.training import Objective, Speed, run_ours, run_trl
 from harness.trl_environment import DEFAULT_VENV, trl_python
-from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import write_tiny_model
+from scripts.demo_data.pairs import write_synthetic_preferences
 
 TRL = "TRL"
 

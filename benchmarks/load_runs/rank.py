@@ -37,10 +37,10 @@ def run_rank(task: str, way: str, checkpoint: Path, scratch: Path) -> None:
 
     def load_ours() -> Any:
         model = build_model(hf_config)
-        with CheckpointFiles.open(checkpoint) as files:
-            check_cover(names, files, parameter_shapes(model))
-            model = sharded(model)
-            stream_load(model, files, names)
+        files = CheckpointFiles.open(checkpoint)
+        check_cover(names, files, parameter_shapes(model))
+        model = sharded(model)
+        stream_load(model, files, names)
         return model
 
     def load_olmo_core() -> Any:
@@ -70,8 +70,8 @@ def run_rank(task: str, way: str, checkpoint: Path, scratch: Path) -> None:
     else:
         model = load_ours()
         _, numbers = measured(export_ours if way == "ours" else export_olmo_core)
-    with CheckpointFiles.open(checkpoint) as files:
-        problems = wrong_shards(model, files, names) if task == "load" else wrong_files(out, files)
+    files = CheckpointFiles.open(checkpoint)
+    problems = wrong_shards(model, files, names) if task == "load" else wrong_files(out, files)
     assert not problems, f"{way}: wrong numbers in {problems[:3]}"
     shard = sum(p.to_local().numel() * 4 if isinstance(p, DTensor) else p.numel() * 4 for p in model.parameters())
     largest = max(p.numel() for p in model.parameters()) * (4 if task == "load" else 2)
@@ -106,5 +106,5 @@ def wrong_files(out: Path, files: CheckpointFiles) -> list[str]:
     """The first rank looks at all of them."""
     if dist.get_rank() != 0:
         return []
-    with CheckpointFiles.open(out) as written:
-        return [name for name in files if not torch.equal(written.read(name), files.read(name))]
+    written = CheckpointFiles.open(out)
+    return [name for name in files if not torch.equal(written.read(name), files.read(name))]

@@ -12,7 +12,7 @@ from open_instruct.learner.model.activation_checkpointing import build_activatio
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.parallel.data_parallel import build_data_parallel_config
+from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.subject.model import shape_of_fields
@@ -124,7 +124,7 @@ def build(case: Case) -> tuple[Any, dict[str, Any]]:
     return model, {
         "rank_microbatch_size": sum(case.lengths),
         "max_sequence_length": sum(case.lengths),
-        "dp_config": build_data_parallel_config(case.layout, param_dtype=case.param_dtype),
+        "dp_config": parallel_configs(case.layout, param_dtype=case.param_dtype)["dp"],
         "ac_config": build_activation_checkpointing(memory, model=model, device=CPU)[0],
         "device": CPU,
     }

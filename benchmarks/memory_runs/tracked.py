@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory_runs.cases import NUM_STEPS, Case, build, case_of, optimizer_of
 from open_instruct.models.attention.segments import Segments
-from open_instruct.parallel.data_parallel import build_data_parallel_config
+from open_instruct.parallel.data_parallel import parallel_configs
 
 MIB = 2**20
 
@@ -27,7 +27,7 @@ def track(case: Case) -> int:
     The loss is the plain sum of the log-probs; DPO's is a few numbers more.
     """
     dist.init_process_group("fake", rank=0, world_size=case.layout.world_size, store=FakeStore())
-    mesh = build_world_mesh(dp=build_data_parallel_config(case.layout, param_dtype=case.param_dtype), device_type="cpu")
+    mesh = build_world_mesh(dp=parallel_configs(case.layout, param_dtype=case.param_dtype)["dp"], device_type="cpu")
     with FakeTensorMode():
         model, how = build(case)
         model = parallelize_model(model, world_mesh=mesh, **how)

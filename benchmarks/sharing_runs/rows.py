@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from open_instruct.data.chat import ChatFormat
@@ -12,7 +12,7 @@ from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.records import Document, Span
 
-PAIRS_GOAL, GROUPS_GOAL, NOTHING_GOAL = 1.3, 0.7, 0.97
+PAIRS_GOAL, GROUPS_GOAL, TREE_GOAL, NOTHING_GOAL = 1.3, 0.7, 0.85, 0.97
 GROUP = 8
 NUM_SHOTS = 8
 
@@ -29,6 +29,16 @@ class Rows:
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.documents))
+
+    @property
+    def num_distinct(self) -> int:
+        """Positions that no two documents compute alike: tokens that differ, or that other tokens come before."""
+        places: dict[tuple[int, int], int] = {}  # of a token behind another place
+        for each in self.documents:
+            place = 0
+            for token in each.token_ids:
+                place = places.setdefault((place, token), len(places) + 1)
+        return len(places)
 
 
 def made_up_pairs(scale: int, *, with_prompt: bool) -> Rows:
@@ -60,6 +70,22 @@ def made_up_groups(scale: int) -> Rows:
         groups=[tuple(range(i, i + GROUP)) for i in range(0, len(documents), GROUP)],
         goal=GROUPS_GOAL * bound,
     )
+
+
+def made_up_tree(scale: int) -> Rows:
+    """8 episodes of three learned turns, each turn followed by two others; prompt and turns are of one length."""
+    rng, length = random.Random(0), 96 * scale
+    paths = [tokens(length, rng)]
+    for _ in range(3):
+        paths = [path + tokens(length, rng) for path in paths for _ in range(2)]
+    spans = tuple(Span(start=turn * length, stop=(turn + 1) * length) for turn in (1, 2, 3))
+    rows = Rows(
+        name=f"a tree of depth 3 with {len(paths)} episodes",
+        documents=[Document(token_ids=path, responses=spans) for path in paths],
+        groups=[tuple(range(len(paths)))],
+        goal=None,
+    )
+    return replace(rows, goal=TREE_GOAL * rows.num_tokens / rows.num_distinct)
 
 
 def real_pairs(file: Path, checkpoint: Path, folder: Path) -> Rows:

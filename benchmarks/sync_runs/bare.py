@@ -24,7 +24,7 @@ class Bare:
         self.position = 0
         if rank == 0:
             self.roll = SyncProgress.host(LOOPBACK, timeout_s=TIMEOUT_S)
-            path = slots.create_shared_file(slot_bytes)
+            path = str(slots.create_shared_file(slot_bytes))
             publish(port_path, {"port": self.roll.store.port, "path": path})
         else:
             told = awaited(port_path)
@@ -37,7 +37,7 @@ class Bare:
         self.slots = slots.map_shared_file(path, slot_bytes)
         self.roll.report("mapped")
         self.roll.wait("mapped", ["learner 0", "receiver 0"], to="map the file")
-        slots.remove_shared_file(path)
+        Path(path).unlink(missing_ok=True)
         meeting = {"backend": "gloo", "address": LOOPBACK, "port": 1, "num_receivers": 1, "timeout_s": TIMEOUT_S}
         self.group = broadcasts.broadcast_group(
             meeting, self.roll, sender="learner 0", rank=rank, device=torch.device("cpu")

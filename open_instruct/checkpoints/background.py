@@ -8,19 +8,6 @@ import torch
 
 T = TypeVar("T")
 
-Way = Callable[[Callable[[], T]], Future[T]]
-"""A way of having work done: `at_once` or `in_background`."""
-
-
-def at_once(work: Callable[[], T]) -> Future[T]:
-    """Do `work` now, and return its result as a future."""
-    outcome: Future[T] = Future()
-    try:
-        outcome.set_result(work())
-    except BaseException as error:
-        outcome.set_exception(error)
-    return outcome
-
 
 def in_background(work: Callable[[], T]) -> Future[T]:
     """Do `work` in a thread, and return the future of its result.

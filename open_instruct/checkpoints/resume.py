@@ -12,7 +12,7 @@ from olmo_core.nn.transformer import Transformer
 from olmo_core.train import Trainer
 
 from open_instruct.checkpoints import step_folder
-from open_instruct.checkpoints.background import Way, at_once
+from open_instruct.checkpoints.background import in_background
 from open_instruct.checkpoints.finite import check_weights
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.errors import InputError, RunError
@@ -34,7 +34,7 @@ def explained(trainer: Trainer, *, step: int) -> Iterator[None]:
         ) from error
 
 
-def save_checkpoint(trainer: Trainer, model: Transformer, *, in_background: bool = False) -> None:
+def save_checkpoint(trainer: Trainer, model: Transformer, *, waits: bool = True) -> None:
     """Write a checkpoint of the trainer's step, or begin to, to be ended by `finish_checkpoint`. Collective.
 
     Nothing is written if a weight of `model` is not finite.
@@ -48,10 +48,10 @@ def save_checkpoint(trainer: Trainer, model: Transformer, *, in_background: bool
         last_checkpoint=last_checkpoint(Path(trainer.save_folder)),
     )
     with explained(trainer, step=trainer.global_step):
-        if in_background:
-            trainer.save_checkpoint_async()
-        else:
+        if waits:
             trainer.save_checkpoint()
+        else:
+            trainer.save_checkpoint_async()
 
 
 def wait_for_copy(trainer: Trainer) -> None:
@@ -76,10 +76,8 @@ def finish_checkpoint(trainer: Trainer, *, waits: bool = True) -> bool:
     return checkpointer.step_under_way is None
 
 
-def remove_old_checkpoints(
-    folder: Path, *, keep_last_n: int, lasting_interval: int = 1, run: Way[None] = at_once
-) -> Future[None]:
-    """Remove all but the newest `keep_last_n` checkpoints (0 keeps all).
+def remove_old_checkpoints(folder: Path, *, keep_last_n: int, lasting_interval: int = 1) -> Future[None]:
+    """Have a thread remove all but the newest `keep_last_n` checkpoints (0 keeps all).
 
     Collective: rank 0 removes, once all are past it.
 
@@ -98,7 +96,7 @@ def remove_old_checkpoints(
             except OSError as error:
                 log.warning("%s cannot be removed: %s", path, error)
 
-    return run(remove_each)
+    return in_background(remove_each)
 
 
 def last_checkpoint(folder: Path) -> str:

@@ -25,7 +25,7 @@ from olmo_core.utils import wait_for
 from torch.distributed.checkpoint.metadata import Metadata
 
 from open_instruct.checkpoints import step_folder
-from open_instruct.checkpoints.background import HostCopies, at_once, in_background
+from open_instruct.checkpoints.background import HostCopies, in_background
 from open_instruct.checkpoints.exact_json import from_json, to_json
 from open_instruct.checkpoints.step_folder import INDEX, MANIFEST, Damaged, Manifest, step_of
 from open_instruct.errors import RunError
@@ -84,20 +84,20 @@ class SafeCheckpointer(Checkpointer):
     def save_async(
         self, dir: PathOrStr, train_module: TrainModule, train_state: dict[str, Any], ephemeral: bool = False
     ) -> Future[None]:
-        """As `save`, by a thread that meets no other rank: it copies, and then writes the copy.
+        """As `save`, without waiting for the thread that writes: it meets no other rank, and writes a copy.
 
         Call `wait_for_copy` before the weights or the optimizer change. The future has its result, and OLMo-core's
         callbacks are called, within the `finish` that finds it written: on the main thread, after the same step on
         every rank.
         """
         assert not ephemeral, "all checkpoints are alike"
-        return self._begin(Path(dir), train_module, train_state, by_thread=True)
+        return self._begin(Path(dir), train_module, train_state, from_copy=True)
 
     @torch.no_grad()
     def _begin(
-        self, final: Path, train_module: TrainModule, train_state: dict[str, Any], *, by_thread: bool = False
+        self, final: Path, train_module: TrainModule, train_state: dict[str, Any], *, from_copy: bool = False
     ) -> Future[None]:
-        """Write this rank's files, or have a thread copy the weights and write the copy. Collective."""
+        """Have a thread write this rank's files, from the weights or from a copy that it makes first. Collective."""
         self.finish()  # one at a time
         rank = get_rank()
         tensors, values = split(train_module.state_dict_to_save())
@@ -120,13 +120,12 @@ class SafeCheckpointer(Checkpointer):
 
         def write() -> Files:
             try:
-                written = self._copies.of(own) if by_thread else own
+                written = self._copies.of(own) if from_copy else own
             finally:
                 copied.set()
             return write_own_files(part, rank, written, documents)
 
-        run = in_background if by_thread else at_once
-        self._under_way = UnderWay(part=part, final=final, copied=copied, written=run(write))
+        self._under_way = UnderWay(part=part, final=final, copied=copied, written=in_background(write))
         return self._under_way.saved
 
     def wait_for_copy(self) -> None:

@@ -232,13 +232,15 @@ def _read_flags(config_class: type) -> dict[str, Flag]:
 
 def flags_of_section(section_class: type, section: str = "") -> dict[str, Flag]:
     """The flags of one section class, required ones first; `section` is the field of a config class that holds it."""
-    hints = get_type_hints(section_class)
-    flags = [_flag_of(field, hints[field.name], section) for field in fields(section_class)]
+    hints, read_with = get_type_hints(section_class), getattr(section_class, "all_read_with", "")
+    flags = [_flag_of(field, hints[field.name], section, read_with) for field in fields(section_class)]
     return {flag.name: flag for flag in sorted(flags, key=lambda flag: not flag.required)}
 
 
-def _flag_of(field: Field[Any], hint: Any, section: str) -> Flag:
-    facts = dict(field.metadata)
+def _flag_of(field: Field[Any], hint: Any, section: str, all_read_with: str) -> Flag:
+    facts = {"read_with": "" if field.name == all_read_with else all_read_with, **field.metadata}
+    if callable(facts["read_with"]):
+        facts["read_with"] = facts["read_with"](field.name)
     kind, item_kind, choices, optional, or_one = _read_type(hint)
     facts["choices"] = choices or tuple(facts.get("choices", ()))
     required = field.default is MISSING and field.default_factory is MISSING

@@ -4,89 +4,69 @@ import inspect
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
 
-from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
 
-Span = tuple[str, str]  # text and its rich style
-Line = tuple[Span, ...]
+from open_instruct.config.flags import Flag, flags_of, flags_of_section, sections_of, spelled
+from open_instruct.wording import pages_in
 
-BLANK: Line = ()
 MIN_WIDTH, MAX_WIDTH = 40, 110
-
-SPELLING = """
-Booleans: --flag, --flag false or --no_flag. Lists take every word up to the next flag. Flags on the
-command line replace those of FILE.yaml, a flat mapping of flag names.
-"""
 
 
 def asks_for_help(words: Iterable[str]) -> bool:
     return not {"--help", "-h"}.isdisjoint(words)
 
 
-def help_lines(config_class: type, program: str, width: int, usage: str = "") -> Iterator[Line]:
-    """The lines of `--help`. The description is the config class's docstring, the examples its `examples`.
+def help_page(config_class: type, program: str, width: int, usage: str = "") -> Text:
+    """The page of `--help`. The description is the config class's docstring, the examples its `examples`.
 
     `usage` is the usage line of a command that also takes the flags of a run.
     """
-    flags = flags_of(config_class).values()
-    required = " ".join(f"--{flag.name} {flag.metavar}" for flag in flags if flag.required)
-    words = usage or f"[FILE.yaml] {required}"
-    yield from wrapped(f"usage: {program} {words} [--flag value ...]", width, later_indent=7)
-    yield BLANK
-    yield from wrapped(inspect.getdoc(config_class) or "", width)
-    if not usage:
-        yield BLANK
-        yield from wrapped(SPELLING, width)
-    for section, section_class in sections_of(config_class).items():
-        yield BLANK
-        yield ((title_of(section_class), "bold"),)
-        for flag in (each for each in flags if each.section == section):
-            yield (("  ", ""), (f"--{flag.name}", "bold cyan"), (f" {flag.metavar}", "cyan"), (_default(flag), "dim"))
-            yield from wrapped(flag.meaning, width, indent=6, later_indent=6)
-    if examples := getattr(config_class, "examples", ()):
-        yield BLANK
-        yield (("Examples", "bold"),)
-        yield from (((f"  {example}", "green"),) for example in examples)
+    pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
+    pages.globals |= {"wrapped": partial(_wrapped, width), "escape": escape, "default_of": _default_of}
+    page = pages.get_template("help.txt.jinja").render(
+        program=program,
+        usage=usage,
+        required=[f"--{flag.name} {flag.metavar}" for flag in flags_of(config_class).values() if flag.required],
+        description=inspect.getdoc(config_class),
+        sections=[(title_of(each), flags_of_section(each).values()) for each in sections_of(config_class).values()],
+        examples=getattr(config_class, "examples", ()),
+    )
+    return Text.from_markup(page.rstrip(), emoji=False)
 
 
 def print_help(config_class: type, program: str, usage: str = "") -> None:
-    """Print the `--help` of an entry."""
-    print_lines(lambda width: help_lines(config_class, program, width, usage))
-
-
-def print_lines(lines_of_width: Callable[[int], Iterator[Line]]) -> None:
-    """Print lines for the width of the terminal, styled where stdout is one and plain elsewhere."""
-    lines = lines_of_width(min(shutil.get_terminal_size().columns, MAX_WIDTH))
+    """Print `--help` for the width of the terminal, styled where stdout is one and plain elsewhere."""
+    page = help_page(config_class, program, min(shutil.get_terminal_size().columns, MAX_WIDTH), usage)
     if sys.stdout.isatty():
-        from rich.console import Console  # not needed, so not loaded, where the output is plain
-        from rich.text import Text
-
-        console = Console(highlight=False, soft_wrap=True)
-        for line in lines:
-            console.print(Text.assemble(*line))
+        Console(highlight=False, soft_wrap=True).print(page)
     else:
-        print("\n".join("".join(text for text, _ in line) for line in lines))
+        print(page.plain)
 
 
-def wrapped(text: str, width: int, indent: int = 0, later_indent: int = 0) -> Iterator[Line]:
+def _wrapped(width: int, text: str, indent: int = 0, later_indent: int = 0) -> str:
     """`text` in lines of at most `width` characters; its own line breaks count as spaces."""
-    for line in textwrap.wrap(
+    filled = textwrap.fill(
         " ".join(text.split()),
         width=max(width, MIN_WIDTH),
         initial_indent=" " * indent,
         subsequent_indent=" " * later_indent,
         break_long_words=False,
         break_on_hyphens=False,
-    ):
-        yield ((line, ""),)
+    )
+    return escape(filled)
 
 
 def title_of(section_class: type) -> str:
     return (inspect.getdoc(section_class) or section_class.__name__).splitlines()[0]
 
 
-def _default(flag: Flag) -> str:
+def _default_of(flag: Flag) -> str:
     if flag.required:
         return "  [required]"
     return "" if flag.default is None and "default" in flag.help else f"  [default: {spelled(flag.default)}]"

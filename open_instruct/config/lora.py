@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from open_instruct.config.sections import flag, free_flag
 
@@ -25,25 +25,22 @@ RANKS_OF_ENGINES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class LoRASection:
     """Low-rank adapters"""
 
+    all_read_with: ClassVar[str] = "use_lora"
+
     use_lora: bool = flag("train low-rank adapters beside the matrices of the blocks, and nothing else", False)
-    lora_r: int = flag("rank of the adapters", 16, read_with="use_lora", minimum=1)
-    lora_alpha: float = flag(
-        "the product of an adapter's matrices is scaled by this / rank", 32.0, read_with="use_lora", above=0
-    )
-    use_rslora: bool = flag("scale by --lora_alpha / root of the rank instead", False, read_with="use_lora")
-    lora_dropout: float = flag("dropout of an adapter's inputs", 0.0, read_with="use_lora", minimum=0, below=1)
+    lora_r: int = flag("rank of the adapters", 16, minimum=1)
+    lora_alpha: float = flag("the product of an adapter's matrices is scaled by this / rank", 32.0, above=0)
+    use_rslora: bool = flag("scale by --lora_alpha / root of the rank instead", False)
+    lora_dropout: float = flag("dropout of an adapter's inputs", 0.0, minimum=0, below=1)
     lora_target_modules: list[str] = flag(
-        "matrices of a block that get an adapter",
-        [ALL_LINEAR],
-        choices=(*MODULES_OF_TARGETS, ALL_LINEAR),
-        read_with="use_lora",
+        "matrices of a block that get an adapter", [ALL_LINEAR], choices=(*MODULES_OF_TARGETS, ALL_LINEAR)
     )
     lora_init: Literal["kaiming", "gaussian"] = flag(
-        "distribution of an adapter's first matrix; its second begins at zero", "kaiming", read_with="use_lora"
+        "distribution of an adapter's first matrix; its second begins at zero", "kaiming"
     )
-    adapter_name_or_path: str | None = flag("folder of a peft adapter to go on from", None, read_with="use_lora")
+    adapter_name_or_path: str | None = flag("folder of a peft adapter to go on from", None)
     export: Literal["both", "merged", "adapter"] = free_flag(
-        "'merged' into hf_model, the 'adapter' by itself as peft writes it, or both", "both", read_with="use_lora"
+        "'merged' into hf_model, the 'adapter' by itself as peft writes it, or both", "both"
     )
 
     @property

@@ -1,11 +1,8 @@
 """What `open-instruct plan` is asked for: the flags of a run, and the machines it would run on."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from open_instruct.config.help import Line
-from open_instruct.config.help import help_lines as lines_of_help
 from open_instruct.config.sections import flag
 
 
@@ -50,9 +47,3 @@ class PlanFlags:
 
 # Flags that a run cannot do without and a plan does not read.
 ASSUMED = {"mixer_list": ["rows.jsonl", "1.0"], "dataset_mixer_list": ["rows.jsonl", "1.0"], "output_dir": "planned"}
-
-
-def help_lines(width: int, runs: Iterable[str]) -> Iterator[Line]:
-    """The page of `open-instruct plan --help`; `runs` are the words that may follow `plan`."""
-    usage = f"{'|'.join(runs)} [FILE.yaml] --model_name_or_path STR --gpus_per_node N ..."
-    return lines_of_help(PlanFlags, "open-instruct plan", width, usage)

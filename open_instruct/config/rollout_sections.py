@@ -24,12 +24,12 @@ R1_STYLE = "apply_r1_style_format_reward"
 JUDGE = "llm_judge_model"
 BOUNDS = "rho_correction bounds"
 CAPPED = "rho_correction clamp token_mask sequence_mask"
+TOOL_SET = "tools"  # the environment of --tools
 
 
 def loss_fns_reading(flag: str) -> str:
     """What a flag is read with that only some policy losses read: those of ours, and any of the user's own."""
-    names = [name for name, loss in POLICY_LOSSES.items() if flag in loss.reads]
-    return f"loss_fn {' '.join(names)} {OWN}"
+    return f"loss_fn {' '.join(name for name, loss in POLICY_LOSSES.items() if flag in loss.reads)} {OWN}"
 
 
 @dataclass(kw_only=True)
@@ -92,6 +92,9 @@ class RolloutSection:
     )
     filter_zero_std_samples: bool = flag("leave out groups whose rewards are all the same", True)
     mask_truncated_completions: bool = flag("learn nothing from completions that were cut at the length limit", False)
+    answers_ce_coef: float = flag(
+        "weight of the cross-entropy of what environments answer, which is not learned otherwise", 0.0, minimum=0
+    )
     learn_from_failed_episodes: bool = flag("learn from episodes whose environment failed or took too long, too", False)
     advantage_normalization_type: str = flag(
         "how rewards become advantages: docs/losses.md (also: --advantages)",
@@ -108,9 +111,14 @@ class EnvironmentSection:
 
     environment: str | None = flag(
         "answers the replies of prompts that name none in `env_config`: calculator, python, counter, guess_number, "
-        "wordle, FILE.py:factory or module:factory of your own, or mcp:COMMAND or mcp:http://… for a server's tools",
+        "wordle, search, serper_search and others of the web, FILE.py:factory or module:factory of your own, or "
+        "mcp:COMMAND, mcp:http://… or openenv:http://… for a server's",
         None,
     )
+    tools: list[str] = flag("such tools, several at once, in place of --environment", [])
+    tool_call_names: list[str] = flag("what the policy calls each; default: its own name", [], read_with="tools")
+    tool_configs: list[str] = flag("settings of each, a JSON object: '{}' '{\"timeout\": 3}'", [], read_with="tools")
+    search_corpus: str | None = flag("what the tool search searches: a file of rows with `text`, or a folder", None)
     max_turns: int = flag("replies of an episode in an environment, at most", 8, minimum=1)
     turn_length: int | None = flag(
         "tokens of one reply, at most; --response_length is all that follows the first prompt", None, minimum=1
@@ -122,6 +130,11 @@ class EnvironmentSection:
         "the reward of an environment is that of its last answer, or the sum over its answers", "last"
     )
     environment_timeout_s: float = flag("seconds that an environment may take to answer", 60.0, above=0)
+
+    @property
+    def of_all_rows(self) -> str | None:
+        """The name of the environment of rows that name none."""
+        return TOOL_SET if self.tools else self.environment
 
 
 @dataclass(kw_only=True)
@@ -144,7 +157,7 @@ class RewardSection:
     num_verifier_processes: int = free_flag("processes for verifiers that run foreign code", 2, minimum=1)
     llm_judge_model: str | None = flag("model that judges for the verifiers judge, rubric and general-…", None)
     llm_judge_url: str | None = free_flag("its server; default: $OPENAI_BASE_URL or OpenAI's", None, read_with=JUDGE)
-    llm_judge_prompt: str | None = flag("text file with what the verifier judge asks", None, read_with=JUDGE)
+    llm_judge_prompt: str | None = flag("what the verifier judge asks: a file, or general-…", None, read_with=JUDGE)
     llm_judge_temperature: float = flag("temperature of its sampling", 1.0, read_with=JUDGE, minimum=0)
     llm_judge_max_tokens: int = flag("tokens of a verdict, with its thoughts", 2048, read_with=JUDGE, minimum=1)
     llm_judge_max_context_length: int = flag("tokens of a question and its verdict", 8192, read_with=JUDGE, minimum=1)
@@ -152,6 +165,7 @@ class RewardSection:
     llm_judge_max_retries: int = free_flag("times that a request is sent again", 3, read_with=JUDGE, minimum=0)
     llm_judge_concurrency: int = free_flag("requests to it at once", 64, read_with=JUDGE, minimum=1)
     llm_judge_requests_per_minute: int | None = free_flag("none: no limit", None, read_with=JUDGE, minimum=1)
+    llm_judge_tokens_per_minute: int | None = free_flag("of questions and verdicts", None, read_with=JUDGE, minimum=1)
     max_length_verifier_max_length: int = flag("tokens off at which max_length gives 0", 32768, minimum=1)
     apply_r1_style_format_reward: bool = flag("reward <think>…</think><answer>…</answer>", False)
     r1_style_format_reward: float = flag("reward of that form", 1.0, read_with=R1_STYLE)
@@ -172,21 +186,16 @@ class PolicyLossSection:
     delta: float | None = flag(
         "largest ratio for negative advantages, or dppo's for all; above 1 plus --clip_higher",
         None,
-        read_with=loss_fns_reading("delta"),
+        read_with=loss_fns_reading,
     )
     cispo_clamp_below: bool = flag(
-        "clamp the ratio from below too, at 1 minus --clip_lower",
-        False,
-        read_with=loss_fns_reading("cispo_clamp_below"),
+        "clamp the ratio from below too, at 1 minus --clip_lower", False, read_with=loss_fns_reading
     )
     sapo_temperature_pos: float = flag(
-        "steepness of the gate for positive advantages",
-        1.0,
-        read_with=loss_fns_reading("sapo_temperature_pos"),
-        above=0,
+        "steepness of the gate for positive advantages", 1.0, read_with=loss_fns_reading, above=0
     )
     sapo_temperature_neg: float = flag(
-        "steepness of the gate for other advantages", 1.05, read_with=loss_fns_reading("sapo_temperature_neg"), above=0
+        "steepness of the gate for other advantages", 1.05, read_with=loss_fns_reading, above=0
     )
     top_entropy_quantile: float = flag(
         "learn from this share of the tokens, those where the policy is least certain", 1.0, above=0, maximum=1
@@ -235,7 +244,9 @@ class PolicyLossSection:
         "tokens of a packed microbatch; default: 4096, or those of the longest sample if more", None
     )
     prefix_sharing: PrefixSharing = free_flag(
-        "compute a prompt once for its group; 'auto': where that saves at least 5% of the tokens", "auto"
+        "compute once what completions of a group begin with, the prompt and any turns; 'auto': where that saves at "
+        "least 5% of the tokens",
+        "auto",
     )
 
 
@@ -265,6 +276,7 @@ class FleetSection:
         "tokens in a step of an engine; default: vLLM's on CUDA, 4096 or a sample's on a CPU", None, minimum=1
     )
     vllm_async_scheduling: Switch = free_flag("schedule the next step during this one; 'auto': on CUDA", "auto")
+    vllm_runner: Literal["auto", "v1", "v2"] = free_flag("vLLM's model runner; 'auto': v2 on CUDA, v1 on a CPU", "auto")
     vllm_enable_prefix_caching: bool = free_flag("compute a prompt's keys and values once for its group", True)
     vllm_enforce_eager: bool = free_flag("run the engine without CUDA graphs", False)
     vllm_dtype: Literal["bfloat16", "float32", "policy"] = flag(
@@ -301,18 +313,16 @@ class FleetSection:
 class EvaluationSection:
     """Evaluation"""
 
-    local_eval_every: int = free_flag(
-        "steps between evaluations; 0: only at the end", 100, read_with=HELD_OUT, minimum=0
-    )
-    eval_on_step_0: bool = free_flag("evaluate before the first step too", False, read_with=HELD_OUT)
+    all_read_with: ClassVar[str] = HELD_OUT
+
+    local_eval_every: int = free_flag("steps between evaluations; 0: only at the end", 100, minimum=0)
+    eval_on_step_0: bool = free_flag("evaluate before the first step too", False)
     eval_num_samples: int | None = free_flag(
-        "completions of each prompt; default: the largest --eval_pass_at_k", None, read_with=HELD_OUT, minimum=1
+        "completions of each prompt; default: the largest --eval_pass_at_k", None, minimum=1
     )
-    eval_pass_at_k: list[int] = free_flag("report pass@k for each of these k", [1], read_with=HELD_OUT)
-    eval_temperature: float = free_flag(
-        "temperature of sampling; 0: the likeliest token", 1.0, read_with=HELD_OUT, minimum=0
-    )
-    eval_top_p: float = free_flag("nucleus sampling", 1.0, read_with=HELD_OUT, above=0, maximum=1)
+    eval_pass_at_k: list[int] = free_flag("report pass@k for each of these k", [1])
+    eval_temperature: float = free_flag("temperature of sampling; 0: the likeliest token", 1.0, minimum=0)
+    eval_top_p: float = free_flag("nucleus sampling", 1.0, above=0, maximum=1)
 
     @property
     def num_samples(self) -> int:

@@ -1,9 +1,10 @@
 """The flags, in the groups `--help` shows them in.
 
 Field names are flag names. Every field is made by `flag(help, default)`, or by `free_flag` where a run that resumes may
-have another value; a field without a default must be given. Types are limited to what one command line word (or a list
-of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]`, `list[int]`, `list[float]`, and
-`str | list[str]` for flags that mostly have one word.
+have another value; a field without a default must be given. `read_with` names the flag without which nothing reads a
+flag, or is a function of the flag's name; `all_read_with` of a section holds for all its flags. Types are limited to
+what one command line word (or a list of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]`,
+`list[int]`, `list[float]`, and `str | list[str]` for flags that mostly have one word.
 """
 
 from dataclasses import MISSING, dataclass, field, fields
@@ -54,6 +55,9 @@ class ModelSection:
     param_dtype: Dtype = flag(
         "dtype of gathered shards and of the computation; master weights stay float32", "bfloat16"
     )
+    float8_linears: Literal["off", "tensorwise", "rowwise"] = flag(
+        "multiply the matrices of blocks in float8 (by torchao), with a scale for each tensor, or for each row", "off"
+    )
     init_device: Literal["meta", "cpu"] = free_flag(
         "'meta' builds the model without storage, 'cpu' with real storage before it is sharded", "meta"
     )
@@ -102,7 +106,8 @@ class PreferenceDataSection(DataSection):
     """Data"""
 
     prefix_sharing: PrefixSharing = free_flag(
-        "compute a prompt once for both replies (kto: for a reply and the mismatched one, in the reference pass); "
+        "compute once what both documents of a row begin with, the prompt above all (kto: those of a reply and the "
+        "mismatched one, in the reference pass); "
         "'auto': where that saves at least 5% of the tokens",
         "auto",
     )
@@ -142,21 +147,17 @@ class PreferenceLossSection:
     label_smoothing: float = flag(
         "probability that a label is flipped",
         0.0,
-        read_with=loss_types_reading("label_smoothing"),
+        read_with=loss_types_reading,
         minimum=0,
         below=0.5,
         note=" (at 0.5 the label says nothing)",
     )
-    gamma_beta_ratio: float = flag(
-        "target margin divided by beta", 0.3, read_with=loss_types_reading("gamma_beta_ratio"), minimum=0
-    )
-    cpo_alpha: float = flag(
-        "weight of the chosen reply's mean -log p", 1.0, read_with=loss_types_reading("cpo_alpha"), minimum=0
-    )
+    gamma_beta_ratio: float = flag("target margin divided by beta", 0.3, read_with=loss_types_reading, minimum=0)
+    cpo_alpha: float = flag("weight of the chosen reply's mean -log p", 1.0, read_with=loss_types_reading, minimum=0)
     weight_alignment: bool = flag(
         "divide each token's probability by its expected value under the policy (WPO)",
         False,
-        read_with=loss_types_reading("weight_alignment"),
+        read_with=loss_types_reading,
     )
     ld_alpha: float | None = flag(
         "weight of a reply's tokens beyond the length of the shorter reply (LD-DPO)", None, minimum=0, maximum=1
@@ -307,7 +308,8 @@ class MemorySection:
 
     activation_checkpointing: Literal["auto", "none", "full", "selected_modules", "offload"] = free_flag(
         "recompute 'full' blocks or chosen modules; 'offload': blocks, whose inputs wait in host memory; 'auto': on "
-        "GPUs the least with which the plan fits, with room; with --backend deepspeed 'full'; else 'none'",
+        "GPUs the least with which the plan fits, with room, of the same batch in smaller microbatches too; with "
+        "--backend deepspeed 'full'; else 'none'",
         "auto",
     )
     activation_checkpointing_modules: list[str] = free_flag(
@@ -347,9 +349,7 @@ class RunSection:
     export_dtype: ExportDtype = free_flag("dtype of the exported model; 'source': that of the start model", "source")
     push_to_hub: bool = free_flag("upload the exported model to the Hugging Face hub at the end", False)
     hub_model_id: str | None = free_flag(
-        "ORGANISATION/NAME on the hub; default: the output folder's name, yours",
-        None,
-        read_with="push_to_hub",
+        "ORGANISATION/NAME on the hub; default: the output folder's name, yours", None, read_with="push_to_hub"
     )
     hub_private: bool = free_flag("make a new repository private", False, read_with="push_to_hub")
 

@@ -1,10 +1,8 @@
 """Whether the trackers of `--report_to` can be reached from this machine, checked without importing them."""
 
 import importlib.util
-import netrc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from open_instruct.errors import InputError
 
@@ -40,19 +38,8 @@ def _wandb_may_log_in(environ: Mapping[str, str]) -> bool:
         return True
     # A settings file can hold a key, a mode or another server.
     folders = environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", f"{environ.get('WANDB_DIR') or '.'}/wandb"
-    return any((Path(each).expanduser() / "settings").is_file() for each in folders) or _netrc_has_wandb(environ)
+    if any((Path(each).expanduser() / "settings").is_file() for each in folders):
+        return True
+    from requests.utils import get_netrc_auth  # as wandb reads it
 
-
-def _netrc_has_wandb(environ: Mapping[str, str]) -> bool:
-    host = urlsplit(environ.get("WANDB_BASE_URL") or WANDB_URL).netloc
-    named = environ.get("NETRC")
-    paths = [named] if named else ["~/.netrc", "~/_netrc"]
-    for path in paths:
-        try:
-            if netrc.netrc(Path(path).expanduser()).authenticators(host):
-                return True
-        except FileNotFoundError:
-            continue
-        except (OSError, netrc.NetrcParseError):
-            return True
-    return False
+    return get_netrc_auth(environ.get("WANDB_BASE_URL") or WANDB_URL) is not None

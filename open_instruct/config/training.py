@@ -1,9 +1,17 @@
-"""The sections that the configuration of every run has, whatever its objective."""
+"""The sections that the configuration of every run has, whatever its objective, and the record of its backend.
 
+A backend holds the shards of a run. `--backend` names an entry point of an installed package in the group
+`open_instruct.backends`, whose object is a `BackendRecord`; ours stand in pyproject.toml.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Protocol
 
-from open_instruct.config.installed_backends import installed_backend
 from open_instruct.config.lora import LoRASection
+from open_instruct.config.parser import nearest
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import (
     DataSection,
@@ -16,6 +24,10 @@ from open_instruct.config.sections import (
     RanksSection,
     RunSection,
 )
+from open_instruct.errors import InputError
+from open_instruct.shard_layout import ShardLayout
+
+GROUP = "open_instruct.backends"
 
 
 @dataclass(kw_only=True)
@@ -37,7 +49,7 @@ class LearnerConfig:
         return self.lora if self.lora.use_lora else None
 
     def __post_init__(self) -> None:
-        installed_backend(self.parallel.backend).settle(self)
+        backend_named(self.parallel.backend).settle(self)
 
 
 @dataclass(kw_only=True)
@@ -47,3 +59,46 @@ class TrainingConfig(LearnerConfig):
     data: DataSection
     optim: OptimSection
     parallel: RanksSection
+
+
+class BackendRecord(Protocol):
+    """All that is known of a backend without torch; only `build` loads torch."""
+
+    def settle(self, config: LearnerConfig) -> None:
+        """Fill in flags that were not given and whose default depends on the backend."""
+
+    def problems(self, config: LearnerConfig) -> Iterator[str]:
+        """Flags that cannot go together, and flags that the backend lacks: a sentence with a remedy for each."""
+
+    def warnings(self, config: LearnerConfig) -> Iterator[str]:
+        """A sentence for each given flag that the backend does not read."""
+
+    def refuse_unfit(self) -> None:
+        """:raises InputError: a library that it needs is not installed, or not in a version that will do."""
+
+    def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
+        """Which ranks share parameters, and which hold copies.
+
+        :raises InputError: the flags cannot work on these nodes.
+        """
+
+    def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
+        """The layout in a few words, for people: `2 x 4 (replicas x shard degree)`."""
+
+    def planned(self, config: LearnerConfig) -> Any:
+        """The backend as a plan sees it: a `planning.plan.Backend`."""
+
+    def build(self, pretrained: Any, *, run: Any, config: LearnerConfig, num_steps: int) -> Any:
+        """The `learner.backend.Backend` of a run, with the weights of `pretrained` in place. Collective."""
+
+
+@cache
+def backend_named(name: str) -> BackendRecord:
+    """:raises InputError: no installed backend has this name."""
+    known = {each.name: each for each in entry_points(group=GROUP)}
+    if not known:
+        raise InputError("no backend is installed: run `make install`, or `pip install .`, once more")
+    if name not in known:
+        raise InputError(f"--backend {name}: takes {' or '.join(sorted(known))}{nearest(name, known)}")
+    record: BackendRecord = known[name].load()
+    return record

@@ -8,10 +8,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from open_instruct.config.backends import backend_named
 from open_instruct.config.flags import Flag, flags_of, flags_of_section, is_met, spelled
 from open_instruct.config.sections import LoggingSection, MemorySection, ParallelSection, PreferenceDataSection
-from open_instruct.config.training import LearnerConfig, TrainingConfig
+from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
 from open_instruct.errors import InputError
 
 # Launches name a run for the hub and for trackers whether they use them or not.
@@ -133,6 +132,21 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
         yield f"{given}: with --use_lora the reference is the model without its adapters, which stays; leave it out"
 
 
+def float8_problems(config: LearnerConfig) -> Iterator[str]:
+    """Flags that float8 products cannot go with."""
+    recipe = config.model.float8_linears
+    why_not = {
+        "--use_lora, whose frozen matrices would be cast anew in every pass": config.adapters is not None,
+        "--tensor_parallel_degree above 1, where parts of a matrix have other scales": (
+            config.parallel.tensor_parallel_degree > 1
+        ),
+        "--param_dtype float32, which is for exactness": config.model.param_dtype == "float32",
+    }
+    for other, is_given in why_not.items():
+        if is_given and recipe != "off":
+            yield f"--float8_linears {recipe} cannot go with {other}: leave one of them out"
+
+
 def memory_problems(memory: MemorySection) -> Iterator[str]:
     budget = f"--activation_memory_budget {spelled(memory.activation_memory_budget)}"
     if memory.activation_memory_budget < 1 and memory.activation_checkpointing not in ("none", "auto"):
@@ -168,6 +182,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     yield from parallel_problems(config.parallel)
     yield from backend_named(config.parallel.backend).problems(config)
     yield from lora_problems(config)
+    yield from float8_problems(config)
     yield from memory_problems(config.memory)
     if config.optim.optimizer == "muon":
         for given in changed(config, "weight_decay_on"):

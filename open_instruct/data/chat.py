@@ -24,7 +24,6 @@ from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import REASONING, Message
 from open_instruct.data.tool_turns import ToolForm
 from open_instruct.errors import InputError
-from open_instruct.records import Document, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -208,18 +207,6 @@ class ChatFormat:
         text = self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False)
         if not token_ids or squeezed(reply_text) not in squeezed(text):
             raise MalformedRow("tokenizer", f"the tokenizer cannot write the reply {_shorten(reply_text)}")
-
-    def encode(self, messages: Sequence[Message]) -> Document:
-        """The document of one conversation that ends with an assistant's turn.
-
-        Raises:
-            MalformedRow: see `render` and `check_reply`.
-        """
-        prompt_text, (reply_text,) = self.render(messages[:-1], messages[-1:])
-        prompt_ids, reply_ids = self.tokenize([prompt_text, reply_text])
-        self.check_reply(reply_text, reply_ids)
-        span = Span(start=len(prompt_ids), stop=len(prompt_ids) + len(reply_ids))
-        return Document(token_ids=(*prompt_ids, *reply_ids), responses=(span,))
 
 
 def squeezed(text: str) -> str:

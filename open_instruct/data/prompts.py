@@ -2,11 +2,10 @@
 
 import json
 import re
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from functools import lru_cache, partial
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -36,13 +35,14 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def named(self, what: Literal["verifier", "environment"]) -> set[str]:
-        """The names of those that judge or answer one of the prompts at least."""
+    def named(self) -> tuple[set[str], set[str]]:
+        """The names of the verifiers that judge a prompt at least, and of the environments that answer one."""
         # Not read as JSON, which takes 20 times as long. Inside a text, the quotes would have backslashes.
-        behind = {"verifier": '"ground_truth": ', "environment": r'"row": \{'}[what]
-        spelled = re.compile(rf'"{what}": ("(?:[^"\\]|\\.)+"), {behind}'.encode())
-        found = {name for row_id in range(len(self)) for name in spelled.findall(self.dataset.details(row_id))}
-        return set(map(json.loads, found))
+        name = rb'("(?:[^"\\]|\\.)+")'
+        spelled = re.compile(rb'"verifier": %b, "ground_truth": |"environment": %b, "row": \{' % (name, name))
+        found = {pair for row_id in range(len(self)) for pair in spelled.findall(self.dataset.details(row_id))}
+        judges, answering = ({json.loads(pair[side]) for pair in found if pair[side]} for side in (0, 1))
+        return judges, answering
 
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.__getitem__, range(len(self)))
@@ -76,31 +76,17 @@ class PromptBuilder(RowBuilder):
         *,
         max_prompt_token_length: int,
         on_bad_row: str,
-        known_verifiers: Mapping[str, Verifier],
-        judges: Sequence[str] = (),
-        remapped: Mapping[str, str] = MappingProxyType({}),
         system_prompt: str | None = None,
-        environment: str | None = None,
-        known_environments: Container[str] = (),
+        **reading: Any,
     ) -> None:
+        """`reading` are the arguments of `parse_prompt_row`."""
         # One more token, for the first of a reply.
         super().__init__(chat, max_seq_length=max_prompt_token_length + 1, on_bad_row=on_bad_row)
-        self.known_verifiers = known_verifiers
-        self.judges = judges
-        self.remapped = remapped
         self.system_prompt = system_prompt
-        self.environment = environment
-        self.known_environments = known_environments
+        self.reading = reading
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
-        messages, checks, answered_by = parse_prompt_row(
-            row,
-            self.known_verifiers,
-            judges=self.judges,
-            remapped=self.remapped,
-            environment=self.environment,
-            known_environments=self.known_environments,
-        )
+        messages, checks, answered_by = parse_prompt_row(row, **self.reading)
         if self.system_prompt is not None:
             turns = messages[1:] if messages[0]["role"] == "system" else messages
             system = messages[0] if messages[0]["role"] == "system" else Message(role="system", content="")
@@ -236,8 +222,8 @@ def row_changes(config: GRPOConfig) -> dict[str, Any]:
         InputError: the file of the system prompt cannot be read.
     """
     changes: dict[str, Any] = {}
-    if config.environment.environment is not None:
-        changes["environment"] = config.environment.environment
+    if (name := config.environment.of_all_rows) is not None:
+        changes["environment"] = name
     if config.reward.verifier:
         changes["judges"] = judges_named(config.reward.verifier)
     if config.reward.remap_verifier:

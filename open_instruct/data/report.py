@@ -6,26 +6,22 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from open_instruct.data.files.foreign_json import shortened
 from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow
 from open_instruct.data.messages import guessed_columns
 from open_instruct.errors import InputError
-from open_instruct.wording import counted
+from open_instruct.wording import counted, macro_text
 
 Result = TypeVar("Result")
 
+REPORT = Path(__file__).with_name("report.txt.jinja")
 NUM_REASONS_SHOWN = 5
 WARNING = "warning: "  # the beginning of a line that is a warning
 # Kinds of rows whose form is right. Their reasons differ from row to row, so each kind is counted as one reason.
 WELL_FORMED = ("template", "tokenizer")
-
-FILTERED_WORDS = {
-    "prompt_too_long": "the prompt alone fills --max_seq_length",
-    "long_prompt": "the prompt is longer than --max_prompt_token_length",
-    "same_tokens": "chosen and rejected are the same tokens (after cutting to --max_seq_length)",
-}
 
 
 class BadRowLog:
@@ -75,20 +71,15 @@ class BadRowLog:
             wanted: an example of a good row; `page` of the docs has more.
             columns: the keys of a good row, to be guessed among those of the bad row.
         """
-        total = self.counts.total()
-        num_shown = self._rows_by_reason.total()
-        lines = [f"{counted(total, 'row')} of {num_rows:,} cannot be used ({_counts(self.counts)}):"]
-        lines += [f"  {line}" for line in self.lines()]
-        if total > num_shown:
-            lines.append(f"  ... and {total - num_shown:,} more")
+        found = guess = ""
         if self._found is not None and wanted:
-            lines += [f"found   {shortened(self._found)}", f"wanted  {wanted}"]
-            guess = guessed_columns(self._found, columns)
-            means = f"Perhaps: --columns {guess}" if guess else "Say by --columns what the columns mean."
-            lines.append(f"Other forms of rows are in {page}. {means}")
-        these, them = ("this row", "it") if total == 1 else ("these rows", "them")
-        without = f", or leave {them} out with --on_bad_row skip" if total < num_rows else ""
-        return InputError("\n".join([*lines, f"Mend {these}{without}."]))
+            found, guess = shortened(self._found), guessed_columns(self._found, columns)
+        return InputError(macro_text(REPORT, "refused", self, num_rows, found, guess, wanted, page))
+
+    @property
+    def num_shown(self) -> int:
+        """Rows whose reasons are among the first."""
+        return self._rows_by_reason.total()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,24 +116,7 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """The report in lines of text."""
-        lines = [f"{name}: {taken:,} taken of {counted(rows, 'row')}" for name, rows, taken in self.sources]
-        is_pair = self.unit == "pair"  # of two conversations
-        mean = self.num_tokens / max(1, self.num_pairs * (1 + is_pair))
-        lines.append(
-            f"{counted(self.num_pairs, self.unit)}, {counted(self.num_tokens, 'token')}, "
-            f"{counted(round(mean), 'token')} a {'conversation' if is_pair else self.unit} on average"
-        )
-        if self.num_truncated:
-            part = " with a reply" if is_pair else ""
-            lines.append(f"{counted(self.num_truncated, 'row')}{part} cut to --max_seq_length")
-        lines += [f"{counted(count, 'row')} left out: {FILTERED_WORDS[kind]}" for kind, count in self.filtered.items()]
-        if self.bad:
-            lines.append(f"{counted(self.num_bad, 'row')} skipped as malformed ({_counts(self.bad)}); the first:")
-            lines += [f"  {row}" for row in self.bad_rows]
-        lines += [f"{WARNING}{warning}" for warning in self.warnings]
-        if self.cache_file:
-            lines.append(f"{'read from' if self.from_cache else 'kept in'} {self.cache_file}")
-        return lines
+        return macro_text(REPORT, "read", self).split("\n")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -153,7 +127,3 @@ class DataReport:
         fields = json.loads(text)
         fields["sources"] = [tuple(source) for source in fields["sources"]]
         return cls(**fields)
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{kind} {count:,}" for kind, count in counts.items())

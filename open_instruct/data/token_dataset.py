@@ -89,6 +89,15 @@ class TokenDataset:
             for reply_start, reply_stop in pairwise(edges)
         )
 
+    def num_common_tokens(self, index: int) -> int:
+        """The tokens that all documents of row `index` begin with: their prompt, and what all replies begin with."""
+        first, stop = self.bounds_N4[index, :2].tolist()
+        (prompt_start, prompt_stop), *replies = pairwise(self.edges_E[first:stop].tolist())
+        shortest = min(stop - start for start, stop in replies)
+        one, *others = (self.token_ids_T[start : start + shortest] for start, _ in replies)
+        is_common = np.all([one == other for other in others], axis=0)
+        return prompt_stop - prompt_start + int(np.cumprod(is_common).sum())
+
     def label_lengths(self) -> np.ndarray:
         """The number of learned tokens of each document: int64 (N, D). Not for rows of which only the ends are read."""
         assert not self.reads_ends

@@ -26,9 +26,7 @@ WEIGHT_RECEIVER = "open_instruct.weights.receiver.WeightReceiver"
 ADAPTER_RECEIVER = "open_instruct.weights.adapter_receiver.AdapterReceiver"
 ADAPTER_ID = 1
 # vLLM would take gigabytes; on CUDA it takes what --vllm_gpu_memory_utilization leaves.
-CPU_KV_CACHE_BYTES = 256 << 20
-# The most steps that vLLM has in flight, and one more that reports that there are none.
-STEPS_TO_SETTLE = 3
+CPU_KV_CACHE_MIB = 256
 # vLLM's message when another process holds the GPU's memory: free and total GiB, rounded to hundredths.
 FREE_MEMORY = re.compile(r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\)")
 ROUNDED_GIB = 0.01
@@ -38,8 +36,14 @@ NUM_PROBED = 10
 LEAST_SPREAD = 0.1  # nats; where all tokens are as likely, rounding decides
 
 
-def engine_environment(on_cuda: bool) -> dict[str, str]:
-    """Variables that must be set in an engine's process before vLLM is imported there."""
+def engine_environment(on_cuda: bool, runner: str = "auto") -> dict[str, str]:
+    """Variables that must be set in an engine's process before vLLM is imported there.
+
+    Raises:
+        InputError: there is no such `runner` (--vllm_runner) on a CPU.
+    """
+    if runner == "v2" and not on_cuda:
+        raise InputError("--vllm_runner v2: vLLM has it on CUDA alone; use auto, or v1")
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the loop that steps is ours
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -53,6 +57,8 @@ def engine_environment(on_cuda: bool) -> dict[str, str]:
             "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than it gains, and wants g++
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine takes the same cores
         }
+    if runner != "auto":
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
     return environment
 
 
@@ -104,11 +110,8 @@ class VLLMCore:
         on_cuda = torch.cuda.is_available()
         fleet = settings.fleet
         adapter = settings.adapter
-        kv_cache_bytes = None if on_cuda else CPU_KV_CACHE_BYTES
-        if fleet.vllm_kv_cache_mib is not None:
-            kv_cache_bytes = fleet.vllm_kv_cache_mib << 20
-        self._max_model_len = settings.max_model_len
-        self._stop_token_ids = list(settings.stop_token_ids)
+        kv_cache_mib = fleet.vllm_kv_cache_mib or (None if on_cuda else CPU_KV_CACHE_MIB)
+        self._settings = settings
         arguments = EngineArgs(
             model=settings.model_folder,
             tokenizer=settings.tokenizer_folder,
@@ -123,7 +126,7 @@ class VLLMCore:
             # Named, or vLLM would start actors of its own where it finds Ray.
             distributed_executor_backend="mp" if fleet.vllm_tensor_parallel_size > 1 else "uni",
             gpu_memory_utilization=fleet.vllm_gpu_memory_utilization,
-            kv_cache_memory_bytes=kv_cache_bytes,
+            kv_cache_memory_bytes=kv_cache_mib and kv_cache_mib << 20,
             enable_prefix_caching=fleet.vllm_enable_prefix_caching,
             # A prompt that is cut in two has a token drawn for its first part too, and then taken back from its
             # request's generator, which a CPU's cannot.
@@ -139,7 +142,7 @@ class VLLMCore:
             # What is left out is chosen as for vLLM's `LLM`; otherwise a step would have 2,048 tokens on any device.
             self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         except ValueError as error:
-            refusal = refusal_of_memory(str(error), settings, has_cache_size=kv_cache_bytes is not None)
+            refusal = refusal_of_memory(str(error), settings, has_cache_size=kv_cache_mib is not None)
             if refusal is None:
                 raise
             raise InputError(refusal) from error
@@ -155,11 +158,11 @@ class VLLMCore:
 
     def add(self, key: int, request: GenerationRequest) -> None:
         """Begin a request; a ValueError says why it cannot be."""
-        room = self._max_model_len - request.sampling.max_tokens
+        room = self._settings.max_model_len - request.sampling.max_tokens
         if not 1 <= len(request.prompt_token_ids) <= room:
             raise ValueError(
                 f"the prompt has {len(request.prompt_token_ids)} tokens, and a completion of "
-                f"{request.sampling.max_tokens} leaves it 1 to {room} of the engine's {self._max_model_len}"
+                f"{request.sampling.max_tokens} leaves it 1 to {room} of the engine's {self._settings.max_model_len}"
             )
         self._add(str(key), list(request.prompt_token_ids), self._params_of(request))
         self._seeds[key] = request.seed
@@ -178,8 +181,9 @@ class VLLMCore:
     def settle(self) -> Mapping[int, Completion]:
         """Take in what is on its way, after which nothing is computed until the next step; returns as `step` does."""
         self._engine.sleep(level=0, mode="keep")  # schedules nothing any more
+        client: Any = self._engine.engine_core
         finished: dict[int, Completion] = {}
-        for _ in range(STEPS_TO_SETTLE):
+        while client.engine_core.batch_queue:  # a token that came later would be called one of the new weights
             finished |= self.step()
         self._engine.wake_up(["scheduling"])
         return finished
@@ -232,7 +236,7 @@ class VLLMCore:
             max_tokens=sampling.max_tokens,
             seed=request.seed,
             stop=list(sampling.stop_strings),
-            stop_token_ids=self._stop_token_ids,
+            stop_token_ids=list(self._settings.stop_token_ids),
             include_stop_str_in_output=True,  # the text has all tokens
             detokenize=bool(sampling.stop_strings),  # token by token only where it must be looked at
             logprobs=0,  # of the sampled token alone
@@ -306,7 +310,7 @@ def check_temperature(warm: Mapping[int, float], hot: Mapping[int, float]) -> No
         raise RunError(
             f"vLLM's log-probs are not those that it samples from: between {len(shared)} tokens they differ by up to "
             f"{spread_warm:.3g} at temperature 1 and by {spread_hot:.3g} at temperature 2, which should be half of it. "
-            "Set VLLM_USE_V2_MODEL_RUNNER=0 (or 1, if it is 0) where the engines run, to have vLLM's other model runner"
+            "Have vLLM's other model runner by --vllm_runner v1 (or v2, if it is v1)"
         )
 
 

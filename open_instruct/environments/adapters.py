@@ -10,12 +10,29 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from open_instruct.environments.environment import ChatMessage, Environment, Opening, Reply, ToolAnswer, Turn
+from open_instruct.environments.environment import (
+    ChatMessage,
+    Environment,
+    EnvironmentFault,
+    Factory,
+    Opening,
+    Reply,
+    ToolAnswer,
+    ToolServer,
+    Turn,
+)
+from open_instruct.users_code import taken
 
 # Methods of a class of tools that are none themselves.
 NOT_TOOLS = ("reset", "close", "reward")
+
+
+def make_environment(factory: Factory, row: Mapping[str, Any]) -> Environment:
+    """The environment of one episode: the factory is called with the columns of the row that it takes."""
+    return as_environment(factory(**taken(factory, row)), row)
 
 
 def as_environment(made: Any, row: Mapping[str, Any]) -> Environment:
@@ -29,62 +46,86 @@ def as_environment(made: Any, row: Mapping[str, Any]) -> Environment:
         return environment
     if callable(getattr(made, "step", None)) and callable(getattr(made, "reset", None)):
         return Game(made, row)
-    if tools := tools_of(made, row.get("tools")):
-        return Toolbox(made, tools, row)
+    if tools := tools_of(made):
+        return Toolbox([made], tools, row)
     raise TypeError(
         f"{type(made).__name__} is no environment: it has neither `start` and `step`, nor `reset` and `step`, nor "
         "public methods that are tools"
     )
 
 
-def tools_of(toolbox: Any, names: Sequence[str] | None) -> dict[str, Callable[..., Any]]:
-    """The public methods of an object, by name; with `names`, those alone."""
+class Tool(NamedTuple):
+    """A function that a reply may call; its schema, if there is none, is read off its types and its docstring."""
+
+    function: Callable[..., Any]
+    schema: Mapping[str, Any] | None = None
+
+
+def tools_of(toolbox: Any) -> dict[str, Tool]:
+    """The tools of a server, or the public methods of another object, by name."""
+    if isinstance(toolbox, ToolServer):
+        named = {each["function"]["name"]: each for each in toolbox.schemas}
+        return {name: Tool(partial(toolbox.call, name), schema) for name, schema in named.items()}
     methods = inspect.getmembers(toolbox, callable)
-    public = {name: method for name, method in methods if not name.startswith("_") and name not in NOT_TOOLS}
-    return {name: method for name, method in public.items() if not names or name in names}
+    return {name: Tool(method) for name, method in methods if not name.startswith("_") and name not in NOT_TOOLS}
 
 
 class Toolbox:
-    """An object whose public methods are tools that a reply may call; a reply without a call ends the episode.
+    """Objects whose public methods are tools that a reply may call; a reply without a call ends the episode.
 
-    A tool returns text, anything that JSON can hold, or a `ToolAnswer`; what it raises is its answer to the policy. As
-    far as the object has them, `reset(**row)` is called at the start with the columns of the row that it takes, and may
-    return a text for the first prompt; `reward()` is called when the policy has ended the episode, and `close()` last.
+    A tool returns text, anything that JSON can hold, or a `ToolAnswer`; what it raises is its answer to the policy, but
+    for an `EnvironmentFault`. As far as an object has them, `reset(**row)` is called at the start with the columns of
+    the row that it takes, and may return a text for the first prompt; `reward()` is called when the policy has ended
+    the episode, and `close()` last. Where the row names `tools`, the policy has those alone.
+
+    Raises:
+        ValueError: none of those is there.
     """
 
-    def __init__(self, toolbox: Any, tools: Mapping[str, Callable[..., Any]], row: Mapping[str, Any]) -> None:
-        self._toolbox = toolbox
-        self._tools = tools
+    def __init__(self, objects: Sequence[Any], tools: Mapping[str, Tool], row: Mapping[str, Any]) -> None:
+        self._objects = objects
+        self._tools = {name: tool for name, tool in tools.items() if not row.get("tools") or name in row["tools"]}
+        if not self._tools:
+            raise ValueError(f"none of the row's tools is there: {row['tools']}; there are {', '.join(tools)}")
         self._row = row
-        self._name = type(toolbox).__name__.lower()
+        self._name = type(objects[0]).__name__.lower() if len(objects) == 1 else "tools"
 
     async def start(self) -> Opening:
         from transformers.utils import get_json_schema  # only now: transformers is slow to import
 
-        reset = getattr(self._toolbox, "reset", None)
-        said = None if reset is None else await called(reset, **taken(reset, self._row))
-        schemas = tuple(get_json_schema(tool) for tool in self._tools.values())
+        resets = [each.reset for each in self._objects if hasattr(each, "reset")]
+        texts = [await called(reset, **taken(reset, self._row)) for reset in resets]
+        schemas = []
+        for name, tool in self._tools.items():
+            schema = tool.schema or get_json_schema(tool.function)
+            schemas.append({**schema, "function": {**schema["function"], "name": name}})
+        said = "\n\n".join(str(text) for text in texts if text)
         return Opening(messages=with_text(self._row["messages"], said), tools=schemas)
 
     async def step(self, reply: Reply) -> Turn:
-        if not reply.calls:
-            reward = getattr(self._toolbox, "reward", None)
-            return Turn(done=True, rewards={} if reward is None else {self._name: float(await called(reward))})
-        answers = [await self._answer(call.name, call.arguments) for call in reply.calls]
+        answers: list[ToolAnswer] = []
+        for call in reply.calls:
+            answers.append(await self._answer(call.name, call.arguments))
+            if answers[-1].done:  # the episode has ended, and is not rewarded for what the reply calls further
+                break
         rewards = [answer.reward for answer in answers if answer.reward is not None]
+        if not reply.calls:
+            rewards = [float(await called(each.reward)) for each in self._objects if hasattr(each, "reward")]
         return Turn(
             messages=[{"role": "tool", "content": answer.content} for answer in answers],
-            done=any(answer.done for answer in answers),
+            done=not answers or answers[-1].done,
             rewards={self._name: sum(rewards)} if rewards else {},
         )
 
     async def close(self) -> None:
-        if close := getattr(self._toolbox, "close", None):
-            await called(close)
+        closing = [called(each.close) for each in self._objects if hasattr(each, "close")]
+        await asyncio.gather(*closing, return_exceptions=True)
 
     async def _answer(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         try:
-            answer = await called(self._tools[name], **arguments)
+            answer = await called(self._tools[name].function, **arguments)
+        except EnvironmentFault:
+            raise
         except Exception as error:  # a tool is given whatever the policy has written
             answer = f"{type(error).__name__}: {error}"
         if isinstance(answer, ToolAnswer):
@@ -129,7 +170,7 @@ def with_text(messages: Sequence[ChatMessage], text: Any) -> list[ChatMessage] |
     return [*before, {"role": last["role"], "content": f"{last['content']}\n\n{text}".strip()}]
 
 
-async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The result of a function, awaited where it is a coroutine's, else computed in a thread.
 
     The thread is a new one each time, and nobody waits for it: a function that hangs holds up none but its episode.
@@ -149,11 +190,3 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
     threading.Thread(target=run, name=f"environment-{getattr(function, '__name__', 'call')}", daemon=True).start()
     return await asyncio.wrap_future(future)
-
-
-def taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a row that a function has parameters for; all of them where it takes any."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(row)
-    return {name: row[name] for name in parameters if name in row}

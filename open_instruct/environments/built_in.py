@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from open_instruct.environments.environment import ToolAnswer
+from open_instruct.environments.environment import EnvironmentFault, ToolAnswer
+from open_instruct.errors import RunError
 from open_instruct.sandbox.sandbox import SANDBOX, Interpreter
 
 OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
@@ -22,7 +23,7 @@ OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
 MAX_EXPRESSION = 200  # characters
 MAX_NUMBER = 1e30
 MAX_SHOWN = 4000  # characters
-PYTHON_TIMEOUT_S = 5.0  # of a call
+PYTHON_TIMEOUT_S = 5.0
 MAX_PYTHON_S = 600  # of CPU time in an episode
 
 
@@ -44,7 +45,8 @@ class Calculator:
 class Python:
     """A tool that runs Python in the sandbox. Names stay from one call to the next, until one is late or dies."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float | None = None) -> None:
+        self._timeout_s = timeout or PYTHON_TIMEOUT_S  # of a call
         self._interpreter: Interpreter | None = None
         self._is_closed = False
 
@@ -54,15 +56,18 @@ class Python:
         Args:
             code: the Python code
         """
-        self._interpreter = self._interpreter or SANDBOX.interpreter(cpu_s=MAX_PYTHON_S, stderr=True)
-        if self._is_closed:  # meanwhile
-            self._interpreter.close()
-        ran = self._interpreter.run(code, timeout_s=PYTHON_TIMEOUT_S)
+        try:
+            self._interpreter = self._interpreter or SANDBOX.interpreter(cpu_s=MAX_PYTHON_S, stderr=True)
+            if self._is_closed:  # meanwhile
+                self._interpreter.close()
+            ran = self._interpreter.run(code, timeout_s=self._timeout_s)
+        except (RunError, OSError) as error:  # of this machine
+            raise EnvironmentFault(str(error)) from error
         shown = ran.output + (ran.problem or ("" if ran.value == "None" else ran.value))
         if ran.status in ("late", "died"):
             self._interpreter.close()
             self._interpreter = None
-            why = f"took more than {PYTHON_TIMEOUT_S:g} s" if ran.status == "late" else "died, or printed too much"
+            why = f"took more than {self._timeout_s:g} s" if ran.status == "late" else "died, or printed too much"
             shown += f"\nThe interpreter {why}. It is started anew: its names are gone."
         return shown if len(shown) <= MAX_SHOWN else f"{shown[: MAX_SHOWN // 2]}\n…\n{shown[-MAX_SHOWN // 2 :]}"
 

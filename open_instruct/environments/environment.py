@@ -3,9 +3,13 @@
 A verifier judges what an episode has come to; an environment takes part in it.
 """
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict
+
+Factory = Callable[..., Any]
+"""Makes the environment of an episode, or an object that becomes one, from those columns of a row that it takes."""
 
 
 class ChatMessage(TypedDict):
@@ -68,6 +72,59 @@ class ToolAnswer:
     content: str
     reward: float | None = None
     done: bool = False
+
+
+class EnvironmentFault(Exception):
+    """What a tool raises where the policy is not at fault: the episode ends as `env_error`, with this as the reason.
+
+    Example: `raise EnvironmentFault("the search server answers 503")`.
+    """
+
+
+class Source(ABC):
+    """A factory of environments that is made ready when a run begins: it has a key to find, or a server."""
+
+    @abstractmethod
+    def begin_run(self) -> None:
+        """Called once, if the environment answers one of the prompts, before the first episode.
+
+        Raises:
+            InputError: it cannot be had.
+        """
+
+
+class ToolServer(Source):
+    """Tools without a memory of an episode, so that one object answers the calls of all.
+
+    Attributes:
+        schemas: of the tools, in OpenAI's form; known when the run has begun.
+    """
+
+    schemas: Sequence[Mapping[str, Any]]
+
+    @abstractmethod
+    async def call(self, name: str, /, **arguments: Any) -> str:
+        """What a tool answers, as a method of a toolbox does."""
+
+    def __call__(self) -> "ToolServer":
+        return self
+
+
+def schema_of(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool in OpenAI's form."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def text_tool(name: str, description: str, argument: str, meaning: str) -> dict[str, Any]:
+    """The schema of a tool whose one argument is a text."""
+    parameters = {"type": "object", "properties": {argument: {"type": "string", "description": meaning}}}
+    return schema_of(name, description, {**parameters, "required": [argument]})
+
+
+def begin_run(factory: Factory) -> None:
+    """Make a factory of ours ready; see `Source`."""
+    if isinstance(factory, Source):
+        factory.begin_run()
 
 
 class Environment(Protocol):

@@ -7,50 +7,51 @@ each episode would keep a machine busy with starting them; what a server remembe
 import asyncio
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from open_instruct.environments.environment import Opening, Reply, Turn
+from open_instruct.environments.environment import EnvironmentFault, ToolServer, schema_of
 from open_instruct.errors import InputError
 
-PREFIX = "mcp:"
 START_TIMEOUT_S = 60.0
 
 
-class McpServer:
-    """Makes the environments of episodes, whose tools are those of the server at `where`.
+class McpServer(ToolServer):
+    """Makes the environments of episodes, whose tools are those of the server at `where`, or the one that is named.
 
     Example: `McpServer("uvx mcp-server-time", origin="--environment")`, or `"http://127.0.0.1:8000/mcp"`.
-
-    Raises:
-        InputError: no server answers there, or it has no tools.
     """
 
-    def __init__(self, where: str, *, origin: str) -> None:
+    def __init__(self, where: str, *, origin: str, tool: str | None = None, timeout_s: float | None = None) -> None:
         self._where = where
+        self._origin = origin
+        self._tool = tool
+        self._timeout_s = timeout_s
         self._keeper: asyncio.Task[None] | None = None
+
+    def begin_run(self) -> None:
+        """List its tools.
+
+        Raises:
+            InputError: no server answers there, or it has none.
+        """
         try:
             with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running loop
-                self._schemas = thread.submit(asyncio.run, self._listed()).result()
+                self.schemas = thread.submit(asyncio.run, self._listed()).result()
         except Exception as error:
             raise InputError(
-                f"{origin}: no MCP server answers ({_reason(error)}): mcp: is followed by a command or an address that "
-                "begins with http, and the package mcp, which vLLM brings, must be there"
+                f"{self._origin}: no MCP server answers ({_reason(error)}): mcp: is followed by a command, or an "
+                "address that begins with http, and the package mcp, which vLLM brings, must be there"
             ) from error
-        if not self._schemas:
-            raise InputError(f"{origin}: the MCP server has no tools")
+        if not self.schemas:
+            raise InputError(f"{self._origin}: the MCP server has no {f'tool {self._tool}' if self._tool else 'tools'}")
 
-    def __call__(self, tools: Sequence[str] | None = None) -> "McpTools":
-        """The environment of one episode, with the tools that its row names, or all."""
-        named = {each["function"]["name"]: each for each in self._schemas}
-        return McpTools(self, [named[name] for name in tools or named])
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call(self, name: str, /, **arguments: Any) -> str:
         """What a tool answers, or has to say against its arguments.
 
         Raises:
-            Exception: the server is lost; the next call starts it anew.
+            EnvironmentFault: the server is lost; the next call starts it anew.
         """
         from mcp import MCPError
         from mcp_types import INVALID_PARAMS
@@ -61,13 +62,14 @@ class McpServer:
         keeper = self._keeper
         try:
             client = await asyncio.wait_for(asyncio.shield(self._opened), START_TIMEOUT_S / 2)
-            result = await client.call_tool(name, dict(arguments))
+            result = await asyncio.wait_for(client.call_tool(name, arguments), self._timeout_s)
         except Exception as error:
             if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
                 return f"error: {error}"
-            keeper.cancel()
-            self._keeper = None if self._keeper is keeper else self._keeper
-            raise
+            if not (isinstance(error, TimeoutError) and self._opened.done()):  # one call that is late is no lost server
+                keeper.cancel()
+                self._keeper = None if self._keeper is keeper else self._keeper
+            raise EnvironmentFault(_reason(error)) from error
         return "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
 
     async def _keep(self, opened: "asyncio.Future[Any]") -> None:
@@ -88,11 +90,8 @@ class McpServer:
                 found += page.tools
                 if not (cursor := page.next_cursor):
                     break
-        own = (
-            {"name": each.name, "description": each.description or "", "parameters": each.input_schema}
-            for each in found
-        )
-        return [{"type": "function", "function": function} for function in own]
+        wanted = (each for each in found if self._tool in (None, each.name))
+        return [schema_of(each.name, each.description or "", each.input_schema) for each in wanted]
 
     def _client(self) -> Any:
         from mcp import Client, StdioServerParameters, stdio_client
@@ -104,21 +103,19 @@ class McpServer:
         return Client(stdio_client(StdioServerParameters(command=command, args=words), errlog=subprocess.DEVNULL))
 
 
-class McpTools:
-    """Tools of a server that a reply may call; a reply without a call ends the episode."""
-
-    def __init__(self, server: McpServer, schemas: Sequence[Mapping[str, Any]]) -> None:
-        self._server = server
-        self._schemas = schemas
-
-    async def start(self) -> Opening:
-        return Opening(tools=self._schemas)
-
-    async def step(self, reply: Reply) -> Turn:
-        answers = [await self._server.call(call.name, call.arguments) for call in reply.calls]
-        return Turn(messages=[{"role": "tool", "content": answer} for answer in answers], done=not answers)
-
-    async def close(self) -> None: ...
+def generic_mcp(
+    server_url: str = "",
+    transport: str = "http",
+    command: str = "",
+    args: Sequence[str] = (),
+    tool_name: str | None = None,
+    timeout: float = 60.0,
+) -> McpServer:
+    """A server by the settings that open-instruct's tool of this name has; `timeout` is of one call, in seconds."""
+    if transport not in ("http", "stdio"):
+        raise ValueError(f"transport is http or stdio, not {transport!r}")
+    where = server_url if transport == "http" else shlex.join([command, *args])
+    return McpServer(where, origin="--tools generic_mcp", tool=tool_name, timeout_s=timeout)
 
 
 def _reason(error: BaseException) -> str:

@@ -1,17 +1,22 @@
-"""Environments by name, and those of users' own."""
+"""Environments by name, those of users' own, and the tools of a run."""
 
+import inspect
+import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 from open_instruct.config.parser import nearest
-from open_instruct.environments.adapters import as_environment, taken
+from open_instruct.config.rollout_sections import TOOL_SET, EnvironmentSection
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
-from open_instruct.environments.environment import Environment
-from open_instruct.environments.mcp_tools import PREFIX, McpServer
+from open_instruct.environments.environment import Factory
+from open_instruct.environments.mcp_tools import McpServer, generic_mcp
+from open_instruct.environments.openenv import OpenEnvServer
+from open_instruct.environments.search import Search
+from open_instruct.environments.tool_set import ToolSet
+from open_instruct.environments.web_tools import SERVICES, WebTool
 from open_instruct.errors import InputError
 from open_instruct.users_code import load_named
 
-Factory = Callable[..., Any]
 BUILT_IN: dict[str, Factory] = {
     "calculator": Calculator,
     "python": Python,
@@ -19,22 +24,30 @@ BUILT_IN: dict[str, Factory] = {
     "guess_number": GuessNumber,
     "wordle": Wordle,
 }
+# Each is made by the settings of --tool_configs, and serves all episodes.
+SERVERS: dict[str, Callable[..., Factory]] = {
+    "search": Search,
+    "generic_mcp": generic_mcp,
+    **{name: partial(WebTool, name) for name in SERVICES},
+}
+# Servers at an address, which follows the name and a colon.
+AT: dict[str, Callable[..., Factory]] = {"mcp": McpServer, "openenv": OpenEnvServer}
 
 
 def factory_named(word: str, *, origin: str) -> Factory:
-    """The factory that `word` names: one that is built in, `FILE.py:factory` or `module:factory`, or `mcp:SERVER`.
+    """The factory that `word` names, which is none of ours: `FILE.py:factory`, `module:factory`, or a server's.
 
     Raises:
         InputError: there is none of that name, it cannot be imported, or it cannot be called.
     """
-    if word.startswith(PREFIX):
-        return McpServer(word.removeprefix(PREFIX), origin=origin)
+    prefix, _, where = word.partition(":")
+    if prefix in AT:
+        return AT[prefix](where, origin=origin)
     if ":" not in word:
-        if word in BUILT_IN:
-            return BUILT_IN[word]
+        known = BUILT_IN | SERVERS
         raise InputError(
-            f"{origin}: there is no environment of that name{nearest(word, BUILT_IN) or ';'} known are "
-            f"{', '.join(sorted(BUILT_IN))}, mcp:SERVER, and FILE.py:factory or module:factory of your own"
+            f"{origin}: there is no environment of that name{nearest(word, known) or ';'} known are "
+            f"{', '.join(sorted(known))}, mcp:SERVER, openenv:URL, and FILE.py:factory or module:factory of your own"
         )
     factory: Factory = load_named(word, origin=origin, what="factory")
     if not callable(factory):
@@ -42,17 +55,48 @@ def factory_named(word: str, *, origin: str) -> Factory:
     return factory
 
 
-def known_environments(own: str | None) -> dict[str, Factory]:
-    """All that rows may name: those that are built in, and that of `--environment`.
+def known_environments(flags: EnvironmentSection) -> dict[str, Factory]:
+    """All that rows may name: those that are built in, that of `--environment`, and the tools of `--tools` as one.
 
     Raises:
-        InputError: see `factory_named`.
+        InputError: see `factory_named`; or the flags of the tools do not go together.
     """
-    if own is None:
-        return BUILT_IN
-    return BUILT_IN | {own: factory_named(own, origin=f"--environment {own}")}
+    known = BUILT_IN | {name: make() for name, make in SERVERS.items()} | {"search": Search(flags.search_corpus)}
+    if (own := flags.environment) is not None and own not in known:
+        known[own] = factory_named(own, origin=f"--environment {own}")
+    if not flags.tools:
+        return known
+    if own is not None:
+        raise InputError(f"--environment {own}: --tools names tools too; put {own} among --tools, or leave them out")
+    names = flags.tool_call_names or flags.tools
+    settings = flags.tool_configs or ["{}"] * len(flags.tools)
+    for flag, words in (("--tool_call_names", names), ("--tool_configs", settings)):
+        if len(words) != len(flags.tools):
+            raise InputError(f"{flag} has {len(words)} words for {len(flags.tools)} --tools: give one for each")
+    if any(names.count(name) > 1 for name in names if name != "generic_mcp"):  # whose tools have names of their own
+        raise InputError(f"two of --tools are called the same ({', '.join(names)}): leave one out, or rename it")
+    parts = [
+        ("" if name == word else name, _tool(word, text, known, flags))
+        for word, name, text in zip(flags.tools, names, settings, strict=True)
+    ]
+    return known | {TOOL_SET: ToolSet(parts)}
 
 
-def make_environment(factory: Factory, row: Mapping[str, Any]) -> Environment:
-    """The environment of one episode: the factory is called with the columns of the row that it takes."""
-    return as_environment(factory(**taken(factory, row)), row)
+def _tool(word: str, text: str, known: Mapping[str, Factory], flags: EnvironmentSection) -> Factory:
+    """The factory of one of --tools, with the settings that `text` has as a JSON object.
+
+    Raises:
+        InputError: it is a game, or the settings are not its own.
+    """
+    factory = known[word] if word in known else factory_named(word, origin=f"--tools {word}")
+    if isinstance(factory, OpenEnvServer) or hasattr(factory, "step"):
+        raise InputError(f"--tools {word} has turns of its own: name it by --environment")
+    try:
+        settings = json.loads(text)
+        if word in SERVERS:
+            of_flags = {"corpus": flags.search_corpus} if word == "search" else {}
+            return SERVERS[word](**{**of_flags, **settings})
+        inspect.signature(factory).bind_partial(**settings)
+        return partial(factory, **settings) if settings else factory
+    except (TypeError, ValueError) as error:
+        raise InputError(f"--tool_configs {text}, of {word}: is no JSON object of its settings: {error}") from error

@@ -17,9 +17,8 @@ from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import GenerationRequest, Home
-from open_instruct.environments.adapters import called
-from open_instruct.environments.environment import ChatMessage, Environment, Reply
-from open_instruct.environments.registry import Factory, make_environment
+from open_instruct.environments.adapters import called, make_environment
+from open_instruct.environments.environment import ChatMessage, Environment, Factory, Reply
 from open_instruct.episodes.bridge import Conversation, TurnTemplate
 from open_instruct.episodes.seeds import sampling_seed
 from open_instruct.episodes.tool_calls import ToolCallError, form_of_template, tool_calls

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from open_instruct.data.files.opening import looks_like_a_file
+from open_instruct.wording import pages_in
 
 
 def model_card(settings: str, evaluations: Sequence[Mapping[str, Any]], *, trained_by: str, is_adapter: bool) -> str:
@@ -30,35 +31,18 @@ def model_card(settings: str, evaluations: Sequence[Mapping[str, Any]], *, train
         "datasets": sorted({name for name, _ in data if _is_on_hub(name)}),
     }
     given = {name: value for name, value in head.items() if value}
-    parts = [
-        f"---\n{yaml.safe_dump(given, sort_keys=False)}---\n",
-        f"# {Path(flags['output_dir']).name or 'Model'}\n",
-        f"{'An adapter of' if is_adapter else 'Trained from'} `{base}` with open-instruct: {trained_by}.\n",
-        "## Data\n",
-        _table(("rows", "amount"), [(f"`{name}`", amount) for name, amount in data]),
-    ]
-    if evaluations:
-        first, last = evaluations[0], evaluations[-1]
-        names = [name for name in last if name.startswith("eval/") and isinstance(last[name], int | float)]
-        steps = [f"step {row['step']}" for row in (first, last)]
-        scores = [(name, _number(first.get(name)), _number(last[name])) for name in names]
-        parts += ["## Scores\n", "Of held-out rows.\n", _table(("", *steps), scores)]
-    parts += [
-        "## Settings\n",
-        "Every flag, with the versions it ran under; `open-instruct` takes them as a file.\n",
-        f"```yaml\n{settings.rstrip()}\n```\n",
-    ]
-    return "\n".join(parts)
+    pages = pages_in(Path(__file__).parent, trim_blocks=True, keep_trailing_newline=True)
+    return pages.get_template("card.md.jinja").render(
+        head=yaml.safe_dump(given, sort_keys=False),
+        title=Path(flags["output_dir"]).name or "Model",
+        base=base,
+        trained_by=trained_by,
+        is_adapter=is_adapter,
+        data=data,
+        evaluations=evaluations,
+        settings=settings,
+    )
 
 
 def _is_on_hub(name: str) -> bool:
     return "/" in name and not looks_like_a_file(name) and not Path(name).exists()
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else ""
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

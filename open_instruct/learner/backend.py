@@ -38,7 +38,9 @@ class Backend(Protocol):
     `step`, or `leave_out_step`.
     """
 
-    reference: Reference | None  # part of the checkpoints, where it moves
+    reference: Reference | None
+    """The reference policy, for losses with a penalty for leaving it. Set it before the first step, and before a
+    checkpoint is loaded: one that moves is part of the checkpoints."""
 
     @property
     def model(self) -> Transformer:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from open_instruct.config.backends import backend_named
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.training import backend_named
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.reference import Reference
@@ -53,12 +53,12 @@ class GRPOLearner:
         self.policy = Policy(held, GRPO.bind(config))
         start, flags = reference or pretrained, config.loss
         if flags.beta > 0 and config.adapters is not None:
-            self.policy.reference = Reference(model=self.policy.computing_model)  # with its adapters off
+            held.reference = Reference(model=self.policy.computing_model)  # with its adapters off
         elif flags.beta > 0 and flags.ref_policy_update_freq is None:
-            self.policy.reference = Reference(model=build_reference(start, run=run, config=config))
+            held.reference = Reference(model=build_reference(start, run=run, config=config))
         elif flags.beta > 0:
             moves = {"update_freq": flags.ref_policy_update_freq, "alpha": flags.alpha}
-            self.policy.reference = held.moving_reference(start, run=run, config=config, **moves)
+            held.reference = held.moving_reference(start, run=run, config=config, **moves)
         if (name := flags.teacher_model_name_or_path) is not None:
             teacher = open_teacher(name, pretrained, config=config, layout=run.layout)
             self.policy.teacher = build_teacher(

@@ -31,7 +31,7 @@ class Heldout:
         logps_ND = self.reference_ND
         if step > 0 or logps_ND is None:  # before the first step policy and reference are the same weights
             title = f"held-out {self.objective.rows.unit}s at step {step}"
-            logps_ND = self.scorer.score_all(self.dataset, title=title)
+            logps_ND = self.scorer.score(self.dataset, range(len(self.dataset)), title=title)
         assert self.objective.evaluate is not None, "or there are no held-out rows"
         evaluation = self.objective.evaluate(self.dataset, logps_ND, self.reference_ND, self.config)
         if self.run.process.rank == 0:

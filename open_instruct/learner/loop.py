@@ -1,19 +1,21 @@
 """The one training loop takes the steps of every run, for every source of batches and every backend.
 
-OLMo-core's callbacks are called at the points at which its own trainer calls them.
+OLMo-core's trainer is the record of a run: it holds the step, the random state, callbacks and checkpoints. Its `fit` is
+never called; its callbacks are called at the points at which it would call them.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from olmo_core.train.callbacks import Callback
+from olmo_core.train import Duration, LoadStrategy, TrainerConfig
+from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 
-from open_instruct.checkpoints.background import Way, at_once, in_background
+from open_instruct.checkpoints.background import in_background
 from open_instruct.checkpoints.resume import (
     finish_checkpoint,
     load_checkpoint,
@@ -22,13 +24,15 @@ from open_instruct.checkpoints.resume import (
     save_checkpoint,
     wait_for_copy,
 )
+from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointerConfig
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.heldout import Heldout
-from open_instruct.learner.inner import pass_on_metrics
+from open_instruct.learner.inner import SkipStepHistory, pass_on_metrics
 from open_instruct.learner.measure.profile import profiling
 from open_instruct.learner.measure.speed import StepClock, flops_of_step, peak_flops_per_second
+from open_instruct.learner.place import Place, PlaceInData
 from open_instruct.learner.policy import Policy
-from open_instruct.learner.trainer import Place, trainer_of
+from open_instruct.learner.rows.sample_loader import SampleLoader
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import gathered
 from open_instruct.parallel.processes import host_of_cores
@@ -37,22 +41,12 @@ from open_instruct.run.alarms import WINDOW, slowest, slowest_loader
 from open_instruct.run.cadence import Cadence, noting_signals
 from open_instruct.run.opened import Run
 
+NEVER = 10**12
 # OLMo-core's trainer always has these callbacks. They are not called: this loop writes the checkpoints, and the
 # monitor's all-reduce in every step adds nothing to the metrics.
 NOT_CALLED = ("checkpointer", "speed_monitor")
 
 OnStep = Callable[[int, Mapping[str, float]], None]
-
-
-class EpochLoader(Place, Protocol):
-    """Steps of one update each, epoch after epoch."""
-
-    epoch: int
-
-    def rest_of_epoch(self) -> Iterator[StepBatch]:
-        """The steps left in the epoch; `state_dict` counts every step given out so far as taken."""
-
-    def begin_next_epoch(self) -> None: ...
 
 
 class Loop:
@@ -89,15 +83,26 @@ class Loop:
         self.saves_in_background = {"on": True, "off": False}.get(flags.async_checkpoints, learner.device.type != "cpu")
         own = profiling(config.logging.profile_steps, num_steps=cadence.num_steps, run_folder=self.folder)
         own |= callbacks or {}
-        self.trainer = trainer_of(
-            learner,
-            place,
-            folder=self.folder,
-            start_model=start_model,
-            num_steps=cadence.num_steps,
-            max_tokens_per_step=max_tokens_per_step,
-            callbacks=own,
+        trainer = TrainerConfig(
+            save_folder=str(self.folder),
+            save_overwrite=True,
+            load_strategy=LoadStrategy.never,
+            checkpointer=SafeCheckpointerConfig(start_model=start_model),
+            max_duration=Duration.steps(cadence.num_steps),
+            metrics_collect_interval=1,
+            async_bookkeeping=False,  # all ranks must stop after the same step when a signal comes
+            no_checkpoints=True,  # `save` writes them
+            device=str(learner.device),
+            callbacks={
+                **own,
+                "skip_step_history": SkipStepHistory(),
+                # OLMo-core would add its own console where it finds none.
+                "console_logger": ConsoleLoggerCallback(log_interval=NEVER, metrics_log_interval=NEVER),
+            },
         )
+        group = learner.dp_process_group
+        place_in_data = PlaceInData(place, folder=self.folder, group=group, max_tokens_per_step=max_tokens_per_step)
+        self.trainer = trainer.build(learner.backend.train_module, place_in_data)
         self._callbacks = [
             callback for name, callback in self.trainer.callbacks.items() if name in own or name not in NOT_CALLED
         ]
@@ -105,7 +110,7 @@ class Loop:
         self._is_heard = bool(own)
         self._has_begun = False
         self._clock = StepClock(torch.device("cpu"))  # a save takes the host's time
-        self._removal = at_once(lambda: None)
+        self._removal = in_background(lambda: None)
         self._peak_flops = peak_flops_per_second(learner.device)
 
     @property
@@ -151,13 +156,7 @@ class Loop:
         self._call("pre_load_batch")
         return row
 
-    def fit(
-        self,
-        loader: EpochLoader,
-        *,
-        on_step: OnStep,
-        heldout: Heldout | None = None,
-    ) -> int | None:
+    def fit(self, loader: SampleLoader, *, on_step: OnStep, heldout: Heldout | None = None) -> int | None:
         """Take all remaining steps, one update each; save a checkpoint at each due step and at the last.
 
         `on_step` is called with the number and the metrics of every step, on every rank; the metrics of `heldout` are
@@ -204,24 +203,26 @@ class Loop:
         :raises RunError: this checkpoint, or the one begun before, cannot be written; earlier ones are unharmed.
         """
         self._finish_save()
-        by_thread = self.saves_in_background and not waits
+        waits = waits or not self.saves_in_background
         with self._clock.timing("checkpoint"):
-            save_checkpoint(self.trainer, self.learner.model, in_background=by_thread)
-            if not by_thread:
-                self._remove_old(run=at_once)
+            save_checkpoint(self.trainer, self.learner.model, waits=waits)
+            if waits:
+                self._remove_old()
 
     def _finish_save(self, *, waits: bool = True) -> None:
         with self._clock.timing("checkpoint"):
             if finish_checkpoint(self.trainer, waits=waits):
-                self._remove_old(run=at_once if waits else in_background)
+                self._remove_old(waits=waits)
 
-    def _remove_old(self, *, run: Way[None]) -> None:
+    def _remove_old(self, *, waits: bool = True) -> None:
         self._removal.result()
         lasting_interval = self.cadence.lasting_interval
         if self.keep_last_n or lasting_interval > 1:
             self._removal = remove_old_checkpoints(
-                self.folder, keep_last_n=self.keep_last_n, lasting_interval=lasting_interval, run=run
+                self.folder, keep_last_n=self.keep_last_n, lasting_interval=lasting_interval
             )
+        if waits:
+            self._removal.result()
 
     def resume(self, *, warn: Callable[[str], None]) -> bool:
         """Load the newest checkpoint that is whole. Returns whether there was one."""
@@ -268,7 +269,7 @@ class Loop:
             self._call("pre_train")
             self._call("pre_load_batch")
 
-    def _updates(self, loader: EpochLoader) -> Iterator[StepBatch]:
+    def _updates(self, loader: SampleLoader) -> Iterator[StepBatch]:
         self._begin()
         while True:
             self.trainer.epoch = loader.epoch

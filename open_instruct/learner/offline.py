@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 from olmo_core.train.callbacks import Callback
 
-from open_instruct.config.backends import backend_named
-from open_instruct.config.training import TrainingConfig
-from open_instruct.data.token_dataset import TokenDataset, cache_root
+from open_instruct.config.training import TrainingConfig, backend_named
+from open_instruct.data.token_dataset import cache_root
 from open_instruct.errors import InputError
 from open_instruct.learner.export import export_policy
 from open_instruct.learner.heldout import Heldout
@@ -42,7 +41,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         pretrained = open_pretrained(config, run.directory.hf_model, layout=run.layout, head=objective.head)
         more_config = dict(objective.exported(config, pretrained.tokenizer, pretrained.hf_config))
         if config.data.cache_dataset_only:
-            _read_rows(config, objective, pretrained, run)
+            load_datasets(objective, config, pretrained.tokenizer, run.console)
             return 0
         config = planned_run(config, run, pretrained.folder)
         learning = _Learning(config, objective, pretrained, run)
@@ -67,14 +66,6 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         return 0
 
 
-def _read_rows(
-    config: TrainingConfig, objective: Objective, pretrained: Pretrained, run: Run
-) -> tuple[TokenDataset, TokenDataset | None]:
-    """The rows to learn from, and those that are held out."""
-    own = objective.row_arguments(config)
-    return load_datasets(objective.rows_of(config), config, pretrained=pretrained, console=run.console, own=own)
-
-
 class _Learning:
     """The policy with the start model's weights, and the rows as its steps will take them. Methods are collective."""
 
@@ -89,7 +80,7 @@ class _Learning:
         self.start_model = start_model_of(pretrained, run)
         if (teacher := objective.teacher(config)) is not None:
             opened = OpenedTeacher.of(teacher, pretrained, config=config, layout=run.layout)
-        self.rows, self.heldout_rows = _read_rows(config, objective, pretrained, run)
+        self.rows, self.heldout_rows = load_datasets(objective, config, pretrained.tokenizer, run.console)
         self.shape = BatchShape.of(
             config.optim,
             config.data,
@@ -159,10 +150,9 @@ class _Learning:
     def loop(self, loader: SampleLoader, callbacks: Mapping[str, Callback] | None) -> Loop:
         """The loop, which stands where the newest checkpoint stands."""
         run = self.run
-        if self.reference_moves:
-            self.policy.reference = self.policy.backend.moving_reference(
-                self.pretrained, run=run, config=self.config, **self.reference_moves
-            )
+        if moves := self.reference_moves:
+            backend = self.policy.backend
+            backend.reference = backend.moving_reference(self.pretrained, run=run, config=self.config, **moves)
         loop = Loop(
             self.policy,
             loader,

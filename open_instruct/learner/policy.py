@@ -20,13 +20,12 @@ from open_instruct.errors import RunError
 from open_instruct.learner.backend import GRAD_NORM, Backend, Metrics
 from open_instruct.learner.measure.speed import OwnPace, StepClock, memory_so_far
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.learner.reference import Reference
 from open_instruct.learner.teacher import Comparison
 from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard
-from open_instruct.objectives.objective import REFERENCE_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
+from open_instruct.objectives.objective import REFERENCE_TOKENS, TEACHER_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.packing.documents import on_device
 from open_instruct.parallel.process import gathered
 from open_instruct.parallel.reduce import WeightedSums, gather_rows, reduce_metrics
@@ -35,7 +34,6 @@ from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 log = logging.getLogger(__name__)
 
 OLD_TOKENS = "old_logprobs_N"
-TEACHER_TOKENS = "teacher_logprobs_N"
 NEGATIVE_BY_ROUNDING = 1e-3
 # A backend may leave out a step with a gradient that is not finite. More than this many in a row end the run.
 MAX_LEFT_OUT = 10
@@ -79,25 +77,13 @@ class Policy:
         """OLMo-core's, as the record of the run: its step, its folder, its checkpoints."""
         return self.backend.train_module.trainer
 
-    @property
-    def reference(self) -> Reference | None:
-        """The reference policy, for losses with a penalty for leaving it.
-
-        Set it before the first step, and before a checkpoint is loaded: the backend saves a moving reference in it.
-        """
-        return self.backend.reference
-
-    @reference.setter
-    def reference(self, reference: Reference | None) -> None:
-        self.backend.reference = reference
-
     def microbatch_loss(self, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         """The microbatch's share of the loss of the global batch, with gradient."""
         scores = token_logprobs(
             self.computing_model,
             batch.packed,
             device=self.device,
-            temperature=self.loss.temperature_of(batch) if self.loss.unscaled else self.loss.temperature,
+            temperature=self.loss.temperature_of(batch),
             with_entropy=self.loss.with_entropy,
             with_collisions=self.loss.with_collisions,
             measure=self._measure(batch),
@@ -115,10 +101,11 @@ class Policy:
         if len(updates) * num_epochs > 1:
             models[OLD_TOKENS] = self.computing_model
         updates = self._with_logprobs_of(models, updates)
-        if self.reference is None:
+        reference = self.backend.reference
+        if reference is None:
             return updates
-        with self.reference.in_place():
-            return self._with_logprobs_of({REFERENCE_TOKENS: self.reference.model}, updates)
+        with reference.in_place():
+            return self._with_logprobs_of({REFERENCE_TOKENS: reference.model}, updates)
 
     @torch.no_grad()
     def _with_logprobs_of(
@@ -149,7 +136,8 @@ class Policy:
         values = {}
         for name, model in models.items():
             with nullcontext() if name == OLD_TOKENS else adapters_off(model):
-                values[name] = self._scores(model, packed).logprobs_N
+                scored = token_logprobs(model, packed, device=self.device, temperature=self.loss.temperature)
+                values[name] = scored.logprobs_N
         return values
 
     @torch.no_grad()
@@ -158,19 +146,13 @@ class Policy:
 
         Call `reshard` after the last of several calls.
         """
-        measure, with_entropy = self._measure(batch), self.loss.with_entropy
-        return self._scores(self.computing_model, batch.packed, measure=measure, with_entropy=with_entropy)
-
-    def _scores(
-        self, model: Transformer, packed: PackedBatch, *, measure: Measure | None = None, with_entropy: bool = False
-    ) -> TokenLogprobs:
         return token_logprobs(
-            model,
-            packed,
+            self.computing_model,
+            batch.packed,
             device=self.device,
             temperature=self.loss.temperature,
-            with_entropy=with_entropy,
-            measure=measure,
+            with_entropy=self.loss.with_entropy,
+            measure=self._measure(batch),
         )
 
     def _measure(self, batch: Batch) -> Measure | None:
@@ -180,7 +162,7 @@ class Policy:
     @torch.no_grad()
     def prepared(self, step: StepBatch) -> StepBatch:
         """The step with the reference's log-probs, and prepared by the loss (`BoundLoss.prepare`)."""
-        if self.reference is not None and REFERENCE_TOKENS not in step.microbatches[0].values:
+        if self.backend.reference is not None and REFERENCE_TOKENS not in step.microbatches[0].values:
             (step,) = self.with_frozen_logprobs([step], num_epochs=1)
         if self.loss.prepare is None:
             return step
@@ -266,8 +248,8 @@ class Policy:
 
     def end_step(self) -> None:
         """Call it once after the last update of a step."""
-        if self.reference is not None:
-            self.reference.follow(self.model, step=self.trainer.global_step)
+        if self.backend.reference is not None:
+            self.backend.reference.follow(self.model, step=self.trainer.global_step)
 
     def _where(self, step: StepBatch, losses: Sequence[float | torch.Tensor]) -> str:
         """Names, in parentheses, the rows of all ranks' microbatches whose losses are not finite."""
@@ -287,8 +269,9 @@ class Policy:
         if self.trainer.global_step != 1 or expected is None:
             return
         # Policy and reference have the same weights before the first update, so the expected loss is the cheapest proof
-        # that packing, labels and the frozen scores agree.
-        tolerance = (1e-3 if self.backend.compute_dtype == torch.float32 else 5e-2) * max(1.0, expected)
+        # that packing, labels and the frozen scores agree. Those are never in float8, whose rounding adds up.
+        in_16_bits = 0.25 if self.computing_model.fp8_enabled else 5e-2
+        tolerance = (1e-3 if self.backend.compute_dtype == torch.float32 else in_16_bits) * max(1.0, expected)
         if abs(loss - expected) > tolerance:
             raise RunError(
                 f"the first loss is {loss:.6f}, but a policy equal to its reference has {expected:.6f}: "
@@ -313,7 +296,7 @@ class Policy:
 
 
 def token_fractions(packed: PackedBatch) -> dict[str, Metric]:
-    """Shares of padding in a microbatch's token slots, and of its documents' tokens that shared prompts save."""
+    """Shares of padding in a microbatch's token slots, and of its documents' tokens that sharing saves."""
     num_slots = packed.input_ids_BT.numel()
     num_document_tokens = packed.num_tokens + packed.num_shared_tokens
     return {

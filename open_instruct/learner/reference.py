@@ -31,10 +31,19 @@ class Reference:
         """Within, `model` computes with the reference's weights. Collective; take no step."""
         return nullcontext()
 
+    @torch.no_grad()
     def follow(self, policy: Transformer, *, step: int) -> None:
-        """Move towards the policy, if it is time to."""
-        if self.update_freq is not None and step % self.update_freq == 0:
-            polyak_update(self.model, policy, alpha=self.alpha)
+        """Move towards the policy, if it is time to: reference <- alpha * policy + (1 - alpha) * reference.
+
+        Every rank averages its own shards. Both models are resharded first: FSDP leaves the root's parameters gathered
+        after a forward pass, and an average of the gathered copies would not reach the shards.
+        """
+        if self.update_freq is None or step % self.update_freq:
+            return
+        reshard(self.model)
+        reshard(policy)
+        for ours, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
+            local_part(ours).lerp_(local_part(theirs).to(ours.dtype), self.alpha)
 
     def state_to_save(self, options: StateDictOptions) -> dict[str, Any]:
         if self.update_freq is None:
@@ -48,16 +57,3 @@ class Reference:
     def load(self, state: dict[str, Any], options: StateDictOptions) -> None:
         if self.update_freq is not None and IN_CHECKPOINT in state:
             set_model_state_dict(self.model, state[IN_CHECKPOINT], options=options)
-
-
-@torch.no_grad()
-def polyak_update(reference: Transformer, policy: Transformer, *, alpha: float) -> None:
-    """Move the reference towards the policy: reference <- alpha * policy + (1 - alpha) * reference.
-
-    Every rank averages its own shards. Both models are resharded first: FSDP leaves the root's parameters gathered
-    after a forward pass, and an average of the gathered copies would not reach the shards.
-    """
-    reshard(reference)
-    reshard(policy)
-    for ours, theirs in zip(reference.parameters(), policy.parameters(), strict=True):
-        local_part(ours).lerp_(local_part(theirs).to(ours.dtype), alpha)

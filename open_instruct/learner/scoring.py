@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.learner.model.float8 import float8_off
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.rows.ahead import built_ahead
 from open_instruct.losses.logprobs import sum_by_reply
@@ -49,7 +50,8 @@ class Scorer:
         was_training = self.model.training
         self.model.eval()
         for batch in self.batches(dataset, rows, title=title):
-            scores = self.policy.scores(batch)
+            with float8_off(self.model):
+                scores = self.policy.scores(batch)
             values = on_device(batch.values, self.device)
             summed = self.policy.loss.summed(scores, replace(batch, values=values))
             columns = columns or [zeros_ND.clone() for _ in summed]
@@ -84,7 +86,3 @@ class Scorer:
             for done, step in enumerate(built_ahead(build, range(0, len(order), size)), start=1):
                 yield from step.microbatches
                 on_progress(min(done * size, len(order)), len(order))
-
-    def score_all(self, dataset: TokenDataset, *, title: str) -> np.ndarray:
-        """`score` of every row."""
-        return self.score(dataset, range(len(dataset)), title=title)

@@ -69,7 +69,7 @@ class Comparison:
     def measure(self, policy: Transformer, batch: Batch, *, device: torch.device) -> Measure:
         """The `Measure` that a forward pass of `policy` over a microbatch computes of its logits."""
         if self.model is None:
-            num_labels = int((batch.packed.sequence_ids_BT >= 0).sum())
+            num_labels = len(batch.packed.sequence_ids_N)
             kept_NC = batch.values[ROW_VALUES].view(num_labels, -1 if num_labels else 1)
             return Measure(self.compare_kept, (beside_labels(policy, batch.packed, kept_NC, device=device),))
         with torch.no_grad(), adapters_off(self.model):

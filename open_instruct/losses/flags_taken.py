@@ -2,12 +2,13 @@
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
 
+@cache
 def flags_taken(function: Callable[..., Any]) -> tuple[str, ...]:
     """Example: of `def gated(inputs, *, sapo_temperature_pos)` they are `("sapo_temperature_pos",)`."""
     parameters = inspect.signature(function).parameters.values()

@@ -205,8 +205,7 @@ def cispo(
     ratio_N = clamped_exp(inputs.log_ratio_N.detach())
     clipped_N = ratio_N.clamp(1 - clip_lower if cispo_clamp_below else None, 1 + clip_higher)
     return PolicyLossOutputs(
-        losses_N=-clipped_N * inputs.advantages_N * inputs.logprobs_N,
-        is_clipped_N=(clipped_N != ratio_N).float(),
+        losses_N=-clipped_N * inputs.advantages_N * inputs.logprobs_N, is_clipped_N=(clipped_N != ratio_N).float()
     )
 
 

@@ -2,15 +2,18 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.help import asks_for_help
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.migrate.launch import TRAINERS, read_launch
-from open_instruct.migrate.migration import Migration, migrate
+from open_instruct.migrate.migration import migrate
+from open_instruct.wording import pages_in
 
+TEMPLATE = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True).get_template("migration.txt.jinja")
 USAGE = f"""\
 usage: open-instruct migrate-args {"|".join(TRAINERS)} [--json] -- ARGS...
        open-instruct migrate-args {"|".join(TRAINERS)} [--json] FILE.yaml
@@ -37,30 +40,5 @@ def migrate_args(words: Sequence[str]) -> int:
     if as_json:
         print(json.dumps(asdict(migration), indent=2))
     else:
-        print("\n".join(_lines(command, migration)))
+        print(TEMPLATE.render(command=command, migration=migration, spelled=spelled, shlex=shlex))
     return 0 if migration.is_equivalent else EXIT_INPUT
-
-
-def _lines(command: str, migration: Migration) -> Iterator[str]:
-    line = f"open-instruct {command}"
-    for word in migration.arguments:
-        line += f" \\\n    {word}" if word.startswith("--") else f" {shlex.quote(word)}"
-    yield line
-    if migration.deepspeed:
-        yield "\nThat is on FSDP2. On DeepSpeed, as the launch has it, with these words behind it:"
-        yield f"    {shlex.join(migration.deepspeed)}"
-    for title, sentences in (
-        ("Called otherwise here", migration.renamed),
-        ("Left out, and nothing is learned differently", migration.dropped),
-        ("Cannot be had", migration.refused),
-    ):
-        if sentences:
-            yield f"\n{title}:"
-            yield from (f"  --{name} {sentence}" for name, sentence in sentences.items())
-    if migration.defaults:
-        yield "\nDefaults that differ; those of flags are set above as upstream has them:"
-        for name, both in migration.defaults.items():
-            flag = f"--{name}"
-            named = flag if flag in migration.arguments else name
-            yield f"  {named}: {spelled(both['upstream'])} upstream, {spelled(both['here'])} here"
-    yield "\nThe run is the same." if migration.is_equivalent else "\nThe run is not the same."

@@ -1,5 +1,6 @@
 """Rules for upstream flags that only mean something together: each reads some flags of a sheet and settles them."""
 
+import json
 import re
 
 from open_instruct.config.suites.upstream_flags import (
@@ -24,6 +25,11 @@ WITHOUT_WARMUP = ("dpo_tune_cache", "finetune", "grpo_fast", "reward_modeling")
 # Those that spare norms and biases of the decay, and embeddings no more than the others do.
 SPARING_NORMS = ("dpo_tune_cache", "finetune", "grpo_fast")
 
+TOOLS = ("python", "serper_search", "jina_browse", "crawl4ai_browse", "s2_search", "generic_mcp")
+GAMES = ("counter", "guess_number", "wordle")
+MAX_STEPS = "5"  # upstream's default
+SETTINGS_OF_SERVERS = ("api_endpoint", "pool_size", "max_retries", "retry_backoff")
+
 
 def settle(command: str, sheet: Sheet) -> None:
     """Apply every rule of `command`."""
@@ -38,6 +44,7 @@ def settle(command: str, sheet: Sheet) -> None:
         _rewards(sheet)
         _checkpoints(sheet)
         _evaluation(sheet)
+        _tools(sheet)
     else:
         _rows(command, sheet)
 
@@ -183,3 +190,40 @@ def _evaluation(sheet: Sheet) -> None:
     sheet.asked["eval_pass_at_k"] = [*ks, str(num_samples)]
     if sheet.number("temperature", 1.0) != 1:
         sheet.set("eval_temperature", sheet.asked["temperature"], "temperature")
+
+
+def _tools(sheet: Sheet) -> None:
+    """Tools are called the same here, and a game is an environment."""
+    tools = [word for word in sheet.asked.pop("tools", []) if word != "none"]
+    if tools and not sheet.given & {"max_steps", "max_tool_calls"}:
+        sheet.set("max_turns", [MAX_STEPS], "max_steps")
+    if len(tools) == 1 and tools[0] in (*TOOLS, *GAMES) and not sheet.given & {"tool_call_names", "tool_configs"}:
+        sheet.set("environment", tools, "tools")
+    elif unknown := [word for word in tools if word not in TOOLS]:
+        known = f"{', '.join(TOOLS)} are, and one alone of {', '.join(GAMES)}, without settings"
+        sheet.refuse("tools", f"names {unknown[0]}, which is no tool here: {known}")
+    elif tools:
+        sheet.set("tools", tools, "tools")
+        _settings(tools, sheet)
+    if "tools" not in sheet.ours:
+        sheet.drop("says something of --tools alone", "tool_call_names", "tool_configs")
+
+
+def _settings(tools: list[str], sheet: Sheet) -> None:
+    try:
+        settings = [json.loads(text) for text in sheet.asked.pop("tool_configs", ["{}"] * len(tools))]
+        kept = [{key: each[key] for key in each if key not in SETTINGS_OF_SERVERS} for each in settings]
+    except (ValueError, TypeError) as error:
+        sheet.refuse("tool_configs", f"is no list of JSON objects: {error}")
+        return
+    if any(each.get("env") or each.get("transport") == "sse" for each in kept):
+        sheet.refuse("tool_configs", "asks for a server with variables of its own, or by SSE, which are not offered")
+    if kept != settings:
+        sheet.dropped["tool_configs"] = f"is read, but for {', '.join(SETTINGS_OF_SERVERS)}: these are of servers"
+    if any(kept):
+        sheet.set("tool_configs", [json.dumps(each) for each in kept], "tool_configs")
+    names = zip(tools, sheet.asked.pop("tool_call_names", tools), kept, strict=False)
+    # A server's tools keep their names upstream, where its settings name none of them.
+    called = [tool if tool == "generic_mcp" and "tool_name" not in each else name for tool, name, each in names]
+    if called != tools:
+        sheet.set("tool_call_names", called, "tool_call_names")

@@ -20,7 +20,11 @@ DYNAMIC_SOURCES = r"L\['kwargs'\]\['cu_doc_lens'\]\.max_(queries|keys),L\['x'\]:
 
 
 def prepare_compiler() -> None:
-    """Set PyTorch's compiler for our blocks: how many versions, which sizes are symbols, and a warning of too many."""
+    """Set PyTorch's compiler for our blocks: how many versions, which sizes are symbols, and a warning of too many.
+
+    PyTorch keeps these settings for each thread, and a GPU has a thread of its own for backward passes, in which blocks
+    that are recomputed may be compiled: it is to be called there too.
+    """
     torch._dynamo.config.recompile_limit = MAX_VERSIONS
     if DYNAMIC_SOURCES not in torch.compiler.config.dynamic_sources:
         torch.compiler.config.dynamic_sources += DYNAMIC_SOURCES

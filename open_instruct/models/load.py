@@ -3,9 +3,9 @@
 The steps, with a model that `build_model` made on the meta device and `parallelize_model` sharded::
 
     names = TensorNames(hf_config)
-    with CheckpointFiles.open(folder) as files:
-        check_cover(names, files, parameter_shapes(model))    # before anything is allocated
-        report = stream_load(model, files, names)             # after the model is sharded
+    files = CheckpointFiles.open(folder)
+    check_cover(names, files, parameter_shapes(model))    # before anything is allocated
+    report = stream_load(model, files, names)             # after the model is sharded
 """
 
 import math

@@ -88,20 +88,17 @@ def _problems(config: DistillConfig) -> Iterator[str]:
 def teacher_of(config: DistillConfig) -> Teacher:
     """The teacher that the flags name, with the comparison of the student's distribution with it."""
     section = config.distillation
+    k = section.teacher_top_k
     settings = {
         "beta": {"forward": 0.0, "reverse": 1.0, "jsd": section.kd_beta}[section.kd_loss],
         "temperature": section.kd_temperature,
     }
 
-    def compare(logits_NV: torch.Tensor, teacher_NV: torch.Tensor) -> torch.Tensor:
-        from open_instruct.losses.distillation import divergence
+    def compare(logits_NV: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        """`teacher` are its logits (N, V) or, of its most likely tokens, what was kept (N, C)."""
+        from open_instruct.losses.distillation import divergence, top_k_divergence
 
-        return divergence(logits_NV, teacher_NV, **settings)
-
-    def compare_kept(logits_NV: torch.Tensor, kept_NC: torch.Tensor) -> torch.Tensor:
-        from open_instruct.losses.distillation import top_k_divergence
-
-        return top_k_divergence(logits_NV, kept_NC, **settings)
+        return (divergence if k is None else top_k_divergence)(logits_NV, teacher, **settings)
 
     def keep(logits_NV: torch.Tensor, k: int) -> torch.Tensor:
         from open_instruct.losses.distillation import keep_top_k
@@ -109,12 +106,11 @@ def teacher_of(config: DistillConfig) -> Teacher:
         return keep_top_k(logits_NV, k, section.kd_temperature)
 
     name = section.teacher_model_name_or_path
-    k = section.teacher_top_k
     if k is None:
         return Teacher(model_name_or_path=name, compare=compare)
     return Teacher(
         model_name_or_path=name,
-        compare=compare_kept,
+        compare=compare,
         keep=partial(keep, k=k),
         kept_as=f"top{k}-temperature{section.kd_temperature!r}",
         num_kept=k,

@@ -125,11 +125,7 @@ def first_loss(loss: PreferenceLossSection) -> float:
     import torch
 
     zeros_21 = torch.zeros(2, 1, dtype=torch.float64)
-    inputs = PreferenceLossInputs(
-        policy_logps_2P=zeros_21,
-        lengths_2P=torch.ones(2, 1),
-        reference_logps_2P=zeros_21,
-    )
+    inputs = PreferenceLossInputs(policy_logps_2P=zeros_21, lengths_2P=torch.ones(2, 1), reference_logps_2P=zeros_21)
     return preference_loss(loss, inputs).losses_P.item()
 
 

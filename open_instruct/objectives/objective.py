@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # The name in `Batch.values` of the token log-probs of a reference policy that is computed during training.
 REFERENCE_TOKENS = "reference_logprobs_N"
+# That of the token log-probs of a teacher on the policy's own completions.
+TEACHER_TOKENS = "teacher_logprobs_N"
 # The name of a reference policy's frozen scores in evaluations; `Batch.values` adds `_S` to it.
 REFERENCE = "reference_logps"
 
@@ -110,7 +112,7 @@ class BoundLoss:
             return self.temperature
         import torch
 
-        num_labels = int((batch.packed.sequence_ids_BT >= 0).sum())
+        num_labels = len(batch.packed.sequence_ids_N)
         return torch.full((num_labels,), self.temperature).index_fill(0, tokens_M, 1.0)
 
 
@@ -159,7 +161,7 @@ class Objective:
         only_scores: whether these flags ask for the reference scores alone, without training.
         teacher: the frozen model that the policy is compared with under these flags; None where there is none.
         bind: the loss under the flags of a run.
-        prefix_sharing: whether, under these flags, the documents of a row share their prompt.
+        prefix_sharing: whether, under these flags, the documents of a row share what they begin with.
         fills_packs: whether, under these flags, a step counts packs of rows, filled before training, in place of rows.
         evaluate: from summed log-probs of all held-out documents (float32, (N, D); with a teacher (N, 2D): behind them
             the sums of the comparison) and the reference's, the held-out scores; None where there are none.
@@ -193,7 +195,3 @@ class Objective:
     def rows_of(self, config: TrainingConfig) -> type[RowBuilder]:
         """The class of the rows under these flags."""
         return self.rows if self.rows_under is None else self.rows_under(config)
-
-    @property
-    def program(self) -> str:
-        return f"{self.name}.py"

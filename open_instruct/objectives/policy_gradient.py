@@ -31,6 +31,7 @@ from open_instruct.losses.mismatch import Correction, correct_mismatch, rho_valu
 from open_instruct.losses.policy import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
 from open_instruct.objectives.objective import (
     REFERENCE_TOKENS,
+    TEACHER_TOKENS,
     BoundLoss,
     Gather,
     LossOutputs,
@@ -42,8 +43,6 @@ from open_instruct.users_code import own_function
 
 if TYPE_CHECKING:
     import torch
-
-TEACHER_TOKENS = "teacher_logprobs_N"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +135,10 @@ def policy_gradient(
     if scores.entropy_N is not None:
         values["entropy"] = rl.take(scores.entropy_N)
     if REFERENCE_TOKENS in batch.values:
-        kl_sum, values["kl"] = _reference_kl(scores, batch, loss, policy_loss)
+        kl_sum, values["kl"] = _distance(REFERENCE_TOKENS, scores, batch, loss, policy_loss)
         total = total + loss.beta * kl_sum / denominator_of("kl")
     if TEACHER_TOKENS in batch.values:
-        kl_sum, values["teacher_kl"] = _teacher_kl(scores, batch, loss, policy_loss)
+        kl_sum, values["teacher_kl"] = _distance(TEACHER_TOKENS, scores, batch, loss, policy_loss)
         total = total + loss.teacher_kl_coef * kl_sum / denominator_of("kl")
     metrics: dict[str, Metric] = {}
     if counts["ce_labels"] > 0:
@@ -172,32 +171,25 @@ def _sampled_tokens(
     return inputs, correction
 
 
-def _reference_kl(
-    scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection, policy_loss: PolicyLoss
+def _distance(
+    frozen: str, scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection, policy_loss: PolicyLoss
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighed sum of the estimated divergence from the reference policy, and the estimate at every token."""
+    """The weighed sum of the estimated divergence from a `frozen` model, and an estimate at every token, to be shown.
+
+    From a teacher the sum is of half the squared log-ratio, which has the gradient of the divergence, and the log-ratio
+    is shown, which has its value.
+    """
+    from_teacher = frozen == TEACHER_TOKENS
+    learned, shown = ("1", "0") if from_teacher else (loss.kl_estimator, loss.kl_estimator)
     kl = Stream.of("kl", batch.values)
     inputs, correction = _sampled_tokens(kl, scores, batch, loss)
-    kl_M = kl_estimates(loss.kl_estimator, inputs.logprobs_N, kl.take(batch.values[REFERENCE_TOKENS]))
-    shown_M = kl_M.detach()
-    if loss.kl_importance_weighted:
+    frozen_M = kl.take(batch.values[frozen])
+    kl_M = kl_estimates(learned, inputs.logprobs_N, frozen_M)
+    if loss.kl_importance_weighted and not from_teacher:
         kl_M = policy_loss.importance_ratio(inputs) * kl_M
+    shown_M = kl_estimates(shown, inputs.logprobs_N, frozen_M).detach()
     # The KL is an expectation under the policy too, so the engine's samples get the same importance weights.
     return kl.weighed(correction.weights_N * policy_loss.shares(kl_M, inputs)).sum(), shown_M
-
-
-def _teacher_kl(
-    scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection, policy_loss: PolicyLoss
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighed sum of half the squared log-ratio to the teacher, which has the gradient of the divergence, and the
-    log-ratio at every token, which has its value.
-    """
-    kl = Stream.of("kl", batch.values)
-    inputs, correction = _sampled_tokens(kl, scores, batch, loss)
-    teacher_M = kl.take(batch.values[TEACHER_TOKENS])
-    kl_M = policy_loss.shares(kl_estimates("1", inputs.logprobs_N, teacher_M), inputs)
-    shown_M = kl_estimates("0", inputs.logprobs_N, teacher_M).detach()
-    return kl.weighed(correction.weights_N * kl_M).sum(), shown_M
 
 
 def _cross_entropy_sum(scores: TokenLogprobs, batch: Batch) -> torch.Tensor:

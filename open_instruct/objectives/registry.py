@@ -20,6 +20,11 @@ OBJECTIVES = {
 GRPO = "open_instruct.objectives.policy_gradient:GRPO"
 
 
+def objective_names() -> list[str]:
+    """The commands that train."""
+    return [*OBJECTIVES, "grpo"]
+
+
 def objective_named(name: str) -> Objective:
     """Import the objective of that name: one of `OBJECTIVES`, or grpo."""
     place = GRPO if name == "grpo" else OBJECTIVES[name][0]

@@ -4,7 +4,7 @@ Position t of a document predicts the document's token t + 1, so a document's la
 has a label, and nothing predicts the first token of the document that follows it in a packed row. Where only the ends
 of replies are read, labels mark their last positions.
 
-Legend: B rows, T tokens of a row, K kept label positions of a row.
+Legend: B rows, T tokens of a row, N labels of all documents, K kept label positions of a row.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
-from open_instruct.packing.prefixes import shared_prefix_length
+from open_instruct.packing.prefixes import branches_of
 from open_instruct.records import IGNORE_INDEX, Document, KeptPositions, PackedBatch
 
-NO_SEQUENCE = -1
 T = TypeVar("T")
 
 
@@ -35,24 +34,17 @@ def pack_documents(
     When the row is lengthened to a multiple of `pad_to_multiple_of` tokens, the padding is one more
     document, after all others and without labels, so `document_lengths` always add up to T.
 
-    `groups` are indices of documents, each of them once, in the order in which they lie in the row (default: as they
-    are, none shares). The documents of a group share the prompt that they begin with; see prefixes.py.
+    `groups` are indices of documents, each of them once (default: none shares). Groups lie in the row in their order;
+    the documents of a group share what they begin with, in the order of `branches_of`.
 
     Example: documents of 4 and 2 tokens, `pad_to_multiple_of=8`: T is 8, document_lengths (4, 2, 2),
     num_sequences 2, num_tokens 6.
     """
     assert documents, "nothing to pack; use empty_batch"
     row = _Row()
-    num_shared_tokens = 0
-    if groups is None:
-        groups = [(index,) for index in range(len(documents))]
-    for group in groups:
-        prefix_length = shared_prefix_length([documents[index] for index in group])
-        if prefix_length:
-            row.add_prefix(documents[group[0]].token_ids[:prefix_length])
-        for index in group:
+    for group in groups or [(index,) for index in range(len(documents))]:
+        for index, prefix_length in branches_of(documents, group):
             row.add_document(documents[index], index, prefix_length)
-        num_shared_tokens += prefix_length * (len(group) - 1)
     num_tokens = len(row.input_ids)
     if num_padding := -num_tokens % pad_to_multiple_of:
         row.add_padding(num_padding, pad_token_id)
@@ -62,7 +54,7 @@ def pack_documents(
         prefix_lengths=tuple(row.prefix_lengths) if any(row.prefix_lengths) else None,
         num_sequences=len(documents),
         num_tokens=num_tokens,
-        num_shared_tokens=num_shared_tokens,
+        num_shared_tokens=sum(row.prefix_lengths),
     )
 
 
@@ -114,16 +106,21 @@ def lay_out(
         return pack_documents(
             documents, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of, groups=groups
         )
-    assert groups is None, "only packed documents share a prompt"
+    assert groups is None, "only packed documents share what they begin with"
     return pad_documents(documents, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
 
 
 def _packed(rows: Sequence[_Row], **fields: Any) -> PackedBatch:
     """The batch of these rows, with the positions that the language-model head keeps, computed once for all passes."""
+    width = len(rows[0].input_ids)
     batch = PackedBatch(
         input_ids_BT=torch.tensor([row.input_ids for row in rows]),
         labels_BT=torch.tensor([row.labels for row in rows]),
-        sequence_ids_BT=torch.tensor([row.sequence_ids for row in rows]),
+        label_positions_N=torch.tensor(
+            [number * width + position for number, row in enumerate(rows) for position in row.label_positions],
+            dtype=torch.long,
+        ),
+        sequence_ids_N=torch.tensor([index for row in rows for index in row.sequence_ids], dtype=torch.long),
         **fields,
     )
     return replace(batch, kept=kept_positions(batch))
@@ -133,7 +130,7 @@ def kept_positions(batch: PackedBatch) -> KeptPositions:
     """The positions that have a label, so that the language-model head runs only there.
 
     K is the largest number of labels in a row, at least 1. A row with fewer is filled up with its last
-    position: there the label is IGNORE_INDEX and the sequence id -1. Order is kept. Call it on the CPU, before the
+    position: there the label is IGNORE_INDEX. Order is kept. Call it on the CPU, before the
     batch moves: K is read from the tensor.
 
     Example: labels `[[-100, 7, 8, -100], [9, -100, -100, -100]]` give positions `[[1, 2], [0, 3]]`.
@@ -149,7 +146,6 @@ def kept_positions(batch: PackedBatch) -> KeptPositions:
     return KeptPositions(
         positions_BK=positions_BK,
         labels_BK=batch.labels_BT.gather(1, positions_BK).masked_fill(is_filled_BK, IGNORE_INDEX),
-        sequence_ids_BK=batch.sequence_ids_BT.gather(1, positions_BK).masked_fill(is_filled_BK, NO_SEQUENCE),
     )
 
 
@@ -174,16 +170,19 @@ class _Row:
     def __init__(self) -> None:
         self.input_ids: list[int] = []
         self.labels: list[int] = []
+        self.label_positions: list[int] = []
         self.sequence_ids: list[int] = []
         self.lengths: list[int] = []
         self.prefix_lengths: list[int] = []
+        self.path: list[int] = []  # where the tokens of the last document lie
 
     def add_document(self, document: Document, index: int, prefix_length: int = 0) -> None:
-        """The document's tokens after its shared prefix, their labels and sequence ids."""
-        offset = len(self.labels) - prefix_length
+        """The document's tokens after its shared prefix, and all its labels, those within the prefix too."""
+        start_of_own = len(self.input_ids)
         self._add(document.token_ids[prefix_length:], prefix_length)
+        self.path = [*self.path[:prefix_length], *range(start_of_own, len(self.input_ids))]
         assert document.responses, "a document without a response"
-        end = prefix_length + 1  # no position predicts a token at 0, so no response starts there
+        end = 1  # no position predicts a token at 0, so no response starts there
         for response in document.responses:
             start, stop = response.start, response.stop
             assert end <= start < stop <= len(document), f"responses {document.responses} in {len(document)} tokens"
@@ -191,12 +190,13 @@ class _Row:
                 first, labels = stop - 1, document.token_ids[stop - 1 : stop]
             else:
                 first, labels = start - 1, document.token_ids[start:stop]
-            self.labels[offset + first : offset + first + len(labels)] = labels
-            self.sequence_ids[offset + first : offset + first + len(labels)] = [index] * len(labels)
+            positions = self.path[first : first + len(labels)]
+            for position, label in zip(positions, labels, strict=True):
+                assert self.labels[position] in (IGNORE_INDEX, label), "documents share a position, but not its label"
+                self.labels[position] = label
+            self.label_positions += positions
+            self.sequence_ids += [index] * len(labels)
             end = stop
-
-    def add_prefix(self, token_ids: Sequence[int]) -> None:
-        self._add(token_ids, 0)
 
     def add_padding(self, num_padding: int, pad_token_id: int) -> None:
         self._add([pad_token_id] * num_padding, 0)
@@ -204,6 +204,5 @@ class _Row:
     def _add(self, token_ids: Sequence[int], prefix_length: int) -> None:
         self.input_ids += token_ids
         self.labels += [IGNORE_INDEX] * len(token_ids)
-        self.sequence_ids += [NO_SEQUENCE] * len(token_ids)
         self.lengths.append(len(token_ids))
         self.prefix_lengths.append(prefix_length)

@@ -1,33 +1,72 @@
-"""Prefix sharing: which documents share a prompt, and how many tokens that saves.
+"""Prefix sharing: what documents begin with together lies in a row once, as a tree of any depth.
 
-The *shared prefix* of several documents is the part that all of them begin with, token for token, before the first
-token that any of them is learned from, less its last token. That token is computed again for every document,
-since it predicts the first token of the reply, which differs. Torch is not imported: the planner counts here too.
+The *shared prefix* of two documents is what both begin with, token for token, less the last of these tokens. That token
+is computed again for each of them, since it predicts another token in each: so every position of a row has one label
+at most, and documents that share a position share its label. Prompts, turns and replies are shared alike, learned or
+not. Torch is not imported: the planner counts here too.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import compress, count, groupby
+from operator import ne
+from typing import NamedTuple
 
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.records import Document
 
-# A shared prompt costs one more call of attention; `auto` shares only if it saves this share of the tokens.
+# Sharing costs longer calls of attention; `auto` shares only if it saves this share of the tokens.
 LEAST_SHARE_SAVED = 0.05
+# Replies to one prompt often begin with the same few words. Only from so many tokens on do they share them.
+LEAST_OF_REPLIES = 8
 
 
-def shared_prefix_length(documents: Sequence[Document]) -> int:
-    """Tokens of the shared prefix of `documents`; 0 of a single one.
+class Branch(NamedTuple):
+    """A document in the order of a row, by its index, and the tokens that it shares with the one before it there."""
+
+    document: int
+    prefix_length: int
+
+
+def shared_prefix_length(one: Document, other: Document, *, known: int = 0) -> int:
+    """Tokens of the shared prefix of two documents, of which the first `known` are known to be equal.
 
     Example: prompts 5 9 2 and 5 9 2 with different replies share 5 9, so 2.
     """
-    if len(documents) < 2:
-        return 0
-    prompts = [document.token_ids[: document.responses[0].start] for document in documents]
-    # A prefix that the first and the last in sorted order share is shared by all.
-    first, last = min(prompts), max(prompts)
-    num_common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    return max(min(num_common, len(last)) - 1, 0)
+    differs_at = compress(count(known), map(ne, one.token_ids[known:], other.token_ids[known:]))
+    num_common = next(differs_at, min(len(one), len(other)))
+    return prefix_of(num_common, min(one.responses[0].start, other.responses[0].start))
+
+
+def prefix_of(num_common: int, num_prompt: int) -> int:
+    """Tokens of the prefix that documents share which begin with `num_common` equal tokens, prompt included."""
+    if num_common < num_prompt + LEAST_OF_REPLIES:
+        num_common = min(num_common, num_prompt)
+    return max(num_common - 1, 0)
+
+
+def branches_of(documents: Sequence[Document], group: Sequence[int]) -> list[Branch]:
+    """The documents of a group (indices) as a walk of their tree, depth first.
+
+    Each goes behind those that it shares most with; so documents which share only their prompt stay in their order.
+
+    Example: token ids 1 2 3 4, 1 2 6 and 1 2 3 5 (all but the first learned only from the last token on) become::
+
+        [Branch(0, 0), Branch(2, 2), Branch(1, 1)]
+    """
+    row: list[Branch] = []
+    for index in group:
+        shared = most = place = 0
+        for next_place, (other, with_one_before) in enumerate(row, start=1):
+            # Of two that share more with each other than with a third, both share the same with it.
+            if with_one_before == shared:
+                shared = shared_prefix_length(documents[index], documents[other], known=shared)
+            else:
+                shared = min(shared, with_one_before)
+            if shared >= most:
+                most, place = shared, next_place
+        row.insert(place, Branch(index, most))
+    return row
 
 
 def groups_that_share(
@@ -36,20 +75,19 @@ def groups_that_share(
     """`groups` of indices of `documents`; groups whose sharing does not pay are split into single documents."""
     chosen: list[tuple[int, ...]] = []
     for group in groups:
-        members = [documents[i] for i in group]
-        if pays(shared_prefix_length(members), len(members), sum(map(len, members)), sharing):
+        num_saved = sum(branch.prefix_length for branch in branches_of(documents, group))
+        if pays(num_saved, sum(len(documents[i]) for i in group), sharing):
             chosen.append(tuple(group))
         else:
             chosen.extend((i,) for i in group)
     return chosen
 
 
-def pays(prefix_length: int, num_documents: int, num_tokens: int, sharing: PrefixSharing) -> bool:
-    """Whether documents with `num_tokens` tokens in all should share a prefix of `prefix_length`."""
-    saved = saved_tokens(prefix_length, num_documents)
+def pays(num_saved: int, num_tokens: int, sharing: PrefixSharing) -> bool:
+    """Whether documents with `num_tokens` tokens in all should share, which saves `num_saved` of them."""
     if sharing == "auto":
-        return saved >= LEAST_SHARE_SAVED * num_tokens and saved > 0
-    return sharing == "on" and saved > 0
+        return num_saved >= LEAST_SHARE_SAVED * num_tokens and num_saved > 0
+    return sharing == "on" and num_saved > 0
 
 
 def saved_tokens(prefix_length: int, num_documents: int) -> int:

@@ -19,7 +19,7 @@ import torch
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.packing.balance import Microbatches, balanced, best_fit
 from open_instruct.packing.documents import lay_out
-from open_instruct.packing.prefixes import pays, runs_of_one_prompt, saved_tokens
+from open_instruct.packing.prefixes import Branch, branches_of, pays, runs_of_one_prompt
 from open_instruct.records import USUAL_WEIGHTS, Batch, Document, RolloutSample, StepBatch
 
 
@@ -96,8 +96,12 @@ def plan_rollouts(
 def _ways_to_chunk(
     documents: Sequence[Document], samples: range, capacity: int, sharing: PrefixSharing
 ) -> Iterator[list[Chunk]]:
-    """The ways to cut groups: whole, halves, quarters, down to single samples; only the last if nothing is shared."""
-    groups = [] if sharing == "off" else runs_of_one_prompt([documents[i] for i in samples])
+    """The ways to cut groups: whole, halves, quarters, down to single samples; only the last if nothing is shared.
+
+    They are cut in the order of their trees, so that those which share most stay together.
+    """
+    runs = [] if sharing == "off" else runs_of_one_prompt([documents[i] for i in samples])
+    groups = [branches_of(documents, [samples[i] for i in run]) for run in runs]
     size = max(map(len, groups), default=1)
     while size > 1:
         chunks: list[Chunk] = []
@@ -105,28 +109,30 @@ def _ways_to_chunk(
             num_parts = -(-len(group) // size)
             edges = [len(group) * part // num_parts for part in range(num_parts + 1)]
             for first, end in pairwise(edges):
-                chunks.extend(_chunks_that_fit(documents, [samples[i] for i in group[first:end]], capacity, sharing))
+                chunks.extend(_chunks_that_fit(documents, group[first:end], capacity, sharing))
         yield chunks
         size = -(-size // 2)
     yield [Chunk((i,), len(documents[i])) for i in samples]
 
 
 def _chunks_that_fit(
-    documents: Sequence[Document], samples: Sequence[int], capacity: int, sharing: PrefixSharing
+    documents: Sequence[Document], branches: Sequence[Branch], capacity: int, sharing: PrefixSharing
 ) -> list[Chunk]:
-    """The samples as one chunk, or as single ones where sharing does not pay; halved until each fits a microbatch."""
+    """The samples as one chunk, or as single ones where sharing does not pay; halved until each fits a microbatch.
+
+    The first of the `branches` has nothing before it here.
+    """
+    samples = tuple(branch.document for branch in branches)
     num_tokens = sum(len(documents[i]) for i in samples)
-    # The samples have the same prompt, so they share all of it but its last token.
-    prefix_length = documents[samples[0]].responses[0].start - 1
-    if not pays(prefix_length, len(samples), num_tokens, sharing):
+    num_saved = sum(branch.prefix_length for branch in branches[1:])
+    if not pays(num_saved, num_tokens, sharing):
         return [Chunk((i,), len(documents[i])) for i in samples]
-    num_tokens -= saved_tokens(prefix_length, len(samples))
-    if num_tokens <= capacity:
-        return [Chunk(tuple(samples), num_tokens)]
-    half = len(samples) // 2
+    if num_tokens - num_saved <= capacity:
+        return [Chunk(samples, num_tokens - num_saved)]
+    half = len(branches) // 2
     return [
         chunk
-        for part in (samples[:half], samples[half:])
+        for part in (branches[:half], branches[half:])
         for chunk in _chunks_that_fit(documents, part, capacity, sharing)
     ]
 
@@ -222,7 +228,7 @@ def rollout_batch(
     pad_to_multiple_of: int = 1,
     prefix_sharing: PrefixSharing = "off",
 ) -> Batch:
-    """The tensors of one microbatch: its samples in order in one packed row; without samples one unlabelled document.
+    """The tensors of one microbatch: its samples in one packed row; without samples one unlabelled document.
 
     Each learned token has a value in `engine_logprobs_N` and `advantages_N`, float32. If tokens have other than the
     usual weights, `STREAM_tokens` and `STREAM_weights` give the tokens of each stream and their weights.
@@ -236,9 +242,11 @@ def rollout_batch(
         # The plan has decided that sharing pays, so runs of one prompt are not judged again here.
         groups=None if prefix_sharing == "off" else runs_of_one_prompt(documents),
     )
-    # Labels lie in the row in the order of the samples and of their tokens.
+    # Labels are in the order in which samples lie in the row, those of a shared token once for each of them: so every
+    # sample has its own advantages, weights and log-probs there.
+    samples = [samples[i] for i in packed.sequence_ids_N.unique_consecutive().tolist()]
     num_values = sum(len(sample.engine_logprobs) for sample in samples)
-    num_labels = int((packed.sequence_ids_BT >= 0).sum())
+    num_labels = len(packed.sequence_ids_N)
     assert num_values == num_labels, f"{num_values} log-probs for {num_labels} labels"
     return Batch(
         packed=packed,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -17,7 +18,7 @@ from open_instruct.config.sections import DataSection, OptimSection, PrefixShari
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.packing.balance import Microbatches, balanced, best_fit
 from open_instruct.packing.documents import lay_out
-from open_instruct.packing.prefixes import groups_that_share, pays, saved_tokens
+from open_instruct.packing.prefixes import groups_that_share, pays, prefix_of, saved_tokens
 from open_instruct.records import ROW_VALUES, Batch, Document, StepBatch
 from open_instruct.shard_layout import ShardLayout
 
@@ -137,15 +138,12 @@ def step_batch(
 ) -> StepBatch:
     """Divide `samples` (a global batch; each lists its rows) into microbatches and build those of `rank` by `collate`.
 
-    Every rank computes the same plan from lengths alone, so nothing is exchanged. The counts are of all ranks: `rows`,
+    Every rank computes the same plan from the rows alone, so nothing is exchanged. The counts are of all ranks: `rows`,
     `labels` (tokens that are learned) and `tokens`.
     """
     rows = list(chain.from_iterable(samples))
     num_tokens = dataset.num_tokens[rows].tolist()
-    in_row = iter(
-        num_packed_tokens(*lengths, dataset.documents_per_row, shape.prefix_sharing)
-        for lengths in zip(num_tokens, dataset.prompt_lengths[rows].tolist(), strict=True)
-    )
+    in_row = iter(map(partial(num_packed_tokens, dataset, sharing=shape.prefix_sharing), rows))
     plan = plan_step(
         [sum(islice(in_row, len(sample))) for sample in samples],
         num_ranks=num_ranks,
@@ -189,7 +187,7 @@ def collate(
     """The tensors of one microbatch of R rows: sequence d * R + r is document d of the row at r.
 
     Packed, all documents lie in one row, with no padding between them; the documents of a row that share
-    their prompt follow it. Without rows it is a batch of one unlabelled document.
+    what they begin with lie together. Without rows it is a batch of one unlabelled document.
 
     `scores` are frozen values of all documents of the data set by name, float32 (N, D); the batch gets those of its
     documents as `NAME_S`. `row_values` are the numbers of each row for the loss; the batch gets them as `ROW_VALUES`.
@@ -201,11 +199,7 @@ def collate(
         groups = groups_that_share(documents, together, prefix_sharing)
     return Batch(
         packed=lay_out(
-            documents,
-            packing=packing,
-            pad_token_id=pad_token_id,
-            pad_to_multiple_of=pad_to_multiple_of,
-            groups=groups,
+            documents, packing=packing, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of, groups=groups
         ),
         row_ids=tuple(row_ids),
         documents=tuple(documents),
@@ -217,12 +211,14 @@ def collate(
     )
 
 
-def num_packed_tokens(num_tokens: int, num_prompt_tokens: int, num_documents: int, sharing: PrefixSharing) -> int:
-    """Tokens that a row with `num_tokens` tokens in its documents takes when packed.
+def num_packed_tokens(dataset: TokenDataset, row: int, sharing: PrefixSharing) -> int:
+    """Tokens that a row's documents take when packed.
 
     Example: two conversations of 60 tokens with a prompt of 40 take 120 tokens, or 81 sharing their prompt.
     """
-    prefix_length = num_prompt_tokens - 1
-    if not pays(prefix_length, num_documents, num_tokens, sharing):
+    num_tokens, num_documents = int(dataset.num_tokens[row]), dataset.documents_per_row
+    if sharing == "off" or num_documents == 1:
         return num_tokens
-    return num_tokens - saved_tokens(prefix_length, num_documents)
+    prefix_length = prefix_of(dataset.num_common_tokens(row), int(dataset.prompt_lengths[row]))
+    num_saved = saved_tokens(prefix_length, num_documents)
+    return num_tokens - num_saved if pays(num_saved, num_tokens, sharing) else num_tokens

@@ -1,5 +1,7 @@
 """A layout as OLMo-core's parallel configs. Both train modules build theirs here and nowhere else."""
 
+from typing import Any
+
 from olmo_core.config import DType
 from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.train.train_module.transformer import (
@@ -12,13 +14,12 @@ from olmo_core.train.train_module.transformer import (
 from open_instruct.shard_layout import ShardLayout
 
 
-def build_data_parallel_config(
-    layout: ShardLayout, *, param_dtype: str = "bfloat16", prefetch_factor: int = 0
-) -> TransformerDataParallelConfig | None:
-    """HSDP with the layout's degrees, each block a unit of its own; None where nothing is wrapped.
+def parallel_configs(layout: ShardLayout, *, param_dtype: str = "bfloat16", prefetch_factor: int = 0) -> dict[str, Any]:
+    """`dp`: HSDP, each block a unit of its own; `tp`: matrices split over ranks; `cp`: rows split, in Ulysses style.
 
-    Both degrees are always given. By default OLMo-core makes as many replicas as the environment counts nodes, and
-    with nodes of unequal size these replicas straddle nodes.
+    Each has the layout's degrees, and is None where nothing is wrapped or split. Both degrees of HSDP are always given:
+    by default OLMo-core makes as many replicas as the environment counts nodes, and with nodes of unequal size these
+    replicas straddle nodes.
 
     Args:
         layout: the sharding decision.
@@ -26,9 +27,8 @@ def build_data_parallel_config(
             shards themselves, and the reduction of their gradients, are float32.
         prefetch_factor: blocks whose gathering is launched, in the forward pass, before the one at work.
     """
-    if layout.single_device:
-        return None
-    return TransformerDataParallelConfig(
+    tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
+    hsdp = TransformerDataParallelConfig(
         name=DataParallelType.hsdp,
         wrapping_strategy=TransformerDataParallelWrappingStrategy.blocks,
         num_replicas=layout.num_replicas,
@@ -37,17 +37,8 @@ def build_data_parallel_config(
         reduce_dtype=DType.float32,
         prefetch_factor=prefetch_factor,
     )
-
-
-def build_tensor_parallel_config(layout: ShardLayout) -> TransformerTensorParallelConfig | None:
-    """Tensor parallelism of the layout's degree; None where every matrix stays whole."""
-    if layout.tensor_parallel_degree == 1:
-        return None
-    return TransformerTensorParallelConfig(degree=layout.tensor_parallel_degree)
-
-
-def build_context_parallel_config(layout: ShardLayout) -> TransformerContextParallelConfig | None:
-    """Rows split over the layout's context degree, in Ulysses style; None where every rank has whole rows."""
-    if layout.context_parallel_degree == 1:
-        return None
-    return TransformerContextParallelConfig.ulysses(layout.context_parallel_degree)
+    return {
+        "dp": None if layout.single_device else hsdp,
+        "tp": TransformerTensorParallelConfig(degree=tensor) if tensor > 1 else None,
+        "cp": TransformerContextParallelConfig.ulysses(context) if context > 1 else None,
+    }

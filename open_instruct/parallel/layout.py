@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd, isqrt, prod
 
-from open_instruct.config.backends import backend_named
 from open_instruct.config.sections import ParallelSection
+from open_instruct.config.training import backend_named
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout_warnings import find_warnings
 from open_instruct.shard_layout import ShardLayout

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -47,43 +48,42 @@ def reduce_metrics(
     maximum as one slot a rank, so that a single summing all-reduce serves all three. A mean over no
     weight at all is NaN.
     """
+    if not metrics:
+        return {}
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     names = sorted(metrics)
-    slots: list[torch.Tensor] = []
-    for name in names:
-        metric = metrics[name]
-        value = _slot(metric.value, device)
-        if metric.reduction == "sum":
-            slots.append(value)
-        elif metric.reduction == "max":
-            slots.append(torch.where(torch.arange(world_size, device=device) == rank, value, 0.0))
-        else:
-            weight = _slot(metric.weight, device)
-            # A rank without data may bring NaN with weight 0, which must not reach the sum.
-            slots.append(torch.cat([torch.where(weight > 0, value * weight, 0.0), weight]))
-    if not slots:
-        return {}
+    slots = [_slots(metrics[name], rank=rank, world_size=world_size, device=device) for name in names]
     flat = torch.cat(slots)
     if world_size > 1:
         dist.all_reduce(flat, group=group)
-
-    reduced: dict[str, float] = {}
-    numbers = iter(flat.tolist())
-    for name in names:
-        if metrics[name].reduction == "sum":
-            reduced[name] = next(numbers)
-        elif metrics[name].reduction == "max":
-            # A NaN counts as the largest; the result of max() would depend on the order.
-            values = [next(numbers) for _ in range(world_size)]
-            reduced[name] = max(values, key=lambda value: (math.isnan(value), value))
-        else:
-            total, weight_sum = next(numbers), next(numbers)
-            reduced[name] = total / weight_sum if weight_sum > 0 else float("nan")
-    return reduced
+    sums = iter(flat.tolist())  # the one wait for the device
+    return {name: _reduced(metrics[name], list(islice(sums, len(own)))) for name, own in zip(names, slots, strict=True)}
 
 
-def _slot(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+def _slots(metric: Metric, *, rank: int, world_size: int, device: torch.device) -> torch.Tensor:
+    """The numbers of a metric on one rank; `_reduced` reads their sums over all ranks."""
+    value = _number(metric.value, device)
+    if metric.reduction == "sum":
+        return value
+    if metric.reduction == "max":
+        return torch.where(torch.arange(world_size, device=device) == rank, value, 0.0)
+    weight = _number(metric.weight, device)
+    # A rank without data may bring NaN with weight 0, which must not reach the sum.
+    return torch.cat([torch.where(weight > 0, value * weight, 0.0), weight])
+
+
+def _reduced(metric: Metric, sums: list[float]) -> float:
+    if metric.reduction == "sum":
+        return sums[0]
+    if metric.reduction == "max":
+        # A NaN counts as the largest; the result of max() would depend on the order.
+        return max(sums, key=lambda value: (math.isnan(value), value))
+    total, weight_sum = sums
+    return total / weight_sum if weight_sum > 0 else math.nan
+
+
+def _number(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:
     """Shape (1,), float64. A number of the host is written by a fill, since a copy would wait for the device."""
     if isinstance(number, torch.Tensor) and number.device.type == device.type:
         return number.to(torch.float64).reshape(1)

@@ -4,7 +4,7 @@ import torch
 from olmo_core.distributed import parallel
 from torch.distributed.device_mesh import DeviceMesh
 
-from open_instruct.parallel import data_parallel
+from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.shard_layout import ShardLayout
 
 
@@ -15,12 +15,7 @@ def mesh_of(layout: ShardLayout, device: torch.device) -> DeviceMesh | None:
     """
     if (mesh := parallel.get_world_mesh()) is not None or layout.single_device:
         return mesh
-    return parallel.build_world_mesh(
-        dp=data_parallel.build_data_parallel_config(layout),
-        cp=data_parallel.build_context_parallel_config(layout),
-        tp=data_parallel.build_tensor_parallel_config(layout),
-        device_type=device.type,
-    )
+    return parallel.build_world_mesh(**parallel_configs(layout), device_type=device.type)
 
 
 def keep_mesh(mesh: DeviceMesh | None) -> None:

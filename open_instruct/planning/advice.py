@@ -13,10 +13,9 @@ from typing import Any
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import InputError
-from open_instruct.parallel.layout import divisors
 from open_instruct.parallel.node_sizes import MAX_GPUS
 from open_instruct.parallel.wording import nodes_text
-from open_instruct.planning.plan import Plan, Setting, Way, plan_of, ranked_layouts
+from open_instruct.planning.plan import Plan, Setting, Way, plan_of, ranked_layouts, smaller_microbatches
 from open_instruct.planning.subject.words import said
 from open_instruct.planning.subject.workload import MIB
 
@@ -102,18 +101,14 @@ class Advice:
         setting = self.plan.setting
         if setting.config.memory.activation_checkpointing == "none":
             return None
-        auto = changed(setting, {"activation_checkpointing": "auto"} | _freed(setting))
-        if auto is None or not auto.plan.has_room:
-            return None
-        return auto if auto.plan.time.compute_s * WORTH_A_CHANGE < self.plan.time.compute_s else None
+        auto = fitting(setting, {"activation_checkpointing": "auto"} | _freed(setting))
+        return auto if auto and auto.plan.time.compute_s * WORTH_A_CHANGE < self.plan.time.compute_s else None
 
     @cached_property
     def exchanges_less(self) -> Change | None:
         """Gradients reduced once in each update, if memory allows it and less is sent."""
-        fewer = changed(self.plan.setting, REDUCED_LAST)
-        if fewer is None or not fewer.plan.has_room:
-            return None
-        return fewer if fewer.plan.sent_bytes < self.plan.sent_bytes else None
+        fewer = fitting(self.plan.setting, REDUCED_LAST)
+        return fewer if fewer and fewer.plan.sent_bytes < self.plan.sent_bytes else None
 
 
 def changed(setting: Setting, values: dict[str, Any]) -> Change | None:
@@ -121,6 +116,12 @@ def changed(setting: Setting, values: dict[str, Any]) -> Change | None:
     with suppress(InputError):
         return Change(values=values, plan=plan_of(setting.with_flags(values)))
     return None
+
+
+def fitting(setting: Setting, values: dict[str, Any]) -> Change | None:
+    """The same, None also where it leaves no room."""
+    change = changed(setting, values)
+    return change if change and change.plan.has_room else None
 
 
 def change_to_fit(plan: Plan, *, with_more_nodes: bool = True) -> Change | None:
@@ -135,8 +136,7 @@ def change_to_fit(plan: Plan, *, with_more_nodes: bool = True) -> Change | None:
     for nodes in _useful_nodes(plan.setting) if with_more_nodes else ({},):
         on_nodes = changed(plan.setting, nodes)
         for values in _combinations(on_nodes.plan.setting) if on_nodes else ():
-            change = changed(plan.setting, nodes | values)
-            if change and change.plan.has_room:
+            if change := fitting(plan.setting, nodes | values):
                 return change
     return None
 
@@ -163,12 +163,8 @@ def _flags_of(ways: Sequence[Way]) -> dict[str, Any]:
 def _layouts_that_can_fit(setting: Setting) -> list[Way]:
     """The given layout and others, without those that do not fit even with everything else at its smallest."""
     strongest = [way for ways in WAYS_TO_NEED_LESS for way in ways(setting)[-1:]]
-    layouts = []
-    for layout in (NO_CHANGE, *setting.backend.ways_to_need_less(setting)):
-        smallest = changed(setting, _flags_of([*strongest, layout]))
-        if smallest and smallest.plan.has_room:
-            layouts.append(layout)
-    return layouts
+    layouts = (NO_CHANGE, *setting.backend.ways_to_need_less(setting))
+    return [layout for layout in layouts if fitting(setting, _flags_of([*strongest, layout]))]
 
 
 def _checkpointing(setting: Setting) -> list[Way]:
@@ -199,11 +195,7 @@ def _microbatches(setting: Setting) -> list[Way]:
             tokens = max(tokens // 2, config.data.max_seq_length)
             smaller.append({"pack_length": tokens})
         return _ever_stronger(2, smaller)
-    rows, num_microbatches = config.optim.per_device_train_batch_size, config.optim.gradient_accumulation_steps
-    for fewer in reversed(divisors(rows)[:-1]):
-        more = num_microbatches * (rows // fewer)
-        smaller.append({"per_device_train_batch_size": fewer, "gradient_accumulation_steps": more})
-    return _ever_stronger(2, smaller)
+    return _ever_stronger(2, [*smaller_microbatches(config)])
 
 
 def _engine_shares(setting: Setting) -> list[Way]:

@@ -9,9 +9,9 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
-from open_instruct.config.backends import backend_named
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.training import TrainingConfig, backend_named
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
@@ -19,7 +19,7 @@ from open_instruct.planning.memory.phases import Moments, Phase, memory_by_phase
 from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape
-from open_instruct.planning.subject.workload import RunConfig, Workload, adapted, is_wrapped, validate, workload_of
+from open_instruct.planning.subject.workload import RunConfig, Workload, adapted, is_wrapped, objective_of, workload_of
 from open_instruct.planning.traffic.collectives import Exchange
 from open_instruct.planning.traffic.per_step import traffic_of_merging, traffic_of_weight_sync, traffic_per_step
 from open_instruct.planning.traffic.step_time import ON_THE_PATH, StepTime, step_time
@@ -28,6 +28,9 @@ from open_instruct.shard_layout import ShardLayout
 # The share of a GPU that advice leaves free, and the share that --activation_checkpointing auto leaves free.
 ROOM = 0.05
 ROOM_OF_AUTO = 0.1
+# Smaller microbatches run smaller products: they must save more arithmetic than a plan is off.
+WORTH_A_CUT = 1.02
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 DEGREES = ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree")
 
 
@@ -104,7 +107,7 @@ class Setting:
         for name, value in values.items():
             section = flags[name].section
             config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-        validate(config)
+        objective_of(config).validate(config)
         in_node = self.has_engines_in_node and len(nodes) == 1
         shape = adapted(self.shape, config.adapters)
         return replace(self, config=config, shape=shape, gpus_per_node=nodes, has_engines_in_node=in_node)
@@ -261,6 +264,28 @@ def plan_of(setting: Setting) -> Plan:
 
 
 def _chosen(setting: Setting) -> Plan:
+    """The plan with the least arithmetic of those that leave room in microbatches as they are or smaller.
+
+    The batch stays, and a loss does not depend on how it is cut. GRPO's packs are left as they are.
+    """
+    best = _with_checkpointing(setting)
+    if best.workload.checkpointing == "none" or isinstance(setting.config, GRPOConfig):
+        return best
+    for values in smaller_microbatches(setting.config):
+        other = _with_checkpointing(setting.with_flags(values))
+        is_less = other.time.compute_s * WORTH_A_CUT < best.time.compute_s and other.time.step_s < best.time.step_s
+        best = other if other.leaves(ROOM_OF_AUTO) and (is_less or not best.leaves(ROOM_OF_AUTO)) else best
+    return best
+
+
+def smaller_microbatches(config: TrainingConfig) -> Iterator[dict[str, Any]]:
+    """The flags of fewer rows in each microbatch and more microbatches, which leave the global batch as it is."""
+    rows, num_microbatches = config.optim.per_device_train_batch_size, config.optim.gradient_accumulation_steps
+    for fewer in reversed(divisors(rows)[:-1]):
+        yield dict(zip(BATCH, (fewer, num_microbatches * (rows // fewer)), strict=True))
+
+
+def _with_checkpointing(setting: Setting) -> Plan:
     """The plan with the fastest checkpointing that leaves room; equal times are decided by arithmetic, then by memory.
 
     Nothing is recomputed on a CPU, or with --activation_memory_budget below 1; whole blocks are if nothing less leaves

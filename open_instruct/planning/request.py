@@ -1,32 +1,20 @@
 """From the words after `open-instruct plan` to the setting that is planned."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, make_dataclass, replace
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, replace
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import flags_given, nearest, parse
+from open_instruct.config.parser import flags_given
 from open_instruct.config.plan import ASSUMED, PlanSection
 from open_instruct.config.validation import limit_problems
 from open_instruct.errors import InputError
-from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.objectives.described import described_run
 from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.planning.plan import Setting
 from open_instruct.planning.subject.devices import Device, device_named
-from open_instruct.planning.subject.workload import GRPO, RunConfig, objective_of, shape_of_run, validate
-from open_instruct.wording import counted, one_of
-
-
-@cache
-def plan_configs() -> dict[str, Any]:
-    """Whatever can be trained can be planned, with the flags of its run and those of its plan."""
-    runs = {name: objective_named(name).config_class for name in OBJECTIVES} | {GRPO: GRPOConfig}
-    return {
-        name: make_dataclass(run.__name__, [("plan", PlanSection)], bases=(run,), kw_only=True)
-        for name, run in runs.items()
-    }
+from open_instruct.planning.subject.workload import RunConfig, objective_of, shape_of_run
+from open_instruct.wording import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +32,16 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     Raises:
         InputError: a flag is wrong, of the plan or of the run; there is no such model or GPU.
     """
-    algorithm = words[0] if words else ""
-    if algorithm not in plan_configs():
-        given = f"'{algorithm}' is not a run{nearest(algorithm, plan_configs())}; " if algorithm else ""
-        runs = one_of(plan_configs())
-        raise InputError(f"{given}the first word is {runs}: open-instruct plan dpo --gpus_per_node 8 ...")
-    config_class = plan_configs()[algorithm]
-    unneeded: list[str] = []
-    config = parse(config_class, words[1:], assumed=ASSUMED, unneeded=unneeded)
+    example = "open-instruct plan dpo --gpus_per_node 8"
+    config, objective, unneeded = described_run(words, assumed=ASSUMED, example=example, plan=PlanSection)
     asked: PlanSection = config.plan
     for problem in limit_problems(asked):
         raise InputError(problem)
     sizes = _sizes_of_nodes(asked)
-    nodes = _nodes(config, sizes, frozenset(flags_given(config_class, words[1:])))
+    nodes = _nodes(config, sizes, frozenset(flags_given(type(config), words[1:])))
     if isinstance(config, GRPOConfig) and not config.parallel.single_gpu_mode:
         config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
-    warnings = [*validate(config), *(f"not needed here, and left out: {each}" for each in unneeded)]
+    warnings = (*objective.validate(config), *unneeded)
     _check_shared_prompt(config, asked.shared_prompt_tokens)
     setting = Setting(
         config=config,
@@ -70,7 +52,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         shared_prompt_tokens=asked.shared_prompt_tokens,
         has_engines_in_node=len(sizes) == 1 and _has_room_for_engines(config, sizes[0] - sum(nodes)),
     )
-    return PlanRequest(setting=setting, warnings=tuple(warnings), asked=asked)
+    return PlanRequest(setting=setting, warnings=warnings, asked=asked)
 
 
 def _sizes_of_nodes(asked: PlanSection) -> list[int]:

@@ -4,24 +4,17 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rich.console import Console
 
-from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.help import asks_for_help, print_help
-from open_instruct.config.parser import nearest, parse
 from open_instruct.config.sections import flag
-from open_instruct.errors import InputError
+from open_instruct.objectives.described import described_run
 from open_instruct.objectives.objective import Objective
-from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.objectives.registry import objective_names
 from open_instruct.whole_file import write_asked
-from open_instruct.wording import one_of
-
-GRPO = "grpo"
-RUNS = (*OBJECTIVES, GRPO)
-
 
 # Flags that a run cannot do without and that say nothing of its rows.
 ASSUMED = {"output_dir": "preview"}
@@ -62,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
             cannot be written.
     """
     if asks_for_help(argv):
-        usage = f"{'|'.join(RUNS)} [FILE.yaml] --model_name_or_path STR --mixer_list WORD ..."
+        usage = f"{'|'.join(objective_names())} [FILE.yaml] --model_name_or_path STR --mixer_list WORD ..."
         print_help(PreviewFlags, "open-instruct preview", usage)
         return 0
     config, objective, warnings = parse_request(argv)
@@ -84,23 +77,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse_request(words: Sequence[str]) -> tuple[Any, Objective | None, list[str]]:
-    """The run's config with a `PreviewSection`, its objective (GRPO has none), and warnings.
+def parse_request(words: Sequence[str]) -> tuple[Any, Objective, list[str]]:
+    """The run's config with a `PreviewSection`, its objective, and warnings.
 
     Raises:
         InputError: there is no such run, or a flag is wrong.
     """
-    name = words[0] if words else ""
-    if name not in RUNS:
-        given = f"'{name}' is not a run{nearest(name, RUNS)}; " if name else ""
-        raise InputError(f"{given}the first word is {one_of(RUNS)}: open-instruct preview dpo --mixer_list ...")
-    objective = None if name == GRPO else objective_named(name)
-    run_class: Any = GRPOConfig if objective is None else objective.config_class
-    config_class = make_dataclass(run_class.__name__, [("preview", PreviewSection)], bases=(run_class,), kw_only=True)
-    unneeded: list[str] = []
-    config: Any = parse(config_class, words[1:], assumed=ASSUMED, unneeded=unneeded)
-    warnings = (validate_grpo if objective is None else objective.validate)(config)
-    return config, objective, [*warnings, *(f"not needed here, and left out: {each}" for each in unneeded)]
+    example = "open-instruct preview dpo --mixer_list"
+    config, objective, unneeded = described_run(words, assumed=ASSUMED, example=example, preview=PreviewSection)
+    return config, objective, [*objective.validate(config), *unneeded]
 
 
 @contextmanager

@@ -77,14 +77,14 @@ class Sample:
     refusal: InputError | None
 
 
-def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: int, num_shown: int) -> Sample:
-    """Read and build rows under the flags of a run; GRPO's, where there is no objective.
+def sample_of(config: LearnerConfig, objective: Objective, *, num_read: int, num_shown: int) -> Sample:
+    """Read and build rows under the flags of a run.
 
     Raises:
         InputError: a file, the tokenizer or the template will not do, or no row can be used.
     """
     data: Any = config.data
-    flag = "dataset_mixer_list" if objective is None else "mixer_list"
+    flag = "dataset_mixer_list" if isinstance(config, GRPOConfig) else "mixer_list"
     entries = parse_mixer_list(getattr(data, flag), getattr(data, f"{flag}_splits"), flag=f"--{flag}")
     sources = [entry.open(data.columns) for entry in entries]
     model = config.model
@@ -111,7 +111,7 @@ def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: i
     )
 
 
-def _builder(config: LearnerConfig, objective: Objective | None, chat: ChatFormat) -> RowBuilder:
+def _builder(config: LearnerConfig, objective: Objective, chat: ChatFormat) -> RowBuilder:
     """The run's builder, which counts bad rows whatever --on_bad_row is, so that good ones can be shown."""
     if isinstance(config, GRPOConfig):
         return PromptBuilder(
@@ -121,7 +121,6 @@ def _builder(config: LearnerConfig, objective: Objective | None, chat: ChatForma
             known_verifiers=known_verifiers(config.reward),
             **row_changes(config),
         )
-    assert objective is not None
     builder_of: Callable[..., RowBuilder] = objective.rows_of(config)  # type: ignore[arg-type]
     own: Any = objective.row_arguments(config)
     return builder_of(chat, max_seq_length=config.data.max_seq_length, on_bad_row="skip", **own)

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 from rich.text import Text
 
 from open_instruct.preview.sample import Sample, ShownDocument
-from open_instruct.wording import counted, escaped
+from open_instruct.wording import counted, escaped, pages_in
 
 LEARNED_STYLE = "bold green"
 BAR_WIDTH = 40
@@ -39,13 +38,8 @@ def print_sample(sample: Sample, console: Console) -> None:
 
 def html_page(sample: Sample, *, title: str) -> str:
     """The whole file."""
-    pages = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    pages.filters["counted"] = counted
-    return pages.get_template("page.html.jinja").render(
-        sample=sample, title=title, bars=bars_of(sample.lengths), summary=_summary
-    )
+    page = pages_in(Path(__file__).parent, autoescape=True, trim_blocks=True).get_template("page.html.jinja")
+    return page.render(sample=sample, title=title, bars=bars_of(sample.lengths), summary=_summary)
 
 
 def _text_of(document: ShownDocument, *, is_plain: bool) -> Text:

@@ -1,12 +1,12 @@
 """Diagnoses of a run from its metrics, as sentences with a remedy: nothing learned, nothing right, all cut.
 
-Rules that compare one metric with one limit are lines of `limits.json`.
+The sentences are in `findings.json`, and so are the rules that compare one metric with one limit.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from math import fsum
 from pathlib import Path
 from statistics import median
@@ -44,15 +44,12 @@ class Finding:
     remedy: str = ""
 
 
-bad, fair, good = (partial(Finding, level) for level in LEVELS)
-
-
 def findings_of(run: RunFiles) -> list[Finding]:
     """All findings about a run, the worst first."""
     rules = (_place, _finite, _loss, _gradient, _preferences, _held_out, _limits, _reward, _memory)
     findings = [finding for rule in rules for finding in rule(run)]
     if not any(finding.level == "bad" for finding in findings) and len(run.rows) >= FEW_STEPS:
-        findings.append(good("Nothing else in the numbers of this run speaks against it."))
+        findings.append(_found("nothing_else"))
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
@@ -70,9 +67,16 @@ def planned_gib(run: RunFiles) -> float:
 
 
 @cache
-def limits() -> Mapping[str, Mapping[str, dict[str, Any]]]:
-    """Limits by name: of the last values of metrics, of how far metrics may fall, and of the parts of a step."""
-    return json.loads(Path(__file__).with_name("limits.json").read_text(encoding="utf-8"))
+def _said() -> Mapping[str, Mapping[str, dict[str, Any]]]:
+    """Levels and sentences by name: of this file's rules; and, with limits, of metrics that are too large, of those
+    that may fall so far, and of the parts of a step.
+    """
+    return json.loads(Path(__file__).with_name("findings.json").read_text(encoding="utf-8"))
+
+
+def _found(name: str, *values: object, kind: str = "rules") -> Finding:
+    said = _said()[kind][name]
+    return Finding(said["level"], said["text"].format(*values), said.get("remedy", "").format(*values))
 
 
 def mean(values: list[float]) -> float:
@@ -93,24 +97,17 @@ def _ends(run: RunFiles, name: str) -> tuple[float, float]:
 
 def _place(run: RunFiles) -> Iterator[Finding]:
     if not run.rows:
-        yield bad("No step was taken yet.", "run.log says where the run stands.")
+        yield _found("no_step")
     elif not run.has_ended:
         of = f" of {run.num_steps}" if run.num_steps else ""
-        yield fair(
-            f"The run has no exported model yet: its last step is {run.rows[-1]['step']:g}{of}.",
-            "Where it has stopped, run.log ends with the reason, and the same command goes on from its "
-            "newest checkpoint.",
-        )
+        yield _found("not_ended", run.rows[-1]["step"], of)
 
 
 def _finite(run: RunFiles) -> Iterator[Finding]:
     for name in ("loss", "grad_norm"):
         steps = [row["step"] for row in run.rows if name in row and not is_number(row[name])]
         if steps:
-            yield bad(
-                f"{name} was not finite in {counted(len(steps), 'step')}, first in step {steps[0]:g}.",
-                "Lower --learning_rate, or raise --warmup_ratio; look at the rows of that step.",
-            )
+            yield _found("not_finite", name, counted(len(steps), "step"), steps[0])
 
 
 def _loss(run: RunFiles) -> Iterator[Finding]:
@@ -118,12 +115,9 @@ def _loss(run: RunFiles) -> Iterator[Finding]:
         return
     early, late = _ends(run, "loss")
     if late > early + 0.02 * abs(early):
-        yield bad(f"The loss rose from {early:.4g} to {late:.4g}.", "Lower --learning_rate, or raise --warmup_ratio.")
+        yield _found("loss_rose", early, late)
     elif late > early - 0.005 * abs(early):
-        yield bad(
-            f"Nothing was learned: the loss stayed where it was ({early:.4g} to {late:.4g}).",
-            "Raise --learning_rate or take more steps, and see that the rows hold what is to be learned.",
-        )
+        yield _found("loss_stayed", early, late)
 
 
 def _gradient(run: RunFiles) -> Iterator[Finding]:
@@ -132,11 +126,7 @@ def _gradient(run: RunFiles) -> Iterator[Finding]:
     for index in range(FEW_STEPS, len(rows)):
         usual = median(norms[index - FEW_STEPS : index])
         if norms[index] > 20 * usual > 0:
-            yield fair(
-                f"The gradient jumped: its norm was {norms[index]:.3g} in step {rows[index]['step']:g}, and "
-                f"{usual:.3g} in those before.",
-                "--optimizer skip_step_adamw leaves such steps out; --max_grad_norm bounds what one of them may do.",
-            )
+            yield _found("gradient_jumped", norms[index], rows[index]["step"], usual)
             return
 
 
@@ -146,15 +136,9 @@ def _preferences(run: RunFiles) -> Iterator[Finding]:
     names = ("accuracy", "margin", "chosen", "rejected")
     accuracy, margin, chosen, rejected = (_ends(run, f"rewards/{name}")[1] for name in names)
     if accuracy < 0.55:
-        yield bad(
-            f"Nothing was learned: {accuracy:.0%} of the last pairs are told apart, half would be by chance.",
-            "Raise --learning_rate or take more steps; see that chosen and rejected are not exchanged.",
-        )
+        yield _found("pairs_not_told_apart", accuracy)
     if chosen < -margin and rejected < 0 < margin:
-        yield fair(
-            f"Chosen replies became less likely too (reward {chosen:.3g}; rejected ones {rejected:.3g}).",
-            "That is usual for DPO; where it goes too far, a lower --learning_rate or a higher --beta holds it.",
-        )
+        yield _found("chosen_less_likely", chosen, rejected)
 
 
 def _held_out(run: RunFiles) -> Iterator[Finding]:
@@ -166,34 +150,28 @@ def _held_out(run: RunFiles) -> Iterator[Finding]:
         best_row = max(rows, key=lambda row: sign * row[name])
         best = best_row[name]
         if sign * last > sign * first:
-            yield good(f"The {what} went from {first:.4g} to {last:.4g}.")
+            yield _found("held_out_better", what, first, last)
         else:
-            yield bad(
-                f"The {what} did not improve ({first:.4g} to {last:.4g}).",
-                "Do not use this model as it is. Other rows, or another --learning_rate, may help.",
-            )
+            yield _found("held_out_not_better", what, first, last)
         if sign * (best - last) > 0.05 * abs(best):
-            yield fair(
-                f"The {what} was best in step {best_row['step']:g} ({best:.4g}; {last:.4g} at the end).",
-                "Take a checkpoint near that step, or train for fewer steps.",
-            )
+            yield _found("held_out_best_before", what, best_row["step"], best, last)
         return
 
 
 def _limits(run: RunFiles) -> Iterator[Finding]:
-    for name, limit in limits()["metrics"].items():
+    for name, limit in _said()["metrics"].items():
         value = _ends(run, name)[1]
         if value > limit["above"]:
-            yield Finding(limit["level"], limit["text"].format(value), limit["remedy"])
-    for name, limit in limits()["falls"].items():
+            yield _found(name, value, kind="metrics")
+    for name, limit in _said()["falls"].items():
         early, late = _ends(run, name)
         if late < limit["to"] * early and len(run.numbers(name)) >= limit["steps"]:
-            yield Finding(limit["level"], limit["text"].format(early, late), limit["remedy"])
+            yield _found(name, early, late, kind="falls")
     parts = parts_of_step(run) if len(run.rows) >= FEW_STEPS else {}
-    for name, limit in limits()["shares_of_a_step"].items():
+    for name, limit in _said()["shares_of_a_step"].items():
         share = parts.get(name, 0.0) / (fsum(parts.values()) or 1.0)
         if share > limit["above"]:
-            yield Finding(limit["level"], limit["text"].format(share), limit["remedy"])
+            yield _found(name, share, kind="shares_of_a_step")
 
 
 def _reward(run: RunFiles) -> Iterator[Finding]:
@@ -203,23 +181,13 @@ def _reward(run: RunFiles) -> Iterator[Finding]:
     early, late = _ends(run, "reward")
     _, silent = _ends(run, "zero_std_fraction")
     if max(rewards) <= 0:
-        yield bad(
-            "Nothing was right: no step had any reward.",
-            "Look at completions below, use easier prompts, or show the model some examples first (open-instruct sft).",
-        )
+        yield _found("no_reward")
     elif silent > 0.7:
-        why = "nearly all answers are right: use harder prompts." if late > 0.8 else "use easier prompts."
-        yield bad(
-            f"{silent:.0%} of the last groups taught nothing: all their rewards are the same.",
-            f"Raise --num_samples_per_prompt_rollout, or set --active_sampling; {why}",
-        )
+        yield _found("silent_groups_all_right" if late > 0.8 else "silent_groups", silent)
     elif len(rewards) >= 2 * FEW_STEPS and late - early < 0.02 * max(abs(early), abs(late)):
-        yield bad(
-            f"The reward is flat: {early:.3g} at the start, {late:.3g} at the end.",
-            "Raise --learning_rate, or the groups with --num_samples_per_prompt_rollout; read some completions.",
-        )
+        yield _found("reward_flat", early, late)
     elif late > early:
-        yield good(f"The reward went from {early:.3g} to {late:.3g}.")
+        yield _found("reward_rose", early, late)
 
 
 def _memory(run: RunFiles) -> Iterator[Finding]:
@@ -227,14 +195,8 @@ def _memory(run: RunFiles) -> Iterator[Finding]:
     planned = planned_gib(run)
     limit = run.plan.get("memory_bytes", 0) / 2**30
     if measured > 0.95 * limit > 0:
-        yield fair(
-            f"Memory is nearly used up: {measured:.1f} of {limit:.1f} GiB.",
-            "--activation_checkpointing full, or a smaller --per_device_train_batch_size, makes room.",
-        )
+        yield _found("memory_nearly_full", measured, limit)
     elif run.numbers("peak_reserved_gib") and measured > 1.15 * planned > 0:
-        yield fair(f"More memory was used than planned: {measured:.1f} GiB, not {planned:.1f}.")
+        yield _found("memory_not_planned", measured, planned)
     if retries := max(run.numbers("allocation_retries/max"), default=0):
-        yield fair(
-            f"The allocator ran out of memory and tried again, {counted(int(retries), 'time')}.",
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lessens fragmentation; smaller rows need less.",
-        )
+        yield _found("allocator_retried", counted(int(retries), "time"))

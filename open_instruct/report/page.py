@@ -61,9 +61,6 @@ def report_page(folders: Sequence[Path], *, max_rollouts: int, mark: str = "") -
 def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
     """The values of one run for the page's template."""
     rollouts = read_rollouts(run.folder, most=max_rollouts)
-    last = run.rows[-1]["step"] if run.rows else 0
-    of = f" of {run.num_steps}" if run.num_steps else ""
-    ended = ", ended" if run.has_ended else ""
     parts = parts_of_step(run)
     phases = _phases(run)
     steps = run.rows
@@ -74,7 +71,6 @@ def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
         "files": run,
         "objective": _objective(run),
         "headline": _headline(run),
-        "state": f"step {last:g}{of}{ended}",
         "findings": findings_of(run),
         "curves": series_of(steps),
         "held_out": series_of(run.evaluations),

@@ -3,15 +3,15 @@
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from rich.console import Console
 
-from open_instruct.config.help import asks_for_help, print_lines
-from open_instruct.config.plan import help_lines
+from open_instruct.config.help import asks_for_help, print_help
+from open_instruct.config.plan import PlanFlags
+from open_instruct.objectives.registry import objective_names
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, plan_of
-from open_instruct.planning.request import parse_request, plan_configs
+from open_instruct.planning.request import parse_request
 from open_instruct.planning.shown import summary
 from open_instruct.planning.shown.json_record import as_record
 from open_instruct.planning.shown.terminal import print_plan
@@ -30,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
         InputError: a flag, the model or the GPU will not do, or the page cannot be written.
     """
     if asks_for_help(argv):
-        print_lines(partial(help_lines, runs=plan_configs()))
+        usage = f"{'|'.join(objective_names())} [FILE.yaml] --model_name_or_path STR --gpus_per_node N ..."
+        print_help(PlanFlags, "open-instruct plan", usage)
         return 0
     request = parse_request(argv)
     plan = plan_of(request.setting)

@@ -6,13 +6,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from open_instruct.parallel.wording import group_name
 from open_instruct.planning.shown.summary import LETTERS
 from open_instruct.planning.subject import units
-from open_instruct.wording import counted
+from open_instruct.wording import pages_in
 
 NUM_COLOURS = len(LETTERS)
 MAX_NODES_DRAWN, NODES_DRAWN_FIRST = 8, 4
@@ -21,13 +20,8 @@ MAX_RANKS_DRAWN = 16
 
 def rendered(template: str, **values: Any) -> str:
     """The text of a template in this folder, with `values` in it."""
-    folder = Path(__file__).parent
-    pages = Environment(
-        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
-    )
+    pages = pages_in(Path(__file__).parent, autoescape=True, keep_trailing_newline=True)
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}  # curves have an order
-    pages.filters["thousands"] = "{:,.0f}".format
-    pages.filters["counted"] = counted
     pages.filters["with_flags"] = _with_flags
     colours = {label: index for index, label in enumerate(LETTERS)}
     pages.globals |= {"num_colours": NUM_COLOURS, "units": units, "part_colours": colours}

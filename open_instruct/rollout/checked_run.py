@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from open_instruct.config.backends import backend_named
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.rollout_sections import TOOL_SET, RewardSection
+from open_instruct.config.training import backend_named
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
 from open_instruct.data.token_dataset import TokenDataset, cache_root
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.environments.registry import Factory, known_environments
+from open_instruct.environments.environment import Factory, begin_run
+from open_instruct.environments.registry import known_environments
 from open_instruct.episodes.bridge import check_bridges
 from open_instruct.learner.reference_policy import open_teacher
 from open_instruct.learner.rows.datasets import reading
@@ -67,7 +68,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     layout = layout_of(config.parallel, config.parallel.num_learners_per_node)
     backend_named(config.parallel.backend).refuse_unfit()
     verifiers = known_verifiers(config.reward)
-    environments = known_environments(config.environment.environment)
+    environments = known_environments(config.environment)
     own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
     own_function(config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES)
     directory = RunDirectory(path=Path(config.run.output_dir))
@@ -88,11 +89,16 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         for warning in (*pretrained.warnings, *_other_templates(verifiers, chat)):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
-        judges, answering = (
-            prompts.named(what) | (held_out.named(what) if held_out else set()) for what in ("verifier", "environment")
-        )
+        named = [each.named() for each in (prompts, held_out) if each is not None]
+        judges, answering = (set[str]().union(*names) for names in zip(*named, strict=True))
         for name in verifiers.keys() & judges:
             verifiers[name].begin_run(cache_root(data.cache_dir))
+        for name in sorted(answering):
+            begin_run(environments[name])
+        if TOOL_SET in answering:
+            answering |= set(config.environment.tools)
+        if config.environment.search_corpus and "search" not in answering:
+            console.warn("--search_corpus is not read: the tool search answers none of the prompts")
         _look_at_programs(config.reward, judges, answering, console)
         if answering:
             check_bridges(chat)

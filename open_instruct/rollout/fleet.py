@@ -149,7 +149,7 @@ class Fleet:
             stop_token_ids=self.run.chat.turn_end_token_ids(),
             adapter=config.sent_adapter,
         )
-        environment = engine_environment(on_cuda=on_gpus)
+        environment = engine_environment(on_cuda=on_gpus, runner=config.fleet.vllm_runner)
         environment |= allocator_environment(on_gpus=on_gpus, hands_over_memory=True)
         if not on_gpus:  # Ray would leave it one thread
             environment |= threads_of_each(placement.shape.num_cpu_slots - placement.shape.num_learners)

@@ -69,7 +69,7 @@ def refuse_failed_verdicts(groups: Sequence[RolloutGroup]) -> None:
         raise RunError(
             f"all {len(verdicts)} verdicts of a step failed, so nothing can be learned. The first: "
             f"{verdicts[0].problems[0]}. Its traceback, where it has one, is above and in run.log. Mend the verifier "
-            "(or raise --verifier_timeout_s where it needs longer) and give the same command again"
+            "or environment (or raise its time-out, where it needs longer) and give the same command again"
         )
 
 

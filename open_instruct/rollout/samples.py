@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import get_args
 
@@ -17,15 +17,7 @@ from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.learner.rows.datasets import reading
 from open_instruct.losses.advantages import ADVANTAGES, advantages_of, has_signal
 from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
-from open_instruct.records import (
-    Completion,
-    Document,
-    EpisodeStatus,
-    RolloutGroup,
-    RolloutSample,
-    Span,
-    Verdict,
-)
+from open_instruct.records import Completion, Document, EpisodeStatus, RolloutGroup, RolloutSample, Span, Verdict
 from open_instruct.run.console import Console
 from open_instruct.users_code import own_function
 
@@ -88,7 +80,8 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
                 is_masked = is_masked or not config.learn_from_failed_episodes
             used.append(learns and len(completion.logprobs) > 0 and not is_masked)
             if used[-1]:
-                samples.append(_sample(group, completion, advantage))
+                sample = _sample(group, completion, advantage)
+                samples.append(with_answers(sample, config.answers_ce_coef) if config.answers_ce_coef else sample)
         is_used.append(tuple(used))
     everything = (*batch.groups, *batch.rejected)
     metrics = {
@@ -178,6 +171,24 @@ def _sample(group: RolloutGroup, completion: Completion, advantage: float) -> Ro
         document=Document(token_ids=prompt_ids + completion.token_ids, responses=responses),
         engine_logprobs=completion.logprobs,
         advantage=advantage,
+    )
+
+
+def with_answers(sample: RolloutSample, coef: float) -> RolloutSample:
+    """An episode of which what stands between its replies is learned too, by cross-entropy alone, weighed by `coef`.
+
+    Example: replies of two tokens and of one, with one token between them, have `weights["ce"]` (0, 0, coef, 0).
+    """
+    replies = sample.document.responses
+    places = range(replies[0].start, replies[-1].stop)
+    sampled = {place for reply in replies for place in range(reply.start, reply.stop)}
+    is_reply = tuple(float(place in sampled) for place in places)
+    logprobs = iter(sample.engine_logprobs)
+    return replace(
+        sample,
+        document=replace(sample.document, responses=(Span(start=places.start, stop=places.stop),)),
+        engine_logprobs=tuple(next(logprobs) if own else 0.0 for own in is_reply),
+        weights={"rl": is_reply, "kl": is_reply, "ce": tuple(coef * (1.0 - own) for own in is_reply)},
     )
 
 

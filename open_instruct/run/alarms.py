@@ -6,8 +6,11 @@ A process that is slower than the others at the same work is one, a loss or a gr
 from collections import deque
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+from open_instruct.wording import macro_text
 
 # Steps between comparisons of processes: enough that a single slow step does not decide.
 WINDOW = 10
@@ -86,27 +89,19 @@ class SlownessWatch:
 
 def _loader_words(row: Mapping[str, Any]) -> str:
     """A phrase about the slowest loader; empty if it is hardly slower than the others."""
-    share, others = row["slowest_loader/share"], row["loaders/share"]
-    if share <= others + LATER_SHARE:
-        return ""
-    return (
-        f"learner-{row['slowest_loader']:.0f} waits for its own rows for {share:.0%} of its time (the others' "
-        f"median is {others:.0%}), and all others wait for it. See on its node whether its CPU cores are taken by "
-        "other programs, and whether the disk that the token cache is on is slow"
-    )
+    is_late = row["slowest_loader/share"] > row["loaders/share"] + LATER_SHARE
+    return phrase_of("loader", row) if is_late else ""
 
 
 def _slow_words(what: str, row: Mapping[str, Any]) -> str:
     """A phrase about the slowest learner or engine; empty if it is hardly slower than the others."""
-    times, others = row[f"slowest_{what}/times"], row[f"{what}s/token_s"]
-    if times < SLOWER_TIMES:
-        return ""
-    return (
-        f"{what}-{row[f'slowest_{what}']:.0f} takes {times:.1f} times as long as the other {what}s for a token "
-        f"({1000 * times * others:.3g} ms, their median {1000 * others:.3g}): {WAITING[what]}. "
-        "See on its node whether other programs take its GPUs or CPU cores; where it computes on a GPU, nvidia-smi "
-        "-q -d PERFORMANCE says whether that is throttled. Where it stays so, leave that node out"
-    )
+    is_slow = row[f"slowest_{what}/times"] >= SLOWER_TIMES
+    return phrase_of("process", what, WAITING[what], row) if is_slow else ""
+
+
+def phrase_of(what: str, *facts: object) -> str:
+    """A warning, see alarms.txt.jinja."""
+    return " ".join(macro_text(Path(__file__).with_name("alarms.txt.jinja"), what, *facts).split())
 
 
 class GrowthWatch:
@@ -129,12 +124,7 @@ class GrowthWatch:
         if not grown or self._has_warned:
             return None
         self._has_warned = True
-        return (
-            f"{' and '.join(grown)} (medians of {GROWTH_WINDOW} steps): the training is coming apart, and seldom comes "
-            "back. Stop it (Ctrl-C leaves a checkpoint) and start again in another --output_dir with half the "
-            "--learning_rate or less, with more --warmup_ratio, or, if single steps stand out, with --optimizer "
-            "skip_step_adamw"
-        )
+        return phrase_of("growth", grown, GROWTH_WINDOW)
 
     def _growth_of(self, name: str) -> str:
         """A phrase about the growth of `name`; empty if it has hardly grown."""

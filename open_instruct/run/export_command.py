@@ -7,20 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import yaml
 
 from open_instruct.config.flags import flags_of
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.parser import COMMAND, parse
-from open_instruct.config.sections import flag
+from open_instruct.config.sections import ExportDtype, flag
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.errors import InputError
-from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.objectives.registry import objective_named, objective_names
 from open_instruct.run.run_directory import RunDirectory, card_of
 
 if TYPE_CHECKING:
@@ -37,9 +36,7 @@ class ExportSection:
 
     output_dir: str = flag("where the model goes: a new folder, or an earlier export, which is replaced")
     step: int | None = flag("step of the checkpoint; default: the newest", None, minimum=0)
-    export_dtype: Literal["bfloat16", "float32", "source"] | None = flag(
-        "dtype of the model that is written; default: the run's", None
-    )
+    export_dtype: ExportDtype | None = flag("dtype of the model that is written; default: the run's", None)
 
 
 @dataclass(kw_only=True)
@@ -75,24 +72,20 @@ def main(words: Sequence[str]) -> int:
     pretrained = open_pretrained(
         replace(config, lora=LoRASection()),  # the adapter that training began with is not needed
         Path(flags.output_dir),
-        head="vocabulary" if objective is None else objective.head,
+        head=objective.head,
     )
     dtype = pretrained.dtype_named(flags.export_dtype or config.run.export_dtype)
     model = pretrained.build(init_device="meta")
     if config.adapters is not None:
         adapt(model, config.adapters, dtype=dtype)
     weights = _trained_weights(folder, model, pretrained, config.adapters)
-    command, more_config = "grpo", None
-    if objective is not None:
-        command = objective.name
-        more_config = objective.exported(config, pretrained.tokenizer, pretrained.hf_config)
     report = pretrained.export(
         model.to(dtype),
         flags.output_dir,
         weights=weights,
         dtype=dtype,
-        card=partial(card_of, RunDirectory(path=run), trained_by=command, until=step_of(folder)),
-        more_config=more_config,
+        card=partial(card_of, RunDirectory(path=run), trained_by=objective.name, until=step_of(folder)),
+        more_config=objective.exported(config, pretrained.tokenizer, pretrained.hf_config),
     )
     print(f"{folder} is in {report.folder} ({report.num_bytes / 1e6:,.1f} MB)")
     return 0
@@ -119,8 +112,8 @@ def _trained_weights(
     return MergedWeights(plain, {name: each.local for name, each in saved.items()}, scale=lora.scale)
 
 
-def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
-    """The flags of the run and, if it was an offline run, its objective.
+def settings_of(run: Path) -> tuple[LearnerConfig, Objective]:
+    """The flags of the run, and its objective.
 
     A flag that is newer than the run gets its default; a flag that this version no longer has is named.
 
@@ -133,9 +126,7 @@ def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
         saved = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
         raise InputError(f"{run} is not the --output_dir of a run: {path} cannot be read ({one_line(error)})") from None
-    classes: dict[str, type[LearnerConfig]] = {"grpo": GRPOConfig}
-    classes |= {name: objective_named(name).config_class for name in OBJECTIVES}
-    known = {name: flags_of(config_class).keys() for name, config_class in classes.items()}
+    known = {name: flags_of(objective_named(name).config_class).keys() for name in objective_names()}
     # Older files do not name the command: guess the one with the fewest unknown flags, and then the fewest missing.
     guessed = min(known, key=lambda name: (len(saved.keys() - known[name]), len(known[name] - saved.keys())))
     command = saved.pop(COMMAND, guessed)
@@ -143,10 +134,11 @@ def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
         raise InputError(
             f"{path} is of an objective of your own, {command}: give the run's command again to end it with an export"
         )
-    config = parse(classes[command], [str(path)], skip_unknown=True)
+    objective = objective_named(command)
+    config: LearnerConfig = parse(objective.config_class, [str(path)], skip_unknown=True)
     if unread := sorted(saved.keys() - known[command]):
         print(f"{path}: not read, as {command} has no such flags in this version: {', '.join(unread)}", file=sys.stderr)
-    return config, objective_named(command) if command in OBJECTIVES else None
+    return config, objective
 
 
 def checkpoint_of(run: Path, name: str) -> Path:

@@ -14,7 +14,7 @@ from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sections import LoggingSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.metric_table import followed
-from open_instruct.run.alarms import GrowthWatch, SlownessWatch
+from open_instruct.run.alarms import GrowthWatch, SlownessWatch, phrase_of
 from open_instruct.run.run_directory import rows_of
 from open_instruct.whole_file import replace_text
 
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from open_instruct.run.opened import Run
 
 log = logging.getLogger(__name__)
-
-UNCOMPILED = (
-    "since step {step} a function runs uncompiled, slower and without --activation_memory_budget: the compiler made "
-    "too many versions of it. run.log says of which and why; --no_compile_model, with --activation_checkpointing full "
-    "where memory is short, runs all of them so"
-)
 
 
 class Tracker(Protocol):
@@ -82,7 +76,7 @@ class MetricsLog:
                 self.warn(f"after step {row['step']} {warning}")
         if (num_uncompiled := row.get("uncompiled_functions", 0.0)) > self._num_uncompiled:
             self._num_uncompiled = num_uncompiled
-            self.warn(UNCOMPILED.format(step=row["step"]))
+            self.warn(phrase_of("uncompiled", row["step"]))
 
     def close(self) -> None:
         for tracker in self.trackers:

@@ -10,16 +10,16 @@ from typing import Any, TypeVar, cast
 import torch
 
 from open_instruct.checkpoints.step_folder import latest_step, refuse_earlier_format
-from open_instruct.config.backends import backend_named
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, changed_lengths, provenance, refuse_conflicts, write_config
 from open_instruct.config.sections import ParallelSection
-from open_instruct.config.training import LearnerConfig, TrainingConfig
+from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
 from open_instruct.errors import InputError
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import idle_gpus, refuse_other_number
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, gathered, on_main_process, start_process, stop_process
+from open_instruct.planning.plan import BATCH
 from open_instruct.planning.shown.start_check import StartCheck, check_plan
 from open_instruct.planning.subject.workload import RunConfig
 from open_instruct.run.console import Console
@@ -151,7 +151,8 @@ def with_chosen(config: ConfigT, plan: Mapping[str, Any]) -> ConfigT:
     if config.memory.activation_checkpointing != "auto":
         return config
     chosen = {"activation_checkpointing": "none"} | {name: plan[name] for name in CHOSEN_BY_PLAN if plan.get(name)}
-    return replace(config, memory=replace(config.memory, **chosen))
+    rows = {name: plan[name] for name in BATCH if name in plan}
+    return replace(config, memory=replace(config.memory, **chosen), optim=replace(config.optim, **rows))
 
 
 def memory_of(device: torch.device, *, num_sharing: int) -> int:

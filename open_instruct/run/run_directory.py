@@ -1,7 +1,5 @@
 """The folder a run leaves behind, and its log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -9,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +25,20 @@ OWN_FILES = (
 WAY_OUT = "move it away, or take another folder"
 
 
-class _Inside:
-    """A descriptor: the path of a name in a run's folder."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, directory: RunDirectory, owner: type[RunDirectory]) -> Path:
-        return directory.path / self._name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunDirectory:
     """Paths of everything a run writes. Only rank 0 writes, but for checkpoints and the exported model."""
 
-    path: Path
-
-    config = _Inside("config.yaml")
-    layout = _Inside("layout.json")
-    log = _Inside("run.log")
-    metrics = _Inside("metrics.jsonl")
-    evaluations = _Inside("eval.jsonl")
-    pids = _Inside("pids.json")
-    plan = _Inside("plan.json")
-    hf_model = _Inside("hf_model")
-    adapter = _Inside("adapter")
+    def __init__(self, *, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.layout = path / "layout.json"
+        self.log = path / "run.log"
+        self.metrics = path / "metrics.jsonl"
+        self.evaluations = path / "eval.jsonl"
+        self.pids = path / "pids.json"
+        self.plan = path / "plan.json"
+        self.hf_model = path / "hf_model"
+        self.adapter = path / "adapter"
 
     def create(self) -> None:
         """Make the folder.

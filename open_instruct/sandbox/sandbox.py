@@ -48,13 +48,22 @@ class Ran:
 class Interpreter:
     """A process behind the walls, whose names stay from one piece of code to the next. `close` ends it at any time."""
 
-    def __init__(self, connection: socket.socket, life: socket.socket, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, connection: socket.socket, life: socket.socket, server: "Popen[bytes]", settings: dict[str, Any]
+    ) -> None:
         self._connection = connection
         self._life = life
+        self._server = server
         self._unsent = json.dumps(settings).encode() + b"\n"
+        self._has_begun = False
+        self._is_closed = False
 
     def run(self, code: str, *, timeout_s: float, is_plain: bool = False, max_bytes: int = MAX_OUTPUT_BYTES) -> Ran:
-        """Run a piece of code; with `is_plain`, its value is shown as the literal that it equals, if there is one."""
+        """Run a piece of code; with `is_plain`, its value is shown as the literal that it equals, if there is one.
+
+        Raises:
+            RunError: the sandbox is at fault, and not the program: it could not fork or put up its walls, or has died.
+        """
         deadline_s = time.monotonic() + timeout_s
         mark = secrets.token_hex(16)
         request = json.dumps({"code": code, "mark": mark, "is_plain": is_plain})
@@ -63,6 +72,7 @@ class Interpreter:
             self._connection.settimeout(max(timeout_s, 1e-3))  # 0 would be no time-out
             self._connection.sendall(self._unsent + request.encode() + b"\n")
             self._unsent = b""
+            self._has_begun = self._has_begun or self._connection.recv(1) == b"+"
             while not (mark.encode() in told and told.endswith(b"\n")) and len(told) <= max_bytes:
                 self._connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))
                 if not (piece := self._connection.recv(PIECE_BYTES)):
@@ -72,10 +82,15 @@ class Interpreter:
             return Ran(output=output.decode(errors="replace").removesuffix("\n"), **json.loads(answer))
         except TimeoutError:
             return Ran(status="late", output=told.decode(errors="replace"))
-        except (OSError, ValueError, TypeError):  # it has been closed, or has given no answer
+        except (OSError, ValueError, TypeError) as error:  # it has been closed, or has given no answer
+            if not self._is_closed and (not self._has_begun or self._server.poll() is not None):
+                raise RunError(
+                    "the sandbox ran no program: it could not fork, could not put up a wall, or was killed"
+                ) from error
             return Ran(status="died", output=told.decode(errors="replace"))
 
     def close(self) -> None:
+        self._is_closed = True
         for each in (self._connection, self._life):
             with suppress(OSError), each:
                 each.shutdown(socket.SHUT_RDWR)  # which wakes a thread that reads, as closing does not
@@ -101,9 +116,11 @@ class Sandbox:
         with self._lock, work, end:
             if self._server is None or self._server.poll() is not None:
                 self._start()
+            server = self._server
+            assert server is not None
             socket.send_fds(self._control, [b"+"], [work.fileno(), end.fileno()])
         settings = {"cpu_s": cpu_s, "name": name, "stdin": stdin, "stderr": stderr}
-        return Interpreter(connection, life, settings)
+        return Interpreter(connection, life, server, settings)
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()

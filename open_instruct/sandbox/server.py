@@ -58,10 +58,16 @@ def main(control: socket.socket) -> None:
                 for child in children.values():
                     _end(child)
                 return
-            work, life = sockets
-            children[life] = os.fork()
-            if children[life] == 0:
+            try:
+                work, life = sockets  # fewer have come where this process may open no more
+                child = os.fork()
+            except (ValueError, OSError):  # which ends this one program alone
+                for descriptor in sockets:
+                    os.close(descriptor)
+                continue
+            if child == 0:
                 _live(work, walls, server)
+            children[life] = child
             os.close(work)
             poll.register(life, 0)  # its end alone
 
@@ -92,6 +98,7 @@ def _live(work: int, walls: Walls, server: int) -> NoReturn:
         os.closerange(3, work)
         os.closerange(work + 1, 1 << 16)
         sys.modules[settings["name"]] = module = types.ModuleType(settings["name"])
+        connection.sendall(b"+")
         for line in requests:
             request = json.loads(line)
             answer = _ran(request["code"], module.__dict__, is_plain=request["is_plain"])

@@ -9,6 +9,7 @@ from types import CodeType
 from typing import Any, ClassVar
 
 from open_instruct.errors import InputError
+from open_instruct.users_code import taken
 from open_instruct.verifiers.event_loop import awaited
 from open_instruct.verifiers.verifier import Verifier
 
@@ -29,9 +30,6 @@ class RewardFunction(Verifier):
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__  # type: ignore[misc]
         self._function = function
-        parameters = inspect.signature(function).parameters.values()
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        self._taken = None if takes_all else {each.name for each in parameters}
 
     def score(self, completion: str, ground_truth: Mapping[str, Any]) -> float:
         """`ground_truth` is the row."""
@@ -43,10 +41,8 @@ class RewardFunction(Verifier):
     ) -> list[float]:
         del are_truncated
         repeated = {name: [value] * len(completions) for name, value in {**ground_truth, "prompts": prompt}.items()}
-        given = repeated | {"completions": list(completions)}
-        if self._taken is not None:
-            given = {name: value for name, value in given.items() if name in self._taken}
-        return awaited(self._function(**given))
+        columns = repeated | {"completions": list(completions)}
+        return awaited(self._function(**taken(self._function, columns)))
 
 
 def file_with(function: Callable[..., Any]) -> str:

@@ -11,12 +11,10 @@ import yaml
 
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
-from open_instruct.verifiers.judge_server import server_of
+from open_instruct.verifiers.judge_server import CHARACTERS_A_TOKEN, server_of
 from open_instruct.verifiers.verifier import Verifier
 from open_instruct.whole_file import read_asked
 
-# Fewer than a token of English has, so that what is cut to a number of tokens fits.
-CHARACTERS_A_TOKEN = 3
 CUT = "\n[The rest is left out.]"
 HOW_TO_ANSWER = "Answer with one of these, and nothing else:"
 RUBRICS = '{"rubrics": [{"description": "…", "weight": 1.0}]}, with a weight that is not 0'
@@ -47,11 +45,13 @@ class Judge(Verifier):
     def configure(self, flags: RewardSection) -> None:
         self._server = server_of(flags)
         self._most_tokens = flags.llm_judge_max_context_length - flags.llm_judge_max_tokens
-        self._prompt, self._verdicts = judge_prompts().get(self.name, judge_prompts()["general-quality"])
-        if self.name == Judge.name and (file := flags.llm_judge_prompt) is not None:
-            self._prompt = read_asked(file, where="--llm_judge_prompt")
+        word = flags.llm_judge_prompt or "general-quality"
+        name = word if self.name == Judge.name else self.name
+        self._prompt, self._verdicts = judge_prompts().get(name, judge_prompts()["general-quality"])
+        if name not in judge_prompts():
+            self._prompt = read_asked(word, where=f"--llm_judge_prompt {word}")
             if "{output}" not in self._prompt:
-                raise InputError(f"--llm_judge_prompt {file}: has no {{output}}, the place of the completion; add it")
+                raise InputError(f"--llm_judge_prompt {word}: has no {{output}}, the place of the completion; add it")
 
     def begin_run(self, cache: Path) -> None:
         self._server.begin(cache)

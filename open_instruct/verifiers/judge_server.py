@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import math
 import os
 import sqlite3
 import time
@@ -20,6 +21,8 @@ from open_instruct.verifiers.verifier import JUDGE_KEY, said, without_thinking
 CACHE_FILE = "judge_verdicts.sqlite"
 TRIAL = ("Is 7 more than 5?", {"Yes": 1.0, "No": 0.0})
 MAX_SHOWN_CHARACTERS = 300
+# Fewer than a token of English has, so that what is cut to a number of tokens fits.
+CHARACTERS_A_TOKEN = 3
 COSTS = ("requests", "prompt_tokens", "completion_tokens", "cache_hits", "seconds")
 # What all judges of this process have cost so far, as metrics; empty where none was asked.
 JUDGE_COSTS: dict[str, float] = {}
@@ -101,10 +104,14 @@ class JudgeServer:
         return scores[await self._asking[key]]
 
     async def _ask(self, key: bytes, question: str, scores: Mapping[str, float]) -> str:
+        flags = self._flags
         async with self._slots:
-            # So far apart that no minute has more requests than it may.
+            # So far apart that no minute has more requests, or tokens, than it may; a verdict counts as its limit.
             turn_s = max(self._next_s, time.monotonic())
-            self._next_s = turn_s + 60 / (self._flags.llm_judge_requests_per_minute or float("inf"))
+            num_tokens = len(question) / CHARACTERS_A_TOKEN + flags.llm_judge_max_tokens
+            of_requests = 1 / (flags.llm_judge_requests_per_minute or math.inf)
+            of_tokens = num_tokens / (flags.llm_judge_tokens_per_minute or math.inf)
+            self._next_s = turn_s + 60 * max(of_requests, of_tokens)
             await asyncio.sleep(turn_s - time.monotonic())
             answer = await self._answer(question, scores)
         # What was thought or explained before the verdict does not count.

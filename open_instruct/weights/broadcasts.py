@@ -196,9 +196,6 @@ def _group(info: Info, store: TCPStore, *, sender: str, rank: int) -> Any:
 
 
 def broadcast(group: Any, flat: torch.Tensor) -> dist.Work:
-    """Begin to send `flat` from rank 0 of the group to all others."""
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    work: dist.Work = group.broadcast([flat], options)
+    """Begin to send `flat` from rank 0 of the group, which is the default, to all others."""
+    work: dist.Work = group.broadcast([flat])
     return work

@@ -65,15 +65,13 @@ class SyncProgress:
         Raises:
             RunError: nothing answers there.
         """
-        address = info["address"]
-        port = info["port"]
         timeout_s = info["timeout_s"] + patience_s
         try:
             limit = timedelta(seconds=timeout_s)
-            store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+            store = TCPStore(info["address"], info["port"], is_master=False, wait_for_workers=False, timeout=limit)
         except DistError as error:
             raise RunError(
-                f"weight sync: {member} did not reach {HOST} at {address}:{port} within {timeout_s:g} s"
+                f"weight sync: {member} did not reach {HOST} at {info['address']}:{info['port']} within {timeout_s:g} s"
             ) from error
         return cls(store, member=member, timeout_s=timeout_s)
 

@@ -4,10 +4,10 @@ Every rank of one copy of the model writes its parts of a bucket straight into o
 receivers copy. Nothing is gathered, nothing is sent.
 """
 
-import contextlib
 import mmap
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,13 +34,13 @@ class SlotWriter(Outgoing):
     """
 
     slots_SN: torch.Tensor | None = None
-    path: str | None = None
+    path: Path | None = None
 
     def offer(self) -> dict[str, Any]:
         slot_bytes = self.manifest.largest_bucket_bytes
         if self.device.type == "cpu":
             self.path = create_shared_file(slot_bytes)
-            return {"path": self.path}
+            return {"path": str(self.path)}
         self.slots_SN = torch.empty(NUM_SLOTS, slot_bytes, dtype=torch.uint8, device=self.device)
         return {"device_slots": export_device_slots(self.slots_SN)}
 
@@ -57,7 +57,7 @@ class SlotWriter(Outgoing):
         bucket = self.manifest.bucket_at(position)
         flat = slot_of(self.slots_SN, position, bucket)
         bucket.pack(flat, local_of, rank=self.rank)
-        wait_for_device(flat.device)
+        wait_for_device(self.device)
         self.progress.report(f"filled/{position}")
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class SlotWriter(Outgoing):
 
     def _remove_file(self) -> None:
         if self.path is not None:
-            remove_shared_file(self.path)
+            self.path.unlink(missing_ok=True)
 
 
 class SlotReader(Incoming):
@@ -92,7 +92,7 @@ class SlotReader(Incoming):
         self.slots_SN = None
 
 
-def create_shared_file(slot_bytes: int) -> str:
+def create_shared_file(slot_bytes: int) -> Path:
     """Reserve two slots in shared memory; returns the path. The watchdog removes it if nobody else does.
 
     Raises:
@@ -100,35 +100,25 @@ def create_shared_file(slot_bytes: int) -> str:
     """
     mark = os.environ.get(MARK_VARIABLE, f"open_instruct-{os.getpid()}")
     path = SHARED_MEMORY / f"{mark}-weights-{os.urandom(4).hex()}"
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    path.touch(mode=0o600, exist_ok=False)
     try:
-        # Without pages behind it, writing to the file would end the process where there is no room.
-        os.posix_fallocate(file, 0, NUM_SLOTS * slot_bytes)
+        with path.open("r+b") as file:
+            # Without pages behind it, writing to the file would end the process where there is no room.
+            os.posix_fallocate(file.fileno(), 0, NUM_SLOTS * slot_bytes)
     except OSError as error:
-        remove_shared_file(str(path))
+        path.unlink()
         raise RunError(
             f"weight sync: {SHARED_MEMORY} has no room for two buckets of {slot_bytes / MIB:.0f} MiB "
             f"({error.strerror}); lower --weight_sync_bucket_mib, give the container more (docker run --shm-size), or "
             "use --weight_sync_backend gloo"
         ) from error
-    finally:
-        os.close(file)
-    return str(path)
-
-
-def remove_shared_file(path: str) -> None:
-    """Remove the file's name; processes that have it mapped keep the memory."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+    return path
 
 
 def map_shared_file(path: str, slot_bytes: int) -> torch.Tensor:
     """The two slots as bytes, shape (2, slot_bytes)."""
-    file = os.open(path, os.O_RDWR)
-    try:
-        memory = mmap.mmap(file, NUM_SLOTS * slot_bytes)
-    finally:
-        os.close(file)
+    with open(path, "r+b") as file:
+        memory = mmap.mmap(file.fileno(), NUM_SLOTS * slot_bytes)
     return torch.frombuffer(memory, dtype=torch.uint8).view(NUM_SLOTS, slot_bytes)
 
 

@@ -45,7 +45,7 @@ class Case:
     @property
     def words(self) -> list[str]:
         """The flags of its run."""
-        words = f"--model_name_or_path none --output_dir none --compile_model false {self.flags}"
+        words = f"--model_name_or_path none --output_dir none {self.flags}"
         if self.objective == "grpo":
             words += f" --dataset_mixer_list none 1.0 --num_learners_per_node {self.world}"
             words += " --max_prompt_token_length 24 --response_length 24 --pack_length 96"
@@ -69,10 +69,10 @@ class Case:
 
     def samples(self, num_ranks: int, seed: int) -> Any:
         """Completions of one step of all ranks."""
-        from tests.ranks.jobs.grpo_steps import make_samples
+        from tests.ranks.jobs.grpo_steps import as_trees, make_samples
         from tests.unit.small_models import VOCAB_SIZE
 
-        return make_samples(1 if self.is_idle else 8 * num_ranks, seed=seed, vocab_size=VOCAB_SIZE)
+        return as_trees(make_samples(1 if self.is_idle else 8 * num_ranks, seed=seed, vocab_size=VOCAB_SIZE))
 
 
 OFFLOAD = "--activation_checkpointing offload"
@@ -81,6 +81,9 @@ MODULES = "--activation_checkpointing selected_modules --activation_checkpointin
 ZERO = "--backend deepspeed --deepspeed_stage"
 CASES = {
     "dpo": Case(),
+    "dpo_uncompiled": Case("--compile_model false"),
+    "dpo_compiled_in_parallel": Case("--compile_model --tensor_parallel_degree 2"),
+    "dpo_budget": Case("--activation_memory_budget 0.5", family="qwen3"),
     "dpo_unshared": Case("--prefix_sharing off"),
     "dpo_padded": Case("--no_packing"),
     "dpo_hsdp": Case(HSDP, family="olmo3"),
@@ -88,6 +91,8 @@ CASES = {
     "dpo_context_parallel": Case("--context_parallel_degree 2", family="qwen3"),
     "dpo_one_device": Case("--single_gpu_mode", world=1),
     "dpo_float32": Case("--param_dtype float32"),
+    "dpo_float8_tensorwise": Case("--float8_linears tensorwise"),
+    "dpo_float8_rowwise": Case("--float8_linears rowwise --activation_checkpointing full"),
     "dpo_checkpointed": Case("--activation_checkpointing full"),
     "dpo_checkpointed_modules": Case(MODULES),
     "dpo_reduced_last": Case(f"--gradient_reduction last {HSDP}"),
@@ -123,14 +128,19 @@ def main(names: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         load_hooks(Path(folder))
         pretend_cuda()
-
         leave_weights_alone()
+        import torch
+        import torch._functorch.config
+
+        torch.compiler.set_default_backend("aot_eager")
         results: dict[str, Any] = {}
         if not names:
             results["waits noted"] = _waits_noted()
         for name in names or CASES:
             try:
-                results[name] = run(CASES[name], Path(folder) / name)
+                # OLMo-core sets the budget of a case for the rest of the process.
+                with torch._functorch.config.patch(activation_memory_budget=1.0):
+                    results[name] = run(CASES[name], Path(folder) / name)
             except Exception:
                 results[name] = {"error": traceback.format_exc()}
     print(json.dumps(results))
@@ -145,30 +155,36 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     parameters, gradients: all their kinds, as "class dtype device". masters: of what DeepSpeed steps, if that is there.
     fused: whether the optimizer is one kernel.
     """
-    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     from open_instruct.learner.model.inputs_on_host import InputsOnHost
-    from open_instruct.models.attention import attention
 
     seen: dict[str, Any] = {"attention": None}
-    kernel = attention.varlen_attn
 
-    def varlen_attn(query: torch.Tensor, key: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
-        seen["attention"] = seen["attention"] or [[*query.shape], [*key.shape], str(query.dtype), str(query.device)]
-        return kernel(query, key, *rest, **more)
+    class LookAtAttention(TorchDispatchMode):
+        """Where the kernel is called, by code that is compiled or is not."""
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            if func.overloadpacket._qualified_op_name == "torch_attn::_varlen_attn" and not seen["attention"]:
+                query, key, *_ = args
+                seen["attention"] = [[*query.shape], [*key.shape], str(query.dtype), str(query.device)]
+            return func(*args, **(kwargs or {}))
 
     seen["on_host"] = []
     unpack = InputsOnHost.unpack
 
-    def looked_at_unpack(inputs: InputsOnHost, kept: Any) -> torch.Tensor:
+    def looked_at_unpack(inputs: InputsOnHost, kept: Any) -> Any:
         tensor = unpack(inputs, kept)
         seen["on_host"].append([_kind(kept.shown_as), _kind(tensor), [*kept.shown_as.shape]])
         return tensor
 
     with (
-        patch.object(attention, "varlen_attn", varlen_attn),
         patch.object(InputsOnHost, "unpack", looked_at_unpack),
-        opened(case, folder) as (policy, take_steps),
+        opened(case, folder, LookAtAttention()) as (policy, take_steps),
     ):
         update = policy.update
 
@@ -333,7 +349,9 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     pretrained = _pretrained(case, objective.head)
     policy = Policy(build_backend(pretrained, run=run, config=config, num_steps=NUM_STEPS), loss)
     if moves := objective.reference_moves(config).get("update_freq"):
-        policy.reference = policy.backend.moving_reference(pretrained, run=run, config=config, update_freq=moves)
+        policy.backend.reference = policy.backend.moving_reference(
+            pretrained, run=run, config=config, update_freq=moves
+        )
     if teacher := objective.teacher(config):
         opened = OpenedTeacher(teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE)
         model = None if case.kept_of_teacher else build_reference(pretrained, run=run, config=config)
@@ -368,7 +386,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     )
 
     def score() -> dict[str, int]:
-        Scorer(policy, shape=loader.shape, console=run.console).score_all(rows, title="rows")
+        Scorer(policy, shape=loader.shape, console=run.console).score(rows, range(len(rows)), title="rows")
         return WAITS.taken()
 
     def take_steps() -> dict[str, int]:
@@ -447,7 +465,8 @@ def _rows(case: Case, form: Any, num_rows: int) -> Any:
     return TokenDataset(
         documents_per_row=num_replies,
         reads_ends=form.reads_ends,
-        token_ids_T=(3 + np.arange(edges[-1]) % 80).astype(np.int32),
+        # By a prime number: no two replies of a row begin alike, whose lengths are multiples of others.
+        token_ids_T=(3 + np.arange(edges[-1]) % 79).astype(np.int32),
         edges_E=edges.astype(np.int64),
         details_C=np.concatenate(details),
         bounds_N4=np.stack([starts, starts + num_replies + 2, details_edges[:-1], details_edges[1:]], axis=1),

@@ -38,6 +38,22 @@ def load_hooks(folder: Path) -> None:
     ctypes.CDLL(str(built))
 
 
+H100: dict[str, Any] = {
+    "name": "NVIDIA H100 80GB HBM3",
+    "gcnArchName": "",
+    "major": 9,
+    "minor": 0,
+    "total_memory": 80 << 30,
+    "multi_processor_count": 132,
+    "warp_size": 32,
+    "regs_per_multiprocessor": 65536,
+    "max_threads_per_multi_processor": 2048,
+    "max_threads_per_block": 1024,
+    "shared_memory_per_block": 49152,
+    "shared_memory_per_block_optin": 232448,
+    "L2_cache_size": 50 << 20,
+}
+
 BY_INDEX = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
@@ -109,6 +125,8 @@ def pretend_cuda() -> None:
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
         **dict.fromkeys(("_lazy_init", "init", "set_device", "set_stream", "empty_cache"), None),
         **dict.fromkeys(("manual_seed", "manual_seed_all", "set_sync_debug_mode", "reset_peak_memory_stats"), None),
+        "set_rng_state": None,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         **dict.fromkeys(("current_device", "max_memory_allocated", "memory_allocated", "get_sync_debug_mode"), 0),
         **dict.fromkeys(("current_stream", "default_stream"), stream),
         "memory_stats": {
@@ -120,12 +138,14 @@ def pretend_cuda() -> None:
         "stream": contextlib.nullcontext(),
         "is_current_stream_capturing": False,
         "get_device_capability": (9, 0),
-        "get_device_properties": SimpleNamespace(total_memory=80 << 30),
-        "get_device_name": "NVIDIA H100 80GB HBM3",
+        "get_device_properties": SimpleNamespace(**H100),
+        "get_device_name": H100["name"],
     }
     for name, answer in answers.items():
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, always(answer))
+    # By these the compiler goes to a device; it wants two functions.
+    torch.cuda._exchange_device, torch.cuda._maybe_exchange_device = always(0), always(0)
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = always(0)  # type: ignore[assignment]
     torch.Tensor.record_stream = always(None)  # type: ignore[method-assign, assignment]
     torch.cuda.Stream = torch.cuda.Event = Stream  # type: ignore[assignment, misc]
@@ -151,6 +171,11 @@ def pretended_gpu() -> Any:
             FakeTensorMode.avoid_device_init = True
             # Kept: another tensor must not come to lie where a pinned one was.
             self.pinned: dict[int, torch.Tensor] = {}
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            """PyTorch's compiler works within it: what it makes is called on tensors of this mode."""
+            return True
 
         def __enter__(self) -> PretendedGPU:
             # torch.tensor(..., device="cuda") is made on the CPU first.

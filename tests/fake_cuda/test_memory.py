@@ -14,7 +14,7 @@ OF_PEAK, OF_PHASE = 0.02, 0.03
 TABLES_OF_ROPE = 32 * 2**20
 """A plan counts sines and cosines of all positions of a row, twice where a model has windows; a row of several
 documents has those of the longest. Next to adapters alone that is more than a phase may be off."""
-MOST_ABOVE_ON_ZERO = 0.3
+MOST_ABOVE_ON_ZERO = 0.35
 """What DeepSpeed gathers and reduces ahead is counted as the most that it can be, at every moment. Of four layers,
 which are less than its buckets hold, that is much."""
 

@@ -81,3 +81,25 @@ def test_a_killed_run_goes_on_with_the_same_episodes(undisturbed: GRPOCase, tmp_
     assert [[row[name] for name in names] for row in case.rows()] == [
         [row[name] for name in names] for row in undisturbed.rows()
     ]
+
+
+def test_two_runs_that_are_ahead_of_their_learners_are_the_same(base: GRPOCase, tmp_path: Path) -> None:
+    """Weights that stay are published at a moment of wall clock, in the middle of episodes. They change nothing."""
+    still = {**base.flags, "async_steps": 2, "learning_rate": 1e-46, "checkpointing_steps": 100}  # 0 in float32
+    ours, theirs = (replace(base, output_dir=tmp_path / name, flags=still) for name in ("ours", "theirs"))
+    for case in (ours, theirs):
+        case.run()
+        assert max(row["logprob_diff/max"] for row in case.rows()) < 1e-4
+
+    def told(case: GRPOCase) -> list[tuple[object, ...]]:
+        return [
+            (group.ticket, [each.token_ids for each in group.completions], [each.reward for each in group.verdicts])
+            for batch in groups(case)
+            for group in batch
+        ]
+
+    assert told(ours) == told(theirs)
+    completions = [
+        each for case in (ours, theirs) for batch in groups(case) for group in batch for each in group.completions
+    ]
+    assert any(len(set(completion.versions)) > 1 for completion in completions), "weights came within no episode"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.toys.arithmetic import write_arithmetic
+from scripts.demo_data.sums import write_arithmetic
 from tests.fleet.grpo_case import finished, started
 from tests.house.test_docs_commands import commands_of
 from tests.ranks.fork_server import REPOSITORY

@@ -79,8 +79,8 @@ def learner(folder: Path) -> Any:
     hf_config = load_hf_config(folder)
     model = build_model(hf_config)
     model.init_weights(device=CPU, max_seq_len=128)
-    with CheckpointFiles.open(folder) as files:
-        stream_load(model, files, TensorNames(hf_config))
+    files = CheckpointFiles.open(folder)
+    stream_load(model, files, TensorNames(hf_config))
     return model
 
 

@@ -15,6 +15,7 @@ from open_instruct.config.lora import RANKS_OF_ENGINES
 from tests.fleet import weight_engine
 from tests.fleet.weight_engine import IN_FLIGHT, KEPT_NAME, NUM_VERSIONS
 from tests.ranks.launch import run_ranks
+from tests.ranks.nccl_rules import breaches
 from tests.ranks.shallow import write_shallow_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -25,11 +26,12 @@ TOLERANCE = 1e-4
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "backend", "way"),
-    [("qwen2", "shm", "merged"), ("llama", "gloo", "delta"), ("qwen3", "gloo", "adapter")],
+    [("qwen2", "shm", "merged"), ("llama", "gloo", "delta"), ("qwen3", "nccl", "adapter")],
 )
 def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, backend: str, way: str) -> None:
     """Version after version, for prompts that it has in its cache of another one, and after an update that broke in the
-    middle of a layer; also where completions were being generated."""
+    middle of a layer; also where completions were being generated. NCCL's way goes over gloo, and keeps to its rules.
+    """
     pytest.importorskip("vllm", reason="needs vLLM")
     is_adapter = way == "adapter"
     num_versions = KEPT_NAME if is_adapter else IN_FLIGHT
@@ -48,9 +50,9 @@ def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, ba
         text=True,
     )
     try:
-        differences, _ = run_ranks(
+        learners = run_ranks(
             2,
-            "tests.ranks.jobs.weight_sync:feed_engine",
+            "tests.ranks.jobs.nccl_sync:feed_engine",
             folder=str(tmp_path),
             source=str(learners_model),
             layout=FSDP_2,
@@ -64,6 +66,10 @@ def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, ba
         engine.kill()
     assert output, (tmp_path / "engine.log").read_text()[-4000:]
     said = json.loads(output.splitlines()[-1])
+    differences = learners[0]["differences"]
+    notes = [*(learner["notes"] for learner in learners), said["notes"]]
+    assert all(len(calls) > 20 for calls in notes) == (backend == "nccl")
+    assert breaches(notes, broken_channels=[1]) == []
     assert "learner 0 failed: OutOfOrder" in said["broken"] or "learner 1 failed: OutOfOrder" in said["broken"]
     assert all({NUM_VERSIONS, IN_FLIGHT} == set(versions) for versions in said["in_flight"])
     assert [version for version, *_ in differences] == list(range(0 if is_adapter else 1, num_versions + 1))

@@ -29,6 +29,7 @@ from open_instruct.weights.adapter_receiver import AdapterReceiver
 from tests.fleet.vllm_session import HaltingCore, answers_of, during_generation
 from tests.ranks.files import tell, told
 from tests.ranks.jobs.weight_sync import LORA
+from tests.ranks.nccl_rules import Call, recorded
 
 NUM_VERSIONS = 5
 IN_FLIGHT = NUM_VERSIONS + 1
@@ -61,7 +62,7 @@ def requests(version: int) -> list[GenerationRequest]:
     ]
 
 
-def main(model_folder: str, folder: Path, way: str) -> None:
+def main(model_folder: str, folder: Path, way: str, notes: list[Call]) -> None:
     os.environ |= engine_environment(on_cuda=False)
     adapter: LoRASection | None = LORA if way == "adapter" else None
     settings = EngineSettings(
@@ -126,10 +127,11 @@ def main(model_folder: str, folder: Path, way: str) -> None:
                 update(version)
             answer(version)
     tell(folder / "completions.told", {"completions": completions})
-    print(json.dumps(said), flush=True)
+    print(json.dumps(said | {"notes": notes}), flush=True)
     engine.shutdown()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    with recorded() as calls:  # where the way is NCCL's
+        main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], calls)

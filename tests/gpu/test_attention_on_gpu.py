@@ -19,8 +19,12 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize("left", [-1, 20])
 @pytest.mark.parametrize(
     ("lengths", "prefix_lengths"),
-    [((70, 3, 1, 129), (0, 0, 0, 0)), ((40, 33, 5, 60, 9, 9), (0, 40, 40, 0, 60, 60))],
-    ids=["alone", "shared"],
+    [
+        ((70, 3, 1, 129), (0, 0, 0, 0)),
+        ((73, 5, 69, 9), (0, 40, 0, 60)),
+        ((90, 30, 9, 50, 7, 33), (0, 40, 61, 40, 85, 12)),
+    ],
+    ids=["alone", "shared", "tree"],
 )
 def test_values_and_gradients(
     device: torch.device,

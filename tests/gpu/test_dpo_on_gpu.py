@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import write_tiny_model
+from scripts.demo_data.pairs import write_synthetic_preferences
 
 ENTRY = Path(__file__).resolve().parents[2] / "open_instruct" / "dpo.py"
 # Of a rehearsal, where a few cores run all of them.

@@ -22,7 +22,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(?:open-instruct|torchrun|python|sbatch|scripts/\S+) ")
 # Those of the programs that start ours, and have a value each.
 LAUNCHER_FLAGS = {"--rdzv_backend", "--nproc_per_node", "--nodes"}
-SCRIPT = re.compile(r"(?:open_instruct|benchmarks|scripts)/\S+")
+SCRIPT = re.compile(r"(?:open_instruct|benchmarks|scripts|tests)/\S+")
 PLACEHOLDER = re.compile(r"[A-Z_]+(?:\.\w+)?|NAME|\[.*")
 
 
@@ -66,9 +66,9 @@ def test_it_can_be_given(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shlex.split(command, comments=True)
     while "=" in words[0] and not words[0].startswith("-"):
         words = words[1:]
-    scripts = [
-        index for index, word in enumerate(words) if re.fullmatch(r"(?:open_instruct|benchmarks|scripts)/\S+", word)
-    ]
+    if words[1:2] == ["-m"]:
+        words[1:3] = [f"{words[2].replace('.', '/')}.py"]
+    scripts = [index for index, word in enumerate(words) if SCRIPT.fullmatch(word)]
     assert all((REPOSITORY / words[index]).exists() for index in scripts)
     if words[0] == "open-instruct":
         assert words[1].split("|")[0] in COMMANDS

@@ -13,9 +13,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.append(str(REPOSITORY / "benchmarks"))
 
 from gpu_check import __main__ as program  # noqa: E402
-from gpu_check.listed import CHECKS, Check  # noqa: E402
+from gpu_check.findings import Findings  # noqa: E402
+from gpu_check.listed import SUITES, Check, Suite  # noqa: E402
 from gpu_check.page import html_page, shown  # noqa: E402
-from gpu_check.runner import check_environment  # noqa: E402
+from gpu_check.ranks import devices  # noqa: E402
+from gpu_check.runner import check_environment, has_entry  # noqa: E402
 
 FOUND = {"headline": "9 < 10", "failures": [], "notes": ["a note"], "tables": [{"title": "T", "rows": [{"a": 1.25}]}]}
 # By its name: what a check does.
@@ -23,7 +25,8 @@ BEHAVIOUR = {
     "good": f"import sys; open(sys.argv[1], 'w').write({json.dumps(json.dumps(FOUND))})",
     "broken": "print('<last> words'); raise SystemExit(3)",
     "killed": "import os; os.kill(os.getpid(), 9)",
-    "hanging": "import os, time; print('begun', flush=True); os.fork(); time.sleep(60)",
+    # What it starts leads a session of its own, as ranks of torchrun do.
+    "hanging": "import os, time; os.fork() or (os.setsid(), print('begun', os.getpid(), flush=True)); time.sleep(60)",
 }
 
 
@@ -34,25 +37,29 @@ def fake_command(check: Check, result: Path, work: Path) -> Sequence[str]:
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [Check(name=name, title=name.upper(), limit_s=0.6 if name == "hanging" else 30.0) for name in BEHAVIOUR]
-    monkeypatch.setattr(program, "CHECKS", checks)
+    suites = {
+        name: Suite(num_gpus=suite.num_gpus, needed=("json",), checks=(*checks,)) for name, suite in SUITES.items()
+    }
+    monkeypatch.setattr(program, "SUITES", suites)
     monkeypatch.setattr(program, "check_command", lambda rehearse: fake_command)
-    monkeypatch.setattr(program, "NEEDED", ("json",))
     monkeypatch.setattr(program, "TIMES_SLOWER", 1.0)
 
 
 @pytest.mark.usefixtures("faked")
 class TestReport:
-    def test_one_that_fails_or_hangs_leaves_the_others(self, tmp_path: Path) -> None:
-        assert program.main(["--rehearse", "--out", str(tmp_path)]) == 1
+    @pytest.mark.parametrize("suite", SUITES)
+    def test_one_that_fails_or_hangs_leaves_the_others(self, suite: str, tmp_path: Path) -> None:
+        assert program.main([f"--{suite}", "--rehearse", "--out", str(tmp_path)]) == 1
         report = json.loads((tmp_path / "gpu_check.json").read_text())
-        assert report["is_rehearsal"]
+        assert report["is_rehearsal"] and report["num_gpus"] == SUITES[suite].num_gpus
         good, broken, killed, hanging = report["checks"]
         assert (good["state"], good["headline"], good["tables"]) == ("passed", "9 < 10", FOUND["tables"])
         assert (broken["state"], broken["why"]) == ("failed", ["ended with code 3"])
         assert broken["last_lines"] == ["<last> words"]
         assert killed["why"] == ["ended by SIGKILL"]
         assert hanging["why"] == ["not done after 1 s"]
-        assert hanging["last_lines"] == ["begun"]
+        (begun,) = hanging["last_lines"]
+        assert not has_entry(Path("/proc") / begun.removeprefix("begun "), b"PYTHONUNBUFFERED=1"), "it lives on"
         page = (tmp_path / "gpu_check.html").read_text()
         assert "proves nothing about a GPU" in page
         assert "&lt;last&gt; words" in page and "9 &lt; 10" in page
@@ -69,30 +76,50 @@ class TestReport:
         checks = json.loads((tmp_path / "gpu_check.json").read_text())["checks"]
         assert {check["state"] for check in checks} == {"not run"}
 
-    def test_without_a_gpu(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    @pytest.mark.parametrize(
+        ("flags", "num_gpus", "told"),
+        [
+            ([], 0, "no CUDA device here; --rehearse"),
+            (["--node"], 0, "no CUDA device here; and --node takes 8"),
+            (["--node"], 4, "4 CUDA devices here; and --node takes 8: --one checks one of them"),
+        ],
+    )
+    def test_without_gpus(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        tmp_path: Path,
+        flags: list[str],
+        num_gpus: int,
+        told: str,
     ) -> None:
-        monkeypatch.setattr(program, "has_gpu", lambda: False)
-        assert program.main(["--out", str(tmp_path / "out")]) == 2
+        monkeypatch.setattr(program, "num_gpus", lambda: num_gpus)
+        assert program.main([*flags, "--out", str(tmp_path / "out")]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "no CUDA device" in line
+        assert told in line
         assert not (tmp_path / "out").exists()
+
+    def test_a_check_of_the_other_suite_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            program.main(["--node", "--only", "waits"])
+        assert ended.value.code == 2
+        assert "no check waits of --node" in capsys.readouterr().err
 
     def test_a_missing_package_is_named(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         (tmp_path / "needy_package.py").write_text("import package_that_is_nowhere")
         monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.setattr(program, "NEEDED", ("needy_package",))
+        monkeypatch.setitem(program.SUITES, "one", Suite(num_gpus=1, needed=("needy_package",), checks=()))
         assert program.main(["--rehearse"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert "package_that_is_nowhere, which needy_package needs, is missing" in line
 
 
 def test_a_page_of_a_run_that_goes_on_says_so() -> None:
-    report = {"began": "now", "is_rehearsal": False, "checks": []}
+    report = {"began": "now", "is_rehearsal": False, "num_checks": 5, "checks": []}
     page = html_page(report)
-    assert f"{len(CHECKS)} checks are still to come" in page
+    assert "5 checks are still to come" in page
     assert 'class="rehearsal"' not in page
 
 
@@ -101,10 +128,16 @@ def test_figures_are_shown_with_the_digits_that_count() -> None:
     assert [shown(figure) for figure in figures] == ["", "yes", "12,345", "0.1235", "1,234", "as it is"]
 
 
-def test_every_check_is_there_and_none_takes_the_time_of_another() -> None:
-    folder = REPOSITORY / "benchmarks" / "gpu_check" / "checks"
-    assert {check.name for check in CHECKS} == {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert sum(check.limit_s for check in CHECKS) <= program.LIMIT_S == 600
+def test_every_check_is_there() -> None:
+    listed = {check.module for suite in SUITES.values() for check in suite.checks}
+    folder = REPOSITORY / "benchmarks" / "gpu_check"
+    paths = [path for name in ("checks", "node") for path in (folder / name).glob("*.py") if path.stem != "__init__"]
+    assert listed == {f"gpu_check.{path.parent.name}.{path.stem}" for path in paths}
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_no_check_takes_the_time_of_another(suite: Suite) -> None:
+    assert sum(check.limit_s for check in suite.checks) <= program.LIMIT_S == 600
 
 
 @pytest.mark.parametrize(
@@ -121,7 +154,6 @@ def test_a_plan_is_five_percent_off_at_most(planned: float, is_near: bool, is_ne
 
 def test_a_run_whose_plan_is_off_fails_its_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from gpu_check.checks import throughput
-    from gpu_check.findings import Findings
 
     planned = iter((10.6, 13.0, 13.0, 9.4))
 
@@ -133,6 +165,114 @@ def test_a_run_whose_plan_is_off_fails_its_check(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(throughput.subprocess, "run", pretended)
     throughput.check(findings := Findings(file=tmp_path / "found.json"), tmp_path, rehearse=False)
     assert [told.partition(":")[0] for told in findings.failures] == ["uncompiled", "uncompiled, blocks recomputed"]
+
+
+class TestNode:
+    """What the checks of a node hold against each other, of runs that are made up."""
+
+    @pytest.fixture
+    def findings(self, tmp_path: Path) -> Findings:
+        return Findings(file=tmp_path / "found.json")
+
+    @pytest.mark.parametrize(
+        ("last_norm", "is_well"), [(2.0, True), (2.0 + 1e-4, True), (2.01, False), (float("nan"), False)]
+    )
+    def test_a_layout_follows_one_rank(
+        self, findings: Findings, tmp_path: Path, last_norm: float, is_well: bool
+    ) -> None:
+        from gpu_check.node import layouts
+
+        write_steps(tmp_path / layouts.ONE_RANK, [(0.69, 3.0), (0.60, 2.0)])
+        write_steps(tmp_path / "TP", [(0.69, 3.0), (0.60, last_norm)])
+        layouts.compare(findings, tmp_path, ["TP"], 1e-4)
+        assert [told.partition(":")[0] for told in findings.failures] == ([] if is_well else ["TP"])
+
+    def test_a_loss_that_does_not_move_says_nothing(self, findings: Findings, tmp_path: Path) -> None:
+        from gpu_check.node import layouts
+
+        write_steps(tmp_path / layouts.ONE_RANK, [(0.69, 3.0)] * 2)
+        layouts.compare(findings, tmp_path, [], 1e-4)
+        assert "does not move" in findings.failures[0]
+
+    @pytest.mark.parametrize("again", [1.0, 2.0])
+    def test_a_resumed_run_is_the_one_never_stopped(self, findings: Findings, tmp_path: Path, again: float) -> None:
+        """Where two equal runs differ, one that was resumed need only be near."""
+        import torch
+        from gpu_check.same_run import judge_resumed
+        from safetensors.torch import save_file
+
+        for name, weight in {"whole": 1.0, "whole_again": again, "stopped": 1.0001}.items():
+            write_steps(tmp_path / name, [(0.69, 3.0)])
+            (tmp_path / name / "hf_model").mkdir()
+            save_file({"w": torch.tensor([weight])}, tmp_path / name / "hf_model" / "model.safetensors")
+        judge_resumed(findings, tmp_path)
+        assert bool(findings.failures) == (again == 1.0)
+
+    def test_every_receiver_got_every_version(self, findings: Findings) -> None:
+        from gpu_check.node.channel import compare
+
+        sent = {"sums": [{"a": 1}, {"a": 2}], "seconds": [1.0, 0.5], "bytes": 10**9, "backend": "nccl"}
+        compare(findings, sent, [[{"a": 1}, {"a": 2}], [{"a": 1}, {"a": 3}], [{"a": 1}, {}]])
+        assert [told.partition(":")[0] for told in findings.failures] == ["receiver 1", "receiver 2"]
+        assert "2.00 GB/s" in findings.headline
+
+    def test_log_probs_of_every_step_must_be_there_and_near(
+        self, findings: Findings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        from gpu_check.node import engines
+
+        monkeypatch.setattr(engines, "num_mixed", lambda folder, step: 0)
+        rows = [{"logprob_diff/mean": 0.009}, {"logprob_diff/mean": 0.011}, {}]
+        told = (json.dumps(row | {"step": step, "time/sync": 0.1}) for step, row in enumerate(rows, start=1))
+        (tmp_path / "metrics.jsonl").write_text("\n".join(told))
+        engines.compare(findings, {"one device": tmp_path})
+        assert ["step 2" in findings.failures[0], "step 3" in findings.failures[1]] == [True, True]
+
+    def test_flags_of_engines_that_no_rehearsal_gives_are_taken(
+        self, findings: Findings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        from gpu_check.node import engines
+
+        from open_instruct.config.grpo import GRPOConfig, validate_grpo
+        from open_instruct.config.parser import parse
+
+        started: dict[int, GRPOConfig] = {}
+
+        def start(words: list[str], *, first_device: int, num_devices: int, rehearse: bool) -> subprocess.Popen[bytes]:
+            validate_grpo(config := parse(GRPOConfig, words))
+            started.update(dict.fromkeys(range(first_device, first_device + num_devices), config))
+            return subprocess.Popen(["false"])
+
+        monkeypatch.setattr(engines, "start", start)
+        monkeypatch.setattr(engines, "write_tiny_model", lambda folder, **_: folder)
+        engines.check(findings, tmp_path, rehearse=False)
+        assert [config.fleet.vllm_tensor_parallel_size for config in started.values()] == [1] * 3 + [2] * 4
+        assert {(it.fleet.vllm_runner, it.fleet.vllm_async_scheduling) for it in started.values()} == {("v2", "on")}
+        assert len(findings.failures) == 2
+
+    @pytest.mark.parametrize(
+        ("name", "planned", "mfu", "num_failures"),
+        [("compiled", 13.0, 0.4, 0), ("compiled", 9.0, 0.2, 2), ("uncompiled", 10.6, 0.2, 1), ("uncompiled", 10, 0, 0)],
+    )
+    def test_a_plan_and_the_speed(
+        self, findings: Findings, name: str, planned: float, mfu: float, num_failures: int
+    ) -> None:
+        from gpu_check.node.seven_b import judge
+
+        judge(findings, name, {"planned, GiB": planned, "allocated, GiB": 10.0, "MFU": mfu})
+        assert len(findings.failures) == num_failures
+
+    def test_runs_beside_each_other_have_devices_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        assert devices(4, 2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
+        assert devices(1, 2) == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c"}
+
+
+def write_steps(folder: Path, steps: Sequence[tuple[float, float]]) -> None:
+    folder.mkdir()
+    rows = (json.dumps({"loss": loss, "grad_norm": grad_norm}) for loss, grad_norm in steps)
+    (folder / "metrics.jsonl").write_text("\n".join(rows))
 
 
 def test_host_waits_are_counted_by_line() -> None:
@@ -197,9 +337,10 @@ import sys
 from pathlib import Path
 from gpu_check import one
 folder = Path(sys.argv[1])
-for name in ("versions", "attention_speed", "waits"):
+for name in ("versions", "attention_speed", "waits", "handing_over"):
     (folder / name).mkdir()
-    sys.argv[1:] = [name, "--result", str(folder / f"{name}.json"), "--work", str(folder / name), "--rehearse"]
+    sys.argv[1:] = [f"gpu_check.checks.{name}", "--result", str(folder / f"{name}.json")]
+    sys.argv += ["--work", str(folder / name), "--rehearse"]
     assert one.main() == 0, name
 print(sorted({"ray", "vllm", "datasets", "pyarrow", "pandas"} & set(sys.modules)))
 """

@@ -65,7 +65,7 @@ def test_a_build_has_each_dependency_once_and_inside_its_bounds(build: str) -> N
 
 
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("extra", ["wandb", "deepspeed"])
+@pytest.mark.parametrize("extra", ["wandb", "deepspeed", "float8"])
 def test_an_extra_goes_into_either_build(extra: str, build: str) -> None:
     of_extra = dict(entries(extra))
     versions = {name: version for lock in BUILDS[build] for name, version in entries(lock)}
@@ -93,7 +93,7 @@ def test_vllm_on_a_cpu_has_what_it_needs_and_nothing_of_cuda() -> None:
 @pytest.mark.parametrize("path", sorted(LOCKS.iterdir()), ids=lambda path: path.name)
 def test_a_lock_names_no_place(path: Path) -> None:
     """What is installed is settled by hash; where it is looked for is the configuration of pip where it runs."""
-    assert path.stem in {"wandb", "deepspeed", *(lock for locks in BUILDS.values() for lock in locks)}
+    assert path.stem in {"wandb", "deepspeed", "float8", *(lock for locks in BUILDS.values() for lock in locks)}
     assert list(entries(path.stem))
     assert not re.search(r"://|--(?!hash=)|@|/(?:opt|home|root|tmp)\b", path.read_text())
 

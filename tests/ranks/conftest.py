@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from open_instruct.toys.synthetic import write_synthetic_preferences
+from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import run_ranks as start
 from tests.ranks.shallow import write_shallow_model

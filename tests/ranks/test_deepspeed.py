@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from open_instruct.toys.synthetic import write_synthetic_preferences
+from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.ranks.launch import run_ranks
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_kto import write_labelled

@@ -13,10 +13,10 @@ from open_instruct.learner.deepspeed import planned_zero
 from open_instruct.learner.deepspeed.planned import DeepSpeed
 from open_instruct.learner.deepspeed.planned_zero import ZeroMoments, exchanges_of
 from open_instruct.learner.deepspeed.settings import zpg_of
+from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.memory.phases import BUFFERS
 from open_instruct.planning.memory.sync_buckets import sync_buckets
-from open_instruct.planning.request import plan_configs
 from open_instruct.planning.subject.workload import shape_of_run, workload_of
 from open_instruct.planning.traffic.collectives import groups_of
 from tests.ranks.jobs.deepspeed_runs import OF_LARGE_MODELS
@@ -122,7 +122,7 @@ class Measured:
 
     def planned(self, name: str) -> ZeroMoments:
         """Of a run whose engines are sent the weights."""
-        case, config = CASES[name], parse(plan_configs()["dpo"], self.words(name))
+        case, config = CASES[name], parse(objective_named("dpo").config_class, self.words(name))
         shape = shape_of_run(config, str(self.models[case.model]))
         layout = layout_of(config.parallel, [case.num_ranks])
         workload = replace(

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from open_instruct.objectives.registry import OBJECTIVES
-from open_instruct.toys.synthetic import write_synthetic_preferences
+from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.house.test_docs_commands import PAGES, commands_of
 from tests.ranks.fork_server import REPOSITORY, Forked
 from tests.ranks.jobs.docs_commands import run_all
@@ -35,6 +35,7 @@ NOT_RUN = {
     r"--follow": "serves until it is stopped: tests/unit/test_report.py",
     r"sbatch|launch_multi_node\.sh": "nodes: tests/house/test_scripts.py, with stubs of torchrun and Slurm",
     r"gpu_check": "minutes: tests/house/test_gpu_check.py runs it with other checks, and rehearses cheap ones",
+    r"python -m tests\.": "minutes: tests/fake_cuda runs the same, in parts",
     r"benchmarks/": "minutes of measuring, often beside TRL: no test runs them",
     r"dpo\|kto": "a pattern of commands",
 }

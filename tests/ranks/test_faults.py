@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import pytest
 
 from open_instruct.parallel import peers
-from open_instruct.toys.synthetic import write_synthetic_preferences
+from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY, Forked
 from tests.ranks.train_case import TrainCase, free_ports

@@ -1,5 +1,6 @@
 """What a GRPO step learns does not depend on how its completions are cut or how the model is sharded."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {"beta": 0.05, "kl_estimator": 2, "record_entropy": True},
     "minibatches": {"beta": 0.05, "num_mini_batches": 2, "num_epochs": 2, "loss_fn": "grpo", "clip_higher": 0.001},
 }
+# Completions of some groups begin with the same tokens, each with advantages of its own.
+TREES = {"trees": True}
+
+
+def data_of(way: str) -> dict[str, bool]:
+    return TREES if way == "plain" else {}
 
 
 @pytest.fixture(scope="module")
@@ -19,12 +26,14 @@ def one_process(grpo_case: GRPOCase) -> dict[str, Rows]:
     from tests.ranks.launch import run_ranks
 
     # Nothing shared here; by default all others share what pays.
-    cases = {way: grpo_case.case(way, flags=flags | {"prefix_sharing": "off"}) for way, flags in WAYS.items()}
+    unshared = {"prefix_sharing": "off"}
+    cases = {way: grpo_case.case(way, flags=flags | unshared, **data_of(way)) for way, flags in WAYS.items()}
     for way, flags in WAYS.items():
-        cases[f"{way}/shared"] = grpo_case.case(f"{way}_shared", flags=flags | {"prefix_sharing": "on"})
-        cases[f"{way}/single"] = grpo_case.case(f"{way}_single", flags=flags, one_at_a_time=True)
-        cases[f"{way}/accumulated"] = grpo_case.case(f"{way}_accumulated", flags=flags | {"pack_length": 48})
-        cases[f"{way}/chunked"] = grpo_case.case(f"{way}_chunked", flags=flags, logits_per_chunk=5)
+        case = partial(grpo_case.case, **data_of(way))
+        cases[f"{way}/shared"] = case(f"{way}_shared", flags=flags | {"prefix_sharing": "on"})
+        cases[f"{way}/single"] = case(f"{way}_single", flags=flags, one_at_a_time=True)
+        cases[f"{way}/accumulated"] = case(f"{way}_accumulated", flags=flags | {"pack_length": 48})
+        cases[f"{way}/chunked"] = case(f"{way}_chunked", flags=flags, logits_per_chunk=5)
     for loss_fn in ("cispo", "dr_grpo", "gspo"):
         for name, job in {"": {}, "/single": {"one_at_a_time": True}}.items():
             flags = {"loss_fn": loss_fn, "rho_correction": "sequence_mask", "rho_cap": 1.3}
@@ -33,7 +42,7 @@ def one_process(grpo_case: GRPOCase) -> dict[str, Rows]:
             )
     cases["constant"] = grpo_case.case("constant", flags={"loss_denominator": 24}, completions=[6])
     cases["tokens"] = grpo_case.case("tokens", flags={}, completions=[6])
-    cases["single_device"] = grpo_case.case("single_device", flags=WAYS["plain"] | {"single_gpu_mode": True})
+    cases["single_device"] = grpo_case.case("single_device", flags=WAYS["plain"] | {"single_gpu_mode": True}, **TREES)
     cases["nothing"] = grpo_case.case("nothing", flags=WAYS["plain"], completions=[6, 0, 6])
     return grpo_case.run(run_ranks, 1, cases)
 
@@ -142,7 +151,10 @@ def check_layouts(
     """Run (way, name, flags of the layout, arguments of the job), and compare each with its way in one process."""
     cases = {
         (way, name): grpo_case.case(
-            f"{way}_{name}", flags=WAYS[way] | degrees | {"num_learners_per_node": num_ranks}, **job
+            f"{way}_{name}",
+            flags=WAYS[way] | degrees | {"num_learners_per_node": num_ranks},
+            **data_of(way),
+            **job,
         )
         for way, name, degrees, job in layouts
     }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from open_instruct.toys.synthetic import write_synthetic_preferences
+from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.ranks import programs
 from tests.ranks.objective_case import (
     assert_opens_whole,

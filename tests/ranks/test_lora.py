@@ -153,8 +153,8 @@ def model_with_adapter(folder: Path, adapter: Path) -> Transformer:
     lora = LoRASection(use_lora=True, lora_r=settings["r"], lora_alpha=settings["lora_alpha"])
     start = open_adapter(adapter, model, names, lora)
     model.init_weights(device=torch.device("cpu"), max_seq_len=IDS.shape[1])
-    with CheckpointFiles.open(folder) as files:
-        stream_load(model, files, names)
+    files = CheckpointFiles.open(folder)
+    stream_load(model, files, names)
     fill_adapter(model, lora, seed=0, start=start)
     return model
 

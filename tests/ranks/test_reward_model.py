@@ -13,11 +13,12 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from open_instruct.data.chat import ChatFormat
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.packing.documents import pack_documents
-from open_instruct.toys.synthetic import write_synthetic_preferences
+from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.ranks.objective_case import assert_resumed_bitwise, assert_same, read, stopped_and_not, train, write
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase
 from tests.unit.test_reward_scores import CPU, document, opened, scoring_model
+from tests.unit.token_data import encoded
 
 OTHER_FAMILIES = {"olmo3": False, "qwen3": True, "llama": True}  # and whether their embeddings are tied
 CENTER = 0.1
@@ -124,7 +125,7 @@ def test_transformers_gives_the_rewards_that_we_give(one_process: TrainCase, run
     chats = [row["chosen"] for row in read(one_process.rows)][:8]
     model, form = scoring_model(opened(folder)), ChatFormat.choose(AutoTokenizer.from_pretrained(folder), None)
     ours = [
-        token_logprobs(model, pack_documents([document(*form.encode(chat).token_ids)]), device=CPU).logprobs_N.item()
+        token_logprobs(model, pack_documents([document(*encoded(form, chat).token_ids)]), device=CPU).logprobs_N.item()
         for chat in chats
     ]
     assert ours == pytest.approx(rewards_by_transformers(folder, chats), abs=1e-5)

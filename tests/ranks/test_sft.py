@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from open_instruct.run.alarms import LATER_SHARE
-from open_instruct.toys.synthetic import write_synthetic_preferences
+from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.ranks import programs
 from tests.ranks.launch import run_ranks as start
 from tests.ranks.shallow import write_shallow_model

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from open_instruct.config.parser import parse
+from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.sync_buckets import sync_buckets
-from open_instruct.planning.request import plan_configs
 from open_instruct.planning.subject.workload import Scoring, shape_of_run, workload_of
 from open_instruct.planning.traffic.collectives import Exchange, groups_of
 from open_instruct.planning.traffic.per_step import (
@@ -203,7 +203,7 @@ class Counted:
     def planned(self, name: str) -> tuple[ShardLayout, dict[str, tuple[Exchange, ...]]]:
         """The layout, and what the planner says of each part that is counted."""
         case = CASES[name]
-        config = parse(plan_configs()[case.algorithm], self.words(name))
+        config = parse(objective_named(case.algorithm).config_class, self.words(name))
         shape, layout = shape_of_run(config, str(self.models[case.model])), layout_of(config.parallel, nodes_of(case))
         workload = replace(
             workload_of(config, shape, layout),

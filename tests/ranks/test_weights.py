@@ -63,8 +63,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    with CheckpointFiles.open(folder) as files:
-        return {name: files.read(name).clone() for name in files}
+    files = CheckpointFiles.open(folder)
+    return {name: files.read(name).clone() for name in files}
 
 
 @torch.no_grad()

@@ -11,9 +11,10 @@ from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.errors import InputError
-from open_instruct.toys.arithmetic import NUM_PROBLEMS, worked_out, write_arithmetic
 from open_instruct.toys.tiny import built_in_corpus, train_tokenizer
 from open_instruct.verifiers.registry import known_verifiers
+from scripts.demo_data.sums import NUM_PROBLEMS, worked_out, write_arithmetic
+from tests.unit.token_data import encoded
 
 Rows = list[dict[str, Any]]
 FILES = ("sft", "prompts", "held_out")
@@ -93,7 +94,7 @@ def test_the_same_arguments_write_the_same_bytes(tmp_path: Path) -> None:
 def test_replies_fit_into_24_tokens(rows: tuple[Rows, Rows, Rows]) -> None:
     tokenizer = train_tokenizer(built_in_corpus(), vocab_size=262)
     chat = ChatFormat.choose(tokenizer, None)
-    documents = [chat.encode(row["messages"]) for row in rows[0][:300]]
+    documents = [encoded(chat, row["messages"]) for row in rows[0][:300]]
     assert max(len(document.responses[0]) for document in documents) <= 24
     assert max(document.responses[0].start for document in documents) <= 24
 

@@ -17,9 +17,9 @@ from open_instruct.checkpoints.step_folder import damage_of
 from open_instruct.models.export_files import replacing_problem
 from open_instruct.objectives.dpo import DPO
 from open_instruct.parallel.process import stop_process
-from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.train import run_objective
+from scripts.demo_data.pairs import write_synthetic_preferences
 
 Damage = Callable[[Path], None]
 

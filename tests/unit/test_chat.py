@@ -16,7 +16,7 @@ from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
-from tests.unit.token_data import chat_format, marked, turns
+from tests.unit.token_data import chat_format, encoded, marked, turns
 
 CHATML = ["<|im_start|>", "<|im_end|>"]
 LLAMA3 = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -108,7 +108,7 @@ def test_thinkers_ask_with_the_first_word_of_the_reply(tokenizer: Any, name: str
     form = chat_format(tokenizer, name)
     messages = turns("be kind", "hi", roles="su")
     assert form.render(messages, said("<think>hm</think>hello")) == (THINKERS[name], (f"hm</think>hello{EOS}",))
-    document = form.encode([*messages, *said("<think>hm</think>hello")])
+    document = encoded(form, [*messages, *said("<think>hm</think>hello")])
     assert marked(tokenizer, document) == f"{THINKERS[name]}[hm</think>hello{EOS}]"
     with pytest.raises(MalformedRow, match="does not write what it asks for the reply with"):
         form.render(messages, said("hello"))
@@ -134,8 +134,8 @@ def test_olmo_says_who_it_is_where_there_is_no_system_turn(tokenizer: Any) -> No
 def test_built_in_templates_word_for_word(tokenizer: Any, name: str) -> None:
     messages = turns("be kind", "hi", "hello", roles="sua")
     form = chat_format(tokenizer, name)
-    assert marked(tokenizer, form.encode(messages)) == "{}[{}]".format(*EXPECTED[name])
-    _, learned = marked(tokenizer, form.encode(turns("one", "two", "three", "four"))).split("[")
+    assert marked(tokenizer, encoded(form, messages)) == "{}[{}]".format(*EXPECTED[name])
+    _, learned = marked(tokenizer, encoded(form, turns("one", "two", "three", "four"))).split("[")
     assert "four" in learned and not any(word in learned for word in ("one", "two", "three"))
 
 
@@ -144,7 +144,7 @@ def test_merges_over_the_boundary_do_not_change_the_prompt(tokenizer: Any) -> No
     prompt_ids = tokenizer("<|assistant|>\n", add_special_tokens=False)["input_ids"]
     assert text_ids[: len(prompt_ids)] != prompt_ids, "this tokenizer should merge line breaks"
     form = chat_format(tokenizer, "tulu")
-    one, other = (form.encode(turns("q", reply)) for reply in ("\n\nyes", "no"))
+    one, other = (encoded(form, turns("q", reply)) for reply in ("\n\nyes", "no"))
     assert one.responses[0].start == other.responses[0].start
     assert one.token_ids[: one.responses[0].start] == other.token_ids[: other.responses[0].start]
     assert marked(tokenizer, one).endswith(f"<|assistant|>\n[\n\nyes{EOS}]")
@@ -163,7 +163,7 @@ def test_spans_of_any_text(tokenizer: Any, name: str, contents: list[str], repli
     form = chat_format(tokenizer, name)
     prompt = turns(*contents)
     prompt_text, reply_texts = form.render(prompt, said(*replies))
-    documents = [form.encode([*prompt, {"role": "assistant", "content": reply}]) for reply in replies]
+    documents = [encoded(form, [*prompt, {"role": "assistant", "content": reply}]) for reply in replies]
     starts = {document.responses[0].start for document in documents}
     assert len(starts) == 1, "one prompt, one boundary"
     assert starts.pop() > 0
@@ -177,7 +177,7 @@ def test_spans_of_any_text(tokenizer: Any, name: str, contents: list[str], repli
 
 def test_tokenizer_that_composes_unicode() -> None:
     composing = make_tokenizer([], nfc=True)
-    document = chat_format(composing, "tulu").encode(turns("q", "cafe\u0301"))
+    document = encoded(chat_format(composing, "tulu"), turns("q", "cafe\u0301"))
     assert marked(composing, document).endswith(f"[caf\u00e9{EOS}]")
 
 
@@ -200,7 +200,7 @@ ASK = "{{ '<assistant>' if add_generation_prompt }}"
 )
 def test_templates_that_hide_the_reply_are_a_reason(tokenizer: Any, template: str, reason: str) -> None:
     with pytest.raises(MalformedRow, match=reason) as caught:
-        own(tokenizer, template).encode(turns("q", "a longer reply"))
+        encoded(own(tokenizer, template), turns("q", "a longer reply"))
     assert caught.value.kind == "template"
 
 
@@ -208,9 +208,9 @@ def test_a_tokenizer_that_loses_text_is_a_reason() -> None:
     lossy = Tokenizer(models.WordLevel({"<unk>": 0, "yes": 1, EOS: 2}, unk_token="<unk>"))
     lossy.pre_tokenizer = pre_tokenizers.Whitespace()
     form = own(PreTrainedTokenizerFast(tokenizer_object=lossy, eos_token=EOS), TURNS + ASK)
-    assert len(form.encode(turns("yes", "yes")).responses[0]) == 1
+    assert len(encoded(form, turns("yes", "yes")).responses[0]) == 1
     with pytest.raises(MalformedRow, match="cannot write the reply 'maybe'") as caught:
-        form.encode(turns("yes", "maybe"))
+        encoded(form, turns("yes", "maybe"))
     assert caught.value.kind == "tokenizer"
 
 

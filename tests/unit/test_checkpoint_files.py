@@ -89,28 +89,28 @@ def refused(folder: Path, *words: str) -> None:
 def test_slices_equal_what_was_written(tmp_path, dtype, write):
     tensors = llama_tensors(dtype)
     write(tmp_path, tensors)
-    with CheckpointFiles.open(tmp_path) as files:
-        assert set(files) == set(tensors)
-        for name, tensor in tensors.items():
-            assert (files.shapes[name], files.dtypes[name]) == (tuple(tensor.shape), dtype)
-            assert torch.equal(files.read(name), tensor)
-            assert torch.equal(files.read(name, (slice(1, 3),)), tensor[1:3])
-        down = "model.layers.0.mlp.down_proj.weight"
-        assert torch.equal(files.read(down, (slice(1, 4), slice(2, 5))), tensors[down][1:4, 2:5])
+    files = CheckpointFiles.open(tmp_path)
+    assert set(files) == set(tensors)
+    for name, tensor in tensors.items():
+        assert (files.shapes[name], files.dtypes[name]) == (tuple(tensor.shape), dtype)
+        assert torch.equal(files.read(name), tensor)
+        assert torch.equal(files.read(name, (slice(1, 3),)), tensor[1:3])
+    down = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(files.read(down, (slice(1, 4), slice(2, 5))), tensors[down][1:4, 2:5])
 
 
 def test_writing_to_a_view_never_reaches_the_file(tmp_path):
     write_single(tmp_path, llama_tensors())
     before = (tmp_path / SINGLE_NAME).read_bytes()
-    with CheckpointFiles.open(tmp_path) as files:
-        files.read(HEAD).zero_()
+    files = CheckpointFiles.open(tmp_path)
+    files.read(HEAD).zero_()
     assert (tmp_path / SINGLE_NAME).read_bytes() == before
 
 
 def test_empty_tensors_are_read(tmp_path):
     write_single(tmp_path, {"empty": torch.empty(0, 3), "full": torch.ones(2)})
-    with CheckpointFiles.open(tmp_path) as files:
-        assert files.read("empty", (slice(0, 0), slice(0, 3))).shape == (0, 3)
+    files = CheckpointFiles.open(tmp_path)
+    assert files.read("empty", (slice(0, 0), slice(0, 3))).shape == (0, 3)
 
 
 def test_what_holds_no_weights(tmp_path):
@@ -223,7 +223,8 @@ def test_tied_head_of_another_shape(tmp_path):
 def not_covered(folder: Path, config: SimpleNamespace, changes: dict[str, torch.Tensor | None], *words: str) -> None:
     tensors = {name: tensor for name, tensor in (llama_tensors() | changes).items() if tensor is not None}
     names = TensorNames(config)
-    with CheckpointFiles.open(write_single(folder, tensors)) as files, pytest.raises(InputError) as caught:
+    files = CheckpointFiles.open(write_single(folder, tensors))
+    with pytest.raises(InputError) as caught:
         check_cover(names, files, expected_shapes(names))
     for word in words:
         assert word in str(caught.value), str(caught.value)
@@ -238,8 +239,8 @@ def test_complete_checkpoints_pass(tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         names = TensorNames(config)
-        with CheckpointFiles.open(write_single(folder, tensors)) as files:
-            check_cover(names, files, expected_shapes(names))
+        files = CheckpointFiles.open(write_single(folder, tensors))
+        check_cover(names, files, expected_shapes(names))
 
 
 def test_fingerprint_follows_the_bytes_alone(tmp_path):

@@ -16,12 +16,14 @@ import yaml
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import RewardSection
-from open_instruct.errors import InputError
+from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.processes import has_ended
 from open_instruct.records import Check
 from open_instruct.rollout.checked_run import open_rollout_run
+from open_instruct.sandbox import sandbox
 from open_instruct.sandbox.walls import TABLES
 from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.verifiers import code as code_module
 from open_instruct.verifiers.code import Code, CodeStdio, asked_value, program_of
 from open_instruct.verifiers.pool import VerifierPool
 from tests.unit.scored import score
@@ -241,6 +243,16 @@ def test_the_last_block_of_python_is_the_program(completion: str, program: str) 
 )
 def test_only_the_call_of_a_test_is_seen(test: str, parts: tuple[str, str]) -> None:
     assert asked_value(test) == parts
+
+
+def test_a_program_that_the_sandbox_cannot_run_is_not_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_walls = "from open_instruct.sandbox.server import Walls\nWalls.put_up = None\nmain("
+    monkeypatch.setattr(sandbox, "START", sandbox.START.replace("main(", no_walls))
+    with closing(sandbox.Sandbox()) as broken:
+        monkeypatch.setattr(code_module, "SANDBOX", broken)
+        verifier = code()
+        with pytest.raises(RunError, match="ran no program"):
+            verifier.score("x = 1", ["assert x == 1"])
 
 
 class TestRun:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from open_instruct.config.sections import MemorySection
 from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.learner.model.inputs_on_host import keep_inputs_on_host
+from open_instruct.learner.model.inputs_on_host import InputsOnHost
 from open_instruct.models import compiled
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import compiled_losses, losses_of_logits
@@ -211,7 +211,9 @@ def test_compiled_blocks_are_recomputed(parts: tuple[str, ...]) -> None:
         model.apply_activation_checkpointing(TransformerActivationCheckpointingMode.full)
     model.apply_compile()
     if not parts:
-        keep_inputs_on_host(model, CPU)
+        on_host = InputsOnHost(CPU)
+        for block in model.blocks.values():
+            on_host.around(block)
     for shares in (True, False):
         batch = row(random.Random(0), shares=shares)
         assert_same(outcome(model, batch, learned=True), outcome(plain, batch, learned=True))

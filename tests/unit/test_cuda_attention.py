@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from open_instruct.families import FAMILIES
 from open_instruct.models.attention import attention
-from open_instruct.models.attention.attention import attend_by_document, attend_over_segments
-from open_instruct.models.attention.segments import QKV, documents_of
+from open_instruct.models.attention.attention import attend_by_segment, attend_over_segments
+from open_instruct.models.attention.segments import QKV, Segments, segments_of
 from open_instruct.packing.documents import pack_documents
 from tests.unit.small_models import random_model
 from tests.unit.test_prefix_sharing import DOCUMENTS, GROUPS, assert_same, results
-from tests.unit.test_shared_attention import LEFTS, rows, segments, tensors
+from tests.unit.test_shared_attention import LEFTS, rows, tensors
 from tests.unit.varlen_on_cpu import as_on_cuda, varlen_kernels
 
 __all__ = ["as_on_cuda", "varlen_kernels"]  # fixtures
@@ -32,16 +32,15 @@ def test_log_probs_and_gradients_are_those_of_the_cpu(family: str, groups: Any, 
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(families=rows, left=st.sampled_from(LEFTS), heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]))
-def test_any_row_any_window_any_heads(families: list[Any], left: int, heads: tuple[int, int], as_on_cuda: None) -> None:
-    of = segments(families)
+@given(of=rows(), left=st.sampled_from(LEFTS), heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]))
+def test_any_row_any_window_any_heads(of: Segments, left: int, heads: tuple[int, int], as_on_cuda: None) -> None:
     qkv = QKV(*tensors(sum(of.lengths), heads=heads[0], groups=heads[1], dim=8))
     grad_out = torch.randn(qkv.query.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ours, expected = (
         (out, *torch.autograd.grad(out, qkv, grad_out))
         for out in (
             attend_over_segments(qkv, of, left=left),
-            attend_by_document(qkv, documents_of(of.lengths, of.prefix_lengths), left=left),
+            attend_by_segment(qkv, segments_of(of.lengths, of.prefix_lengths), left=left),
         )
     )
     for a, b in zip(ours, expected, strict=True):

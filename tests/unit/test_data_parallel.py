@@ -13,11 +13,7 @@ from olmo_core.train.train_module.transformer.common import parallelize_model
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from open_instruct.parallel.data_parallel import (
-    build_context_parallel_config,
-    build_data_parallel_config,
-    build_tensor_parallel_config,
-)
+from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.shard_layout import ShardLayout
 from tests.unit.conftest import JoinAs
@@ -36,12 +32,7 @@ LAYOUTS = {
 
 
 def build_mesh(layout: ShardLayout) -> DeviceMesh:
-    return build_world_mesh(
-        dp=build_data_parallel_config(layout),
-        tp=build_tensor_parallel_config(layout),
-        cp=build_context_parallel_config(layout),
-        device_type="cpu",
-    )
+    return build_world_mesh(**parallel_configs(layout), device_type="cpu")
 
 
 def parallelized(layout: ShardLayout, *, prefetch_factor: int = 0) -> Transformer:
@@ -49,14 +40,15 @@ def parallelized(layout: ShardLayout, *, prefetch_factor: int = 0) -> Transforme
     config = TransformerConfig.olmo2_190M(vocab_size=96, n_layers=4, attn_backend=AttentionBackendName.torch)
     model = config.build(init_device="meta")
     model.init_weights = lambda **_: None  # type: ignore[assignment, method-assign]
+    configs = parallel_configs(layout, prefetch_factor=prefetch_factor)
     return parallelize_model(
         model,
         world_mesh=build_mesh(layout),
         device=torch.device("meta"),
         max_sequence_length=16,
         rank_microbatch_size=16,
-        dp_config=build_data_parallel_config(layout, prefetch_factor=prefetch_factor),
-        tp_config=build_tensor_parallel_config(layout),
+        dp_config=configs["dp"],
+        tp_config=configs["tp"],
     )
 
 
@@ -85,7 +77,7 @@ def test_groups_are_those_of_the_world_mesh(name: str, join_as: JoinAs) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_olmo_core_keeps_the_degrees(name: str) -> None:
     layout = LAYOUTS[name]
-    config = build_data_parallel_config(layout)
+    config = parallel_configs(layout)["dp"]
     assert config is not None
     assert config.get_replicate_and_shard_degree(layout.data_parallel_world_size) == (
         layout.num_replicas,
@@ -114,7 +106,7 @@ def test_blocks_are_gathered_ahead_of_their_turn(join_as: JoinAs) -> None:
 
 @pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
 def test_config_is_hsdp_over_blocks(param_dtype: str) -> None:
-    config = build_data_parallel_config(resolve_layout([8, 8]), param_dtype=param_dtype)
+    config = parallel_configs(resolve_layout([8, 8]), param_dtype=param_dtype)["dp"]
     assert config is not None
     assert config.name == DataParallelType.hsdp
     assert config.wrapping_strategy == TransformerDataParallelWrappingStrategy.blocks
@@ -124,6 +116,5 @@ def test_config_is_hsdp_over_blocks(param_dtype: str) -> None:
 
 def test_what_is_not_split_has_no_config() -> None:
     one_device = resolve_layout([1], single_device=True)
-    assert build_data_parallel_config(one_device) is None
-    assert build_tensor_parallel_config(one_device) is None
-    assert build_context_parallel_config(resolve_layout([8])) is None
+    assert parallel_configs(one_device) == {"dp": None, "tp": None, "cp": None}
+    assert parallel_configs(resolve_layout([8]))["cp"] is None

@@ -184,29 +184,9 @@ def test_offload_and_second_copies_reach_it() -> None:
     assert settings_of("--adam_offload", 1)["zero_optimization"]["offload_optimizer"]["pin_memory"] is False
 
 
-SPLIT, DEVICE, RATES = "split matrices", "leave the device", "learning rates"
-
-
-@pytest.mark.parametrize(
-    ("version", "lacks"),
-    [
-        (None, []),
-        # Compared as strings, 0.9.5 would be newer than 0.19.8 and 0.100.0 older.
-        ("0.9.5", [SPLIT, DEVICE, RATES]),
-        ("0.16.3", [SPLIT, DEVICE, RATES]),
-        ("0.16.4", [DEVICE, RATES]),
-        ("0.17.5", [DEVICE, RATES]),
-        ("0.17.6", [RATES]),
-        ("0.18.8+cu128", [RATES]),
-        ("0.18.9", []),
-        ("0.19.7", []),
-        ("0.20.0", []),
-        ("0.100.0", []),
-    ],
-)
-def test_another_version_is_refused_with_what_it_lacks(
-    version: str | None, lacks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+# Compared as strings, 0.9.5 would be newer than 0.19.8 and 0.100.0 older.
+@pytest.mark.parametrize("version", [None, "0.9.5", "0.18.8+cu128", "0.19.7", "0.20.0", "0.100.0"])
+def test_another_version_is_refused(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     from open_instruct.learner.deepspeed import library
 
     with pytest.raises(InputError) as caught:
@@ -214,7 +194,6 @@ def test_another_version_is_refused_with_what_it_lacks(
     (said,) = str(caught.value).splitlines()
     installed = "is not installed" if version is None else f"deepspeed {version} is installed, and <0.20,>=0.19.8 is"
     assert installed in said and "pip install 'open-instruct[deepspeed]'" in said and "make install puts it in" in said
-    assert [word for word in (SPLIT, DEVICE, RATES) if word in said] == lacks
     # And nothing of it is imported then.
     monkeypatch.setattr(library, "installed_version", lambda: version)
     monkeypatch.setitem(sys.modules, "deepspeed", None)

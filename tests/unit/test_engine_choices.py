@@ -5,7 +5,13 @@ import pytest
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.requests import Batching
-from open_instruct.engines.vllm_core import adapter_options, check_targets, check_temperature, refusal_of_memory
+from open_instruct.engines.vllm_core import (
+    adapter_options,
+    check_targets,
+    check_temperature,
+    engine_environment,
+    refusal_of_memory,
+)
 from open_instruct.errors import InputError, RunError
 from tests.unit.fake_engine import SETTINGS
 
@@ -64,6 +70,19 @@ class TestBatching:
             Batching.of(FleetSection(**flags), on_cuda=False, max_model_len=512)
 
 
+@pytest.mark.parametrize(
+    ("runner", "on_cuda", "variable"),
+    [("auto", True, None), ("auto", False, None), ("v1", True, "0"), ("v1", False, "0"), ("v2", True, "1")],
+)
+def test_vllms_model_runner_is_chosen_before_vllm_is_imported(runner: str, on_cuda: bool, variable: str | None) -> None:
+    assert engine_environment(on_cuda, runner).get("VLLM_USE_V2_MODEL_RUNNER") == variable
+
+
+def test_a_cpu_has_no_second_runner() -> None:
+    with pytest.raises(InputError, match=r"--vllm_runner v2.*use auto, or v1"):
+        engine_environment(False, "v2")
+
+
 class TestAdapter:
     @pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (16, 16), (17, 32), (300, 320), (512, 512)])
     def test_an_engine_has_room_for_its_rank(self, rank: int, room: int) -> None:
@@ -90,5 +109,5 @@ class TestProbe:
         check_temperature(warm, hot)
 
     def test_log_probs_that_do_not_know_the_temperature_are_refused(self) -> None:
-        with pytest.raises(RunError, match=r"not those that it samples from.*3 tokens.*VLLM_USE_V2_MODEL_RUNNER=0"):
+        with pytest.raises(RunError, match=r"not those that it samples from.*3 tokens.*--vllm_runner v1"):
             check_temperature(WARM, dict(WARM))

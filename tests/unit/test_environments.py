@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
 from open_instruct.environments import built_in
-from open_instruct.environments.adapters import as_environment
+from open_instruct.environments.adapters import as_environment, make_environment
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
 from open_instruct.environments.environment import Opening, Reply, ToolAnswer, ToolCall, Turn
-from open_instruct.environments.registry import factory_named, make_environment
+from open_instruct.environments.registry import factory_named
 from open_instruct.episodes.conversations import Conversations
 from open_instruct.errors import InputError
 from open_instruct.records import Completion, Prompt
+from open_instruct.sandbox import sandbox as sandbox_module
+from open_instruct.sandbox.sandbox import START, Sandbox
 from tests.unit.test_chat import CHATML, make_tokenizer
 
 USER = {"role": "user", "content": "What is 2 + 3?"}
@@ -90,6 +93,9 @@ class TestBuiltIn:
         assert [turn.done for turn in turns] == [False] * 4 + [True]
         _, (turn,) = played(Counter(), {"target": 2}, [calls("submit")])
         assert turn.rewards == {"counter": -0.5}
+        often = Reply(text="", calls=calls("increment").calls + calls("submit").calls * 9)
+        _, (turn,) = played(Counter(), {"target": 1}, [often])
+        assert turn.done and turn.rewards == {"counter": pytest.approx(0.9)}, "it is won once"
 
     def test_a_number_is_guessed(self) -> None:
         guesses = [calls("guess", number=number) for number in (1, 90, "50")]
@@ -147,6 +153,19 @@ class TestAdapters:
         opening, (turn,) = played(Shop(), {"stock": 3, "tools": ["leave"]}, [calls("leave")])
         assert [tool["function"]["name"] for tool in opening.tools] == ["leave"]
         assert turn.done and turn.rewards == {"shop": 0.5}
+
+    def test_a_tool_names_its_arguments_as_it_likes(self) -> None:
+        class Plots:
+            def plot(self, function: str) -> str:
+                """Plots a function.
+
+                Args:
+                    function: of x
+                """
+                return f"{function} is plotted"
+
+        _, (turn,) = played(Plots(), {}, [calls("plot", function="x + 1")])
+        assert turn.messages == [{"role": "tool", "content": "x + 1 is plotted"}]
 
     def test_what_is_none_of_the_kinds_is_refused(self) -> None:
         with pytest.raises(TypeError, match="is no environment"):
@@ -341,6 +360,18 @@ class TestEpisodes:
         assert (
             completion.episode is not None and completion.token_ids == () and "SystemExit" in completion.episode.problem
         )
+
+    def test_a_fault_of_the_sandbox_is_no_answer_to_the_policy(
+        self, ask: Callable[..., Asked], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        no_walls = "from open_instruct.sandbox.server import Walls\nWalls.put_up = None\nmain("
+        monkeypatch.setattr(sandbox_module, "START", START.replace("main(", no_walls))
+        call = '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call><|im_end|>'
+        with closing(Sandbox()) as sandbox:
+            monkeypatch.setattr(built_in, "SANDBOX", sandbox)
+            completion, requests = ask(Python, [call], environment_timeout_s=60)
+        assert completion.episode is not None and completion.episode.status == "env_error" and len(requests) == 1
+        assert "EnvironmentFault: the sandbox ran no program" in completion.episode.problem
 
     def test_what_is_given_up_is_closed(self, ask: Callable[..., Asked], tokenizer: PreTrainedTokenizerFast) -> None:
         closed = threading.Event()

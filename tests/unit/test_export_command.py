@@ -47,7 +47,7 @@ def test_a_run_of_another_version_is_read_too(
         config, objective = settings_of(tmp_path)
         assert type(config) is COMMANDS[name]
         assert parse(COMMANDS[name], [str(path)]).optim.seed == 7  # the file can be given to its command again
-        assert (objective.name if objective else "grpo") == name
+        assert objective.name == name
         assert (config.optim.seed, config.optim.adam_epsilon) == (7, 1e-8)
     assert capsys.readouterr().err == ""
     path.write_text(path.read_text() + "of_another_version: 1\nnor_this: [2]\n")

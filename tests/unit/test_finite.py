@@ -30,7 +30,8 @@ IDS_BT = torch.zeros(1, 2, dtype=torch.long)
 PACKED = PackedBatch(
     input_ids_BT=IDS_BT,
     labels_BT=IDS_BT,
-    sequence_ids_BT=IDS_BT,
+    label_positions_N=IDS_BT[0],
+    sequence_ids_N=IDS_BT[0],
     document_lengths=None,
     num_sequences=1,
     num_tokens=2,

@@ -10,12 +10,13 @@ import pytest
 
 from open_instruct.config.flags import Flag, flags_of
 from open_instruct.config.parser import parse
+from open_instruct.config.plan import PlanSection
 from open_instruct.config.resolved import as_flat_dict, refuse_conflicts, write_config
 from open_instruct.errors import InputError
+from open_instruct.objectives.described import config_class_of
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.layout_command import layout_command
-from open_instruct.planning.request import plan_configs
 from open_instruct.report import plan_command
 
 RUNS = {name: objective_named(name) for name in ("dpo", "kto", "sft", "grpo")}
@@ -110,7 +111,8 @@ def test_every_refusal_is_an_input_error(
     for seed in range(block * 400, (block + 1) * 400):
         draw = random.Random(seed)
         name, walk = draw.choice([*RUNS]), draw.choice([run, run, run, run, from_yaml, plan, None])
-        line = line_of(plan_configs()[name] if walk is plan else RUNS[name].config_class, draw)
+        more = {"plan": PlanSection} if walk is plan else {}
+        line = line_of(config_class_of(name, **more), draw)
         try:
             if walk is None:
                 show_layout(draw)

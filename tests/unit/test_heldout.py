@@ -24,7 +24,7 @@ def scored() -> list[str]:
 
 
 def heldout_of(folder: Path, scored: list[str], *, reference_ND: np.ndarray | None = None) -> Heldout:
-    def score_all(dataset: Any, *, title: str) -> np.ndarray:
+    def score(dataset: Any, rows: range, *, title: str) -> np.ndarray:
         scored.append(title)
         return np.array([[float(len(scored))]])
 
@@ -42,8 +42,8 @@ def heldout_of(folder: Path, scored: list[str], *, reference_ND: np.ndarray | No
             console=SimpleNamespace(say=lambda text: None),
         ),
     }
-    rows: Any = None
-    scorer: Any = SimpleNamespace(score_all=score_all)
+    rows: Any = [None]
+    scorer: Any = SimpleNamespace(score=score)
     return Heldout(rows, reference_ND, scorer, **parts)
 
 

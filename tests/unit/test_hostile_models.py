@@ -36,6 +36,7 @@ from open_instruct.run.pretrained import open_pretrained
 from open_instruct.toys.tiny import write_tiny_model
 from tests.unit.mutations import mutated, mutated_bytes
 from tests.unit.test_checkpoint_files import write_indexed
+from tests.unit.token_data import encoded
 
 FLAGS = ("--mixer_list", __file__, "1.0", "--output_dir", "out")
 
@@ -109,13 +110,13 @@ def speak(folder: Path) -> None:
     chat = ChatFormat.choose(tokenizer, None)
     assert chat.fingerprint
     with contextlib.suppress(MalformedRow):
-        chat.encode(CONVERSATION)
+        encoded(chat, CONVERSATION)
 
 
 def read_weights(folder: Path) -> None:
-    with CheckpointFiles.open(folder) as files:
-        for name in files:
-            assert files.read(name).shape == files.shapes[name]
+    files = CheckpointFiles.open(folder)
+    for name in files:
+        assert files.read(name).shape == files.shapes[name]
 
 
 # Every value of a file is one that a person, a program or an enemy could have written.

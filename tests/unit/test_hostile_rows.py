@@ -20,6 +20,7 @@ from open_instruct.rollout.replay import check_trace_fits
 from open_instruct.rollout.traces import read_traces, trace_file
 from open_instruct.toys.tiny import write_tiny_model
 from tests.unit.mutations import mutated, mutated_bytes
+from tests.unit.token_data import encoded
 
 CONVERSATION: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]
 
@@ -58,7 +59,7 @@ def test_what_a_template_cannot_do_makes_bad_rows(
     monkeypatch.setattr(tokenizer, "chat_template", text)
     template = choose_chat_template(tokenizer, None)
     with pytest.raises(MalformedRow, match="chat template") as caught:
-        ChatFormat(tokenizer, template).encode(CONVERSATION)
+        encoded(ChatFormat(tokenizer, template), CONVERSATION)
     assert caught.value.kind == "template"
     assert caught.value.reason.isprintable()
     assert list(tmp_path.iterdir()) == []
@@ -80,7 +81,7 @@ def test_a_template_without_an_end_is_stopped(tokenizer: Any, monkeypatch: pytes
     monkeypatch.setattr(tokenizer, "chat_template", endless)
     form = ChatFormat.choose(tokenizer, None)
     with pytest.raises(InputError, match=r"the tokenizer's own chat template does not end.*--chat_template_name"):
-        form.encode(CONVERSATION)
+        encoded(form, CONVERSATION)
 
 
 # --- traces ---------------------------------------------------------------------------------------------

@@ -181,11 +181,31 @@ def test_a_group_is_judged_at_once_but_for_the_limit(tmp_path: Path) -> None:
         assert judge.stub.most_at_once == 4
 
 
-def test_requests_a_minute(tmp_path: Path) -> None:
-    with judged(lambda body: "Score: 1", tmp_path, llm_judge_requests_per_minute=300) as judge:
+@pytest.mark.parametrize("limit", ["requests", "tokens", "both"])
+def test_requests_and_tokens_a_minute(limit: str, tmp_path: Path) -> None:
+    """300 requests, or as many as have the tokens of a question, of 3 characters each, and 2,048 of its verdict."""
+    (tmp_path / "short.txt").write_text("{output}\n")
+    asked = "a\n\nAnswer with one of these, and nothing else:\n" + "\n".join(judge_prompts()["general-quality"][1])
+    tokens = 300 * (len(asked) / 3 + 2048)
+    flags = {"llm_judge_requests_per_minute": 30000 if limit == "tokens" else 300}
+    flags |= (
+        {} if limit == "requests" else {"llm_judge_tokens_per_minute": round(tokens * (100 if limit == "both" else 1))}
+    )
+    with judged(lambda body: "Score: 1", tmp_path, llm_judge_prompt=f"{tmp_path}/short.txt", **flags) as judge:
         began_s = time.monotonic()
-        assert judge.scores("general-quality", list("abcd")) == [0.1] * 4
-        assert time.monotonic() - began_s > 3 * 0.2
+        assert judge.scores("judge", list("abcd")) == [0.1] * 4
+        assert 3 * 0.19 < time.monotonic() - began_s < 3
+        assert judge.stub.questions[0] in [asked.replace("a", letter, 1) for letter in "abcd"]
+
+
+def test_a_prompt_of_ours_by_its_name(tmp_path: Path) -> None:
+    with judged(lambda body: "Correct", tmp_path, llm_judge_prompt="general-web_instruct_general_verifier") as judge:
+        prompt, verdicts = judge_prompts()["general-web_instruct_general_verifier"]
+        word = max(verdicts, key=lambda verdict: verdicts[verdict])
+        judge.stub.answer = lambda body: word
+        assert judge.scores("judge", ["5"], "5") == [1.0]
+        assert judge.stub.questions[0].startswith(prompt.partition("{")[0])
+        assert judge.pool.verifiers["judge"].needs_ground_truth
 
 
 def test_a_failure_costs_one_verdict(tmp_path: Path) -> None:

@@ -139,6 +139,14 @@ class TestFlashAttention3:
         assert FA3 in torch_attention.list_flash_attention_impls()
         assert kernels.choose_attention(CPU, param_dtype="bfloat16") is None
 
+    @pytest.mark.parametrize("major", [8, 9, 10])
+    def test_where_it_would_run_and_is_not_there_a_sentence_says_so(
+        self, major: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+        said = kernels.choose_attention(torch.device("cuda", 0), param_dtype="bfloat16")
+        assert (said is not None and "OPEN_INSTRUCT_FA3=1" in said) == (major == 9)
+
     @pytest.fixture
     def pretended(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         """What happened to a pretended FlashAttention 3."""

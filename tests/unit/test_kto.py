@@ -477,7 +477,7 @@ def test_the_plan_counts_learned_documents_and_a_pass_over_the_others() -> None:
 
 
 def test_its_prompts_may_be_planned_as_shared() -> None:
-    shared = [*RUN, "--shared_prompt_tokens", "1025"]
+    shared = [*RUN, "--shared_prompt_tokens", "1025", "--activation_checkpointing", "full"]
     workload = plan_of(parse_request(shared).setting).workload
     assert (workload.tokens_per_microbatch, workload.reference_pass_tokens) == (8 * 2048, 8 * (2 * 2048 - 1024))
     with pytest.raises(InputError, match="share nothing"):

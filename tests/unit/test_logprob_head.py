@@ -1,5 +1,6 @@
 """Chunked or whole, the head gives the same losses and the same gradients."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +25,11 @@ def losses(model: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("rows_per_chunk", [1, 3, 7])
-def test_chunks_change_nothing(tie: bool, rows_per_chunk: int) -> None:
+@pytest.mark.parametrize(("rows_per_chunk", "num_kept"), [(1, 0), (3, 0), (7, 0), (3, 1), (3, 3), (1, 4)])
+def test_chunks_change_nothing(tie: bool, rows_per_chunk: int, num_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is kept of them, as it is on a GPU alone."""
     model = new_model("olmo2", tie_word_embeddings=tie)
+    monkeypatch.setattr(model.lm_head, "_num_kept", lambda *given: num_kept)
     labels = torch.randint(0, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(0))
     labels[0, 2] = IGNORE_INDEX
     results = []
@@ -50,6 +53,22 @@ def test_only_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> N
     model.lm_head.max_logits_bytes = 3 * 4 * VOCAB_SIZE
     losses(model, torch.zeros(2, 9, dtype=torch.long))
     assert [shape[0] for shape in shapes] == [3, 3, 2]
+
+
+@pytest.mark.parametrize(("max_kept_bytes", "products"), [(0, 6), (2 * 3 * 4 * VOCAB_SIZE, 4), (1 << 30, 3)])
+def test_a_chunk_that_is_kept_needs_no_second_product(
+    max_kept_bytes: int, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three chunks of three positions."""
+    model, shapes = new_model("llama"), []
+    forward = model.lm_head.w_out.forward
+    monkeypatch.setattr(model.lm_head.w_out, "forward", lambda h: shapes.append(tuple(h.shape)) or forward(h))
+    model.lm_head.max_logits_bytes, model.lm_head.max_kept_bytes = 3 * 4 * VOCAB_SIZE, max_kept_bytes
+    num_kept = model.lm_head._num_kept
+    on_gpu = SimpleNamespace(is_cuda=True, itemsize=4)
+    monkeypatch.setattr(model.lm_head, "_num_kept", lambda h_BKD, num_positions: num_kept(on_gpu, num_positions))
+    losses(model, torch.zeros(2, 9, dtype=torch.long)).sum().backward()
+    assert len(shapes) == products
 
 
 @pytest.mark.parametrize("temperatures", [[0.5] * 6, [0.5, 1.0, 2.0, 1.0, 1.0, 0.25]])

@@ -38,17 +38,17 @@ def test_packed_row_of_the_records_example() -> None:
     batch = pack_documents([FIRST, SECOND])
     assert batch.input_ids_BT.tolist() == [[5, 9, 2, 7, 4, 6]]
     assert batch.labels_BT.tolist() == [[_, _, 7, _, 6, _]]
-    assert batch.sequence_ids_BT.tolist() == [[-1, -1, 0, -1, 1, -1]]
+    assert (batch.label_positions_N.tolist(), batch.sequence_ids_N.tolist()) == ([2, 4], [0, 1])
     assert batch.document_lengths == (4, 2)
     assert (batch.num_sequences, batch.num_tokens) == (2, 6)
-    assert batch.input_ids_BT.dtype == batch.labels_BT.dtype == batch.sequence_ids_BT.dtype == torch.int64
+    assert batch.input_ids_BT.dtype == batch.labels_BT.dtype == batch.sequence_ids_N.dtype == torch.int64
 
 
 def test_tail_padding_of_a_packed_row_is_a_document_of_its_own() -> None:
     batch = pack_documents([FIRST, SECOND], pad_token_id=PAD, pad_to_multiple_of=8)
     assert batch.input_ids_BT.tolist() == [[5, 9, 2, 7, 4, 6, PAD, PAD]]
     assert batch.labels_BT.tolist() == [[_, _, 7, _, 6, _, _, _]]
-    assert batch.sequence_ids_BT.tolist() == [[-1, -1, 0, -1, 1, -1, -1, -1]]
+    assert (batch.label_positions_N.tolist(), batch.sequence_ids_N.tolist()) == ([2, 4], [0, 1])
     assert batch.document_lengths == (4, 2, 2)
     assert (batch.num_sequences, batch.num_tokens) == (2, 6)
 
@@ -61,7 +61,7 @@ def test_padded_rows() -> None:
     batch = pad_documents([FIRST, SECOND], pad_token_id=PAD, pad_to_multiple_of=5)
     assert batch.input_ids_BT.tolist() == [[5, 9, 2, 7, PAD], [4, 6, PAD, PAD, PAD]]
     assert batch.labels_BT.tolist() == [[_, _, 7, _, _], [6, _, _, _, _]]
-    assert batch.sequence_ids_BT.tolist() == [[-1, -1, 0, -1, -1], [1, -1, -1, -1, -1]]
+    assert (batch.label_positions_N.tolist(), batch.sequence_ids_N.tolist()) == ([2, 5], [0, 1])
     assert batch.document_lengths is None
     assert (batch.num_sequences, batch.num_tokens) == (2, 6)
 
@@ -85,7 +85,7 @@ def test_empty_batch(packing: bool) -> None:
     batch = empty_batch(PAD, num_tokens=3, packing=packing)
     assert batch.input_ids_BT.tolist() == [[PAD, PAD, PAD]]
     assert batch.labels_BT.tolist() == [[_, _, _]]
-    assert batch.sequence_ids_BT.tolist() == [[-1, -1, -1]]
+    assert batch.label_positions_N.tolist() == batch.sequence_ids_N.tolist() == []
     assert batch.document_lengths == ((3,) if packing else None)
     assert (batch.num_sequences, batch.num_tokens) == (0, 0)
 
@@ -95,21 +95,18 @@ def test_kept_positions_fill_short_rows_with_the_last_position() -> None:
     kept = kept_positions(pad_documents([long, document(6, 7, reply=1)], pad_token_id=PAD))
     assert kept.positions_BK.tolist() == [[1, 2, 3], [0, 4, 4]]
     assert kept.labels_BK.tolist() == [[3, 4, 5], [7, _, _]]
-    assert kept.sequence_ids_BK.tolist() == [[0, 0, 0], [1, -1, -1]]
 
 
 def test_kept_positions_of_a_packed_row() -> None:
-    positions, labels, sequence_ids = kept_positions(pack_documents([FIRST, SECOND], pad_to_multiple_of=8))
+    positions, labels = kept_positions(pack_documents([FIRST, SECOND], pad_to_multiple_of=8))
     assert positions.tolist() == [[2, 4]]
     assert labels.tolist() == [[7, 6]]
-    assert sequence_ids.tolist() == [[0, 1]]
 
 
 def test_kept_positions_of_an_empty_batch_hold_one_unlabelled_position() -> None:
     kept = kept_positions(empty_batch(PAD, num_tokens=4))
     assert kept.positions_BK.tolist() == [[3]]
     assert kept.labels_BK.tolist() == [[_]]
-    assert kept.sequence_ids_BK.tolist() == [[-1]]
 
 
 @st.composite
@@ -147,12 +144,12 @@ def test_both_layouts_hold_every_response_token_once_and_nothing_else(items: lis
         if batch.document_lengths is not None:
             assert num_rows == 1 and sum(batch.document_lengths) == width
             assert batch.document_lengths[: len(items)] == tuple(map(len, items))
-        assert ((batch.labels_BT == IGNORE_INDEX) == (batch.sequence_ids_BT == -1)).all()
-        kept = kept_positions(batch)
+        assert batch.label_positions_N.tolist() == (batch.labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0].tolist()
+        labels_N = batch.labels_BT.flatten()[batch.label_positions_N]
         for sequence, tokens in enumerate(expected):
-            assert kept.labels_BK[kept.sequence_ids_BK == sequence].tolist() == tokens
-        filler = kept.sequence_ids_BK == -1
-        assert (kept.labels_BK[filler] == IGNORE_INDEX).all()
+            assert labels_N[batch.sequence_ids_N == sequence].tolist() == tokens
+        kept = kept_positions(batch)
+        filler = kept.labels_BK == IGNORE_INDEX
         assert (kept.positions_BK[filler] == width - 1).all()
         # A label is always the row's own next token.
         labelled = ~filler
@@ -180,10 +177,9 @@ def pretend_logprobs(batch: PackedBatch) -> torch.Tensor:
 
 
 def reply_logps(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums and counts per sequence, read at the kept positions only."""
-    kept = kept_positions(batch)
-    logprobs_BK = pretend_logprobs(batch).gather(1, kept.positions_BK)
-    return sum_by_sequence(logprobs_BK, kept.sequence_ids_BK, batch.num_sequences)
+    """Sums and counts per sequence, read where there are labels."""
+    logprobs_N = pretend_logprobs(batch).flatten()[batch.label_positions_N]
+    return sum_by_sequence(logprobs_N, batch.sequence_ids_N, batch.num_sequences)
 
 
 @given(st.lists(pairs_of_documents(), min_size=1, max_size=4), st.integers(1, 16))
@@ -395,7 +391,7 @@ class TestEndsOfReplies:
     def test_one_place_a_reply(self) -> None:
         assert [document.num_label_tokens for document in self.BOTH] == [2, 1]
         packed = pack_documents(self.BOTH)
-        assert packed.sequence_ids_BT.tolist() == [[-1, -1, 0, -1, 0, -1, -1, 1]]
+        assert packed.sequence_ids_N.tolist() == [0, 0, 1]
         assert packed.kept is not None and packed.kept.positions_BK.tolist() == [[2, 4, 7]]
 
     def test_a_padded_row_may_be_filled_up_with_a_position_that_is_read(self) -> None:
@@ -403,7 +399,7 @@ class TestEndsOfReplies:
         padded = pad_documents([self.BOTH[0], longer], pad_token_id=PAD)
         assert padded.kept is not None
         assert padded.kept.positions_BK.tolist() == [[2, 4], [5, 5]]
-        assert padded.kept.sequence_ids_BK.tolist() == [[0, 0], [1, -1]]
+        assert padded.sequence_ids_N.tolist() == [0, 0, 1]
         assert (padded.kept.labels_BK != IGNORE_INDEX).tolist() == [[True, True], [True, False]]
 
     def test_a_shared_prompt_is_before_what_is_read(self) -> None:
@@ -413,7 +409,7 @@ class TestEndsOfReplies:
         ]
         packed = pack_documents(pair, groups=[(0, 1)])
         assert packed.input_ids_BT.tolist() == [[5, 9, 2, 7, 2, 8]]
-        assert packed.sequence_ids_BT.tolist() == [[-1, -1, -1, 0, -1, 1]]
+        assert (packed.label_positions_N.tolist(), packed.sequence_ids_N.tolist()) == ([3, 5], [0, 1])
 
 
 def test_numbers_that_came_with_the_rows_follow_them() -> None:

@@ -114,15 +114,17 @@ def checked(folder: Path, *words: str, memory_gib: float) -> StartCheck:
 class TestCheckpointing:
     """--activation_checkpointing auto: as little is recomputed as fits, with room."""
 
-    ROWS = ("--per_device_train_batch_size", "8", "--max_seq_length", "2048")
+    ROWS = ("--per_device_train_batch_size", "1", "--max_seq_length", "16384")
 
     def chosen(self, folder: Path, gpu_gib: float, *words: str, on_cuda: bool = True) -> str:
         required = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
-        config = parse(DPOConfig, [*required, *self.ROWS, *words])
+        rows = () if words[:1] == ("--per_device_train_batch_size",) else self.ROWS
+        config = parse(DPOConfig, [*required, *rows, *words])
         memory_bytes = round(gpu_gib * GIB)
         check = check_plan(config, (8,), model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda)
         mode = opened.say_plan(check, Console(speaks=True), RunDirectory(path=folder))
-        self.memory = opened.with_chosen(config, mode).memory
+        chosen = opened.with_chosen(config, mode)
+        self.memory, self.optim = chosen.memory, chosen.optim
         return self.memory.activation_checkpointing
 
     def test_the_plan_decides(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,11 +134,11 @@ class TestCheckpointing:
         (line,) = " ".join(capsys.readouterr().out.split()).split("plan: ")[1:]
         chosen = ["blocks.*.attention_norm", "blocks.*.feed_forward_norm", "blocks.*.feed_forward"]
         assert self.memory.activation_checkpointing_modules == chosen
-        assert line.endswith(f"with --activation_checkpointing selected_modules {' '.join(chosen)}")
+        assert line.endswith(f"selected_modules {' '.join(chosen)}, in 1 microbatch a step")
         assert json.loads(RunDirectory(path=folder).plan.read_text())["activation_checkpointing_modules"] == chosen
         assert self.chosen(folder, 24) == "full"
         (line,) = " ".join(capsys.readouterr().out.split()).split("plan: ")[1:]
-        assert line.endswith("with --activation_checkpointing full") and "warning" not in line
+        assert line.endswith("with --activation_checkpointing full, in 1 microbatch a step") and "warning" not in line
         assert json.loads(RunDirectory(path=folder).plan.read_text())["activation_checkpointing"] == "full"
 
     def test_no_plan_is_made_twice(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +149,18 @@ class TestCheckpointing:
         made.clear()
         assert self.chosen(folder, 24) == "full"
         assert [each.checkpointing for each in made] == ["none", "full", *["selected_modules"] * 3]
+
+    def test_a_microbatch_is_cut_and_the_batch_stays(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        rows = ("--per_device_train_batch_size", "8", "--max_seq_length", "2048", "--gradient_accumulation_steps", "2")
+        self.chosen(folder, 24, *rows)
+        now, more = self.optim.per_device_train_batch_size, self.optim.gradient_accumulation_steps
+        assert now < 8 and now * more == 16
+        assert f"in {more} microbatches a step" in " ".join(capsys.readouterr().out.split())
+        self.chosen(folder, 24, *rows, "--activation_checkpointing", "full")
+        assert self.optim.per_device_train_batch_size == 8
+        # All at once does not fit; one by one fits, with as much arithmetic.
+        assert self.chosen(folder, 8, *rows) == "full"
+        assert (self.optim.per_device_train_batch_size, self.optim.gradient_accumulation_steps) == (1, 16)
 
     def test_what_was_said_is_done(self, folder: Path) -> None:
         for said in ("none", "selected_modules", "full", "offload"):

@@ -206,6 +206,7 @@ class TestSharedPrompts:
 
 
 ONE_PAIR = ["--per_device_train_batch_size", "1"]
+TWO_PAIRS = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]
 SHARDS = {"fsdp_shard_degree", "fsdp_num_replicas"}
 
 
@@ -534,10 +535,10 @@ class TestHtml:
 
 
 def test_what_auto_takes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    said = "--activation_checkpointing auto takes full"
-    assert main(["plan", *DPO_7B]) == 0
+    said, one_row = "--activation_checkpointing auto takes full", [*ONE_PAIR, "--max_seq_length", "16384"]
+    assert main(["plan", *DPO_7B, *one_row]) == 0
     assert said in " ".join(capsys.readouterr().out.split())
-    assert main(["plan", *DPO_7B, "--json"]) == 0
+    assert main(["plan", *DPO_7B, *one_row, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["fits"] and record["workload"]["checkpointing"] == "full"
     assert main(["plan", *DPO_7B, "--per_device_train_batch_size", "1", "--max_seq_length", "256"]) == 0
@@ -564,6 +565,18 @@ def test_free_memory_is_used_and_advised_for_less_arithmetic() -> None:
     # Where tensor ranks exchange what norms within attention are given, those keep what they have.
     modules = planned(*words, *TENSOR, "2", "--gpu", "memory_gib=60").workload.checkpointing_modules
     assert modules and not any("q_norm" in module for module in modules)
+
+
+def test_microbatches_are_cut_where_that_saves_arithmetic() -> None:
+    """7B on 8 H100, 8 pairs of 2 x 2,048 tokens: two at a time need norms again, not whole blocks."""
+    auto, full = planned(*DPO_7B), planned(*DPO_7B, *FULL)
+    optim = auto.setting.config.optim
+    assert (optim.per_device_train_batch_size, optim.gradient_accumulation_steps) == (2, 4)
+    assert auto.tokens_per_step == full.tokens_per_step and auto.time.step_s < 0.8 * full.time.step_s
+    assert auto.leaves(0.1) and not any("feed_forward." in module for module in auto.workload.checkpointing_modules)
+    # Smaller ones save nothing more; on slow links they would take longer.
+    assert planned(*DPO_7B, *TWO_PAIRS).workload == auto.workload
+    assert planned(*DPO_7B, "--in_node_gb_s", "2").workload.num_microbatches == 1
 
 
 class TestJson:

@@ -1,6 +1,5 @@
 """An objective that the planner has never heard of is planned from its record alone."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -13,10 +12,11 @@ from open_instruct.errors import EXIT_INPUT
 from open_instruct.objectives.objective import BoundLoss, Objective
 from open_instruct.objectives.registry import OBJECTIVES
 from open_instruct.planning.plan import Plan, plan_of
-from open_instruct.planning.request import parse_request, plan_configs
+from open_instruct.planning.request import parse_request
 from open_instruct.wording import one_of
 
-RUN = ["--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8", "--per_device_train_batch_size", "2"]
+RUN = ["--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8"]
+RUN += ["--activation_checkpointing", "full", "--per_device_train_batch_size", "2"]
 
 
 @dataclass(kw_only=True)
@@ -44,11 +44,8 @@ MADE_UP = Objective(
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OBJECTIVES, "made_up", (f"{__name__}:MADE_UP", "triples"))
-    plan_configs.cache_clear()
-    yield
-    plan_configs.cache_clear()
 
 
 def planned(*words: str) -> Plan:

@@ -18,12 +18,12 @@ from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
-from open_instruct.models.heads.logprob_head import MAX_LOGITS_BYTES as REAL_MAX_LOGITS_BYTES
+from open_instruct.models.heads import logprob_head
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
-from open_instruct.planning.memory.activations import MAX_LOGITS_BYTES, Pass, profile_of
+from open_instruct.planning.memory.activations import Pass, profile_of
 from open_instruct.planning.memory.phases import NUM_SYNC_SLOTS, READ_CHUNK_BYTES, Moments, memory_by_phase
 from open_instruct.planning.memory.state import local_size
 from open_instruct.planning.subject.model import ModelShape, shape_of_fields
@@ -272,11 +272,14 @@ def print_tracked(case: Case) -> int:
 
 
 def test_constants_are_those_of_the_code_that_runs() -> None:
-    assert (MAX_LOGITS_BYTES, READ_CHUNK_BYTES, NUM_SYNC_SLOTS) == (REAL_MAX_LOGITS_BYTES, CHUNK_BYTES, NUM_SLOTS)
+    assert (READ_CHUNK_BYTES, NUM_SYNC_SLOTS) == (CHUNK_BYTES, NUM_SLOTS)
+    for name in ("MAX_LOGITS_BYTES", "MAX_KEPT_BYTES"):
+        assert getattr(activations, name) == getattr(logprob_head, name)
 
 
-def test_keys_are_gathered_as_the_row_has_them() -> None:
-    """Two groups of four replies of 20 tokens to prompts of 30."""
+@pytest.mark.parametrize("prefixes", [(0, 30, 30, 30), (0, 40, 20, 30)], ids=["prompt", "tree"])
+def test_keys_are_gathered_as_the_row_has_them(prefixes: tuple[int, ...]) -> None:
+    """Two groups of four documents of 50 tokens, each of which shares 30 with others on average."""
     workload = replace(
         WORKLOAD,
         shared_prefix_tokens=30,
@@ -284,7 +287,7 @@ def test_keys_are_gathered_as_the_row_has_them() -> None:
         longest_sequence=50,
         tokens_per_microbatch=2 * (30 + 4 * 20),
     )
-    row = Segments.of((30, 20, 20, 20, 20) * 2, (0, 30, 30, 30, 30) * 2, device=torch.device("cpu"))
+    row = Segments.of(tuple(50 - prefix for prefix in prefixes) * 2, prefixes * 2, device=torch.device("cpu"))
     assert row.key_index_K is not None
     assert activations.pass_of(LAYOUT, workload).num_gathered_keys == len(row.key_index_K) == 400
 

@@ -24,7 +24,7 @@ from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.load import parameter_shapes
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
+from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.state import state_bytes
 from open_instruct.planning.subject.model import Adapters, ModelShape, shape_of_fields
@@ -88,7 +88,8 @@ def shape_of(hf_config: Any, adapters: Adapters | None = None) -> ModelShape:
 
 def sharded_model(hf_config: Any, layout: ShardLayout, *, lora: LoRASection | None = None) -> Any:
     """As a run builds it."""
-    dp, tp = build_data_parallel_config(layout, param_dtype="bfloat16"), build_tensor_parallel_config(layout)
+    configs = parallel_configs(layout, param_dtype="bfloat16")
+    dp, tp = configs["dp"], configs["tp"]
     model = build_model(hf_config)
     if lora is not None:
         adapt(model, lora, dtype=torch.bfloat16)

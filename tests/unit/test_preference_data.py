@@ -26,7 +26,7 @@ from open_instruct.data.token_dataset import (
     write_arrays,
 )
 from open_instruct.errors import InputError
-from open_instruct.toys.synthetic import write_synthetic_preferences
+from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.unit.token_data import byte_tokenizer, load_rows, marked, pair, turns, write_rows
 
 EOS = "<|eos|>"

@@ -2,8 +2,11 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,11 +14,18 @@ from hypothesis import strategies as st
 from olmo_core.nn.transformer import Transformer, TransformerActivationCheckpointingMode
 
 from open_instruct.config.sections import PrefixSharing
+from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.families import FAMILIES
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.packing.documents import pack_documents
-from open_instruct.packing.prefixes import groups_that_share, pays, runs_of_one_prompt, shared_prefix_length
+from open_instruct.packing.prefixes import (
+    branches_of,
+    groups_that_share,
+    pays,
+    runs_of_one_prompt,
+    shared_prefix_length,
+)
 from open_instruct.packing.rollouts import plan_rollouts, plan_steps_of_ranks, rollout_batch, rollout_minibatches
 from open_instruct.packing.steps import collate, num_packed_tokens
 from open_instruct.records import IGNORE_INDEX, Document, PackedBatch, RolloutSample, Span
@@ -34,10 +44,13 @@ def some_tokens(count: int, rng: random.Random) -> tuple[int, ...]:
     return tuple(rng.randrange(VOCAB_SIZE) for _ in range(count))
 
 
-def group(num_prompt: int, num_replies: Sequence[int], *, seed: int) -> list[Document]:
+def group(num_prompt: int, num_replies: Sequence[int], *, seed: int, num_alike: int = 0) -> list[Document]:
+    """Replies to one prompt; each begins with up to `num_alike` tokens of one of two that are common to many."""
     rng = random.Random(seed)
     prompt = some_tokens(num_prompt, rng)
-    return [document(prompt, some_tokens(count, rng)) for count in num_replies]
+    common = [some_tokens(num_alike, rng) for _ in range(2)] if num_alike else [()]
+    replies = [(*rng.choice(common)[: rng.randint(0, num_alike)], *some_tokens(count, rng)) for count in num_replies]
+    return [document(prompt, reply[:count]) for reply, count in zip(replies, num_replies, strict=True)]
 
 
 # --- which tokens are shared ------------------------------------------------------------------------
@@ -47,9 +60,9 @@ def test_the_row_of_the_records_example() -> None:
     batch = pack_documents([document([5, 9, 2], [7]), document([5, 9, 2], [8, 3])], groups=[(0, 1)])
     assert batch.input_ids_BT.tolist() == [[5, 9, 2, 7, 2, 8, 3]]
     assert batch.labels_BT.tolist() == [[_, _, 7, _, 8, 3, _]]
-    assert batch.sequence_ids_BT.tolist() == [[-1, -1, 0, -1, 1, 1, -1]]
-    assert batch.document_lengths == (2, 2, 3)
-    assert batch.prefix_lengths == (0, 2, 2)
+    assert (batch.label_positions_N.tolist(), batch.sequence_ids_N.tolist()) == ([2, 4, 5], [0, 1, 1])
+    assert batch.document_lengths == (4, 3)
+    assert batch.prefix_lengths == (0, 2)
     assert (batch.num_sequences, batch.num_tokens) == (2, 7)
 
 
@@ -59,20 +72,34 @@ def test_the_row_of_the_records_example() -> None:
         (([5, 9, 2, 4], [7]), ([5, 9, 3], [8]), 1),  # prompts that end differently
         (([5, 9], [7, 7]), ([5, 9, 7], [7]), 1),
         (([1, 9], [7]), ([2, 9], [7]), 0),
-        (([5, 9, 2], [7, 7, 1]), ([5, 9, 2], [7, 7, 4]), 2),  # never replies: each token of one has its own label
+        (([5, 9, 2], [7, 7, 1]), ([5, 9, 2], [7, 7, 4]), 2),  # few words of replies that begin alike
+        (([5, 9, 2], range(20)), ([5, 9, 2], [*range(10), 4, 4]), 12),
+        (([5, 9, 2], range(20)), ([5, 9, 2], range(11)), 13),
     ],
 )
-def test_what_prompts_begin_with_is_shared(one: Any, other: Any, shared: int) -> None:
-    assert shared_prefix_length([document(*one), document(*other)]) == shared
+def test_what_documents_begin_with_is_shared(one: Any, other: Any, shared: int) -> None:
+    assert shared_prefix_length(document(*one), document(*other)) == shared
 
 
-def test_several_replies_share_up_to_the_first() -> None:
-    """Of a conversation of several learned turns."""
-    turns = (Span(start=3, stop=5), Span(start=7, stop=8))
-    both = [Document(token_ids=(5, 9, 2, 7, 8, 4, 4, last), responses=turns) for last in (1, 2)]
+def test_learned_turns_are_shared_and_their_labels_belong_to_each() -> None:
+    """The last token that two begin with predicts 1 in one of them and 2 in the other, so each computes it."""
+    turns = (Span(start=3, stop=10), Span(start=12, stop=13))
+    both = [Document(token_ids=(5, 9, 2, *[7] * 7, 4, 4, last), responses=turns) for last in (1, 2)]
     batch = pack_documents(both, groups=[(0, 1)])
-    assert batch.prefix_lengths == (0, 2, 2)
-    assert batch.labels_BT.tolist() == [[_, _, 7, 8, _, _, 1, _, 7, 8, _, _, 2, _]]
+    assert (batch.document_lengths, batch.prefix_lengths) == ((13, 2), (0, 11))
+    assert batch.labels_BT.tolist() == [[_, _, *[7] * 7, _, _, 1, _, 2, _]]
+    assert batch.label_positions_N.tolist() == [*range(2, 9), 11, *range(2, 9), 13]
+    assert batch.sequence_ids_N.tolist() == [0] * 8 + [1] * 8
+
+
+def test_a_tree_is_walked_depth_first() -> None:
+    turn, other_turn = [7] * 9, [8] * 9
+    documents = [
+        document([5, 9, 2], reply)
+        for reply in ([*turn, 1], [*other_turn, 1], [3], [*turn, 2, 2], [*turn, 1, 4], [*other_turn, 2])
+    ]
+    # What the fifth begins with is the whole of the first, whose last token has no label there.
+    assert branches_of(documents, range(6)) == [(0, 0), (4, 12), (3, 11), (1, 2), (5, 11), (2, 2)]
 
 
 def test_a_prompt_of_one_token_is_not_shared() -> None:
@@ -83,9 +110,9 @@ def test_a_prompt_of_one_token_is_not_shared() -> None:
 
 @pytest.mark.parametrize(("sharing", "expected"), [("off", False), ("auto", False), ("on", True)])
 def test_auto_leaves_what_saves_little(sharing: PrefixSharing, expected: bool) -> None:
-    assert pays(4, 2, 100, sharing) is expected
-    assert pays(6, 2, 100, sharing) is (sharing != "off")
-    assert not pays(0, 8, 100, sharing)
+    assert pays(4, 100, sharing) is expected
+    assert pays(6, 100, sharing) is (sharing != "off")
+    assert not pays(0, 100, sharing)
 
 
 def test_groups_that_do_not_pay_are_taken_apart() -> None:
@@ -95,31 +122,51 @@ def test_groups_that_do_not_pay_are_taken_apart() -> None:
 
 
 @settings(max_examples=50)
-@given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5))
-def test_pairs_take_the_tokens_that_the_plan_counts(pairs: list[tuple[int, int, int]]) -> None:
-    rows = [tuple(group(prompt, replies, seed=i)) for i, (prompt, *replies) in enumerate(pairs)]
+@given(st.lists(st.tuples(*[st.integers(1, 12)] * 3, st.integers(0, 12)), min_size=1, max_size=5))
+def test_pairs_take_the_tokens_that_the_plan_counts(pairs: list[tuple[int, int, int, int]]) -> None:
+    rows = [tuple(group(prompt, replies, seed=i, num_alike=alike)) for i, (prompt, *replies, alike) in enumerate(pairs)]
+    dataset = dataset_of(rows)
     for sharing in ("off", "on", "auto"):
         batch = collate(rows, range(len(rows)), packing=True, pad_token_id=0, prefix_sharing=sharing).packed
-        planned = sum(
-            num_packed_tokens(sum(map(len, row)), prompt, 2, sharing)
-            for row, (prompt, _, _) in zip(rows, pairs, strict=True)
-        )
+        planned = sum(num_packed_tokens(dataset, row, sharing) for row in range(len(rows)))
         assert batch.num_tokens == planned == batch.input_ids_BT.numel()
+
+
+def dataset_of(pairs: Sequence[tuple[Document, ...]]) -> TokenDataset:
+    """Of a prompt and its replies each."""
+    pieces: list[Sequence[int]] = []
+    for pair in pairs:
+        start = pair[0].responses[0].start
+        pieces += [pair[0].token_ids[:start], *(each.token_ids[start:] for each in pair), ()]
+    return TokenDataset(
+        documents_per_row=2,
+        token_ids_T=np.array([token for piece in pieces for token in piece], dtype=np.int32),
+        edges_E=np.array([0, *accumulate(map(len, pieces))][:-1]),
+        details_C=np.zeros(0, dtype=np.uint8),
+        bounds_N4=np.array([(4 * i, 4 * i + 4, 0, 0) for i in range(len(pairs))]),
+        num_tokens=np.array([sum(map(len, pair)) for pair in pairs]),
+        num_label_tokens=np.array([sum(each.num_label_tokens for each in pair) for pair in pairs]),
+        keys_N32=np.zeros((len(pairs), 32), dtype=np.uint8),
+    )
 
 
 # --- which completions go together -------------------------------------------------------------------
 
 groups_of_lengths = st.lists(
-    st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), min_size=1, max_size=6)), max_size=6
+    st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(0, 16)), max_size=6
 )
 
 
 @settings(max_examples=60)
 @given(groups_of_lengths, st.integers(1, 4), st.integers(1, 3), st.integers(32, 120))
 def test_every_plan_of_groups(
-    groups: list[tuple[int, list[int]]], num_ranks: int, num_mini_batches: int, capacity: int
+    groups: list[tuple[int, list[int], int]], num_ranks: int, num_mini_batches: int, capacity: int
 ) -> None:
-    documents = [each for i, (prompt, replies) in enumerate(groups) for each in group(prompt, replies, seed=i)]
+    documents = [
+        each
+        for i, (prompt, replies, alike) in enumerate(groups)
+        for each in group(prompt, replies, seed=i, num_alike=alike)
+    ]
     plans = {
         sharing: plan_rollouts(
             documents,
@@ -201,6 +248,20 @@ def test_values_of_rollouts_are_in_the_order_of_their_labels() -> None:
     assert batch.packed.labels_BT.tolist() == [[_, _, 7, _, 8, 3, _]]
     torch.testing.assert_close(batch.values["engine_logprobs_N"], torch.tensor([-0.1, -0.1, -0.2]))
     assert batch.values["advantages_N"].tolist() == [4, 5, 5]
+
+
+def test_values_of_a_tree_are_those_of_each_sample() -> None:
+    """The first and the last begin alike, so the last lies behind the first; each has its own weights where they do."""
+    turn = (7,) * 9
+    samples = [rollout(document([5, 9, 2], reply)) for reply in ((*turn, 1, 1, 1), (3,), (*turn, 2))]
+    streams = {"ce": (0.0,) * 9 + (1.0,), "rl": (2.0,) * 10}
+    samples[2] = replace(samples[2], weights=streams)
+    batch = rollout_batch(samples, pad_token_id=0, prefix_sharing="on")
+    assert batch.packed.sequence_ids_N.tolist() == [0] * 12 + [2] * 10 + [1]
+    assert batch.packed.label_positions_N.tolist() == [*range(2, 14), *range(2, 11), 15, 17]
+    assert batch.values["advantages_N"].tolist() == [15] * 12 + [13] * 10 + [4]
+    assert batch.values["rl_weights"].tolist() == [1] * 12 + [2] * 10 + [1]
+    assert batch.values["ce_tokens"].tolist() == [21]
 
 
 # --- what is computed --------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
@@ -47,8 +46,8 @@ def pairs(tmp_path: Path) -> Path:
 def sample(name: str, model: Path, rows: Path, *words: str, num_read: int = 1000, num_shown: int = 3) -> Sample:
     flag = "--dataset_mixer_list" if name == "grpo" else "--mixer_list"
     argv = ["--model_name_or_path", str(model), flag, str(rows), "1.0", "--output_dir", "x", *words]
-    objective = None if name == "grpo" else objective_named(name)
-    config: Any = parse(GRPOConfig if objective is None else objective.config_class, argv)
+    objective = objective_named(name)
+    config: Any = parse(objective.config_class, argv)
     return sample_of(config, objective, num_read=num_read, num_shown=num_shown)
 
 

@@ -25,7 +25,7 @@ from open_instruct.errors import InputError, RunError
 from open_instruct.records import Check, Prompt
 from open_instruct.verifiers.answers import Passthrough
 from open_instruct.verifiers.registry import judges_named, known_verifiers
-from tests.unit.token_data import byte_tokenizer, load_rows, turns, write_rows
+from tests.unit.token_data import byte_tokenizer, encoded, load_rows, turns, write_rows
 
 Load = Callable[..., tuple[Prompts, DataReport]]
 VERIFIERS = {name: known_verifiers(RewardSection())[name] for name in ("gsm8k", "ifeval", "string_matcher")}
@@ -236,7 +236,7 @@ def test_a_prompt_has_the_tokens_of_a_supervised_row(load: Load, tokenizer: Any,
     path = write_rows(tmp_path / "rows.jsonl", row("?", messages=asked))
     dataset, _ = load(path, "1.0", max_prompt_token_length=200)
     chat = ChatFormat.choose(tokenizer, None)
-    whole = chat.encode([*asked, *turns("8", roles="a")])
+    whole = encoded(chat, [*asked, *turns("8", roles="a")])
     assert dataset[0].token_ids == whole.token_ids[: whole.responses[0].start]
 
 
@@ -402,7 +402,9 @@ def test_a_row_names_what_answers_its_replies(
     assert found == expected
 
 
-def test_what_names_verifiers_and_environments_is_known_from_all_rows(load: Load, tmp_path: Path) -> None:
+def test_what_names_verifiers_and_environments_is_known_from_all_rows_read_once(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = write_rows(
         tmp_path / "named.jsonl",
         row("plain", environment="python", verifier_="x"),
@@ -414,5 +416,7 @@ def test_what_names_verifiers_and_environments_is_known_from_all_rows(load: Load
         ),
     )
     prompts, _ = load(rows, "1.0", known_environments={"shop"})
-    assert prompts.named("environment") == {"shop"}
-    assert prompts.named("verifier") == {"gsm8k"}
+    details, read = prompts.dataset.details, list[int]()
+    monkeypatch.setattr(prompts.dataset, "details", lambda row_id: read.append(row_id) or details(row_id))
+    assert prompts.named() == ({"gsm8k"}, {"shop"})
+    assert read == [0, 1]

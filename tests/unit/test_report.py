@@ -389,8 +389,13 @@ class TestHealth:
         assert "nearly used up" in said(peak_memory_gib=79.0, peak_reserved_gib=60.0)
         assert "planned" not in said(peak_memory_gib=60.0)  # of a process on a CPU, libraries count too
 
+    def test_every_sentence_has_a_rule(self) -> None:
+        code = Path(health.__file__)
+        said = json.loads(code.with_name("findings.json").read_text(encoding="utf-8"))
+        assert said["rules"].keys() <= set(re.findall(r'"(\w+)"', code.read_text(encoding="utf-8")))
+
     def test_flags_of_remedies_exist(self) -> None:
-        files = (Path(health.__file__), Path(health.__file__).with_name("limits.json"))
+        files = (Path(health.__file__), Path(health.__file__).with_name("findings.json"))
         named = {name for file in files for name in re.findall(r"--(\w+)", file.read_text(encoding="utf-8"))}
         assert len(named) > 10
         assert named <= flags_of(GRPOConfig).keys() | flags_of(DPOConfig).keys()

@@ -43,6 +43,7 @@ from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
 from tests.unit.objective_runs import config_of, load_rows, write_rows
 from tests.unit.scored import score
+from tests.unit.token_data import encoded
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reward_model.md"
 CPU = torch.device("cpu")
@@ -286,7 +287,7 @@ def test_the_lines_of_the_page_score_a_file(judge: Path, tmp_path: Path, monkeyp
     scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
     model, form = scoring_model(opened(judge)), ChatFormat.choose(AutoTokenizer.from_pretrained(judge), None)
     for row, before in zip(scored, rows, strict=True):
-        ids = form.encode(before["messages"]).token_ids
+        ids = encoded(form, before["messages"]).token_ids
         ours = token_logprobs(model, pack_documents([document(*ids)]), device=CPU).logprobs_N.item()
         assert row == before | {"score": pytest.approx(ours, abs=1e-5)}
 
@@ -338,7 +339,7 @@ def test_a_causal_model_is_no_reward_model_for_a_verifier(folder: Path) -> None:
 
 def test_it_is_planned_and_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8", "--json"]
-    assert main(["plan", "reward_model", *words]) == 0
+    assert main(["plan", "reward_model", *words, "--activation_checkpointing", "full"]) == 0
     workload = json.loads(capsys.readouterr().out)["workload"]
     assert workload["tokens_per_microbatch"] == 8 * 2 * 2048 and workload["label_tokens_per_microbatch"] == 2 * 8
     assert main(["--help"]) == 0

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from open_instruct.records import Document, RolloutGroup, RolloutSample, Span, Verdict
+from open_instruct.packing.rollouts import counts_of, rollout_batch
+from open_instruct.records import Completion, Document, Episode, RolloutGroup, RolloutSample, Span, Verdict
 from open_instruct.rollout.samples import RolloutStepBatch, StepSamples, training_samples
 from tests.unit.fake_rollouts import completion, group_of, grpo_config
 
@@ -122,3 +123,39 @@ def test_a_batch_in_which_nothing_is_learned() -> None:
 )
 def test_right_is_what_every_verifier_accepts_in_full(scores: dict[str, Any], right: bool) -> None:
     assert Verdict(reward=5.0, scores=scores).is_right == right
+
+
+def test_episodes_that_begin_with_one_turn_share_it_and_learn_it_twice() -> None:
+    """A reply of 9 tokens and a tool's answer of 3 are common to two of three; each has its own advantage there."""
+
+    def episode(turn: int, reply: int) -> Completion:
+        replies = (Span(start=0, stop=9), Span(start=12, stop=14))
+        ids = (*(turn,) * 9, 7, 7, 7, reply, 2)
+        steps = Episode(status="done", replies=replies, turns=())
+        return replace(completion(11), token_ids=ids, episode=steps)
+
+    samples = learned_of(group_of([1.0, 0.0, 0.5], [episode(50, 60), episode(51, 61), episode(50, 62)])).samples
+    batch = rollout_batch(samples, pad_token_id=0, prefix_sharing="auto")
+    first, second, third = (sample.advantage for sample in samples)
+    # Of the prompt (3 tokens) and the turn (12) all but the tool's last token; of the prompt alone all but its last.
+    assert batch.packed.prefix_lengths == (0, 14, 2)
+    row = [1, 40, 2, *[50] * 9, 7, 7, 7, 60, 2]
+    assert batch.packed.input_ids_BT.tolist() == [[*row, 7, 62, 2, 2, *[51] * 9, 7, 7, 7, 61, 2]]
+    assert batch.packed.label_positions_N.tolist()[:22] == [*range(2, 11), 14, 15, *range(2, 11), 17, 18]
+    assert batch.values["advantages_N"].tolist() == pytest.approx([*[first] * 11, *[third] * 11, *[second] * 11])
+
+
+def test_what_environments_answer_may_be_learned_as_written() -> None:
+    """By cross-entropy alone: the policy loss has the tokens, log-probs and counts that it has without."""
+    steps = Episode(status="done", replies=(Span(start=0, stop=2), Span(start=3, stop=4)), turns=())
+    ids = (50, 51, 7, 60)
+    episode = replace(completion(3), token_ids=ids, logprobs=(-0.1, -0.2, -0.3), episode=steps)
+    group = group_of([1.0, 0.0], [episode, episode])
+    (plain, _), (both, _) = (learned_of(group, flags=f"--answers_ce_coef {coef}").samples for coef in (0.0, 0.25))
+    assert plain.document.responses == (Span(start=3, stop=5), Span(start=6, stop=7)) and not plain.weights
+    assert both.document.responses == (Span(start=3, stop=7),) and both.advantage == plain.advantage
+    assert both.engine_logprobs == (-0.1, -0.2, 0.0, -0.3)
+    assert both.weights == {"rl": (1, 1, 0, 1), "kl": (1, 1, 0, 1), "ce": (0, 0, 0.25, 0)}
+    counts, plain_counts = counts_of([both]), counts_of([plain])
+    assert counts["rl_labels"] == plain_counts["rl_labels"] == 3 and counts["rl_rows"] == plain_counts["rl_rows"] == 1
+    assert (counts["ce_labels"], plain_counts["ce_labels"]) == (1, 0)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
-from open_instruct.errors import InputError
+from open_instruct.errors import RunError
 from open_instruct.parallel import processes
-from open_instruct.sandbox.sandbox import Ran, Sandbox
+from open_instruct.sandbox import sandbox as sandbox_module
+from open_instruct.sandbox.sandbox import START, Ran, Sandbox
 from open_instruct.sandbox.trial import try_walls
 from open_instruct.sandbox.walls import _filter
 
@@ -26,6 +28,22 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ESCAPES = yaml.safe_load(Path(__file__).with_name("escapes.yaml").read_text())
 NEVER_END = ("a loop", "a loop in C", "sleep", "ignore signals and loop")
 LANDLOCK_CALL = 444
+# In the warm process: the second program cannot be forked, or its walls not be put up.
+BREAKS_SECOND = """
+import os
+from open_instruct.sandbox.server import Walls
+fork, put_up, forks = os.fork, Walls.put_up, []
+def second_fails():
+    forks.append(1)
+    if len(forks) == 2 and fault == "processes":
+        raise BlockingIOError(11, fault)
+    return fork()
+def second_stands_open(walls, cpu_s):
+    if len(forks) == 2 and fault == "walls":
+        raise OSError(fault)
+    put_up(walls, cpu_s=cpu_s)
+os.fork, Walls.put_up = second_fails, second_stands_open
+"""
 
 
 def walls_that_stand() -> list[str]:
@@ -184,9 +202,32 @@ class TestInterpreter:
             assert sandbox._server is not None
             sandbox._server.kill()
             sandbox._server.wait()
-            assert interpreter.run("1", timeout_s=20).status == "died"
+            with pytest.raises(RunError, match="ran no program"):
+                interpreter.run("1", timeout_s=20)
             interpreter.close()
+            assert interpreter.run("1", timeout_s=20).status == "died"
             assert run(sandbox, "1 + 1").value == "2"
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="limits of other processes are Linux's")
+    @pytest.mark.parametrize("fault", ["processes", "descriptors", "walls"])
+    def test_a_program_that_cannot_be_started_is_the_only_one_without_an_answer(
+        self, fault: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sandbox_module, "START", START.replace("main(", f"fault = {fault!r}\n{BREAKS_SECOND}main("))
+        with closing(Sandbox()) as sandbox, closing(sandbox.interpreter(cpu_s=20)) as first:
+            assert first.run("x = 1", timeout_s=20).status == "done" and sandbox._server is not None
+            usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if fault == "descriptors":  # its first free descriptor is the first that it may not have
+                opened = {int(path.name) for path in Path(f"/proc/{sandbox._server.pid}/fd").iterdir()}
+                free = next(number for number in range(99) if number not in opened)
+                resource.prlimit(sandbox._server.pid, resource.RLIMIT_NOFILE, (free, usual[1]))
+            with (
+                closing(sandbox.interpreter(cpu_s=20)) as second,
+                pytest.raises(RunError, match="ran no program"),
+            ):
+                second.run("1", timeout_s=20)
+            resource.prlimit(sandbox._server.pid, resource.RLIMIT_NOFILE, usual)
+            assert first.run("x", timeout_s=20).value == "1" and run(sandbox, "2").value == "2"
 
     @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a child that is busy outlives the sandbox")
     def test_nothing_outlives_a_driver_that_is_killed(self) -> None:
@@ -255,9 +296,9 @@ class TestWalls:
             ((said,), (warned,)) = told
             assert said.endswith("stand: network, processes, signals, memory") and missing in warned
 
-    def test_a_machine_on_which_no_program_runs_has_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_machine_on_which_no_program_runs_is_told_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with closing(Sandbox()) as sandbox:
             dead = sandbox.interpreter(cpu_s=1)
         monkeypatch.setattr(Sandbox, "interpreter", lambda self, **settings: dead)
-        with pytest.raises(InputError, match=r"around files .* around memory"):
+        with pytest.raises(RunError, match="ran no program"):
             try_walls("required", say=print, warn=print)

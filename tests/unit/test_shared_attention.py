@@ -1,6 +1,7 @@
-"""Responses that share one copy of their prompt compute what they compute with a copy of their own."""
+"""Documents that share one copy of what they begin with compute what they compute with a copy of their own."""
 
 import math
+from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -11,27 +12,31 @@ from hypothesis import strategies as st
 
 from open_instruct.models.attention import attention
 from open_instruct.models.attention.attention import attend_over_segments
-from open_instruct.models.attention.segments import QKV, Segments, segments_of
+from open_instruct.models.attention.segments import QKV, Segments
 
 CPU = torch.device("cpu")
 LEFTS = (-1, 0, 1, 3, 6, 40)
 
-rows = st.lists(
-    st.one_of(
-        st.tuples(st.integers(1, 9), st.just(())),
-        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)),
-    ),
-    min_size=1,
-    max_size=4,
-)
+
+@st.composite
+def rows(draw: Any) -> Segments:
+    """Trees of any depth: each segment goes on from a part of what the one before it sees."""
+    lengths, prefixes = [], []
+    num_seen = 0
+    for _ in range(draw(st.integers(1, 8))):
+        prefixes.append(draw(st.integers(0, num_seen)))
+        lengths.append(draw(st.integers(0, 7)) if prefixes[-1] else draw(st.integers(1, 9)))
+        num_seen = prefixes[-1] + lengths[-1]
+    return Segments.of(tuple(lengths), tuple(prefixes), device=CPU)
 
 
 def segments(families: list[tuple[int, tuple[int, ...]]]) -> Segments:
-    """Of roots and the lengths of their branches."""
+    """Of roots and the lengths of their branches; a root and its first branch are one segment."""
     lengths, prefixes = [], []
     for root, branches in families:
-        lengths += [root, *branches]
-        prefixes += [0, *(root for _ in branches)]
+        first, *others = branches or (0,)
+        lengths += [root + first, *others]
+        prefixes += [0, *(root for _ in others)]
     return Segments.of(tuple(lengths), tuple(prefixes), device=CPU)
 
 
@@ -46,8 +51,9 @@ def tensors(num_tokens: int, *, heads: int = 4, groups: int = 2, dim: int = 3) -
 def defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Segments, left: int) -> torch.Tensor:
     """Softmax over what each token may see, written out token by token."""
     outputs = []
-    for start, length, prefix_start, prefix_length in segments_of(of.lengths, of.prefix_lengths):
-        seen = [*range(prefix_start, prefix_start + prefix_length)]
+    seen: list[int] = []
+    for start, length, prefix_length in zip(accumulate((0, *of.lengths)), of.lengths, of.prefix_lengths, strict=False):
+        seen = seen[:prefix_length]
         for token in range(start, start + length):
             seen.append(token)
             visible = seen if left < 0 else seen[-(left + 1) :]
@@ -58,9 +64,8 @@ def defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Segments, lef
 
 
 @settings(max_examples=30)
-@given(rows, st.sampled_from(LEFTS), st.sampled_from([(4, 2), (4, 1), (2, 2)]))
-def test_shared_prompts_are_the_definition(families: list[Any], left: int, heads: tuple[int, int]) -> None:
-    of = segments(families)
+@given(rows(), st.sampled_from(LEFTS), st.sampled_from([(4, 2), (4, 1), (2, 2)]))
+def test_trees_are_the_definition(of: Segments, left: int, heads: tuple[int, int]) -> None:
     q, k, v = tensors(sum(of.lengths), heads=heads[0], groups=heads[1])
     grad_out = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(0))
     results = [
@@ -109,18 +114,19 @@ def test_branches_of_one_length_are_one_call_and_see_no_key_beyond_the_window() 
 
 
 def test_positions_and_keys_of_the_example() -> None:
-    of = Segments.of((4, 2, 3, 3), (0, 4, 4, 0), device=CPU)
-    assert of.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 4, 5, 6, 0, 1, 2]
-    # The root and its first branch are one document.
-    assert of.cu_queries.tolist() == [0, 6, 9, 12]
-    assert of.cu_keys.tolist() == [0, 6, 13, 16]
+    of = Segments.of((6, 3, 2, 3), (0, 4, 6, 0), device=CPU)
+    assert of.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 4, 5, 6, 6, 7, 0, 1, 2]
+    assert of.cu_queries.tolist() == [0, 6, 9, 11, 14]
+    assert of.cu_keys.tolist() == [0, 6, 13, 21, 24]
     assert of.key_index_K is not None
-    assert of.key_index_K.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
-    assert (of.max_queries, of.max_keys) == (6, 7)
-    # A row of one branch a root gathers no key.
-    assert Segments.of((4, 2, 3), (0, 4, 0), device=CPU).key_index_K is None
+    own = [*range(6), *range(4), 6, 7, 8, *range(4), 6, 7, 9, 10, 11, 12, 13]
+    assert of.key_index_K.tolist() == own
+    assert (of.max_queries, of.max_keys) == (6, 8)
+    # A row without prefixes gathers no key.
+    assert Segments.of((4, 2, 3), (0, 0, 0), device=CPU).key_index_K is None
 
 
-def test_a_prefix_is_the_whole_root() -> None:
-    with pytest.raises(AssertionError, match="a prefix of 3 tokens after a root of 4"):
-        Segments.of((4, 2), (0, 3), device=CPU)
+def test_a_prefix_is_of_what_the_segment_before_sees() -> None:
+    Segments.of((4, 2, 3), (0, 3, 5), device=CPU)
+    with pytest.raises(AssertionError, match="a prefix of 6 tokens of a segment that sees 5"):
+        Segments.of((4, 2, 3), (0, 3, 6), device=CPU)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from open_instruct.checkpoints import resume as resume_module
-from open_instruct.checkpoints.background import at_once
+from open_instruct.checkpoints.background import in_background
 from open_instruct.checkpoints.step_folder import MANIFEST, find_checkpoints, step_of
 from open_instruct.learner import loop as loop_module
 from open_instruct.learner.grpo import GRPOLearner
 from open_instruct.learner.loop import Loop
 from open_instruct.run.cadence import Cadence
 
+NO_LOADER: Any = None
 NUM_TOKENS = 1000
 HOST_S, OPTIMIZER_S, SAVE_S = 2.0, 3.0, 100.0
 
@@ -42,7 +43,7 @@ class FakeLoop(Loop):
         self.keep_last_n = keep_last_n
         self.saved: list[int] = []
         self._peak_flops = None
-        self._removal = at_once(lambda: None)
+        self._removal = in_background(lambda: None)
 
     def take_step(self, updates: Any, *, num_tokens: int) -> dict[str, float]:
         self.step += 1
@@ -60,7 +61,7 @@ class FakeLoop(Loop):
         (self.folder / f"step{self.step}").mkdir()
         (self.folder / f"step{self.step}" / MANIFEST).write_text("{}")
         self.saved.append(self.step)
-        self._remove_old(run=at_once)
+        self._remove_old()
 
     def close(self) -> None:
         pass
@@ -86,7 +87,7 @@ def test_the_optimizer_counts_and_a_checkpoint_does_not(device: Device, tmp_path
     """The optimizer's kernels run on when the step returns; the next one waits for them, or a checkpoint does."""
     speeds: list[float] = []
     loop = FakeLoop(device, tmp_path, Cadence(num_steps=4, save_every=save_every))
-    loop.fit(None, on_step=lambda step, row: speeds.append(row["tokens_per_second"]))
+    loop.fit(NO_LOADER, on_step=lambda step, row: speeds.append(row["tokens_per_second"]))
     assert sum(NUM_TOKENS / speed for speed in speeds) == pytest.approx(4 * (HOST_S + OPTIMIZER_S))
 
 
@@ -100,7 +101,7 @@ def test_checkpoints_that_last_and_those_that_do_not(
     """Each of every 3 steps stays, that of every 2 until there is a newer one, and the last."""
     cadence = Cadence(num_steps=10, save_every=3, save_ephemeral_every=ephemeral)
     loop = FakeLoop(device, tmp_path, cadence, keep_last_n=keep_last_n)
-    loop.fit(None, on_step=lambda step, row: None)
+    loop.fit(NO_LOADER, on_step=lambda step, row: None)
     assert [step_of(path) for path in find_checkpoints(tmp_path)] == left
     assert loop.saved == [step for step in range(1, 11) if cadence.saves_after(step)]
 

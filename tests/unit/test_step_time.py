@@ -103,6 +103,11 @@ def test_pairs_of_causal_attention() -> None:
 def test_arithmetic_of_training() -> None:
     assert flops_per_step(SHAPE, ALONE, WORK) == 3 * FORWARD
     assert flops_per_step(SHAPE, ALONE, replace(WORK, num_microbatches=4)) == 12 * FORWARD
+    in_float8 = replace(WORK, multiplies_in_float8=True)
+    assert flops_per_step(SHAPE, ALONE, in_float8) == 3 * (FORWARD - MATRICES)
+    by_policy, by_reference = (Scoring(shape=SHAPE, stands_as=stands_as) for stands_as in ("", "reference policy"))
+    scored = replace(in_float8, scorings=(by_policy, by_reference))
+    assert flops_per_step(SHAPE, ALONE, scored) == 4 * (FORWARD - MATRICES) + FORWARD
 
 
 def test_arithmetic_of_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +115,12 @@ def test_arithmetic_of_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flops_per_step(SHAPE, ALONE, full) == 4 * FORWARD - HEAD
     of_one = replace(WORK, checkpointing="selected_modules", checkpointing_modules=("blocks.*.attention",))
     assert flops_per_step(SHAPE, ALONE, of_one) == 3 * FORWARD + 2 * (2 * 64 * 6) + sum(ATTENTION)
-    # Two labels a chunk.
+    # Two labels a chunk, of which a GPU keeps the product for none, one, or both.
     monkeypatch.setattr("open_instruct.planning.memory.activations.MAX_LOGITS_BYTES", 2 * 4 * 10)
-    assert flops_per_step(SHAPE, ALONE, WORK) == 3 * FORWARD + HEAD
+    for num_kept_bytes, again in ((0, HEAD), (2 * 10 * 2, HEAD // 2), (1 << 30, 0)):
+        monkeypatch.setattr("open_instruct.planning.memory.activations.MAX_KEPT_BYTES", num_kept_bytes)
+        assert flops_per_step(SHAPE, ALONE, WORK) == 3 * FORWARD + again
+        assert flops_per_step(SHAPE, ALONE, replace(WORK, on_cuda=False)) == 3 * FORWARD + HEAD
 
 
 def test_arithmetic_of_a_shared_prompt() -> None:

@@ -37,7 +37,7 @@ class FakeNCCL:
         self.sent: list[int] = []
         self.made.append(self)
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+    def broadcast(self, tensors: list[torch.Tensor]) -> Any:
         self.sent.append(sum(tensor.nbytes for tensor in tensors))
         return SimpleNamespace(is_completed=self._all_are_here, wait=lambda: None)
 

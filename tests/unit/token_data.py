@@ -1,14 +1,15 @@
 """Rows in files, and the data sets of tokens that come of them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from open_instruct.data.chat import ChatFormat
-from open_instruct.records import Document
+from open_instruct.data.messages import Message
+from open_instruct.records import Document, Span
 from open_instruct.toys.tiny import train_tokenizer
 
 
@@ -19,6 +20,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def chat_format(tokenizer: PreTrainedTokenizerFast, template: str | None) -> ChatFormat:
     return ChatFormat.choose(tokenizer, template)
+
+
+def encoded(chat: ChatFormat, messages: Sequence[Message]) -> Document:
+    """The document of a conversation that ends with an assistant's turn."""
+    prompt_text, (reply_text,) = chat.render(messages[:-1], messages[-1:])
+    prompt_ids, reply_ids = chat.tokenize([prompt_text, reply_text])
+    chat.check_reply(reply_text, reply_ids)
+    span = Span(start=len(prompt_ids), stop=len(prompt_ids) + len(reply_ids))
+    return Document(token_ids=(*prompt_ids, *reply_ids), responses=(span,))
 
 
 def marked(tokenizer: PreTrainedTokenizerFast, document: Document) -> str:

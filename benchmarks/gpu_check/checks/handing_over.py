@@ -74,7 +74,7 @@ def send(pipe: Connection, rehearse: bool) -> tuple[dict[str, Any], str]:
     sender = WeightSender(
         model, names, backend=backend, dtype=torch.bfloat16, bucket_bytes=bucket_mib * MIB, timeout_s=TIMEOUT_S
     )
-    pipe.send(sender.open(1, address="127.0.0.1"))
+    pipe.send(sender.open(1))
     sender.join()
     parameters = dict(model.named_parameters())
     sums, seconds = [], []

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from harness import REPOSITORY
 
@@ -29,37 +31,39 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
     )
     table: list[dict[str, object]] = []
     for name, (sharing, flags) in list(WAYS.items())[: 2 if rehearse else None]:
-        figures = work / "figures.json"
-        figures.unlink(missing_ok=True)
-        words = [
-            "--json",
-            str(figures),
-            "--folder",
-            str(work / "kept"),
-            "--rows",
-            str(rows),
-            "--size",
-            size,
-            "--prefix_sharing",
-            sharing,
-        ]
-        words += ["--max_seq_length", str(length), "--batch", str(batch), "--num_steps", str(num_steps)]
-        words += ["--num_warmup_steps", str(num_steps // 3), *(["--peak_tflops", "0.1"] if rehearse else [])]
-        done = subprocess.run([sys.executable, str(PROGRAM), *words, "--", *flags])
-        findings.require(done.returncode == 0, f"{name}: ended with code {done.returncode}; its words are in the log")
-        if done.returncode != 0:
+        words = ["--rows", rows, "--size", size, "--prefix_sharing", sharing, "--max_seq_length", length]
+        words += ["--batch", batch, "--num_steps", num_steps, "--num_warmup_steps", num_steps // 3]
+        if (run := figures_of(findings, name, work, [*map(str, words)], flags, rehearse=rehearse)) is None:
             continue
-        run = json.loads(figures.read_text())
         table.append({"run": name} | run)
-        planned, allocated = run["planned, GiB"], run["allocated, GiB"]
         if not rehearse and sharing == "off":  # else the plan would have to be told how much of each row is shared
-            told = f"{name}: the plan of {planned:.2f} GiB is {planned / allocated:.2f}x what was allocated"
-            findings.require(is_near(planned, allocated, is_bound="--compile_model" in flags), told)
+            judge_plan(findings, name, run, is_bound="--compile_model" in flags)
         findings.tables.clear()
         findings.table("Packed DPO; FLOPs are those of all tokens of the rows, shared or not", table)
     if table:
         best = max(table, key=lambda row: row["MFU"])  # type: ignore[arg-type, return-value]
         findings.headline = f"{best['run']}: MFU {best['MFU']:.1%}, {best['tokens/s']:,.0f} tokens/s"
+
+
+def figures_of(
+    findings: Findings, name: str, work: Path, words: Sequence[str], flags: Sequence[str], *, rehearse: bool
+) -> dict[str, Any] | None:
+    """Run the program; its figures, or None and a failure. The model is kept in `work` for the next one."""
+    figures = work / "figures.json"
+    figures.unlink(missing_ok=True)
+    own = ["--json", str(figures), "--folder", str(work / "kept"), *(["--peak_tflops", "0.1"] if rehearse else [])]
+    done = subprocess.run([sys.executable, str(PROGRAM), *own, *words, "--", *flags])
+    findings.require(done.returncode == 0, f"{name}: ended with code {done.returncode}; its words are in the log")
+    if done.returncode != 0:
+        return None
+    found: dict[str, Any] = json.loads(figures.read_text())
+    return found
+
+
+def judge_plan(findings: Findings, name: str, run: Mapping[str, Any], *, is_bound: bool) -> None:
+    planned, allocated = run["planned, GiB"], run["allocated, GiB"]
+    told = f"{name}: the plan of {planned:.2f} GiB is {planned / allocated:.2f}x what was allocated"
+    findings.require(is_near(planned, allocated, is_bound=is_bound), told)
 
 
 def is_near(planned: float, allocated: float, *, is_bound: bool) -> bool:

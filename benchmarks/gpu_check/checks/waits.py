@@ -60,6 +60,7 @@ def waits_of_run(objective: str, model: Path, work: Path) -> Mapping[str, int]:
     flags = [*flags_of_run(model, work, objective), "--mixer_list", str(rows), "1.0"]
     flags += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", str(NUM_MICROBATCHES)]
     figures = measured(objective, flags, num_steps=MEASURED_STEP, waits_in_step=MEASURED_STEP)
+    assert figures is not None, "there is one rank"
     waits: Mapping[str, int] = figures["waits"]
     return waits
 

@@ -3,6 +3,7 @@
 import ast
 import csv
 import json
+import re
 from collections.abc import Iterator, Sequence
 from io import TextIOWrapper
 from itertools import islice
@@ -14,6 +15,7 @@ from open_instruct.errors import InputError
 
 _DELIMITERS = ",;\t"
 _LONGEST_CELL = 2**28
+_NOT_UTF8 = re.compile(r"[\ud800-\udfff]")  # what stands for such bytes, see `TextTable._open`
 
 
 class TextTable:
@@ -50,7 +52,7 @@ class TextTable:
     def _row(self, line: int, cells: Sequence[str]) -> RawRow | BadRow:
         if len(cells) != len(self._columns):
             problem = f"{len(cells)} cells under {len(self._columns)} column names ({', '.join(self._columns)[:80]})"
-        elif not _is_unicode("".join(cells)):
+        elif _NOT_UTF8.search("".join(cells)):
             problem = "not UTF-8: save the table as CSV UTF-8"
         else:
             value = {column: _value_of(cell) for column, cell in zip(self._columns, cells, strict=True)}
@@ -74,14 +76,6 @@ class TextTable:
     def _open(self) -> IO[str]:
         """The table as text, in which bytes that are not UTF-8 are surrogates."""
         return TextIOWrapper(unpacked(self._path), encoding="utf-8-sig", errors="surrogateescape", newline="")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _value_of(cell: str) -> Any:

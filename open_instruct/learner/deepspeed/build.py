@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from olmo_core.distributed import parallel as olmo_core_parallel
-from olmo_core.utils import seed_all
 from torch.distributed.device_mesh import DeviceMesh
 
 from open_instruct.config.training import LearnerConfig
@@ -31,23 +30,16 @@ from open_instruct.wording import counted
 
 
 def set_up(run: Run, config: LearnerConfig) -> tuple[DeviceMesh, dict[str, Any]]:
-    """Set up everything that the model needs: seeds, device, process groups. Returns the mesh and DeepSpeed's config.
-
-    `start_process` did the first three steps already; they are repeated for callers that start in another way.
-    """
-    parallel, process, layout = config.parallel, run.process, run.layout
-    on_cuda = process.device.type == "cuda"
-    # First seeds, the device and torch.distributed: without a group DeepSpeed would start one of its own.
-    seed_all(config.optim.seed)
-    if on_cuda:
-        torch.cuda.set_device(process.device)
-    # Then DeepSpeed, which reads a launcher's variables and remembers the groups of an earlier run in this process.
+    """Set DeepSpeed up on the process group of `start_process`. Returns the mesh and DeepSpeed's config."""
+    parallel, process = config.parallel, run.process
+    # DeepSpeed reads a launcher's variables, and remembers the groups of an earlier run in this process.
     os.environ.setdefault("LOCAL_RANK", str(process.local_rank))
     deepspeed.comm.comm.cdb = None
     deepspeed.utils.groups._release_process_group_references()
     deepspeed.init_distributed(timeout=timedelta(seconds=parallel.dist_timeout_s))
-    mesh = mesh_of(layout, process.device)
+    mesh = mesh_of(run.layout, process.device)
     assert mesh is not None
+    on_cuda = process.device.type == "cuda"
     # The config names no gradient accumulation, so DeepSpeed does not divide by it.
     return mesh, engine_settings(parallel, model=config.model, optim=config.optim, on_cuda=on_cuda)
 

@@ -79,7 +79,8 @@ def beside_labels(
     Positions without a label get 0. A `Measure` takes them.
     """
     flat_T = values_N.new_zeros(batch.labels_BT.numel(), *values_N.shape[1:])
-    flat_T[(batch.sequence_ids_BT.flatten() >= 0).nonzero().squeeze(1)] = values_N
+    flat_T[batch.label_positions_N] = values_N
+    assert torch.equal(flat_T[batch.label_positions_N], values_N), "documents share a position, but not its value"
     values_BT = flat_T.unflatten(0, batch.labels_BT.shape)
     if (context := context_of(model)) is not None:
         values_BT = values_BT[:, context.part_of(values_BT.shape[1])]
@@ -95,7 +96,7 @@ def _where_head_runs(model: Transformer, batch: PackedBatch, values_BT: torch.Te
 
 
 def _own(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, KeptPositions | None]:
-    """This rank's part of the batch, and the positions where its head runs: None, all, under tensor parallelism."""
+    """This rank's tokens of the batch, and the positions where its head runs: None, all, under tensor parallelism."""
     if (context := context_of(model)) is not None:
         batch = _part_of_row(batch, context.part_of(batch.input_ids_BT.shape[1]))
     return batch, None if model.tp_enabled else batch.kept or kept_positions(batch)
@@ -145,9 +146,13 @@ def _inputs(model: Transformer, batch: PackedBatch) -> _Inputs:
     model_kwargs: dict[str, Any] = {"labels": own.labels_BT, "segments": segments}
     if kept is not None:
         model_kwargs["logits_to_keep"] = kept.positions_BK
-    sequence_ids = (batch.sequence_ids_BT if kept is None or context is not None else kept.sequence_ids_BK).flatten()
-    labelled_N = (sequence_ids >= 0).nonzero().squeeze(1)
-    return _Inputs(own.input_ids_BT, model_kwargs, labelled_N, sequence_ids[labelled_N])
+    labelled_N = batch.label_positions_N
+    if kept is not None and context is None:
+        # A label's place among the kept positions: each row has as many, and keeps the order of its labels.
+        num_rows, num_kept = kept.positions_BK.shape
+        ranks_BT = (batch.labels_BT != IGNORE_INDEX).cumsum(dim=1) - 1
+        labelled_N = (ranks_BT + num_kept * torch.arange(num_rows).unsqueeze(1)).flatten()[labelled_N]
+    return _Inputs(own.input_ids_BT, model_kwargs, labelled_N, batch.sequence_ids_N)
 
 
 def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:
@@ -157,7 +162,6 @@ def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:
         kept=None,
         input_ids_BT=batch.input_ids_BT[:, part],
         labels_BT=batch.labels_BT[:, part],
-        sequence_ids_BT=batch.sequence_ids_BT[:, part],
     )
 
 

@@ -99,16 +99,11 @@ class InputsOnHost:
 
 
 def offload_inputs(model: Transformer, memory: MemorySection, device: torch.device) -> None:
-    """Call `keep_inputs_on_host` with --activation_checkpointing offload on CUDA."""
+    """Keep the inputs of all blocks, which are recomputed, in host memory, if the flags say so and there is CUDA."""
     if memory.activation_checkpointing == "offload" and device.type == "cuda":
-        keep_inputs_on_host(model, device)
-
-
-def keep_inputs_on_host(model: Transformer, device: torch.device) -> None:
-    """Keep the inputs of all blocks of `model` in host memory; the blocks must be recomputed ones."""
-    inputs = InputsOnHost(device)
-    for block in model.blocks.values():
-        inputs.around(block)
+        inputs = InputsOnHost(device)
+        for block in model.blocks.values():
+            inputs.around(block)
 
 
 def _whole_of(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -25,6 +25,9 @@ from open_instruct.shard_layout import ShardLayout
 
 FA3, FA3_PACKAGE = "FA3", "flash_attn_interface"
 HOPPER = 9
+WITHOUT_FA3 = (
+    "attention by PyTorch's own kernels; FlashAttention 3 is faster on this GPU: OPEN_INSTRUCT_FA3=1 scripts/install.sh"
+)
 PROBED_LENGTHS = (200, 56)
 # Tolerance for bfloat16, whose steps are 2^-8 of a number.
 PROBED_TOLERANCE = 2e-2
@@ -49,14 +52,10 @@ def choose_kernels(
 def compiler_problem(device: torch.device) -> str | None:
     """Why PyTorch's compiler cannot compile a sum on `device`; on CUDA it wants Triton and a C compiler."""
     try:
-        torch.compile(_plus_one)(torch.zeros(8, device=device))
+        torch.compile(lambda tensor: tensor + 1.0)(torch.zeros(8, device=device))
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None
-
-
-def _plus_one(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor + 1.0
 
 
 def compiles(
@@ -109,11 +108,11 @@ def choose_attention(device: torch.device, *, param_dtype: str) -> str | None:
     has_door = hasattr(torch_attention, "restore_flash_attention_impl")
     if device.type != "cuda" or param_dtype == "float32" or not has_door:
         return None
-    is_there = takes_fa3(
-        capability=torch.cuda.get_device_capability(device),
-        has_package=find_spec(FA3_PACKAGE) is not None,
-        known=torch_attention.list_flash_attention_impls(),
-    )
+    capability, has_package = torch.cuda.get_device_capability(device), find_spec(FA3_PACKAGE) is not None
+    if capability[0] == HOPPER and not has_package:
+        return WITHOUT_FA3
+    known = torch_attention.list_flash_attention_impls()
+    is_there = takes_fa3(capability=capability, has_package=has_package, known=known)
     return try_fa3(lambda: _probe(device)) if is_there else None
 
 

@@ -6,6 +6,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from open_instruct.config.training import LearnerConfig
+from open_instruct.learner.model.float8 import float8_config
 from open_instruct.learner.model.inputs_on_host import offload_inputs
 from open_instruct.learner.model.kernels import choose_kernels, compiles
 from open_instruct.learner.model.replica import build_replica, sharding
@@ -36,7 +37,10 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     lora = config.adapters
     if lora is not None:
         adapt(transformer, lora, dtype=getattr(torch, model.param_dtype))
-    checkpointing = choose_kernels(transformer, run=run, config=config)
+    kernels = {
+        "ac_config": choose_kernels(transformer, run=run, config=config),
+        "float8_config": float8_config(model.float8_linears, model=transformer, device=device),
+    }
     # FSDP gathers in the compute dtype; on a single device a copy in that dtype computes, unless the model is frozen.
     has_copy = run.layout.single_device and model.param_dtype != "float32" and lora is None
     module = FSDP2Backend(
@@ -45,14 +49,14 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
         optim=build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases),
         scheduler=build_scheduler(optim, num_steps=num_steps),
         compile_model=not has_copy and compiles(memory, layout=run.layout, device=device),
-        ac_config=None if has_copy else checkpointing,
         # Infinity clips nothing and still measures the norm.
         max_grad_norm=optim.max_grad_norm or math.inf,
         **sharding(run, config),
+        **({} if has_copy else kernels),
         **({} if lora is None else STATE_OF_ADAPTERS),
     )
     if has_copy:
-        module.compute_with(build_replica(pretrained, run=run, config=config, checkpointing=checkpointing))
+        module.compute_with(build_replica(pretrained, run=run, config=config, **kernels))
     offload_inputs(module.computing_model, memory, device)
     report = stream_load(module.model, pretrained.files, pretrained.names)
     if lora is not None:

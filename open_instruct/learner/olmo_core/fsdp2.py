@@ -22,6 +22,7 @@ from open_instruct.learner.optim.optimizers import set_learning_rate
 from open_instruct.learner.reference import Reference
 from open_instruct.learner.reference_policy import build_reference
 from open_instruct.models.attention.attention import context_of
+from open_instruct.models.compiled import prepare_compiler
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
@@ -80,6 +81,8 @@ class FSDP2Backend(TransformerTrainModule):
             yield
 
     def backward(self, loss: torch.Tensor) -> None:
+        if self.computing_model.compile_enabled:
+            loss.register_hook(lambda _: prepare_compiler())  # in the thread of this backward pass
         (loss * self._num_averaged).backward()
 
     def clip(self) -> torch.Tensor:

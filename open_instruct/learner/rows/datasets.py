@@ -1,6 +1,5 @@
 """The tokenised rows of a run, built once by rank 0 and read from the cache by all."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -8,33 +7,31 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.report import DataReport
-from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.objectives.objective import Objective
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
 from open_instruct.run.console import Console
-from open_instruct.run.pretrained import Pretrained
 
 
 def load_datasets(
-    rows: type[RowBuilder], config: TrainingConfig, *, pretrained: Pretrained, console: Console, own: Mapping[str, Any]
+    objective: Objective, config: TrainingConfig, tokenizer: PreTrainedTokenizerFast, console: Console
 ) -> tuple[TokenDataset, TokenDataset | None]:
-    """The training rows, and the held-out rows if any are named; `rows` is their form, built with the arguments `own`.
+    """The training rows, and the held-out rows if any are named.
 
     Rank 0 reads and tokenises; the others find its work in the cache (or do it again, where a node
     does not share the cache folder).
 
     :raises InputError: for a bad row, a missing file, a bad amount; on every rank.
     """
-
-    data = config.data
+    data, own = config.data, objective.row_arguments(config)
 
     def load_one(title: str, *listed: Any) -> TokenDataset:
-        given = {**reading(config, pretrained.tokenizer, *listed), "max_seq_length": data.max_seq_length, **own}
+        given = {**reading(config, tokenizer, *listed), "max_seq_length": data.max_seq_length, **own}
 
         def read(speaks: bool) -> tuple[TokenDataset, DataReport]:
             with Console(speaks=speaks).counting(title) as on_progress:
-                return load_token_dataset(rows, on_progress=on_progress, **given)
+                return load_token_dataset(objective.rows_of(config), on_progress=on_progress, **given)
 
         console.report(title, on_main_process(lambda: read(console.speaks)[1].lines()))
         return read(False)[0]

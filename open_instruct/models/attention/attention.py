@@ -5,14 +5,15 @@ Q query tokens, K key tokens, H query heads, G key-value heads, D features of a 
 that its three shapes have in common.
 
 On a CPU, documents of equal length take one call of PyTorch's scaled dot product attention, which is causal without a
-mask. On a GPU in 16 bits, all documents take one call of PyTorch's variable-length attention. Documents that share a
-prompt are *segments* (segments.py): every response but the first is given the prompt's keys before its own, and on a
+mask. On a GPU in 16 bits, all documents take one call of PyTorch's variable-length attention. Documents that share what
+they begin with are *segments* (segments.py): one that goes on from others is given their keys before its own, and on a
 CPU a mask.
 """
 
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -25,7 +26,7 @@ from olmo_core.nn.transformer import Transformer
 from torch.nn.attention.varlen import varlen_attn
 
 from open_instruct.models.attention.context_parallel import ContextGroup
-from open_instruct.models.attention.segments import QKV, Segment, Segments, documents_of
+from open_instruct.models.attention.segments import QKV, Segment, Segments, segments_of
 
 MAX_CACHED_MASKS = 4
 
@@ -127,28 +128,26 @@ def attend_in_window(qkv_NL: QKV, *, left: int, scale: float | None = None) -> t
     return torch.cat(parts, dim=1)
 
 
-def attend_by_document(
-    qkv_T: QKV, documents: Sequence[Segment], *, left: int = -1, scale: float | None = None
+def attend_by_segment(
+    qkv_T: QKV, segments: Sequence[Segment], *, left: int = -1, scale: float | None = None
 ) -> torch.Tensor:
-    """Attention within each of the documents that lie end to end, and to the prefix that it shares; shape (T, H, D).
+    """Attention within each of the segments that lie end to end, and to their prefixes; shape (T, H, D).
 
-    Documents of one length, with prefixes of one length, are computed together. `left` < 0 means no window.
+    Segments of one length, with prefixes of one length, are computed together. `left` < 0 means no window.
     """
-    # split has one backward node for all documents; every slice would make a gradient of the whole row's size.
-    queries, keys, values = (tensor.split([document.length for document in documents]) for tensor in qkv_T)
-    alike: dict[tuple[int, int], list[tuple[int, int]]] = {}  # document and root, by lengths
-    root = 0
-    for index, (_, length, _, prefix_length) in enumerate(documents):
-        if prefix_length == 0:
-            root = index
-        if length > 0:
-            alike.setdefault((length, prefix_length), []).append((index, root))
+    # split has one backward node for all segments; every slice would make a gradient of the whole row's size.
+    queries, keys, values = (tensor.split([segment.length for segment in segments]) for tensor in qkv_T)
+    starts = [segment.start for segment in segments]
+    alike: dict[tuple[int, int], list[int]] = {}  # indices of segments, by lengths
+    for index, segment in enumerate(segments):
+        if segment.length > 0:
+            alike.setdefault((segment.length, segment.prefix_length), []).append(index)
     attended: list[torch.Tensor] = list(queries)
     for (length, prefix_length), members in alike.items():
         num_seen = prefix_length if left < 0 else min(prefix_length, left)
-        query = _stack([queries[document] for document, _ in members])
+        query = _stack([queries[index] for index in members])
         key, value = (
-            _stack([_behind(tensors[root][:prefix_length], num_seen, tensors[document]) for document, root in members])
+            _stack([_seen_by(segments[index], num_seen, tensors, starts, tensors[index]) for index in members])
             for tensors in (keys, values)
         )
         if num_seen == 0:
@@ -156,17 +155,17 @@ def attend_by_document(
         else:
             mask_QK = is_seen(length, num_seen + length, distance=num_seen, left=left, device=key.device)
             together = attend(QKV(query, key, value), mask_QK=mask_QK, scale=scale)
-        for (document, _), output_LHD in zip(members, together.unbind(0), strict=True):
-            attended[document] = output_LHD
+        for index, output_LHD in zip(members, together.unbind(0), strict=True):
+            attended[index] = output_LHD
     return torch.cat(attended)
 
 
 def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
-    """Every token attends to the tokens before it in its own segment and in the segment's prefix; shape (T, H, D)."""
+    """Every token attends to its segment's prefix and to the tokens before it in the segment; shape (T, H, D)."""
     if not _varlen_can_run(qkv_T.query):
         return _attend_piece_by_piece(qkv_T, segments, left=left, scale=scale)
     # The kernel aligns the causal diagonal to the last query and the last key of a document, and counts windows
-    # from there. With the prefix's keys before a branch's own, distances are those of logical positions.
+    # from there. With a prefix's keys before a segment's own, distances are those of logical positions.
     query, keys, values = qkv_T
     if segments.key_index_K is not None:
         keys, values = (_Gathered.apply(tensor, segments.key_index_K) for tensor in (keys, values))
@@ -179,15 +178,15 @@ def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scal
 
 @torch.compiler.disable
 def _attend_piece_by_piece(qkv_T: QKV, segments: Segments, *, left: int, scale: float | None) -> torch.Tensor:
-    """Attention by document, left out of compiled blocks because it differs with every row's lengths."""
-    documents = documents_of(segments.lengths, segments.prefix_lengths)
-    return attend_by_document(qkv_T, documents, left=left, scale=scale)
+    """Attention by segment, left out of compiled blocks because it differs with every row's lengths."""
+    each = segments_of(segments.lengths, segments.prefix_lengths)
+    return attend_by_segment(qkv_T, each, left=left, scale=scale)
 
 
 class _Gathered(torch.autograd.Function):
     """Gathers rows of a tensor, some several times, and adds up their gradients in float32.
 
-    A prompt gets a gradient from each of its responses; a sum of many in 16 bits would lose the small ones.
+    A shared token gets a gradient from each segment that sees it; a sum of many in 16 bits would lose the small ones.
     """
 
     @staticmethod
@@ -204,9 +203,17 @@ class _Gathered(torch.autograd.Function):
         return sums_TGD.to(grad_KGD.dtype), None
 
 
-def _behind(prefix_PGD: torch.Tensor, num_seen: int, own_LGD: torch.Tensor) -> torch.Tensor:
-    """A document's own keys or values behind the last `num_seen` of its prefix."""
-    return torch.cat((prefix_PGD[-num_seen:], own_LGD)) if num_seen else own_LGD
+def _seen_by(
+    segment: Segment, num_seen: int, tensors: Sequence[torch.Tensor], starts: Sequence[int], own_LGD: torch.Tensor
+) -> torch.Tensor:
+    """A segment's own keys or values behind the last `num_seen` of its prefix, which lie in segments before it."""
+    parts: list[torch.Tensor] = []
+    for start, length in segment.last_of_prefix(num_seen):
+        # The last segment that starts there or before it: segments without tokens start where the next one does.
+        holder = bisect_right(starts, start) - 1
+        first = start - starts[holder]
+        parts.append(tensors[holder][first : first + length])
+    return torch.cat((*parts, own_LGD)) if parts else own_LGD
 
 
 def _stack(documents: list[torch.Tensor]) -> torch.Tensor:

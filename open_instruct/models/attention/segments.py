@@ -1,23 +1,23 @@
-"""Segments: what each token of a packed row attends to where responses share a prompt.
+"""Segments: what each token of a packed row attends to where documents share what they begin with.
 
-Legend: T tokens of the row, H query heads, G key-value heads, D features of a head, S segments, N documents, K keys
-with shared ones repeated for every document that sees them.
+Legend: T tokens of the row, H query heads, G key-value heads, D features of a head, S segments, K keys with shared
+ones repeated for every segment that sees them.
 
-A row is a list of segments, end to end. A segment attends causally to itself. One with a *prefix length* p > 0 attends
-besides to all p tokens of its root, the last segment before it that has none, and its own first token stands at
-position p, right after them::
+A row is a list of segments, end to end. A segment attends causally to itself, and before that to its *prefix*: the
+first p tokens of what the segment before it sees, itself included. Its own first token stands at position p::
 
-    segment    root A      a1     a2       root B
-    tokens     0 1 2 3     4 5    4 5 6    0 1 2
-    prefix     0           4      4        0
+    segment    a                b        c      d
+    tokens     0 1 2 3 4 5      4 5 6    6 7    0 1 2
+    prefix     0                4        6      0
 
-An ordinary document is a root without branches. A root and its first branch lie together like an ordinary document, so
-attention takes them as one, and of b branches only b - 1 see keys that lie elsewhere.
+Here b begins like a, and goes on from a's first 4 tokens; c begins like b, and sees those 4 and the first 2 of b. So
+every tree of documents that share beginnings of any depth is a row, walked depth first, and its keys lie in ranges: of
+c's prefix, 4 tokens of a and 2 of b. An ordinary document is a segment without a prefix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -39,18 +39,27 @@ class QKV(NamedTuple):
         return self.query.shape[-2] != self.key.shape[-2]
 
 
-class Segment(NamedTuple):
-    """The start and length of a segment in the row, and those of the prefix that it attends to."""
+class Range(NamedTuple):
+    """Neighbouring tokens of the row."""
 
     start: int
     length: int
-    prefix_start: int
-    prefix_length: int
+
+
+class Segment(NamedTuple):
+    """The start and length of a segment in the row, and the ranges of its prefix, in logical order."""
+
+    start: int
+    length: int
+    prefix: tuple[Range, ...]
 
     @property
-    def is_first_branch(self) -> bool:
-        """Whether the prefix lies just before the segment, so that both together form an ordinary document."""
-        return self.prefix_length > 0 and self.prefix_start + self.prefix_length == self.start
+    def prefix_length(self) -> int:
+        return sum(part.length for part in self.prefix)
+
+    def last_of_prefix(self, count: int) -> tuple[Range, ...]:
+        """The ranges of its last `count` tokens."""
+        return _tokens_of(self.prefix, self.prefix_length - count, self.prefix_length)
 
 
 class Segments(NamedTuple):
@@ -60,10 +69,10 @@ class Segments(NamedTuple):
         lengths, prefix_lengths: of each segment, S numbers; for attention that is computed segment by segment.
         positions_T: int64, the logical position of every token, for RoPE; where the row is split over ranks, of this
             rank's tokens alone.
-        cu_queries, cu_keys: int32 (N + 1,), where each document's queries and gathered keys start, then their number.
-            A branch has its root's keys before its own.
+        cu_queries, cu_keys: int32 (S + 1,), where each segment's queries and gathered keys start, then their number.
+            A prefix's keys come before a segment's own.
         key_index_K: int64, the row's token that each gathered key is; None where that is the row, as nobody shares.
-        max_queries, max_keys: of any document.
+        max_queries, max_keys: of any segment.
     """
 
     lengths: tuple[int, ...]
@@ -77,55 +86,54 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], *, device: torch.device) -> Segments:
-        """From the lengths of the segments and of what they see before themselves.
+        """From the lengths of the segments and of their prefixes.
 
-        Example: lengths (4, 2, 3, 3) and prefix lengths (0, 4, 4, 0), the row above::
+        Example: lengths (6, 3, 2, 3) and prefix lengths (0, 4, 6, 0), the row above::
 
-            positions_T  0 1 2 3 4 5   4 5 6           0 1 2
-            key_index_K  0 1 2 3 4 5   0 1 2 3 6 7 8   9 10 11
-            cu_queries   0             6               9         12
-            cu_keys      0             6               13        16
+            positions_T  0 1 2 3 4 5   4 5 6           6 7                 0 1 2
+            key_index_K  0 1 2 3 4 5   0 1 2 3 6 7 8   0 1 2 3 6 7 9 10    11 12 13
+            cu_queries   0             6               9                   11         14
+            cu_keys      0             6               13                  21         24
         """
-        documents = documents_of(lengths, prefix_lengths)
-        positions = [torch.arange(each.prefix_length, each.prefix_length + each.length) for each in documents]
-        key_spans = [span for each in documents for span in ((each.prefix_start, each.prefix_length), each[:2])]
-        key_index = [torch.arange(start, start + length) for start, length in key_spans]
-        num_queries = [each.length for each in documents]
-        num_keys = [each.prefix_length + each.length for each in documents]
+        segments = segments_of(lengths, prefix_lengths)
+        positions = [torch.arange(each.prefix_length, each.prefix_length + each.length) for each in segments]
+        seen = [part for each in segments for part in (*each.prefix, Range(each.start, each.length))]
+        num_keys = [each.prefix_length + each.length for each in segments]
         return cls(
             lengths=lengths,
             prefix_lengths=prefix_lengths,
             positions_T=torch.cat(positions).to(device),
-            cu_queries=torch.tensor([0, *accumulate(num_queries)], dtype=torch.int32, device=device),
+            cu_queries=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
             cu_keys=torch.tensor([0, *accumulate(num_keys)], dtype=torch.int32, device=device),
-            key_index_K=torch.cat(key_index).to(device) if num_keys != num_queries else None,
-            max_queries=max(num_queries),
+            key_index_K=torch.cat([torch.arange(start, start + length) for start, length in seen]).to(device)
+            if any(prefix_lengths)
+            else None,
+            max_queries=max(lengths),
             max_keys=max(num_keys),
         )
 
 
-def segments_of(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> Iterator[Segment]:
-    """Every segment of the row; a prefix must be the whole of its root."""
-    start, root = 0, Segment(0, 0, 0, 0)
+def segments_of(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> tuple[Segment, ...]:
+    """Every segment of the row, with the ranges that its prefix lies in."""
+    segments: list[Segment] = []
+    seen: tuple[Range, ...] = ()  # by the last token of the segment before
+    start = 0
     for length, prefix_length in zip(lengths, prefix_lengths, strict=True):
-        assert prefix_length in (0, root.length), f"a prefix of {prefix_length} tokens after a root of {root.length}"
-        if prefix_length:
-            yield Segment(start, length, root.start, prefix_length)
-        else:
-            root = Segment(start, length, start, 0)
-            yield root
+        prefix = _tokens_of(seen, 0, prefix_length)
+        segments.append(Segment(start, length, prefix))
+        seen = (*prefix, Range(start, length))
         start += length
+    return tuple(segments)
 
 
-def documents_of(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> tuple[Segment, ...]:
-    """The segments, each root and its first branch as one.
-
-    Example: lengths (4, 2, 3, 3) and prefix lengths (0, 4, 4, 0) give lengths 6, 3, 3 and prefix lengths 0, 4, 0.
-    """
-    documents: list[Segment] = []
-    for segment in segments_of(lengths, prefix_lengths):
-        if segment.is_first_branch:
-            documents[-1] = documents[-1]._replace(length=documents[-1].length + segment.length)
-        else:
-            documents.append(segment)
-    return tuple(documents)
+def _tokens_of(ranges: tuple[Range, ...], first: int, stop: int) -> tuple[Range, ...]:
+    """The ranges of the tokens from `first` to before `stop`, counted through `ranges`."""
+    cut: list[Range] = []
+    num_before = 0
+    for start, length in ranges:
+        begin, end = max(first - num_before, 0), min(stop - num_before, length)
+        if begin < end:
+            cut.append(Range(start + begin, end - begin))
+        num_before += length
+    assert num_before >= stop, f"a prefix of {stop} tokens of a segment that sees {num_before}"
+    return tuple(cut)

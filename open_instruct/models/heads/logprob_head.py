@@ -7,7 +7,7 @@ V vocabulary.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 MAX_LOGITS_BYTES = 1 << 30
+MAX_KEPT_BYTES = 2 << 30
 MEASURED_SHARE = 8
 """Measures of logits may need several tensors of the logits' size: chunks are smaller by this factor."""
 
@@ -68,11 +69,13 @@ class LogprobHead(LMHead):
 
     The logits of K positions over V words, in float32 and with their gradient, outgrow everything else
     in a long microbatch. Chunks of at most `max_logits_bytes` are computed one at a time and computed again in
-    the backward pass, which costs one more product with the head's matrix. Parameters, their names,
-    and every other way of calling the head are those of `LMHead`.
+    the backward pass, which costs one more product with the head's matrix. On a GPU the first chunks keep that product,
+    `max_kept_bytes` of it in the dtype that is computed in. Parameters, their names, and every other way of calling the
+    head are those of `LMHead`.
     """
 
     max_logits_bytes = MAX_LOGITS_BYTES
+    max_kept_bytes = MAX_KEPT_BYTES
     settings = HeadSettings()
     # Replaces `losses_of_logits` where the model is compiled.
     compute_losses: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None = None
@@ -115,23 +118,36 @@ class LogprobHead(LMHead):
         if labels_BK.numel() > num_positions:
             losses = partial(checkpoint, losses, use_reentrant=False)
         split = [tensor.flatten(0, 1).split(num_positions) for tensor in (h_BKD, labels_BK, *beside)]
-        parts = [losses(*chunk) for chunk in zip(*split, strict=True)]
+        num_kept = self._num_kept(h_BKD, num_positions)
+        parts = [
+            losses(self._product(h_ND) if index < num_kept else partial(self._product, h_ND), *others)
+            for index, (h_ND, *others) in enumerate(zip(*split, strict=True))
+        ]
         joined: list[Any] = [None if p[0] is None else self._joined(p, labels_BK) for p in zip(*parts, strict=True)]
         return LabelLosses(*joined)
 
+    def _num_kept(self, h_BKD: torch.Tensor, num_positions: int) -> int:
+        """The chunks, of so many positions, that keep their product. Tensor ranks would keep what they gather."""
+        if not h_BKD.is_cuda or self.tp_mesh is not None:
+            return 0
+        return self.max_kept_bytes // (num_positions * self.vocab_size * h_BKD.itemsize)
+
+    def _product(self, h_ND: torch.Tensor) -> torch.Tensor:
+        """The logits, (N, V)."""
+        if self.tp_mesh is None:
+            return cast(torch.Tensor, self.w_out(h_ND))
+        h_1ND = DTensor.from_local(h_ND.unsqueeze(0), self.tp_mesh, (Shard(1),), run_check=False)
+        return get_local_tensor(self.w_out(h_1ND)).squeeze(0)
+
     def _losses(
         self,
-        h_ND: torch.Tensor,
+        product: torch.Tensor | Callable[[], torch.Tensor],
         labels_N: torch.Tensor,
         *beside_N: torch.Tensor,
         ignored: int,
         settings: HeadSettings,
     ) -> LabelLosses:
-        if self.tp_mesh is not None:
-            h_1ND = DTensor.from_local(h_ND.unsqueeze(0), self.tp_mesh, (Shard(1),), run_check=False)
-            logits_NV = get_local_tensor(self.w_out(h_1ND)).squeeze(0)
-        else:
-            logits_NV = self.w_out(h_ND)
+        logits_NV = product if isinstance(product, torch.Tensor) else product()
         temperature = settings.temperature
         if isinstance(temperature, torch.Tensor):
             temperature = beside_N[-1].unsqueeze(-1)

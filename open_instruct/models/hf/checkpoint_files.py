@@ -57,9 +57,9 @@ class CheckpointFiles:
 
     Example::
 
-        with CheckpointFiles.open("allenai/OLMo-2-1B") as files:
-            files.shapes["model.norm.weight"]                                      # (2048,)
-            files.read("model.embed_tokens.weight", (slice(0, 16), slice(None)))   # 16 rows
+        files = CheckpointFiles.open("allenai/OLMo-2-1B")
+        files.shapes["model.norm.weight"]                                      # (2048,)
+        files.read("model.embed_tokens.weight", (slice(0, 16), slice(None)))   # 16 rows
     """
 
     def __init__(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
@@ -116,12 +116,6 @@ class CheckpointFiles:
         with safe_open(self.file_of(name), framework="pt") as file:
             view: torch.Tensor = file.get_tensor(name)[slices]
         return view
-
-    def __enter__(self) -> CheckpointFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to close: a file is open only while a tensor is looked up."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors or name in self._put_beside

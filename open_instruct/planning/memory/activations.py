@@ -17,23 +17,27 @@ A matrix that is frozen keeps nothing for its gradient; an adapter beside it kee
 features. The input of the first block needs no gradient then; the block is counted like the others, an upper bound too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from open_instruct.planning.memory.autograd_sizes import Gradient, Kind, Profile, Tape, Tensor
+from open_instruct.planning.memory.scratch import attention_scratch
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload, is_wrapped
 from open_instruct.shard_layout import ShardLayout
 
 FLOAT32 = 4
-# `models.heads.logprob_head.MAX_LOGITS_BYTES`, which cannot be imported without torch; a test holds the two equal.
-MAX_LOGITS_BYTES = 1 << 30
+# Those of `models.heads.logprob_head`, which cannot be imported without torch; a test holds them equal.
+MAX_LOGITS_BYTES, MAX_KEPT_BYTES = 1 << 30, 2 << 30
 
 # Chunks of the head are alike; from the second on the gradient of the matrix already exists.
 CHUNKS_RECORDED = 2
+
+# A cast to float8 has two float32 copies beside the result: what torchao's `_ToFloat8ConstrFunc` makes, uncompiled.
+BYTES_OF_CAST = 2 * FLOAT32 + 1
 
 # Modules that can be checkpointed by themselves; "" is the block. A residual sum keeps nothing in any case.
 BLOCK_MODULES = (
@@ -57,6 +61,7 @@ class Pass:
     casts_adapters: bool = False  # they are float32, and copied to the dtype that is computed in
     temperature: float = 1.0
     records_entropy: bool = False
+    multiplies_in_float8: bool = False  # matrices of blocks
     num_gathered_keys: int | None = None  # with those of a shared prefix before each document; None: nothing is shared
 
 
@@ -65,6 +70,13 @@ def logit_chunks(shape: ModelShape, num_positions: int) -> tuple[int, ...]:
     most = max(1, MAX_LOGITS_BYTES // (FLOAT32 * shape.vocab_size))
     whole, rest = divmod(num_positions, most)
     return (most,) * whole + ((rest,) if rest else ())
+
+
+def num_kept_chunks(shape: ModelShape, chunks: Sequence[int], bytes_per_number: int) -> int:
+    """The chunks, of several, whose product with the head's matrix is kept; with 0 bytes nothing is."""
+    if not bytes_per_number or len(chunks) < 2:
+        return 0
+    return min(len(chunks), MAX_KEPT_BYTES // (chunks[0] * shape.vocab_size * bytes_per_number))
 
 
 def pass_of(layout: ShardLayout, workload: Workload, *, splits_rows: bool = True) -> Pass:
@@ -91,6 +103,7 @@ def pass_of(layout: ShardLayout, workload: Workload, *, splits_rows: bool = True
         casts_adapters=layout.single_device and workload.compute_bytes < FLOAT32,
         temperature=workload.temperature,
         records_entropy=workload.records_entropy,
+        multiplies_in_float8=workload.multiplies_in_float8,
         num_gathered_keys=_gathered_keys(layout, workload),
     )
 
@@ -161,8 +174,11 @@ class _Piece:
         weight = Tensor(num_inputs * num_outputs * self.c, kind=kind)
         if self.sizes.casts_adapters and kind != self.kind:
             weight = self.tape.run(weight.num_bytes, weight, gradients=[Gradient(of=weight, num_bytes=None)])
-        gradients = [_whole(weight), Gradient(of=x, num_bytes=num_tokens * num_inputs * self.c)]
-        return self.tape.run(num_tokens * num_outputs * self.c, x, weight, saved=[x, weight], gradients=gradients)
+        in_bytes, out_bytes = (num_tokens * size * self.c for size in (num_inputs, num_outputs))
+        cast_bytes = BYTES_OF_CAST * num_tokens * max(num_inputs, num_outputs) * self.sizes.multiplies_in_float8
+        gradients = [_whole(weight), Gradient(of=x, num_bytes=in_bytes, scratch_bytes=cast_bytes)]
+        saved = [x, weight]
+        return self.tape.run(out_bytes, x, weight, saved=saved, gradients=gradients, scratch_bytes=cast_bytes)
 
     def norm(self, x: Tensor, num_rows: int, width: int) -> Tensor:
         """RMSNorm. float32 inside; keeps its input and what is scaled by the weight."""
@@ -276,7 +292,11 @@ class _Block(_Piece):
             if (num_keys := self.sizes.num_gathered_keys) is not None:
                 key, value = (run(tensor.num_bytes * num_keys // num_tokens, tensor) for tensor in (key, value))
             weights = run(num_bytes, query, gradients=())
-            return run(query.num_bytes, query, key, value, saved=[query, key, value, weights], saves_output=True)
+            # The kernel makes all three gradients, and needs its own memory beside them.
+            last = Gradient(of=value, num_bytes=value.num_bytes, kernel_bytes=self._scratch(key, q_width))
+            gradients = [_whole(query), _whole(key), last]
+            saved = [query, key, value, weights]
+            return run(query.num_bytes, query, key, value, saved=saved, saves_output=True, gradients=gradients)
         parts = [run(0, tensor) for tensor in (query, key, value)]
         whole = [query, key, value]
         gradients = [
@@ -285,6 +305,17 @@ class _Block(_Piece):
         ]
         by_document = run(query.num_bytes + num_bytes, *parts, saved=whole, saves_output=True, gradients=gradients)
         return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
+
+    def _scratch(self, key: Tensor, q_width: int) -> int:
+        sizes, dim = self.sizes, self.shape.head_dim
+        kv_width = _split(self.shape.kv_width, sizes)
+        return attention_scratch(
+            num_queries=sizes.num_tokens,
+            num_keys=key.num_bytes // (kv_width * self.c),
+            num_documents=-(-sizes.num_tokens // sizes.longest_document),
+            heads=(q_width // dim, kv_width // dim),
+            dim=dim,
+        )
 
 
 class _Head(_Piece):
@@ -302,20 +333,28 @@ class _Head(_Piece):
         stays_whole = shape.is_tied and sizes.num_rows == sizes.num_tokens
         num_words = shape.vocab_size if stays_whole else _split(1 if shape.scores else shape.vocab_size, sizes)
         weight = Tensor(num_words * d_model * self.c, kind=kind)
-        chunks = all_chunks[:CHUNKS_RECORDED]
+        keeps = sizes.on_cuda and sizes.num_rows == sizes.num_tokens
+        num_kept = num_kept_chunks(shape, all_chunks, self.c if keeps else 0)
+        # Of chunks that keep nothing any two will do; of those that do, the last, beside which all others are kept.
+        last_are_kept = num_kept == len(all_chunks)
+        others = all_chunks[:-CHUNKS_RECORDED] if last_are_kept else all_chunks[:num_kept]
+        run(0, hidden, saved=[Tensor(sum(others) * shape.vocab_size * self.c)], gradients=())
+        chunks = all_chunks[-CHUNKS_RECORDED:] if last_are_kept else all_chunks[:CHUNKS_RECORDED]
         # A chunk is a view; the gradients of the chunks are laid end to end.
         views = [run(0, hidden, gradients=[Gradient(of=hidden, num_bytes=hidden.num_bytes)])] * len(chunks)
         losses = []
         for num_labels, view in zip(chunks, views, strict=True):
-            with self.tape.recomputed(len(all_chunks) > 1):
-                losses.append(self._losses(view, hidden, num_labels, weight))
+            gradients = [_whole(weight), Gradient(of=view, num_bytes=num_labels * d_model * self.c)]
+            with self.tape.recomputed(len(all_chunks) > 1 and not last_are_kept):
+                num_bytes = num_labels * shape.vocab_size * self.c
+                product = run(num_bytes, view, hidden, weight, saved=[hidden], gradients=gradients)
+                with self.tape.recomputed(len(all_chunks) > 1):
+                    losses.append(self._losses(product, num_labels))
         return run(sizes.num_labels * FLOAT32, *losses)
 
-    def _losses(self, view: Tensor, hidden: Tensor, num_labels: int, weight: Tensor) -> Tensor:
+    def _losses(self, product: Tensor, num_labels: int) -> Tensor:
         shape, sizes, run = self.shape, self.sizes, self.tape.run
         num_logits = num_labels * shape.vocab_size
-        gradients = [_whole(weight), Gradient(of=view, num_bytes=num_labels * shape.d_model * self.c)]
-        product = run(num_logits * self.c, view, hidden, weight, saved=[hidden], gradients=gradients)
         logits = self.cast(product, num_logits, FLOAT32)
         if sizes.temperature != 1.0:
             logits = run(logits.num_bytes, logits)

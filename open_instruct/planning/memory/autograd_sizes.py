@@ -32,8 +32,9 @@ class Gradient:
     of: Tensor
     # None: the gradient of the output is passed on unchanged.
     num_bytes: int | None
-    # Alive while it is computed.
+    # Alive while it is computed; the second within the kernel, which no tensor shows.
     scratch_bytes: int = 0
+    kernel_bytes: int = 0
 
 
 class Operation(NamedTuple):
@@ -57,10 +58,12 @@ class Usage:
     # Most are gradients of activations.
     temporaries: int = 0
     weight_gradients: int = 0
+    # Within a kernel.
+    kernels: int = 0
 
     @property
     def total(self) -> int:
-        return self.activations + self.temporaries + self.weight_gradients
+        return self.activations + self.temporaries + self.weight_gradients + self.kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +189,14 @@ class Tape:
         def weight_gradients() -> set[Tensor]:
             return {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
 
-        def look(activations: int, scratch_bytes: int = 0) -> None:
+        def look(activations: int, scratch_bytes: int = 0, kernel_bytes: int = 0) -> None:
             others = {*gradient_of.values()} - weight_gradients()
             usages.append(
                 Usage(
                     activations=activations,
                     temporaries=_made(others) + scratch_bytes,
                     weight_gradients=_made(weight_gradients()),
+                    kernels=kernel_bytes,
                 )
             )
 
@@ -210,12 +214,13 @@ class Tape:
                 buffer = gradient_of_output if gradient.num_bytes is None else Tensor(gradient.num_bytes)
                 made.append((gradient.of, buffer))
                 new = _made({each for _, each in made} - {gradient_of_output})
-                look(_made(kept), new + gradient.scratch_bytes)
+                look(_made(kept), new + gradient.scratch_bytes, gradient.kernel_bytes)
             del gradient_of[op.output]
             for tensor, buffer in made:
                 gradient_of.setdefault(tensor, buffer)
             before = zip(self.operations[:index], kept_at_first, strict=False)
-            needed = (op.saved if op.region in ran_again else first for op, first in before)
+            # What a region was given stays until the last of it has run backward.
+            needed = ((*op.saved, *first) if op.region in ran_again else first for op, first in before)
             kept = kept.intersection(chain.from_iterable(needed))
         return max(usages, key=_total), _made(weight_gradients())
 

@@ -33,6 +33,7 @@ from open_instruct.shard_layout import ShardLayout
 GRADIENTS = "gradients"
 GATHERED, REDUCED = "gathered weights", "gradients on their way"
 ACTIVATIONS, HEAD, TEMPORARIES = "activations", "head and logits", "temporaries"
+SCRATCH = "scratch of kernels"
 
 Moment = Mapping[str, int]  # bytes by label
 
@@ -128,6 +129,7 @@ class Passes:
                 REDUCED: waiting + reduced_bytes + self._unreduced(peak.weight_gradients),
                 ACTIVATIONS: below + self.kept_by_block - self.block.kept_bytes + peak.activations,
                 TEMPORARIES: peak.temporaries + self._made_in_place(peak.weight_gradients),
+                SCRATCH: held[SCRATCH] + peak.kernels,
             }
 
         # The embeddings; then the root is reduced, and they last where they are a unit.

@@ -19,16 +19,14 @@ from functools import cached_property
 
 from open_instruct.parallel.training_state import MASTER_BYTES
 from open_instruct.planning.memory.activations import FLOAT32
-from open_instruct.planning.memory.forward_backward import GRADIENTS, TEMPORARIES, Moment, Passes
+from open_instruct.planning.memory.forward_backward import GRADIENTS, SCRATCH, TEMPORARIES, Moment, Passes
+from open_instruct.planning.memory.scratch import BLOCK_BYTES, CUBLAS_BYTES, library_bytes
 from open_instruct.planning.memory.state import local_size, num_moments, state_bytes, uses_muon
 from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.shard_layout import ShardLayout
 
-# An allowance, not a formula: the CUDA context, the workspaces of cuBLAS and the buffers of NCCL. 1.5 GiB.
-# It does not include memory lost to fragmentation: leave some percent of a GPU free.
-CUDA_BYTES = 3 * 2**29
 # `models.load.CHUNK_BYTES`, which cannot be imported without torch; a test holds the two equal.
 READ_CHUNK_BYTES = 8 * 2**20
 # `weights.way.NUM_SLOTS`; the same.
@@ -134,8 +132,22 @@ class Moments:
             **{each.stands_as: self._frozen_bytes(each) for each in frozen},
             ENGINE: engine if self.workload.shares_device else 0,
             BUFFERS: self._rope_bytes() + (0 if self.workload.on_cuda or not is_training else self.checkpoint_copy()),
-            CUDA: CUDA_BYTES if self.workload.on_cuda else 0,
+            SCRATCH: self.scratch_bytes if self.workload.on_cuda else 0,
+            CUDA: self.library_bytes if self.workload.on_cuda else 0,
         }
+
+    @cached_property
+    def scratch_bytes(self) -> int:
+        """Bytes of cuBLAS, and those by which weights, gradients and moments are rounded up."""
+        trained = (each for each in self.shape.parameters if each.is_trained)
+        num_tensors = (2 + num_moments(each, self.workload) for each in trained)
+        rests = (-size * MASTER_BYTES % BLOCK_BYTES for size in self.own)
+        return CUBLAS_BYTES + sum(num * rest for num, rest in zip(num_tensors, rests, strict=True))
+
+    @cached_property
+    def library_bytes(self) -> int:
+        sends_weights = self.workload.num_engines > 0 and self.workload.sync_backend == "nccl"
+        return library_bytes(self.layout, sends_weights=sends_weights)
 
     def checkpoint_copy(self) -> int:
         """Bytes of the host copy that asynchronous checkpoints are written from; it is kept between checkpoints.

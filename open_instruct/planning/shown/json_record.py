@@ -3,9 +3,10 @@
 from dataclasses import asdict
 from typing import Any
 
+from open_instruct.config.sections import OptimSection
 from open_instruct.planning.advice import Advice, Change
 from open_instruct.planning.memory.phases import Phase
-from open_instruct.planning.plan import Plan
+from open_instruct.planning.plan import BATCH, Plan
 
 CHANGES = ("to_fit", "with_adapters", "faster", "recomputes_less", "exchanges_less")
 DEGREES = ("shard_degree", "num_replicas", "tensor_parallel_degree", "context_parallel_degree", "straddles_nodes")
@@ -32,13 +33,14 @@ def as_record(plan: Plan, advice: Advice) -> dict[str, Any]:
 
 def memory_record(plan: Plan) -> dict[str, Any]:
     """The content of a run's `plan.json`: the memory of a GPU, and that of each phase by its parts."""
+    optim = plan.setting.config.optim
     return {
         "memory_bytes": plan.setting.device.memory_bytes,
         "peak_phase": plan.peak.name,
         "activation_checkpointing": plan.setting.config.memory.activation_checkpointing,
         "activation_checkpointing_modules": list(plan.workload.checkpointing_modules),
         "phases": [{"name": phase.name} | _phase(phase) for phase in plan.phases],
-    }
+    } | (_named(optim, *BATCH) if isinstance(optim, OptimSection) else {})
 
 
 def _phase(phase: Phase) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, Setting, plan_of
 from open_instruct.planning.shown.json_record import memory_record
 from open_instruct.planning.subject.devices import device_named
-from open_instruct.planning.subject.units import GIB, gib
+from open_instruct.planning.subject.units import GIB
+from open_instruct.planning.subject.words import said
 from open_instruct.planning.subject.workload import RunConfig, shape_of_run
 
 log = logging.getLogger(__name__)
@@ -64,20 +65,11 @@ def check_plan(
 
 
 def _checked(plan: Plan) -> StartCheck:
-    mode = plan.setting.config.memory.activation_checkpointing
-    memory = gib(plan.setting.device.memory_bytes)
-    each = "on each GPU" if plan.setting.on_cuda else "for each process of a node"
-    line = f"plan: needs {gib(plan.peak.total_bytes)} of {memory} GiB {each} (most in: {plan.peak.name})"
-    if plan.is_chosen and mode != "none":
-        line += f", with --activation_checkpointing {' '.join([mode, *plan.workload.checkpointing_modules])}"
-    state = sum(plan.moments.state_bytes())
-    warning = ""
-    cannot_fit = state > plan.setting.device.memory_bytes
-    if not plan.fits:
-        warning = "the plan does not fit: memory will most likely run out"
-        if cannot_fit:
-            needs = f"weights, gradients and optimizer states alone need {gib(state)} GiB"
-            warning = f"the run cannot fit: {needs}, and there are {memory} GiB {each}"
-        warning = ". ".join(sentence.removesuffix(".") for sentence in (warning, *Advice(plan).lines())) + "."
-    record = memory_record(plan)
-    return StartCheck(line=line, warning=warning, cannot_fit=cannot_fit, memory=record)
+    line, *problem = said("start", plan)
+    sentences = [*problem, *Advice(plan).lines()] if problem else []
+    return StartCheck(
+        line=line,
+        warning=" ".join(f"{sentence.removesuffix('.')}." for sentence in sentences),
+        cannot_fit=sum(plan.moments.state_bytes()) > plan.setting.device.memory_bytes,
+        memory=memory_record(plan),
+    )

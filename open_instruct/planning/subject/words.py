@@ -4,15 +4,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.subject import units
-from open_instruct.wording import counted
+from open_instruct.wording import counted, pages_in
 
 
 def said(what: str, subject: Any) -> list[str]:
-    """The paragraphs of a macro: "headline", "verdict", "work" or "time" of a `Plan`, "advice" of an `Advice`."""
+    """The paragraphs of a macro: "advice" of an `Advice`, any other of a `Plan`."""
     text = getattr(_macros(), what)(subject)
     paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
     return [paragraph for paragraph in paragraphs if paragraph]
@@ -20,8 +18,6 @@ def said(what: str, subject: Any) -> list[str]:
 
 @cache
 def _macros() -> Any:
-    folder = FileSystemLoader(Path(__file__).parent)
-    pages = Environment(loader=folder, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    pages.filters["thousands"] = "{:,.0f}".format
+    pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
     pages.globals |= {"counted": counted, "nodes_text": nodes_text, "units": units}
     return pages.get_template("words.txt.jinja").module

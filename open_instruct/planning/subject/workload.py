@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Literal
 
-from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.config.sections import MemorySection
@@ -16,7 +16,7 @@ from open_instruct.errors import InputError
 from open_instruct.models.hf.names import names_module
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.policy_gradient import chooses_tokens, measures_entropy
-from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.objectives.registry import objective_named, objective_names
 from open_instruct.packing.prefixes import FullRows, saved_tokens
 from open_instruct.planning.subject.model import BYTES_OF_DTYPE, Adapters, ModelShape
 from open_instruct.planning.subject.public_models import model_shape
@@ -70,6 +70,7 @@ class Workload:
     # Of GRPO: the tokens that a row can hold. Memory is planned for such a row, which shorter documents fill.
     pack_tokens: int = 0
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    multiplies_in_float8: bool = False  # matrices of blocks
     optimizer: Literal["adamw", "skip_step_adamw", "muon"] = "adamw"
     checkpointing: Literal["none", "full", "selected_modules", "offload"] = "none"
     checkpointing_modules: tuple[str, ...] = ()
@@ -125,27 +126,18 @@ class Workload:
         return BYTES_OF_DTYPE[self.param_dtype]
 
 
-def objective_of(config: TrainingConfig) -> Objective:
+def objective_of(config: RunConfig) -> Objective:
     """The registered objective of a config.
 
     Raises:
         InputError: there is none.
     """
     # The most derived class first, as a config class may inherit another objective's.
-    by_class = {objective.config_class: objective for objective in map(objective_named, OBJECTIVES)}
+    by_class = {objective.config_class: objective for objective in map(objective_named, objective_names())}
     for kind in type(config).__mro__:
         if kind in by_class:
             return by_class[kind]
     raise InputError(f"no registered objective has the flags of {type(config).__name__}, so it cannot be planned")
-
-
-def validate(config: RunConfig) -> list[str]:
-    """Check the flags as the run itself does; returns warnings.
-
-    Raises:
-        InputError: listing every problem.
-    """
-    return validate_grpo(config) if isinstance(config, GRPOConfig) else objective_of(config).validate(config)
 
 
 def workload_of(
@@ -171,6 +163,7 @@ def workload_of(
         reduces_last=config.parallel.gradient_reduction == "last",
         gathered_ahead=config.parallel.fsdp_prefetch_factor,
         param_dtype=config.model.param_dtype,
+        multiplies_in_float8=config.model.float8_linears != "off",
         optimizer=config.optim.optimizer,
         **_checkpointing(config.memory),
         export_bytes_per_param=BYTES_OF_DTYPE.get(config.run.export_dtype, shape.checkpoint_bytes_per_param),
@@ -180,7 +173,7 @@ def workload_of(
 def shape_of_run(config: RunConfig, model: str) -> ModelShape:
     """The start model with the head and the adapters that the run gives it; see `model_shape`."""
     shape = adapted(model_shape(model), config.adapters)
-    if isinstance(config, GRPOConfig) or objective_of(config).head == "vocabulary":
+    if objective_of(config).head == "vocabulary":
         return shape
     return replace(shape, scores=True, is_tied=False)
 
@@ -249,9 +242,7 @@ def _rollout_workload(
         return ceil(ceil(num_samples / loss.num_mini_batches) / layout.data_parallel_world_size)
 
     rows = FullRows(
-        length=config.data.max_seq_length,
-        prefix=prefix_tokens,
-        per_group=config.rollout.num_samples_per_prompt_rollout,
+        length=config.data.max_seq_length, prefix=prefix_tokens, per_group=config.rollout.num_samples_per_prompt_rollout
     )
     # Completions of full length are planned for; shorter ones need fewer microbatches.
     num_completions = on_rank(config.num_completions_per_step)

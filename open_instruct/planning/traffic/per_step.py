@@ -18,7 +18,7 @@ from open_instruct.planning.traffic.model_parallel import activation_exchanges
 from open_instruct.planning.traffic.muon import muon_exchanges
 from open_instruct.shard_layout import ShardLayout
 
-# `build_data_parallel_config`: gradients are reduced in float32 whatever they are computed in.
+# `parallel_configs`: gradients are reduced in float32 whatever they are computed in.
 REDUCE_BYTES = NORM_BYTES = 4
 
 # Ways of the weights to the engines that use the network.

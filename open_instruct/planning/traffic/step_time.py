@@ -4,9 +4,9 @@ L layers, T tokens of a microbatch, V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from open_instruct.planning.memory.activations import logit_chunks
+from open_instruct.planning.memory.activations import logit_chunks, num_kept_chunks
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
@@ -91,19 +91,23 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     Forward: 2 for each number of a matrix and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and attention
     over the pairs that causality, documents and windows leave. Backward: twice that, and once for a matrix that is
     frozen, whose own gradient is not made. Recomputation: once more. Embeddings are looked up; the head runs where
-    there are labels (under tensor parallelism everywhere).
+    there are labels (under tensor parallelism everywhere). One in float8 counts half, as it takes half the time.
     """
     blocks, head = _flops_of_blocks(shape, workload), _head_flops(shape, layout, workload)
     forward = sum(blocks.values()) + head
-    again = head if len(logit_chunks(shape, num_head_positions(layout, workload))) > 1 else 0
+    chunks = logit_chunks(shape, num_head_positions(layout, workload))
+    keeps = workload.on_cuda and layout.tensor_parallel_degree == 1
+    num_kept = num_kept_chunks(shape, chunks, workload.compute_bytes if keeps else 0)
+    again = head * sum(chunks[num_kept:]) // sum(chunks) if len(chunks) > 1 else 0
     again += sum(flops for module, flops in blocks.items() if is_recomputed(workload, module))
     frozen = [each.num_params for each in _matrices(shape) if not each.is_trained]
     unmade = 2 * workload.tokens_per_microbatch * shape.num_layers * sum(frozen)
     unmade += head if frozen and not shape.scores else 0
-    num_training_passes = workload.num_updates * workload.num_microbatches
-    total = num_training_passes * (3 * forward - unmade + again)
+    total = workload.num_updates * workload.num_microbatches * (3 * forward - unmade + again)
     for scoring in workload.scorings:
-        block_flops = sum(_flops_of_blocks(scoring.shape, workload).values())
+        # A frozen model does not multiply in float8; the policy that scores does.
+        work = replace(workload, multiplies_in_float8=workload.multiplies_in_float8 and not scoring.stands_as)
+        block_flops = sum(_flops_of_blocks(scoring.shape, work).values())
         # A head that the policy's multiplies with runs again in the backward pass.
         head_flops = (1 if scoring.num_values else 2) * _head_flops(scoring.shape, layout, workload)
         total += scoring.num_rounds * workload.num_microbatches * (block_flops + head_flops)
@@ -124,9 +128,10 @@ def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
         for module in (".attention.", ".feed_forward.")
     )
     num_tokens, num_pairs = workload.tokens_per_microbatch, sum(_pairs(workload, window) for window in shape.windows)
+    per_number = 1 if workload.multiplies_in_float8 else 2
     # Attention is two products: queries with keys, and attention weights with values.
-    products = num_tokens * attention + 2 * shape.q_width * num_pairs
-    return {"attention": 2 * products, "feed_forward": 2 * num_tokens * feed_forward}
+    products = per_number * num_tokens * attention + 2 * 2 * shape.q_width * num_pairs
+    return {"attention": products, "feed_forward": per_number * num_tokens * feed_forward}
 
 
 def _matrices(shape: ModelShape) -> list[ParameterShape]:

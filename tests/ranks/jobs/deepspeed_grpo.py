@@ -41,11 +41,11 @@ def sync(cases: list[dict[str, Any]], ports: list[int], num_learners: int, folde
             continue
         incoming = IncomingWeights(told(info_path), index=0, device=CPU)
         before, last = received(incoming), received(incoming)
-        with CheckpointFiles.open(out) as files:
-            assert set(last) == set(files)
-            moved = {name for name in files if not torch.equal(before[name], last[name])}
-            assert moved == {name for name in files if "_proj." in name or "--use_lora" not in case["flags"]}
-            differing.append([name for name in files if not torch.equal(last[name], files.read(name))])
+        files = CheckpointFiles.open(out)
+        assert set(last) == set(files)
+        moved = {name for name in files if not torch.equal(before[name], last[name])}
+        assert moved == {name for name in files if "_proj." in name or "--use_lora" not in case["flags"]}
+        differing.append([name for name in files if not torch.equal(last[name], files.read(name))])
     return differing
 
 

@@ -30,7 +30,7 @@ def _run(flags: list[str], *, completions: list[int], stop_after: int | None = N
     for num_completions in completions[learner.loop.step : stop_after]:
         row = learner.take_step(num_completions)
         policy = learner.policy.model
-        reference = None if learner.policy.reference is None else learner.policy.reference.model
+        reference = None if learner.policy.backend.reference is None else learner.policy.backend.reference.model
         rows.append(
             {name: row[name] for name in ("loss", "policy_loss", "kl", "grad_norm") if name in row}
             | {

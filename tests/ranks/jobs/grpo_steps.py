@@ -37,6 +37,7 @@ def _run(
     completions: list[int],
     conversations: int = 0,
     one_at_a_time: bool = False,
+    trees: bool = False,
     logits_per_chunk: int | None = None,
 ) -> list[dict[str, float]]:
     """Learn from as many completions as `completions` says, a step each, and from `conversations` beside them."""
@@ -48,7 +49,7 @@ def _run(
     rows = []
     for num_completions in completions:
         before = [parameter.detach().clone() for parameter in policy.model.parameters()]
-        row = learner.take_step(num_completions, num_given=conversations, one_at_a_time=one_at_a_time)
+        row = learner.take_step(num_completions, num_given=conversations, one_at_a_time=one_at_a_time, trees=trees)
         moved = any(not equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
         rows.append(row | {"has_moved": float(moved)})
     stop_process()
@@ -70,9 +71,12 @@ class Learner(GRPOLearner):
         self.hf_config = pretrained.hf_config
         self.vocab_size = self.hf_config.vocab_size
 
-    def take_step(self, num_completions: int, *, num_given: int = 0, one_at_a_time: bool = False) -> dict[str, float]:
+    def take_step(
+        self, num_completions: int, *, num_given: int = 0, one_at_a_time: bool = False, trees: bool = False
+    ) -> dict[str, float]:
         """The metrics of a step, and how many labels it had; its completions depend on the number of the step."""
         samples = make_samples(num_completions, seed=self.loop.step, vocab_size=self.vocab_size)
+        samples = as_trees(samples) if trees else samples
         given = make_samples(num_given, seed=1000 + self.loop.step, vocab_size=self.vocab_size)
         samples += [replace(sample, weights=weights_of_given(sample)) for sample in given]
         return self.learn_from(samples, one_at_a_time=one_at_a_time)
@@ -111,6 +115,19 @@ def make_samples(count: int, *, seed: int, vocab_size: int) -> list[RolloutSampl
             )
         )
     return samples
+
+
+def as_trees(samples: list[RolloutSample]) -> list[RolloutSample]:
+    """The same, but completions begin like those before them in their group; each keeps its own advantage."""
+    trees = samples[:1]
+    for index, sample in enumerate(samples[1:], start=1):
+        ids, ids_before = sample.document.token_ids, trees[-1].document.token_ids
+        num_alike = sample.document.responses[0].start + (0, 10, 15, 10)[index % GROUP]
+        if index % GROUP and min(len(ids), len(ids_before)) > num_alike:
+            document = replace(sample.document, token_ids=ids_before[:num_alike] + ids[num_alike:])
+            sample = replace(sample, document=document)
+        trees.append(sample)
+    return trees
 
 
 def weights_of_given(sample: RolloutSample) -> dict[str, tuple[float, ...]]:

@@ -84,7 +84,7 @@ def _steps(
         policy.model.lm_head.max_logits_bytes = logits_per_chunk * 4 * pretrained.hf_config.vocab_size
     policy._check = lambda loss, counts: None  # the reference log-probs are made up
     if (moves := objective.reference_moves(config)).get("update_freq"):
-        policy.reference = Reference(model=build_reference(pretrained, run=run, config=config), **moves)
+        backend.reference = Reference(model=build_reference(pretrained, run=run, config=config), **moves)
     if (named := objective.teacher(config)) is not None:
         teacher = OpenedTeacher.of(named, pretrained, config=config, layout=run.layout)
         rows: Any = None

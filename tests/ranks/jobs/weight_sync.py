@@ -57,8 +57,8 @@ def load(
     else:
         model = (unsharded if layout is None else in_ranges)(hf_config, dtype="float32")
     names = TensorNames(hf_config)
-    with CheckpointFiles.open(folder) as files:
-        stream_load(model, files, names)
+    files = CheckpointFiles.open(folder)
+    stream_load(model, files, names)
     return model, names
 
 
@@ -89,16 +89,16 @@ def sync(cases: list[dict[str, Any]], num_learners: int, num_receivers: int, fol
             continue
         incoming = IncomingWeights(told(Path(folder, f"{number}.told")), index=own_rank() - num_learners, device=CPU)
         first, second = (received(incoming, changes_alone=case["changes_alone"]) for _ in range(2))
-        with CheckpointFiles.open(Path(folder, str(number))) as files:
-            assert set(first) == set(files)
-            differing.append(
-                [
-                    name
-                    for name in files
-                    if not torch.equal(first[name], files.read(name))
-                    or not torch.equal(second[name], first[name] * (1 if ".lora_A." in name else 2))
-                ]
-            )
+        files = CheckpointFiles.open(Path(folder, str(number)))
+        assert set(first) == set(files)
+        differing.append(
+            [
+                name
+                for name in files
+                if not torch.equal(first[name], files.read(name))
+                or not torch.equal(second[name], first[name] * (1 if ".lora_A." in name else 2))
+            ]
+        )
     return differing
 
 

@@ -137,12 +137,12 @@ def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             model = in_ranges(hf_config, dtype=dtype)
         else:
             model = unsharded(hf_config, dtype=dtype) if layout is None else sharded(hf_config, dtype=dtype, **layout)
-        with CheckpointFiles.open(case["folder"]) as files:
-            check_cover(names, files, parameter_shapes(model))
-            check_exportable(names, parameter_shapes(model))
-            report = stream_load(model, files, names, chunk_bytes=case.get("chunk_bytes", 4096))
-            differing = _differing(model, files, names)
-            fingerprint = weights_fingerprint(files)
+        files = CheckpointFiles.open(case["folder"])
+        check_cover(names, files, parameter_shapes(model))
+        check_exportable(names, parameter_shapes(model))
+        report = stream_load(model, files, names, chunk_bytes=case.get("chunk_bytes", 4096))
+        differing = _differing(model, files, names)
+        fingerprint = weights_fingerprint(files)
         num_params = sum(held.local.numel() for held in held_of(model).values())
         logits = (
             None if layout == "ranges" else _logits(model)
@@ -179,12 +179,12 @@ def damaged(nan_folder: str, head_folder: str, layout: dict[str, Any]) -> list[s
     for folder in (nan_folder, head_folder):
         hf_config = load_hf_config(folder)
         model = sharded(hf_config, **layout)
-        with CheckpointFiles.open(folder) as files:
-            try:
-                stream_load(model, files, TensorNames(hf_config))
-                messages.append("loaded")
-            except InputError as error:
-                messages.append(str(error))
+        files = CheckpointFiles.open(folder)
+        try:
+            stream_load(model, files, TensorNames(hf_config))
+            messages.append("loaded")
+        except InputError as error:
+            messages.append(str(error))
     return messages
 
 
@@ -194,8 +194,8 @@ def export_twice(folder: str, out: str, layout: dict[str, Any], break_disk_on: i
     hf_config = load_hf_config(folder)
     names = TensorNames(hf_config)
     model = sharded(hf_config, **layout)
-    with CheckpointFiles.open(folder) as files:
-        stream_load(model, files, names)
+    files = CheckpointFiles.open(folder)
+    stream_load(model, files, names)
     messages = []
     for attempt in range(2):
         if attempt == 1 and break_disk_on == dist.get_rank():

@@ -9,13 +9,12 @@ away, and packing has something to do.
 import json
 import random
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from open_instruct.toys.arithmetic import write_rows
+from .sums import write_rows
 
-_PHRASES = json.loads((files("open_instruct.toys") / "phrases.json").read_text("utf-8"))
+_PHRASES = json.loads(Path(__file__).with_name("phrases.json").read_text("utf-8"))
 
 
 def write_synthetic_preferences(

@@ -1,0 +1,1 @@
+"""Parts of the estimate of a step's time, `benchmarks/step_estimate.py`."""

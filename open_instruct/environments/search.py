@@ -1,0 +1,73 @@
+"""A tool that searches texts on this machine by their words (BM25)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from open_instruct.data.files.opening import open_rows
+from open_instruct.data.files.rows import BadRow
+from open_instruct.environments.adapters import called
+from open_instruct.environments.environment import ToolServer, text_tool
+from open_instruct.errors import InputError
+from open_instruct.whole_file import read_asked
+
+FLAG = "--search_corpus"
+
+
+class Search(ToolServer):
+    """A corpus and its index, which is made once, when the run begins.
+
+    Args:
+        corpus: a file of rows with `text` and perhaps `title` and `id`, or a folder of text files.
+        num_results: passages of an answer, at most.
+        max_length: characters of an answer, shared by its passages.
+    """
+
+    def __init__(self, corpus: str | None = None, num_results: int = 5, max_length: int = 4000) -> None:
+        self._corpus = corpus
+        self._num_results = num_results
+        self._max_length = max_length
+        self.schemas = [text_tool("search", "Searches texts, and gives the best passages", "query", "The words")]
+
+    def begin_run(self) -> None:
+        """:raises InputError: there is no such corpus, it cannot be read, or it has no words."""
+        if (corpus := self._corpus) is None:
+            raise InputError(f"the tool search has nothing to search: name a file of rows, or a folder, by {FLAG}")
+        import bm25s  # only now: numba, where it is installed, is slow to import
+
+        self._passages = list(_of_folder(Path(corpus)) if Path(corpus).is_dir() else _of_rows(corpus))
+        words = bm25s.tokenize(self._passages, show_progress=False)
+        if not words.vocab:
+            raise InputError(f"{FLAG} {corpus}: has no words: give files of text, or rows with `text`")
+        self._index = bm25s.BM25()
+        self._index.index(words, show_progress=False)
+
+    async def call(self, name: str, /, **arguments: Any) -> str:
+        return str(await called(self._found, **arguments))
+
+    def _found(self, query: str) -> str:
+        import bm25s
+
+        words = bm25s.tokenize([query], show_progress=False)
+        k = min(self._num_results, len(self._passages))
+        (numbers,), (scores,) = self._index.retrieve(words, k=k, show_progress=False)
+        found = [self._passages[number] for number, score in zip(numbers, scores, strict=True) if score > 0]
+        length = self._max_length // max(len(found), 1)
+        shown = (passage if len(passage) <= length else f"{passage[:length]}…" for passage in found)
+        return "\n\n".join(shown) or "Nothing was found."
+
+
+def _of_rows(corpus: str) -> Iterator[str]:
+    source = open_rows(corpus, flag=FLAG)
+    for row in source.rows(range(len(source))):
+        if isinstance(row, BadRow):
+            raise InputError(f"{FLAG} {row}")
+        if not isinstance(text := row.value.get("text"), str):
+            raise InputError(f"{FLAG} {row.file}, line {row.line}: has no `text`: rename the column that has it")
+        heading = " ".join(str(row.value[key]) for key in ("id", "title") if row.value.get(key) is not None)
+        yield f"{heading}\n{text}".strip()
+
+
+def _of_folder(folder: Path) -> Iterator[str]:
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        yield f"{file.relative_to(folder)}\n{read_asked(str(file), where=f'{FLAG} {file}')}"

@@ -1,0 +1,405 @@
+"""What differs on a GPU outside of a training step, run on the pretended one: `python -m tests.fake_cuda.branches`.
+
+Prints a JSON object: of each branch what it came to, or the error that it ended in; and the lines of the package that
+all of them, and some steps, came by.
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+from tests.fake_cuda import cases
+from tests.fake_cuda.cases import Case, leave_weights_alone, opened
+from tests.fake_cuda.device import WAITS, load_hooks, pretend_cuda, pretended_gpu
+from tests.fake_cuda.lines import come_by
+
+STEPS = {
+    name: Case(f"{flags} {compiling}", objective, world=world)
+    for name, (flags, objective, world, compiling) in {
+        "dpo": ("--activation_memory_budget 0.5", "dpo", 8, ""),
+        "offloaded": (f"{cases.OFFLOAD} --tensor_parallel_degree 2", "dpo", 8, ""),
+        "unshared": ("--context_parallel_degree 2 --param_dtype float32", "sft", 8, ""),
+        "grpo": ("--single_gpu_mode", "grpo", 1, "--compile_model false"),
+        "zero": (f"{cases.ZERO} 2 --adam_offload", "dpo", 8, ""),
+    }.items()
+}
+
+
+def step(case: Case, folder: Path) -> Any:
+    cases.run(case, folder)
+    return True
+
+
+def host_copies(folder: Path) -> Any:
+    """Of a checkpoint, and the thread that writes it."""
+    import torch
+
+    from open_instruct.checkpoints.background import HostCopies, in_background
+
+    taken = []
+    with pretended_gpu() as gpu, patch.object(torch.cuda, "set_device", taken.append):
+        WAITS.taken()
+        copies = HostCopies()
+        made = copies.of({"a": torch.ones(3, device="cuda"), "b": torch.ones(2, 2, device="cuda").bfloat16()})
+        waits = WAITS.taken()
+        again = copies.of({"a": torch.ones(3, device="cuda")})
+        are_pinned = all(copy.untyped_storage().data_ptr() in gpu.pinned for copy in made.values())
+        outcome = in_background(lambda: 7).result()
+    return {
+        "waits": [where.partition(": ")[2] for where in waits],
+        "kinds": [f"{copy.dtype} {copy.device} {[*copy.shape]}" for copy in made.values()],
+        "are_pinned": are_pinned,
+        "are_kept": again["a"] is made["a"],
+        "thread": [outcome, taken],
+    }
+
+
+class FakeNCCL:
+    """A communicator that sends at once, to nobody."""
+
+    class Options:
+        _timeout: Any = None
+
+    sent: list[str]
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def broadcast(self, tensors: list[Any]) -> Any:
+        self.sent.extend(str(tensor.device) for tensor in tensors)
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+    def abort(self) -> None: ...
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Nobody is asked, and nobody waited for: all peers of a channel are pretended."""
+    import torch.distributed as dist
+    from torch.multiprocessing import reductions
+
+    from open_instruct.weights import broadcasts, receiver, sender
+
+    def exported(tensor: Any) -> Any:
+        return None, tuple(tensor if place == 0 else place for place in range(14))
+
+    def mapped(tensor: Any, *rest: Any) -> Any:
+        assert rest == (1, 2, 3, 4, 5, 0, *range(7, 14)), rest  # the device's index is this process's own
+        return tensor
+
+    group = broadcasts._group
+
+    def over_nccl(info: Any, *rest: Any, **more: Any) -> Any:
+        return group(info | {"backend": "nccl"}, *rest, **more)
+
+    FakeNCCL.sent = []
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch.object(sender, "SyncProgress", MagicMock()))
+        patches.enter_context(patch.object(receiver, "SyncProgress", MagicMock()))
+        patches.enter_context(patch.object(sender, "on_main_process", lambda work: work()))
+        patches.enter_context(patch.object(reductions, "reduce_tensor", exported))
+        patches.enter_context(patch.object(reductions, "rebuild_cuda_tensor", mapped))
+        patches.enter_context(patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True))
+        patches.enter_context(patch.object(broadcasts, "PrefixStore", lambda *arguments: None))
+        patches.enter_context(patch.object(broadcasts, "_group", over_nccl))
+        yield
+
+
+def weights(backend: str, folder: Path) -> Any:
+    """All weights of a sharded model from its learner to an engine, by one of the ways."""
+    import torch
+
+    from open_instruct.models.hf.names import TensorNames
+    from open_instruct.weights.receiver import IncomingWeights
+    from open_instruct.weights.sender import WeightSender
+
+    case, device = Case("--compile_model false"), torch.device("cuda", 0)
+    with opened(case, folder) as (policy, _), alone():
+        names = TensorNames(case.hf_config())
+        sending = WeightSender(
+            policy.model, names, backend=backend, dtype=torch.bfloat16, bucket_bytes=4096, timeout_s=1.0
+        )
+        info = sending.open(1) | {"address": "127.0.0.1", "port": 0}
+        incoming = IncomingWeights(info, index=0, device=device)
+        sending.join()
+        WAITS.taken()
+        sending.send(1)
+        waits = WAITS.taken()
+        came = {name: tensor for bucket in incoming.buckets() for name, tensor in bucket}
+        sending.close()
+        incoming.close()
+        shapes = {name: [*shape] for name, shape in info["manifest"]["shapes"].items()}
+        return {
+            "is_all": {name: [*tensor.shape] for name, tensor in came.items()} == shapes,
+            "kinds": sorted({f"{tensor.dtype} {tensor.device}" for tensor in came.values()}),
+            "sent": sorted({*FakeNCCL.sent}),
+            "waits": sorted({where.partition(": ")[2].partition(", of")[0] for where in waits}),
+        }
+
+
+def export(folder: Path) -> Any:
+    """The weights of a sharded model into files, gathered by rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    from open_instruct.models.export import _write_weights
+    from open_instruct.models.export_files import plan_files
+    from open_instruct.models.hf.names import TensorNames
+    from open_instruct.models.load import parameter_shapes
+    from open_instruct.models.shards import held_of, reshard
+
+    case = Case("--compile_model false")
+    folder.mkdir()
+    first: list[str] = []
+    with opened(case, folder / "run") as (policy, _), torch.no_grad():
+        reshard(policy.model)
+        held, shapes = held_of(policy.model), parameter_shapes(policy.model)
+        dtypes = dict.fromkeys(held, torch.bfloat16)
+        plan = plan_files(TensorNames(case.hf_config()), shapes, dtypes, max_file_bytes=1 << 30, num_ranks=1)
+        reduced = dist.all_reduce
+
+        def all_reduce(tensor: Any, *rest: Any, **more: Any) -> Any:
+            first.append(str(tensor.device))
+            return reduced(tensor, *rest, **more)
+
+        with patch.object(dist, "all_reduce", all_reduce):
+            problems = _write_weights(folder, plan, held)
+    written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    num_bytes = sum(tensor.num_bytes for tensor in plan[0].tensors)
+    return {"problems": problems, "first": first, "is_whole": written >= num_bytes}
+
+
+def process(folder: Path) -> Any:
+    """A rank of torchrun's, as far as its backend and its device; and the number of ranks that a machine has."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from open_instruct.config.dpo import DPOConfig
+    from open_instruct.config.parser import parse
+    from open_instruct.parallel.launch import num_to_start
+    from open_instruct.run.opened import open_run, planned_run
+    from tests.fake_cuda.memory import CASES
+
+    asked: list[str] = []
+
+    def init(*, backend: str, **more: Any) -> None:
+        asked.append(backend)
+        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CASES["dpo"].fields))
+    flags = f"--model_name_or_path {folder} --output_dir {folder / 'run'} --mixer_list none 1.0 --max_seq_length 64"
+    config = parse(DPOConfig, [*flags.split(), "--activation_checkpointing", "auto"])
+    with (
+        patch("olmo_core.distributed.utils.init_distributed", init),
+        patch.dict(os.environ, {"LOCAL_RANK": "0"}),
+        contextlib.redirect_stdout(io.StringIO()) as said,
+        open_run(config, "dpo") as run,
+    ):
+        planned_run(config, run, folder)
+    return {
+        "backends": asked,
+        "device": str(run.process.device),
+        "num_to_start": num_to_start("auto", {}),
+        "said": " ".join(said.getvalue().split()),
+    }
+
+
+def placement(folder: Path) -> Any:
+    """Learners and engines on the GPUs of a cluster, and what its learners see of them."""
+    import ray
+
+    from open_instruct.cluster.learner_group import LearnerGroup
+    from open_instruct.cluster.learner_host import LearnerHost
+    from open_instruct.cluster.placement import FleetShape, place
+    from open_instruct.rollout.fleet import _allocator_of_learners
+
+    bundles: list[Any] = []
+
+    def placed(wanted: list[Any], strategy: str) -> Any:
+        bundles.append([strategy, wanted])
+        return MagicMock()
+
+    found: dict[str, Any] = {}
+    resources, context = {"GPU": 8.0, "CPU": 64.0}, MagicMock()
+    context.get_accelerator_ids.return_value = {"GPU": ["3"]}
+    answers = {
+        "cluster_resources": resources,
+        "available_resources": {"GPU": 3.0},
+        "nodes": [{"Alive": True, "Resources": {"GPU": 4.0}}] * 2,
+        "is_initialized": False,
+        "get_runtime_context": context,
+    }
+    patches = {name: lambda answer=answer: answer for name, answer in answers.items()}
+    with (
+        patch.multiple(ray, **patches),
+        patch("ray.util.get_node_ip_address", lambda: "a"),
+        patch("ray.util.placement_group.placement_group", placed),
+    ):
+        for name, shape in {
+            "two nodes": FleetShape(learners_per_node=(2, 4), num_engines=2, devices_per_engine=2, shares_device=False),
+            "one device": FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=True),
+        }.items():
+            bundles.clear()
+            with place(shape, timeout_s=1, say=print, is_one_machine=shape.shares_device) as places:
+                options = [places.learner_options(0), places.engine_options(0)]
+            found[name] = [*bundles, *([each["num_cpus"], each["num_gpus"]] for each in options)]
+            if name == "two nodes":
+                facts = [SimpleNamespace(gpu_ids=(str(rank + 2),)) for rank in range(6)]
+                group: Any = MagicMock(_placement=places, _facts=facts, _meeting_address="a", _store=MagicMock())
+                group.__len__.return_value = 6
+                found["missing"] = places._missing_text()
+                found["allocator"] = _allocator_of_learners(places, "nccl", MagicMock())
+                found["given"] = LearnerHost().facts().gpu_ids
+                found["sees"] = [LearnerGroup._environment_of(group, rank)["CUDA_VISIBLE_DEVICES"] for rank in (0, 5)]
+    return found
+
+
+class WithArgumentsError(Exception):
+    """Ends an engine before there is one."""
+
+
+def engine(folder: Path) -> Any:
+    """What vLLM is told on a GPU; vLLM itself is pretended."""
+    from open_instruct.config.rollout_sections import FleetSection
+    from open_instruct.engines.requests import Batching, EngineSettings
+    from open_instruct.engines.vllm_core import VLLMCore, engine_environment
+
+    given: dict[str, Any] = {}
+
+    def from_engine_args(arguments: Any, **more: Any) -> None:
+        given.update(arguments)
+        raise WithArgumentsError
+
+    settings = EngineSettings(
+        model_folder="m",
+        tokenizer_folder="m",
+        dtype="bfloat16",
+        max_model_len=64,
+        batching=Batching.of(FleetSection(), on_cuda=True, max_model_len=64),
+        fleet=FleetSection(),
+        seed=0,
+    )
+    stubs = {
+        "vllm": MagicMock(),
+        "vllm.engine": MagicMock(),
+        "vllm.engine.arg_utils": SimpleNamespace(EngineArgs=dict),
+        "vllm.usage": MagicMock(),
+        "vllm.usage.usage_lib": MagicMock(),
+        "vllm.v1": MagicMock(),
+        "vllm.v1.engine": MagicMock(),
+        "vllm.v1.engine.llm_engine": SimpleNamespace(LLMEngine=SimpleNamespace(from_engine_args=from_engine_args)),
+    }
+    with patch.dict(sys.modules, stubs), contextlib.suppress(WithArgumentsError):
+        VLLMCore(settings)
+    told = ("kv_cache_memory_bytes", "enable_chunked_prefill", "enforce_eager", "async_scheduling")
+    return {
+        "told": {name: given[name] for name in told},
+        "limits_threads": "VLLM_CPU_OMP_THREADS_BIND" in engine_environment(on_cuda=True),
+    }
+
+
+def adams(folder: Path) -> Any:
+    """DeepSpeed's Adam for the device and for the host, where their kernels can be compiled."""
+    import torch
+    from olmo_core.optim import AdamWConfig
+
+    from open_instruct.learner.deepspeed import optimizers
+
+    device, warnings = torch.device("cuda", 0), list[str]()
+    with patch.object(optimizers, "building_problem", lambda adam: None):
+        kinds = [
+            optimizers.choose_adam(
+                AdamWConfig(), optimizers.adam_for(device, adam_offload=offloads), warn=warnings.append
+            )
+            for offloads in (False, True)
+        ]
+    return [kind.optimizer().__name__ for kind in kinds] + warnings
+
+
+def driver(folder: Path) -> Any:
+    """What a GRPO run decides before it has learners."""
+    from open_instruct.config.grpo import GRPOConfig
+    from open_instruct.config.parser import parse
+    from open_instruct.rollout.checked_run import _planned
+    from open_instruct.weights.ways import choose_backend
+    from tests.fake_cuda.memory import CASES
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CASES["grpo"].fields))
+    directory = MagicMock()
+    _planned(parse(GRPOConfig, CASES["grpo"].words), folder, MagicMock(), directory)
+    ways = [
+        choose_backend(flag, on_cuda=True, single_device=single, same_host=True)
+        for flag, single in (("auto", True), ("auto", False), ("nccl", False))
+    ]
+    return {"memory": directory.write_plan.call_args.args[0], "ways": ways}
+
+
+def callbacks(folder: Path) -> Any:
+    """Of --profile_steps: a GPU's memory is recorded too."""
+    from open_instruct.learner.measure.profile import profiling
+
+    return sorted(profiling([1, 2], num_steps=3, run_folder=folder))
+
+
+def plans(folder: Path) -> Any:
+    """Plans of steps on GPUs, whose bytes test_memory.py holds against what steps hold."""
+    from tests.fake_cuda.memory import CASES
+
+    folder.mkdir()
+    names = (
+        "dpo",
+        "dpo, inputs on the host",
+        "dpo, context parallel",
+        "dpo, zero 2",
+        "dpo, modules recomputed",
+        "grpo",
+    )
+    return all(sum(CASES[name].planned(folder).values()) > 0 for name in names)
+
+
+BRANCHES: dict[str, Callable[[Path], Any]] = {
+    "host_copies": host_copies,
+    **{f"weights_{way}": partial(weights, way) for way in ("nccl", "ipc", "gloo", "shm")},
+    "export": export,
+    "process": process,
+    "placement": placement,
+    "engine": engine,
+    "adams": adams,
+    "driver": driver,
+    "callbacks": callbacks,
+    "plans": plans,
+    **{f"step_{name}": partial(step, case) for name, case in STEPS.items()},
+}
+
+
+def main(names: list[str]) -> None:
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        load_hooks(Path(scratch))
+        with come_by() as seen:
+            pretend_cuda()
+            import torch
+
+            torch.compiler.set_default_backend("eager")
+            leave_weights_alone()
+            for name in names or BRANCHES:
+                try:
+                    results[name] = BRANCHES[name](Path(scratch) / name)
+                except Exception:
+                    results[name] = {"error": traceback.format_exc()}
+    print(json.dumps({"results": results, "lines": {name: sorted(lines) for name, lines in seen.items()}}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

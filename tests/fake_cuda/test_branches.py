@@ -1,0 +1,110 @@
+"""Every CUDA branch outside of a training step, without a GPU, and no line that speaks of CUDA without a test."""
+
+from typing import Any
+
+import pytest
+
+from tests.fake_cuda.branches import BRANCHES, STEPS
+from tests.fake_cuda.lines import PACKAGE, statements
+from tests.fake_cuda.program import REPOSITORY, results_of, skip_without_hooks
+
+COPIES = "blocking copy, cuda to cpu"
+FOUND: dict[str, Any] = {
+    "host_copies": {
+        "waits": ["synchronize()"],  # of the stream that they are made on
+        "kinds": ["torch.float32 cpu [3]", "torch.bfloat16 cpu [2, 2]"],
+        "are_pinned": True,
+        "are_kept": True,
+        "thread": [7, [0]],
+    },
+    "weights_nccl": {"is_all": True, "kinds": ["torch.bfloat16 cuda:0"], "sent": ["cuda:0"], "waits": []},
+    "weights_ipc": {"is_all": True, "kinds": ["torch.bfloat16 cuda:0"], "sent": [], "waits": ["synchronize()"]},
+    "weights_gloo": {"is_all": True, "kinds": ["torch.bfloat16 cpu"], "sent": ["cpu"], "waits": [COPIES]},
+    "weights_shm": {"is_all": True, "kinds": ["torch.bfloat16 cpu"], "sent": [], "waits": [COPIES]},
+    "export": {"problems": [], "first": ["cuda:0"], "is_whole": True},
+    "placement": {
+        "two nodes": [
+            ["STRICT_SPREAD", [{"GPU": 2, "CPU": 2}, {"GPU": 4, "CPU": 4}]],
+            ["PACK", [{"GPU": 2, "CPU": 1}, {"GPU": 2, "CPU": 1}]],
+            *([1, 1], [1, 2]),  # CPUs and GPUs of a learner, and of an engine
+        ],
+        "one device": [["PACK", [{"GPU": 1, "CPU": 2}]], [1, 0.5], [1, 0.5]],
+        "missing": "asked: nodes of 2 and 4 GPUs for learners, and 2 engines of 2 GPUs; the cluster has 2 nodes of 4 "
+        "GPUs, of which 3 are free",
+        "allocator": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        "given": ["3"],
+        "sees": ["2,3", "4,5,6,7"],
+    },
+    "engine": {
+        "told": {
+            "kv_cache_memory_bytes": None,
+            "enable_chunked_prefill": None,
+            "enforce_eager": False,
+            "async_scheduling": True,
+        },
+        "limits_threads": False,
+    },
+    "adams": ["HeldFusedAdam", "HeldCPUAdam"],
+    "callbacks": ["memory_history", "step_profiler"],
+    "plans": True,
+    **{f"step_{name}": True for name in STEPS},
+}
+ELSEWHERE = {
+    "rollout/fleet.py": ("tests/unit/test_fleet_start.py", "on_gpus: bool = True"),
+    "learner/model/float8.py": ("tests/unit/test_float8.py", 'GPU = torch.device("cuda", 0)'),
+    "learner/deepspeed/planned.py": ("tests/unit/test_deepspeed_plan.py", "on_cuda"),
+    "paces = gathered": ("tests/unit/test_alarms.py", 'host_of_cores("cuda")'),
+    "planning/": ("tests/unit/test_planning_memory.py", "on_cuda"),
+}
+"""Rooms, files and beginnings of statements that other tests come by: which test does, and the words that say so."""
+
+
+@pytest.fixture(scope="session")
+def found() -> dict[str, Any]:
+    skip_without_hooks()
+    return results_of("tests.fake_cuda.branches")
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_branch_comes_to_what_it_should(name: str, found: dict[str, Any]) -> None:
+    result = found["results"][name]
+    assert not isinstance(result, dict) or "error" not in result, result["error"]
+    assert result == FOUND[name]
+
+
+def test_a_run_starts_on_its_gpu(found: dict[str, Any]) -> None:
+    started = found["results"]["process"]
+    assert "error" not in started, started["error"]
+    assert (started["backends"], started["device"], started["num_to_start"]) == (["cpu:gloo,cuda:nccl"], "cuda:0", 8)
+    assert "this machine has 8 GPUs, and the run takes one" in started["said"]
+    assert "on cuda" in started["said"] and "80.0 GiB" in started["said"], started["said"]
+
+
+def test_a_driver_plans_its_learners_for_gpus(found: dict[str, Any]) -> None:
+    decided = found["results"]["driver"]
+    assert "error" not in decided, decided["error"]
+    assert decided["ways"] == ["ipc", "nccl", "nccl"]
+    assert decided["memory"]
+
+
+def test_no_line_that_speaks_of_cuda_is_without_a_test(found: dict[str, Any]) -> None:
+    assert found["results"].keys() == BRANCHES.keys()
+    seen = found["lines"]
+    missed = [
+        f"{name}:{first}"
+        for name, spans in statements().items()
+        for first, last in spans.values()
+        if not {*range(first, last + 1)} & {*seen[name]} and not is_elsewhere(name, first)
+    ]
+    assert missed == [], "a branch in branches.py is to come by these, or a test that ELSEWHERE names"
+
+
+def is_elsewhere(name: str, line: int) -> bool:
+    statement = (PACKAGE / name).read_text().splitlines()[line - 1].strip()
+    return any(name.startswith(place) or statement.startswith(place) for place in ELSEWHERE)
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_what_is_said_to_be_tested_elsewhere_is(place: str) -> None:
+    test, words = ELSEWHERE[place]
+    assert words in (REPOSITORY / test).read_text()
