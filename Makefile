@@ -43,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(PY) -m pytest -q --dist loadfile --no-loadscope-reorder
 
 # What is quick to answer after a change; `make test` runs everything. mypy has one thread: tests run beside it.
-check: ruff  ## lint, types and the quick tests, in two minutes
+check: ruff  ## lint, types and the quick tests, in a few minutes
 	@$(MAKE) --no-print-directory -j 2 types quick-tests
 
 quick-tests: $(STAMP)

@@ -1,6 +1,7 @@
 """Post-training (DPO, GRPO) of open language models on OLMo-core, sharded as HSDP."""
 
 import importlib.util
+import logging
 import os
 import tempfile
 
@@ -11,3 +12,8 @@ if importlib.util.find_spec("triton") is None:
     os.environ.setdefault("OLMO_DISABLE_PER_RANK_TRITON_CACHE", "1")
 else:
     os.environ.setdefault("OLMO_TRITON_CACHE_BASE", os.path.join(tempfile.gettempdir(), f"olmo-triton-{os.getuid()}"))
+
+# transformers imports torchao in every process where it is installed, --float8_linears or not. What PyTorch then says
+# of two of its classes, and torchao of kernels for other machines, is no warning to anybody.
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+logging.getLogger("torchao").setLevel(logging.ERROR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +38,17 @@ def pages_in(folder: Path, **options: Any) -> Environment:
     return pages
 
 
-def macro_text(template: Path, macro: str, *facts: object) -> str:
-    """The text of a macro of a template, for these facts."""
+def macro_text(template: Path, macro: str, *facts: object, **names: object) -> str:
+    """The text of a macro of a template, for these facts; `names` are what all macros of the template know."""
+    return str(getattr(_macros(template, **names), macro)(*facts)).removesuffix("\n")
+
+
+@cache
+def _macros(template: Path, **names: object) -> Any:
+    """The macros of a template, compiled once."""
     pages = pages_in(template.parent, trim_blocks=True, lstrip_blocks=True)
-    text: str = getattr(pages.get_template(template.name).module, macro)(*facts)
-    return text.removesuffix("\n")
+    pages.globals |= names
+    return pages.get_template(template.name).module
 
 
 def escaped(text: str, kept: str = "") -> str:

@@ -13,7 +13,6 @@ from open_instruct.migrate.launch import TRAINERS, read_launch
 from open_instruct.migrate.migration import migrate
 from open_instruct.wording import pages_in
 
-TEMPLATE = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True).get_template("migration.txt.jinja")
 USAGE = f"""\
 usage: open-instruct migrate-args {"|".join(TRAINERS)} [--json] -- ARGS...
        open-instruct migrate-args {"|".join(TRAINERS)} [--json] FILE.yaml
@@ -40,5 +39,7 @@ def migrate_args(words: Sequence[str]) -> int:
     if as_json:
         print(json.dumps(asdict(migration), indent=2))
     else:
-        print(TEMPLATE.render(command=command, migration=migration, spelled=spelled, shlex=shlex))
+        pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
+        names = {"command": command, "migration": migration, "spelled": spelled, "shlex": shlex}
+        print(pages.get_template("migration.txt.jinja").render(names))
     return 0 if migration.is_equivalent else EXIT_INPUT

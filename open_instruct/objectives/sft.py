@@ -35,8 +35,7 @@ class SFTConfig(TrainingConfig):
 def cross_entropy(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
     """`-sum(log p) / labels` of the global batch."""
     return LossOutputs(
-        loss=-scores.logprobs_N.sum() / counts["labels"],
-        metrics=mean_metrics({"loss": -scores.logprobs_N.detach()}),
+        loss=-scores.logprobs_N.sum() / counts["labels"], metrics=mean_metrics({"loss": -scores.logprobs_N.detach()})
     )
 
 

@@ -1,6 +1,8 @@
 """`open-instruct tiny-model`: checkpoints that everything else can be tried on."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.toys.tiny import SIZES, built_in_corpus, tiny_config, train_tokenizer, write_tiny_model
 from open_instruct.toys.tiny_command import tiny_model_command
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
@@ -40,6 +43,13 @@ def test_transformers_loads_and_generates(tmp_path: Path, family: str, tie: bool
     prompt = tokenizer("What is 2 + 2?", return_tensors="pt")
     assert model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
     transformer_config(load_hf_config(str(folder)))
+
+
+def test_all_that_a_newcomer_reads_is_what_was_written(tmp_path: Path) -> None:
+    """In a process of its own, which imports transformers, and what transformers imports, for the first time."""
+    command = [sys.executable, "-m", "open_instruct.cli", "tiny-model", str(tmp_path / "new"), "--family", "olmo2"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stderr == "" and done.stdout.startswith("wrote a random olmo2 model") and done.stdout.count("\n") == 1
 
 
 def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
