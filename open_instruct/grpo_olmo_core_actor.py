@@ -29,6 +29,8 @@ from open_instruct.run.first_look import look_at, look_at_rows
 from open_instruct.verifiers.registry import known_verifiers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from olmo_core.train.callbacks import Callback
 
     from open_instruct.cluster.learner_process import LearnerProcess
@@ -116,22 +118,30 @@ class PolicyTrainerOLMoCoreProcess:
         from open_instruct.learner.grpo import GRPOLearner
         from open_instruct.run.opened import join_run
         from open_instruct.run.pretrained import open_pretrained
+        from open_instruct.weights.folder import folder_of_run
+        from open_instruct.weights.folder_sender import FolderSender
         from open_instruct.weights.sender import WeightSender
+        from open_instruct.weights.ways import FOLDER
 
         self.config = config
         self.run = join_run(config)
         self.pretrained = open_pretrained(config, self.run.directory.hf_model)
         self.learner = GRPOLearner(self.pretrained, run=self.run, config=config)
-        self.sender = WeightSender(
+        fleet = config.fleet
+        sender: Callable[..., WeightSender] = WeightSender
+        if weight_sync_backend == FOLDER:
+            folder = folder_of_run(fleet.weight_sync_folder, self.run.directory.path)
+            sender = partial(FolderSender, folder=folder, anchor_every=fleet.weight_sync_anchor_every)
+        self.sender = sender(
             self.learner.policy.model,
             self.pretrained.names,
             backend=weight_sync_backend,
             dtype=getattr(torch, engine_dtype),
-            bucket_bytes=config.fleet.weight_sync_bucket_mib << 20,
-            timeout_s=config.fleet.weight_sync_timeout_s,
+            bucket_bytes=fleet.weight_sync_bucket_mib << 20,
+            timeout_s=fleet.weight_sync_timeout_s,
             adapter_alone=config.sent_adapter is not None,
             changes_alone=weight_sync == "delta",
-            check_every=config.fleet.weight_sync_check,
+            check_every=fleet.weight_sync_check,
         )
 
     def step(self, work: RankStep) -> dict[str, float]:

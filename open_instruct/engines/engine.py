@@ -89,9 +89,9 @@ class Engine:
         """Connect to the sender of weights."""
         self._between_steps(lambda core: core.call_workers(WeightWorker.open_channel, info))
 
-    def stage_weights(self) -> None:
+    def stage_weights(self, version: int) -> None:
         """Receive what has changed of the weights while steps go on; `receive_weights` puts it in place."""
-        self._between_steps(lambda core: core.call_workers(WeightWorker.start_staging))
+        self._between_steps(lambda core: core.call_workers(WeightWorker.start_staging, version))
         while not all(self._between_steps(lambda core: core.call_workers(WeightWorker.has_staged))):
             time.sleep(SECONDS_BETWEEN_LOOKS)
 

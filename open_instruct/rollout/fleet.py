@@ -1,6 +1,7 @@
 """The fleet of a GRPO run: Ray, learners, engines and verifiers, beside the driver."""
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,8 +26,9 @@ from open_instruct.rollout.conductor import Conductor
 from open_instruct.run.console import Console
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.reward import RewardManager
+from open_instruct.weights.folder import folder_of_run, make_folder
 from open_instruct.weights.publisher import WeightPublisher
-from open_instruct.weights.ways import choose_backend
+from open_instruct.weights.ways import FOLDER, choose_backend
 from open_instruct.wording import counted
 
 LOGS_FOLDER = "logs"
@@ -185,6 +187,9 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             single_device=shape.shares_device,
             same_host=same_host,
         )
+        if backend == FOLDER:
+            folder = folder_of_run(config.fleet.weight_sync_folder, run.directory.path)
+            stack.callback(shutil.rmtree, make_folder(folder), ignore_errors=True)
         environment = dict[str, str]()
         if config.rollout.async_steps > 0 and not placement.on_gpus and same_host:
             # Threads wait for each other in loops: a thread for every core in the learner and in the engine makes

@@ -16,10 +16,11 @@ import torch
 from open_instruct.errors import RunError
 from open_instruct.models.shards import in_order
 from open_instruct.weights.changes import Mirror, manifest_of_changes
+from open_instruct.weights.folder import FolderWeights
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import SyncProgress, learner_name, receiver_name, receivers_of
 from open_instruct.weights.way import wait_for_device
-from open_instruct.weights.ways import WAYS
+from open_instruct.weights.ways import FOLDER, WAYS
 
 # Added to a receiver's time-out, so that the learners' time-out, which names the missing receiver, comes first.
 EXTRA_PATIENCE_S = 5.0
@@ -101,8 +102,8 @@ class IncomingWeights:
                 yield self._handed_over(wholes)
         self._position += len(self._manifest.buckets)
 
-    def stage(self) -> None:
-        """Bring the mirror to the next version, which `buckets` yields then. For channels with changes alone.
+    def stage(self, version: int) -> None:
+        """Bring the mirror to `version`, the next one, which `buckets` yields then. For channels with changes alone.
 
         Raises:
             RunError: as in `buckets`, or what came is not what was sent.
@@ -123,7 +124,7 @@ class IncomingWeights:
             told = memory.cpu()
             for rank in bucket.parts:
                 if (name := self._mirror.change(index, rank, told[slice(*bucket.span(rank))])) is not None:
-                    raise self._progress.fail(f"{self._progress.member} has other bits of {name} than were sent")
+                    raise self._progress.fail(f"{self._progress.member} has other bits of {name} in version {version}")
             self._progress.report(f"done/{first + index}")
         self._position += len(travelling.buckets)
 
@@ -146,6 +147,23 @@ class IncomingWeights:
         self._incoming.close()
 
 
+Incoming = IncomingWeights | FolderWeights
+
+
+def incoming_of(info: Mapping[str, Any], *, index: int, device: torch.device, before: Incoming | None) -> Incoming:
+    """A receiver's end of what the learners offer, in the place of the one `before`, which is closed.
+
+    Raises:
+        RunError: as `IncomingWeights` does.
+    """
+    if isinstance(before, FolderWeights) and before.chain == info.get("chain"):
+        return before  # it has less to read than a new one
+    if before is not None:
+        before.close()
+    of_folder = info["backend"] == FOLDER
+    return FolderWeights(info, index=index) if of_folder else IncomingWeights(info, index=index, device=device)
+
+
 class WeightReceiver:
     """Methods that vLLM adds to its worker class (`worker_extension_cls`); `self` is the worker.
 
@@ -157,26 +175,25 @@ class WeightReceiver:
     def open_channel(self: Any, info: dict[str, Any]) -> None:
         """Join the learners' channel; `info["receiver_index"]` is the index of the engine."""
         workers_per_engine = self.vllm_config.parallel_config.world_size
-        if getattr(self, "incoming_weights", None) is not None:
-            self.incoming_weights.close()
-        self.incoming_weights = IncomingWeights(
-            info, index=info["receiver_index"] * workers_per_engine + self.rank, device=self.device
-        )
+        index = info["receiver_index"] * workers_per_engine + self.rank
+        before = getattr(self, "incoming_weights", None)
+        self.incoming_weights = incoming_of(info, index=index, device=self.device, before=before)
 
-    def start_staging(self: Any) -> None:
+    def start_staging(self: Any, version: int) -> None:
         """Begin to receive what has changed; steps may go on meanwhile."""
         self.staging: Future[None] = Future()
-        threading.Thread(target=self.stage, name="weights", daemon=True).start()
+        arguments = (version, self.incoming_weights, self.staging)  # another channel may be opened meanwhile
+        threading.Thread(target=self.stage, args=arguments, name="weights", daemon=True).start()
 
-    def stage(self: Any) -> None:
+    def stage(self: Any, version: int, incoming: Incoming, staging: "Future[None]") -> None:
         """Receive what has changed, on a thread of its own."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # a new thread's is the first one
         try:
-            self.staging.set_result(self.incoming_weights.stage())
+            staging.set_result(incoming.stage(version))
         except Exception as error:
-            self.incoming_weights.fail(error)
-            self.staging.set_exception(error)
+            incoming.fail(error)
+            staging.set_exception(error)
 
     def has_staged(self: Any) -> bool:
         """Whether all has come; raises what went wrong with it."""

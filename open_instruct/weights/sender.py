@@ -29,7 +29,7 @@ from open_instruct.weights.changes import SentParts, manifest_of_changes
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import HOST_RANK, SyncProgress, learner_name, receivers_of
 from open_instruct.weights.way import NUM_SLOTS, LocalOf, Outgoing
-from open_instruct.weights.ways import WAYS
+from open_instruct.weights.ways import WAYS, is_on_device
 
 CPU = torch.device("cpu")
 
@@ -89,8 +89,7 @@ class WeightSender:
             bucket_bytes=bucket_bytes,
             slabs={name: each.num_slabs for name, each in held.items()},
         )
-        on_device = WAYS[backend].on_device
-        self._device = next(model.parameters()).device if on_device else CPU
+        self._device = next(model.parameters()).device if is_on_device(backend) else CPU
         self._progress: SyncProgress | None = None
         self._outgoing: Outgoing | None = None
         self._sent: SentParts | None = None
@@ -147,13 +146,8 @@ class WeightSender:
         progress = self._progress
         if progress is None or self._outgoing is None:
             raise RunError("weight sync: there is no channel, or it broke; open() and join() first")
-        reshard(self._model)
-        weights = scaled_adapters(self._model) if self._adapter_alone else weights_of(self._model)
+        local_of = self._parts()
         first = self._position
-
-        def local_of(hf_name: str) -> torch.Tensor:
-            return weights[self._name_of[hf_name]].local
-
         try:
             progress.new_round()
             brought = self._tell_changes(progress, self._outgoing, local_of, version)
@@ -175,6 +169,12 @@ class WeightSender:
         """Give up the channel, if there is one; members that wait on it fail with the reason."""
         self._close_outgoing()
         self._progress = None
+
+    def _parts(self) -> LocalOf:
+        """This rank's parts of the weights as they are now."""
+        reshard(self._model)
+        weights = scaled_adapters(self._model) if self._adapter_alone else weights_of(self._model)
+        return lambda hf_name: weights[self._name_of[hf_name]].local
 
     def _offer(self, num_receivers: int) -> dict[str, Any]:
         """On rank 0: keep the store, make what the way needs, and describe both."""

@@ -152,7 +152,7 @@ def saved_steps(folder: Path) -> Any:
             (resume, "check_weights", lambda *_, **__: None),  # all numbers that are read are 0
             (safe_checkpointer, "write_own_files", write_own_files),
             (safe_checkpointer, "gathered", lambda value: [value]),
-            (safe_checkpointer, "_together", lambda work, kind: work()),
+            (safe_checkpointer, "together", lambda work, kind: work()),
             (safe_checkpointer, "_on_all_ranks", lambda value: value),
             (safe_checkpointer.SafeCheckpointer, "_publish", lambda *_: None),
         ):

@@ -41,6 +41,7 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("olmo2", None, "shm", "float32"),
         ("olmo3", None, "gloo", "bfloat16"),
         ("llama", None, "gloo", "bfloat16", CHANGES),
+        ("qwen2", None, "files", "bfloat16"),
     ],
     2: [
         ("olmo2", FSDP_2, "shm", "bfloat16"),
@@ -52,6 +53,9 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("qwen2", TP_2, "gloo", "float32", ALONE),
         ("qwen3", TP_2, "shm", "bfloat16", CHANGES),
         ("olmo3", FSDP_2, "gloo", "float32", CHANGES),
+        ("olmo2", FSDP_2, "files", "bfloat16", CHANGES),
+        ("llama", "ranges", "files", "float32", CHANGES),
+        ("qwen2", FSDP_2, "files", "bfloat16", ALONE),
     ],
     4: [
         ("llama", HSDP_2X2, "gloo", "bfloat16"),
@@ -65,6 +69,8 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("qwen2", FSDP_2_TP_2, "gloo", "bfloat16", CHANGES),
         ("llama", HSDP_2X2, "shm", "float32", CHANGES),
         ("olmo2", "ranges", "gloo", "bfloat16", CHANGES),
+        ("llama", HSDP_2X2, "files", "bfloat16", CHANGES),
+        ("qwen3", FSDP_2_TP_2, "files", "bfloat16", CHANGES),
     ],
 }
 

@@ -36,8 +36,8 @@ HOLDINGS: dict[str, dict[int, Box]] = {
 
 
 @st.composite
-def versions(draw: st.DrawFn) -> tuple[torch.dtype, list[dict[str, torch.Tensor]]]:
-    """Weights over three versions, as bits: NaN of any payload, infinities and -0.0 are among them."""
+def versions(draw: st.DrawFn, *, num_versions: int = 3) -> tuple[torch.dtype, list[dict[str, torch.Tensor]]]:
+    """Weights over some versions, as bits: NaN of any payload, infinities and -0.0 are among them."""
     dtype = draw(st.sampled_from(DTYPES))
     limit = 2 ** (8 * dtype.itemsize - 1)
     bits = st.integers(-limit, limit - 1)
@@ -47,7 +47,7 @@ def versions(draw: st.DrawFn) -> tuple[torch.dtype, list[dict[str, torch.Tensor]
     }
     weights["one number"] = torch.tensor([draw(bits)], dtype=BITS[dtype.itemsize])
     found = [weights]
-    for _ in range(2):
+    for _ in range(num_versions - 1):
         after = {name: each.clone() for name, each in found[-1].items()}
         for name, place, length in draw(
             st.lists(st.tuples(st.sampled_from(sorted(HOLDINGS)), st.integers(0, NUM_VALUES), st.integers(1, 40)))

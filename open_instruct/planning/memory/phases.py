@@ -219,7 +219,7 @@ class Moments:
         """
         held = self.held(self.gradients)
         held |= {TEMPORARIES: FLOAT32 * sum(self.own)} if self.workload.sends_adapter else self._merging()
-        if self.workload.sync_backend == "shm":
+        if self.workload.sync_backend in ("shm", "files"):
             return held
         largest = max(own_bytes for own_bytes, _ in sync_buckets(self.shape, self.layout, self.workload))
         return held | {BUFFERS: held[BUFFERS] + NUM_SYNC_SLOTS * largest}

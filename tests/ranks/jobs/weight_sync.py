@@ -5,6 +5,8 @@ import math
 import os
 import time
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,9 @@ from open_instruct.models.shards import held_of, reshard
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Completion, Document, Span
 from open_instruct.weights import broadcasts
+from open_instruct.weights.folder_sender import FolderSender
 from open_instruct.weights.progress import abandon
-from open_instruct.weights.receiver import IncomingWeights
+from open_instruct.weights.receiver import Incoming, IncomingWeights, incoming_of
 from open_instruct.weights.sender import WeightSender
 from tests.ranks.files import tell, told
 from tests.ranks.jobs.weights import in_ranges, sharded, unsharded
@@ -69,11 +72,14 @@ def offer(sender: WeightSender, num_receivers: int, path: Path) -> None:
         tell(path, info)
 
 
-def received(incoming: IncomingWeights, *, changes_alone: bool = False) -> dict[str, torch.Tensor]:
-    if changes_alone:
-        incoming.stage()
+def received(incoming: Incoming, info: dict[str, Any], version: int, turns: Path) -> dict[str, torch.Tensor]:
+    if info["backend"] == "files":
+        told(turns.with_suffix(f".sent-{version}"))
+    if info["changes_alone"]:
+        incoming.stage(version)
     weights = {name: tensor for weights in incoming.buckets() for name, tensor in weights}
-    return {name: tensor.clone() for name, tensor in weights.items()} if changes_alone else weights
+    tell(turns.with_suffix(f".read-{version}-{own_rank()}"), {})
+    return {name: tensor.clone() for name, tensor in weights.items()} if info["changes_alone"] else weights
 
 
 @torch.no_grad()
@@ -87,8 +93,10 @@ def sync(cases: list[dict[str, Any]], num_learners: int, num_receivers: int, fol
         if is_learner:
             _send_twice(case, num_receivers, Path(folder, f"{number}.told"), out=Path(folder, str(number)))
             continue
-        incoming = IncomingWeights(told(Path(folder, f"{number}.told")), index=own_rank() - num_learners, device=CPU)
-        first, second = (received(incoming, changes_alone=case["changes_alone"]) for _ in range(2))
+        turns = Path(folder, f"{number}.told")
+        info = told(turns)
+        incoming = incoming_of(info, index=own_rank() - num_learners, device=CPU, before=None)
+        first, second = (received(incoming, info, version, turns) for version in (1, 2))
         files = CheckpointFiles.open(Path(folder, str(number)))
         assert set(first) == set(files)
         differing.append(
@@ -113,7 +121,7 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
         export_hf(model, names, source_folder=case["folder"], out_folder=out, dtype=dtype)
     if case["layout"] != "ranges":
         token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)  # leaves FSDP's root module gathered
-    sender = WeightSender(
+    sender = sender_of(case["backend"], out.with_suffix(".weights"))(
         model,
         names,
         backend=case["backend"],
@@ -130,12 +138,28 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
     assert sender.manifest.num_bytes == sum(math.prod(held.shape) for held in sent.values()) * dtype.itemsize
     offer(sender, num_receivers, info_path)
     sender.join()
-    sender.send(1)
+
+    def send(version: int) -> None:
+        sender.send(version)
+        if case["backend"] == "files":  # as the driver does: engines are told, and waited for
+            if own_rank() == 0:
+                tell(info_path.with_suffix(f".sent-{version}"), {})
+            for receiver in range(num_receivers):
+                told(info_path.with_suffix(f".read-{version}-{dist.get_world_size() + receiver}"))
+
+    send(1)
     for name, held in sent.items():
         if not name.endswith(".lora_A"):  # of what an adapter adds, and so of its second matrix
             held.local.mul_(2)
-    sender.send(2)
+    send(2)
     sender.close()
+
+
+def sender_of(backend: str, folder: Path) -> Callable[..., WeightSender]:
+    if backend != "files":
+        return WeightSender
+    folder.mkdir(exist_ok=True)
+    return partial(FolderSender, folder=folder, anchor_every=16)
 
 
 def store_scaled(model: Any, names: TensorNames, out: Path, *, dtype: torch.dtype) -> None:
