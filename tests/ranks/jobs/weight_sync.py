@@ -74,11 +74,11 @@ def offer(sender: WeightSender, num_receivers: int, path: Path) -> None:
 
 def received(incoming: Incoming, info: dict[str, Any], version: int, turns: Path) -> dict[str, torch.Tensor]:
     if info["backend"] == "files":
-        told(turns.with_suffix(f".sent-{version}"))
+        told(turns.with_name(f"{turns.stem}-sent-{version}.told"))
     if info["changes_alone"]:
         incoming.stage(version)
     weights = {name: tensor for weights in incoming.buckets() for name, tensor in weights}
-    tell(turns.with_suffix(f".read-{version}-{own_rank()}"), {})
+    tell(turns.with_name(f"{turns.stem}-read-{version}-{own_rank()}.told"), {})
     return {name: tensor.clone() for name, tensor in weights.items()} if info["changes_alone"] else weights
 
 
@@ -143,9 +143,9 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
         sender.send(version)
         if case["backend"] == "files":  # as the driver does: engines are told, and waited for
             if own_rank() == 0:
-                tell(info_path.with_suffix(f".sent-{version}"), {})
+                tell(info_path.with_name(f"{info_path.stem}-sent-{version}.told"), {})
             for receiver in range(num_receivers):
-                told(info_path.with_suffix(f".read-{version}-{dist.get_world_size() + receiver}"))
+                told(info_path.with_name(f"{info_path.stem}-read-{version}-{dist.get_world_size() + receiver}.told"))
 
     send(1)
     for name, held in sent.items():
