@@ -5,7 +5,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,7 @@ def feed_engine(
     log-probs of them are from the learners' at that version, and at the one before it."""
     start_learner(int(os.environ["WORLD_SIZE"]))
     model, names = load(source, layout, lora=LORA)
-    sender = WeightSender(
+    sender = sender_of(backend, Path(folder, "weights"))(
         model,
         names,
         backend=backend,
@@ -213,21 +213,15 @@ def feed_engine(
     move(model, 1)
     offer(sender, 1, Path(folder, "0.told"))
     sender.join()
-    whole_put = sender._outgoing.put
-
-    def put(position: int, *args: Any) -> None:
-        if position == 3:
-            raise OutOfOrder
-        whole_put(position, *args)
-
-    sender._outgoing.put = put
-    with contextlib.suppress(OutOfOrder, RunError):  # its own, or the other learner's, which it may hear of before
+    with breaking(sender), contextlib.suppress(OutOfOrder, RunError):  # its own, or the other learner's
         sender.send(1)
     offer(sender, 1, Path(folder, "1.told"))
     sender.join()
     for version in range(1, num_versions + 1):
         move(model, version)
         sender.send(version)
+        if own_rank() == 0:
+            tell(Path(folder, f"sent-{version}.told"), {})
     sender.close()
     completions: list[tuple[tuple[int, ...], Completion]] = told(Path(folder, "completions.told"))["completions"]
     farthest: dict[tuple[int, int], float] = {}  # of the learners' version, from the tokens of a version
@@ -244,6 +238,23 @@ def feed_engine(
         (version, farthest[version, version], farthest[max(version - 1, 0), version])
         for version in sorted({maker for _, maker in farthest})
     ]
+
+
+@contextlib.contextmanager
+def breaking(sender: WeightSender) -> Iterator[None]:
+    """A sender that fails in the middle of a version."""
+    is_folder = isinstance(sender, FolderSender)
+    owner, name = (sender, "_add") if is_folder else (sender._outgoing, "put")
+    whole = getattr(owner, name)
+
+    def fail(first: Any, *args: Any) -> None:
+        if is_folder or first == 3:
+            raise OutOfOrder
+        whole(first, *args)
+
+    setattr(owner, name, fail)
+    yield
+    setattr(owner, name, whole)
 
 
 def document_of(prompt: tuple[int, ...], completion: Completion) -> Document:
