@@ -1,6 +1,7 @@
 """The learners' end of a weight sync through a folder: versions are written, whether or not an engine is there."""
 
 import json
+import logging
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,8 @@ from open_instruct.weights.folder import Link, Written
 from open_instruct.weights.progress import HOST_RANK
 from open_instruct.weights.sender import WeightSender
 from open_instruct.whole_file import replace_text
+
+log = logging.getLogger(__name__)
 
 
 class FolderSender(WeightSender):
@@ -36,6 +39,7 @@ class FolderSender(WeightSender):
         self._links: list[Link] = []  # of the chain, while another version may build on it
         self._chain: str = on_main_process(lambda: str(self._folder / os.urandom(4).hex()))
         together(lambda: self._remove_all_but(""), kind=self._failure)
+        log.info("weights travel through %s, which takes up to %s", self._folder, self._room())
         return {
             "backend": self._backend,
             "chain": self._chain,
@@ -105,6 +109,10 @@ class FolderSender(WeightSender):
 
     def _failure(self, why: str) -> RunError:
         return RunError(
-            f"weight sync: {self._folder} cannot be written: {why}. It needs {3 * self.manifest.num_bytes / 2**30:.1f} "
-            "GiB, three times the weights, where all hosts see it: make room, or name another --weight_sync_folder"
+            f"weight sync: {self._folder} cannot be written: {why}. It takes up to {self._room()}, and all hosts need "
+            "to see it: make room, or name another --weight_sync_folder"
         )
+
+    def _room(self) -> str:
+        """A chain and the next anchor, without what changes in one step."""
+        return f"{3 * self.manifest.num_bytes / 2**30:.1f} GiB, three times the weights"

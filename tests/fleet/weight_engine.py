@@ -90,9 +90,10 @@ def main(model_folder: str, folder: Path, way: str, notes: list[Call]) -> None:
 
     def stage(version: int) -> None:
         if broken and channel["backend"] == "files":  # the first one never comes
-            told(folder / f"sent-{version}.told")
+            told(folder / f"sent-{version}-0.told")
         if way == "delta":
             engine.stage_weights(version)
+            tell(folder / f"read-{version}.told", {})
 
     def update(version: int) -> None:
         stage(version)

@@ -220,8 +220,9 @@ def feed_engine(
     for version in range(1, num_versions + 1):
         move(model, version)
         sender.send(version)
-        if own_rank() == 0:
-            tell(Path(folder, f"sent-{version}.told"), {})
+        if backend == "files":
+            tell(Path(folder, f"sent-{version}-{own_rank()}.told"), {})
+            told(Path(folder, f"read-{version}.told"))
     sender.close()
     completions: list[tuple[tuple[int, ...], Completion]] = told(Path(folder, "completions.told"))["completions"]
     farthest: dict[tuple[int, int], float] = {}  # of the learners' version, from the tokens of a version
