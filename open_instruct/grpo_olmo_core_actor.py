@@ -29,8 +29,6 @@ from open_instruct.run.first_look import look_at, look_at_rows
 from open_instruct.verifiers.registry import known_verifiers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from olmo_core.train.callbacks import Callback
 
     from open_instruct.cluster.learner_process import LearnerProcess
@@ -128,11 +126,8 @@ class PolicyTrainerOLMoCoreProcess:
         self.pretrained = open_pretrained(config, self.run.directory.hf_model)
         self.learner = GRPOLearner(self.pretrained, run=self.run, config=config)
         fleet = config.fleet
-        sender: Callable[..., WeightSender] = WeightSender
-        if weight_sync_backend == FOLDER:
-            folder = folder_of_run(fleet.weight_sync_folder, self.run.directory.path)
-            sender = partial(FolderSender, folder=folder, anchor_every=fleet.weight_sync_anchor_every)
-        self.sender = sender(
+        kind = FolderSender if weight_sync_backend == FOLDER else WeightSender
+        self.sender = kind(
             self.learner.policy.model,
             self.pretrained.names,
             backend=weight_sync_backend,
@@ -142,6 +137,8 @@ class PolicyTrainerOLMoCoreProcess:
             adapter_alone=config.sent_adapter is not None,
             changes_alone=weight_sync == "delta",
             check_every=fleet.weight_sync_check,
+            folder=folder_of_run(fleet.weight_sync_folder, self.run.directory.path),
+            anchor_every=fleet.weight_sync_anchor_every,
         )
 
     def step(self, work: RankStep) -> dict[str, float]:

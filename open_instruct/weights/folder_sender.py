@@ -1,7 +1,6 @@
 """The learners' end of a weight sync through a folder: versions are written, whether or not an engine is there."""
 
 import json
-import logging
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,7 @@ from open_instruct.weights.progress import HOST_RANK
 from open_instruct.weights.sender import WeightSender
 from open_instruct.whole_file import replace_text
 
-log = logging.getLogger(__name__)
+NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 class FolderSender(WeightSender):
@@ -29,23 +28,13 @@ class FolderSender(WeightSender):
     as it has, a new one is less to read for an engine that comes late.
     """
 
-    def __init__(self, *args: Any, folder: Path, anchor_every: int, **plan: Any) -> None:
-        super().__init__(*args, **plan)
-        self._folder = folder
-        self._anchor_every = anchor_every
-
     def open(self, num_receivers: int) -> dict[str, Any]:
         """Begin a chain, and remove all others; returns the facts that receivers need, however many there are."""
         self._links: list[Link] = []  # of the chain, while another version may build on it
         self._chain: str = on_main_process(lambda: str(self._folder / os.urandom(4).hex()))
         together(lambda: self._remove_all_but(""), kind=self._failure)
-        log.info("weights travel through %s, which takes up to %s", self._folder, self._room())
-        return {
-            "backend": self._backend,
-            "chain": self._chain,
-            "manifest": self.manifest.described(),
-            "changes_alone": True,  # whatever is read from a folder is staged
-        }
+        facts = {"backend": self._backend, "chain": self._chain, "manifest": self.manifest.described()}
+        return facts | {"changes_alone": True}  # whatever is read from a folder is staged
 
     def join(self) -> None:
         """Nobody is waited for."""
@@ -86,11 +75,9 @@ class FolderSender(WeightSender):
             return written
         with Path(f"{self._chain}-{version}.{self._rank}").open("wb") as file:
             for message in messages:
-                digest = xxhash.xxh3_64()
-                for piece in message:
-                    file.write(piece.numpy().data)
-                    digest.update(piece.numpy().data)
-                written.append((sum(map(len, message)), digest.hexdigest()))
+                told = torch.cat(message or [NO_BYTES]).numpy().data
+                file.write(told)
+                written.append((len(told), xxhash.xxh3_64_hexdigest(told)))
         return written
 
     def _add(self, link: Link) -> None:
@@ -108,11 +95,6 @@ class FolderSender(WeightSender):
                 path.unlink()
 
     def _failure(self, why: str) -> RunError:
-        return RunError(
-            f"weight sync: {self._folder} cannot be written: {why}. It takes up to {self._room()}, and all hosts need "
-            "to see it: make room, or name another --weight_sync_folder"
-        )
-
-    def _room(self) -> str:
-        """A chain and the next anchor, without what changes in one step."""
-        return f"{3 * self.manifest.num_bytes / 2**30:.1f} GiB, three times the weights"
+        room = f"{3 * self.manifest.num_bytes / 2**30:.1f} GiB, three times the weights, in a folder that all hosts see"
+        remedy = f"it takes up to {room}: make room, or name another --weight_sync_folder"
+        return RunError(f"weight sync: {self._folder} cannot be written: {why}; {remedy}")

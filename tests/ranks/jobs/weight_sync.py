@@ -159,7 +159,7 @@ def sender_of(backend: str, folder: Path) -> Callable[..., WeightSender]:
     if backend != "files":
         return WeightSender
     folder.mkdir(exist_ok=True)
-    return partial(FolderSender, folder=folder, anchor_every=16)
+    return partial(FolderSender, folder=folder)
 
 
 def store_scaled(model: Any, names: TensorNames, out: Path, *, dtype: torch.dtype) -> None:
