@@ -293,9 +293,7 @@ class FleetSection:
         "'auto': ipc on one shared device, nccl on CUDA, shm on one host, gloo across hosts; files: a folder", "auto"
     )
     weight_sync_folder: str | None = free_flag(
-        "that all hosts see, with room for 3 times the weights; default: in --output_dir",
-        None,
-        read_with=THROUGH_FOLDER,
+        "seen by all hosts, with room for 3 times the weights; default: in --output_dir", None, read_with=THROUGH_FOLDER
     )
     weight_sync_anchor_every: int = free_flag(
         "versions from one that is written whole to the next", 16, read_with=THROUGH_FOLDER, minimum=1
