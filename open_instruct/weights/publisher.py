@@ -163,7 +163,8 @@ class WeightPublisher:
         self.version = None
         self._is_connected = False  # unless all goes well
         # Between hosts changes come while engines generate; on a GPU's own way they would compete with its steps.
-        is_staged = is_connected and self._channel["changes_alone"] and not is_on_device(self._channel["backend"])
+        has_channel = is_connected or goes_on
+        is_staged = has_channel and self._channel["changes_alone"] and not is_on_device(self._channel["backend"])
         if not is_staged:
             engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
         if not is_connected:
