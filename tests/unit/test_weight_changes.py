@@ -18,6 +18,7 @@ from open_instruct.weights.changes import (
     Mirror,
     SentParts,
     bits_of,
+    bucket_of_changes,
     changes,
     manifest_of_changes,
     places_of_runs,
@@ -66,13 +67,16 @@ def travel(
     """Send one version; what the receiver says of each message."""
 
     def told_by(rank: int) -> list[Message]:
-        return senders[rank].messages(lambda name: at(weights[name], manifest.boxes[name][rank]), has_digests=True)
+        return list(
+            senders[rank].messages(lambda name: at(weights[name], manifest.boxes[name][rank]), has_digests=True)
+        )
 
     messages = {rank: told_by(rank) for rank in senders}
     sizes = {rank: [sum(map(len, message)) for message in told] for rank, told in messages.items()}
     most = manifest_of_changes(manifest).buckets
     answers = []
-    for index, bucket in enumerate(manifest_of_changes(manifest, sizes).buckets):
+    for index in range(len(most)):
+        bucket = bucket_of_changes(manifest, index, {rank: told[index] for rank, told in sizes.items()})
         assert bucket.num_bytes == most[index].num_bytes, "a slot has room for whatever there is to tell"
         for rank in bucket.parts:
             start, stop = bucket.span(rank)
