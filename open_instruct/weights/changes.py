@@ -136,18 +136,16 @@ def changes(bits_N: torch.Tensor, before_N: torch.Tensor) -> tuple[int, torch.Te
     differs_N = bits_N.numpy() != before_N.numpy()  # numpy's are three times as fast as torch's, here and below
     if np.count_nonzero(differs_N) > MOST_CHANGED * len(differs_N):
         return WHOLE, NOTHING, NOTHING
-    places_C = torch.from_numpy(np.flatnonzero(differs_N))
-    begins_C = torch.ones_like(places_C, dtype=torch.bool)
-    begins_C[1:] = places_C[1:] != places_C[:-1] + 1
-    first_R = torch.nonzero(begins_C).view(-1)
+    places_C = np.flatnonzero(differs_N)
+    first_R = np.flatnonzero(np.diff(places_C, prepend=-2) != 1)
     bytes_of_runs = 2 * PLACE_BYTES * len(first_R)
     bytes_of_places = PLACE_BYTES * len(places_C)
     if min(bytes_of_runs, bytes_of_places) + bits_N.itemsize * len(places_C) >= bits_N.nbytes:
         return WHOLE, NOTHING, NOTHING
     if bytes_of_places <= bytes_of_runs:
-        return PLACES, places_C.int(), places_C
-    lengths_R = torch.diff(first_R, append=torch.tensor([len(places_C)]))
-    return RUNS, torch.cat([places_C[first_R], lengths_R]).int(), places_C
+        return PLACES, torch.from_numpy(places_C).int(), torch.from_numpy(places_C)
+    lengths_R = np.diff(first_R, append=len(places_C))
+    return RUNS, torch.from_numpy(np.concatenate([places_C[first_R], lengths_R])).int(), torch.from_numpy(places_C)
 
 
 def places_of_runs(entries: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class FakeLearners:
 
     def result(self, timeout_s: float) -> list[Any]:
         self._effect()
-        return [{"port": 7}]  # what a channel has, and else is not looked at
+        return [{"port": 7, "changes_alone": False}]  # what a channel has, and else is not looked at
 
 
 class Stage:

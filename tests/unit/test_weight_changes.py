@@ -143,3 +143,24 @@ def test_runs_are_places(gaps_and_lengths: list[tuple[int, int]]) -> None:
         places += range(start, start + length)
     starts, lengths = ([run[which] for run in runs] for which in (0, 1))
     assert places_of_runs(torch.tensor([*starts, *lengths], dtype=torch.int32)).tolist() == places
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share", "run_length", "form"),
+    [
+        (torch.int16, 0.32, 1, PLACES),
+        (torch.int16, 0.35, 1, WHOLE),
+        (torch.int32, 0.45, 1, PLACES),
+        (torch.int16, 0.45, 100, RUNS),
+        (torch.int16, 0.55, 100, WHOLE),
+    ],
+    ids=str,
+)
+def test_bytes_decide_up_to_which_share_changes_travel(
+    dtype: torch.dtype, share: float, run_length: int, form: int
+) -> None:
+    """At random up to a third of 16-bit values, and nearly half of 32-bit ones; in runs up to half."""
+    generator = torch.Generator().manual_seed(0)
+    changed = torch.rand(10_000 // run_length, generator=generator).argsort() < share * 10_000 // run_length
+    after = changed.repeat_interleave(run_length).to(dtype)
+    assert changes(after, torch.zeros_like(after))[0] == form

@@ -24,8 +24,8 @@ ON_THE_PATH = {"tensor": "tensor groups", "context": "context groups", "sync": "
 
 # Changed values of a step: in bfloat16 some hundredths of all, at a learning rate of 1e-6 (docs/weights.md).
 SHARES = (0.01, 0.04, 0.1)
-# Weights in bfloat16 that one thread of a learner's host casts and compares (benchmarks/weight_sync.py).
-COMPARED_GB_S = 2.0
+# Weights in bfloat16 that one thread casts and compares (benchmarks/weight_sync.py --changes).
+COMPARED_GB_S = 1.5
 # From a host to its GPU, over 16 lanes of PCIe 5.0.
 LOADED_GB_S = 64.0
 
@@ -86,7 +86,7 @@ class SyncCost:
 
     `changed` is the share of values that travel: 1 of all, which then need not be compared.
 
-    Example: 4% of 7.3B weights in bfloat16, `SyncCost(changed=0.04, num_bytes=1_752_000_000, seconds=1.14)`.
+    Example: 4% of 7.3B weights in bfloat16, `SyncCost(changed=0.04, num_bytes=1_752_000_000, seconds=1.44)`.
     """
 
     changed: float
