@@ -5,14 +5,12 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Literal
 
 from open_instruct.cluster.learner_group import LearnerGroup
 from open_instruct.cluster.learner_process import LearnerProcess
 from open_instruct.cluster.placement import FleetShape, Placement
 from open_instruct.cluster.process_environment import allocator_environment, without_growing_segments
 from open_instruct.cluster.ray_cluster import start_cluster
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.prompts import PromptStream
 from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool
@@ -143,7 +141,7 @@ class Fleet:
         settings = EngineSettings(
             model_folder=str(self.run.pretrained.folder.resolve()),
             tokenizer_folder=str(self.run.pretrained.tokenizer_folder.resolve()),
-            dtype=engine_dtype(config),
+            dtype=config.engine_dtype,
             max_model_len=config.data.max_seq_length,
             batching=Batching.of(config.fleet, on_cuda=on_gpus, max_model_len=config.data.max_seq_length),
             fleet=config.fleet,
@@ -190,6 +188,8 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         if backend == FOLDER:
             folder = folder_of_run(config.fleet.weight_sync_folder, run.directory.path)
             stack.callback(shutil.rmtree, make_folder(folder), ignore_errors=True)
+        sync, why = config.choose_sync(same_host=same_host)
+        console.say(f"weight sync: {sync} over {backend}, {why}")
         environment = dict[str, str]()
         if config.rollout.async_steps > 0 and not placement.on_gpus and same_host:
             # Threads wait for each other in loops: a thread for every core in the learner and in the engine makes
@@ -201,8 +201,8 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             arguments={
                 "config": config,
                 "weight_sync_backend": backend,
-                "weight_sync": choose_sync(config, same_host=same_host),
-                "engine_dtype": engine_dtype(config),
+                "weight_sync": sync,
+                "engine_dtype": config.engine_dtype,
             },
             environment=environment | _allocator_of_learners(placement, backend, console),
             say=console.say,
@@ -225,16 +225,3 @@ def _allocator_of_learners(placement: Placement, backend: str, console: Console)
         for name in without_growing_segments(os.environ):
             console.say(f"{name}: {whose} go without expandable_segments:True, memory that no other process can map")
     return allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=hands_over_memory)
-
-
-def choose_sync(config: GRPOConfig, *, same_host: bool) -> Literal["dense", "delta"]:
-    """What `--weight_sync` stands for: within a host, and of float32 weights, a difference saves nothing."""
-    if config.fleet.weight_sync != "auto":
-        return config.fleet.weight_sync
-    is_dense = same_host or engine_dtype(config) == "float32" or config.sent_adapter is not None
-    return "dense" if is_dense else "delta"
-
-
-def engine_dtype(config: GRPOConfig) -> Literal["bfloat16", "float32"]:
-    """The dtype in which engines compute and weights travel."""
-    return config.model.param_dtype if config.fleet.vllm_dtype == "policy" else config.fleet.vllm_dtype

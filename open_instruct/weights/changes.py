@@ -14,7 +14,7 @@ The digest is XXH3 of the bits of the whole part as it is now, or 0 where nobody
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -22,13 +22,14 @@ import torch
 import xxhash
 
 from open_instruct.models.shards import at, box_shape
+from open_instruct.weight_sync import PLACE_BYTES, ROW_BYTES
 from open_instruct.weights.manifest import Bucket, Manifest, Part, WeightManifest
 from open_instruct.weights.way import LocalOf
 
 WHOLE, PLACES, RUNS = range(3)
-PLACE_BYTES = 4
-ROW_BYTES = 4 * 8
-MOST_CHANGED = 0.5  # of a part's values; where more have changed, runs would save little
+# Of a part's values. Below, the bytes of all three forms decide. Above, no form takes fewer bytes than the whole where
+# changes lie at random; where they lie together runs would save less than half, and places take memory to be found.
+MOST_CHANGED = 0.5
 ALIGNMENT = 8  # bytes; of whatever is read as a tensor of its own
 NOTHING = torch.empty(0, dtype=torch.int32)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -47,15 +48,16 @@ class SentParts:
         parts = [part for bucket in manifest.buckets for part in bucket.parts.get(rank, {}).values()]
         self._now = torch.empty(max((part.num_bytes for part in parts), default=0), dtype=torch.uint8)
 
-    @torch.no_grad()
-    def messages(self, local_of: LocalOf, *, has_digests: bool) -> list[Message]:
-        """A message for each bucket, after which these are the parts as they were last sent.
+    def messages(self, local_of: LocalOf, *, has_digests: bool) -> Iterator[Message]:
+        """A message for each bucket, made when it is asked for. After the last, these are the parts as last sent.
 
         Args:
             local_of: returns the rank's local tensor of a name.
         """
-        return [self._message(index, local_of, has_digests=has_digests) for index in range(len(self._manifest.buckets))]
+        for index in range(len(self._manifest.buckets)):
+            yield self._message(index, local_of, has_digests=has_digests)
 
+    @torch.no_grad()
     def _message(self, index: int, local_of: LocalOf, *, has_digests: bool) -> Message:
         rows: list[tuple[int, int, int, int]] = []
         told: Message = []
@@ -65,7 +67,7 @@ class SentParts:
             form, entries, values_C = self._changed((index, name), bits_N)
             rows.append((form, len(entries), len(values_C), digest_of(bits_N) if has_digests else 0))
             told += [_aligned(entries), _aligned(values_C)]
-        return [_aligned(torch.tensor(rows, dtype=torch.int64).view(-1)), *told] if rows else []
+        return [_aligned(torch.tensor(rows, dtype=torch.int64).view(-1)), *told]
 
     def _changed(self, key: tuple[int, str], bits_N: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
         """The form in which a part is told, its entries and its values; from now on these bits are those that were
@@ -74,10 +76,12 @@ class SentParts:
             self._sent[key] = bits_N.clone()
             return WHOLE, NOTHING, self._sent[key]
         form, entries, places_C = changes(bits_N, sent_N)
+        sent_N.copy_(bits_N)  # takes less time than to put some values in their places
         if form == WHOLE:
-            return form, entries, sent_N.copy_(bits_N)
-        sent_N[places_C] = bits_N[places_C]
-        return form, entries, bits_N[places_C]
+            return form, entries, sent_N
+        values_C = bits_N.new_empty(len(places_C))
+        np.take(bits_N.numpy(), places_C.numpy(), out=values_C.numpy(), mode="clip")  # all are within; needs no copy
+        return form, entries, values_C
 
 
 class Mirror:
@@ -101,7 +105,8 @@ class Mirror:
             if form == WHOLE:
                 bits_N.copy_(values_C)
             else:
-                bits_N[entries.long() if form == PLACES else places_of_runs(entries)] = values_C
+                places_C = entries if form == PLACES else places_of_runs(entries)
+                bits_N.numpy()[places_C.numpy()] = values_C.numpy()
             if not values.is_contiguous():  # the bits are a copy
                 values.copy_(bits_N.view(values.dtype).view(values.shape))
             if digest and digest_of(bits_N) != digest:
@@ -131,18 +136,16 @@ def changes(bits_N: torch.Tensor, before_N: torch.Tensor) -> tuple[int, torch.Te
     differs_N = bits_N.numpy() != before_N.numpy()  # numpy's are three times as fast as torch's, here and below
     if np.count_nonzero(differs_N) > MOST_CHANGED * len(differs_N):
         return WHOLE, NOTHING, NOTHING
-    places_C = torch.from_numpy(np.flatnonzero(differs_N))
-    begins_C = torch.ones_like(places_C, dtype=torch.bool)
-    begins_C[1:] = places_C[1:] != places_C[:-1] + 1
-    first_R = torch.nonzero(begins_C).view(-1)
+    places_C = np.flatnonzero(differs_N)
+    first_R = np.flatnonzero(np.diff(places_C, prepend=-2) != 1)
     bytes_of_runs = 2 * PLACE_BYTES * len(first_R)
     bytes_of_places = PLACE_BYTES * len(places_C)
     if min(bytes_of_runs, bytes_of_places) + bits_N.itemsize * len(places_C) >= bits_N.nbytes:
         return WHOLE, NOTHING, NOTHING
     if bytes_of_places <= bytes_of_runs:
-        return PLACES, places_C.int(), places_C
-    lengths_R = torch.diff(first_R, append=torch.tensor([len(places_C)]))
-    return RUNS, torch.cat([places_C[first_R], lengths_R]).int(), places_C
+        return PLACES, torch.from_numpy(places_C).int(), torch.from_numpy(places_C)
+    lengths_R = np.diff(first_R, append=len(places_C))
+    return RUNS, torch.from_numpy(np.concatenate([places_C[first_R], lengths_R])).int(), torch.from_numpy(places_C)
 
 
 def places_of_runs(entries: torch.Tensor) -> torch.Tensor:
@@ -156,26 +159,25 @@ def places_of_runs(entries: torch.Tensor) -> torch.Tensor:
     return torch.arange(int(lengths_R.sum())) + torch.repeat_interleave(shifts_R, lengths_R)
 
 
-def manifest_of_changes(whole: WeightManifest, sizes: Mapping[int, Sequence[int]] | None = None) -> Manifest:
-    """Buckets of messages; each learner's begin at places of their own, whatever the others have to tell.
+def manifest_of_changes(whole: WeightManifest) -> Manifest:
+    """Buckets of messages of the most bytes that each can have; `bucket_of_changes` gives those that do travel."""
+    return Manifest(bucket_of_changes(whole, index, {}) for index in range(len(whole.buckets)))
+
+
+def bucket_of_changes(whole: WeightManifest, index: int, sizes: Mapping[int, int]) -> Bucket:
+    """A bucket of messages; each learner's begins at a place of its own, whatever the others have to tell.
 
     Args:
-        sizes: by rank, the bytes of its message about each bucket; of others, and without any, what they have at most.
+        sizes: by rank, the bytes of its message; of others what they have at most.
     """
-    return Manifest(
-        _bucket_of_changes(bucket, {rank: of_buckets[index] for rank, of_buckets in (sizes or {}).items()}, str(index))
-        for index, bucket in enumerate(whole.buckets)
-    )
-
-
-def _bucket_of_changes(bucket: Bucket, sizes: Mapping[int, int], name: str) -> Bucket:
+    bucket, name = whole.buckets[index], str(index)
     most = [sum(ROW_BYTES + aligned(part.num_bytes) for part in parts.values()) for parts in bucket.parts.values()]
     ends = [sum(most[:count]) for count in range(len(most) + 1)]
     parts = {}
     for rank, (start, stop) in zip(bucket.parts, pairwise(ends), strict=True):
-        if num_bytes := sizes.get(rank, stop - start):
-            box, own = (slice(start, start + num_bytes),), (slice(0, num_bytes),)
-            parts[rank] = {name: Part(box=box, own=own, start=start, num_bytes=num_bytes)}
+        num_bytes = sizes.get(rank, stop - start)
+        box, own = (slice(start, start + num_bytes),), (slice(0, num_bytes),)
+        parts[rank] = {name: Part(box=box, own=own, start=start, num_bytes=num_bytes)}
     return Bucket(dtype=torch.uint8, shapes={name: (ends[-1],)}, parts=parts, num_bytes=ends[-1])
 
 

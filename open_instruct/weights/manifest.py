@@ -96,7 +96,7 @@ class Manifest:
     """Buckets in the order in which they travel."""
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
-        self.buckets = tuple(buckets)
+        self.buckets = list(buckets)
         self.ranks = sorted({rank for bucket in self.buckets for rank in bucket.parts})
 
     @property

@@ -3,7 +3,6 @@
 Nothing here imports the learners' side, nor vLLM before there is a worker.
 """
 
-import json
 import mmap
 import sys
 import threading
@@ -15,7 +14,7 @@ import torch
 
 from open_instruct.errors import RunError
 from open_instruct.models.shards import in_order
-from open_instruct.weights.changes import Mirror, manifest_of_changes
+from open_instruct.weights.changes import Mirror, bucket_of_changes, manifest_of_changes
 from open_instruct.weights.folder import FolderWeights
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import SyncProgress, learner_name, receiver_name, receivers_of
@@ -76,8 +75,8 @@ class IncomingWeights:
         self._incoming = way.incoming(travelling, index=index, device=self._device)
         self._incoming.join(info)
         self._progress.report("joined")
-        self._writers = [learner_name(rank) for rank in self._manifest.ranks]
-        self._progress.wait("joined", [*self._writers, *receivers_of(info)], to="join")
+        writers = [learner_name(rank) for rank in self._manifest.ranks]
+        self._progress.wait("joined", [*writers, *receivers_of(info)], to="join")
         self._incoming.connect(info, self._progress)
 
     def buckets(self) -> Iterator[Weights]:
@@ -112,21 +111,27 @@ class IncomingWeights:
         first = self._position
         self._progress.new_round()
         self._progress.report(f"began/{first}")
-        sizes = self._progress.words_of(f"sizes/{first}", self._writers, to="find what has changed")
-        travelling = manifest_of_changes(
-            self._manifest, {rank: json.loads(each) for rank, each in zip(self._manifest.ranks, sizes, strict=True)}
-        )
-        self._incoming.manifest = travelling
-        memory = torch.empty(travelling.largest_bucket_bytes, dtype=torch.uint8, device=self._device)
-        for index, bucket in enumerate(travelling.buckets):
+        travelling = self._incoming.manifest.buckets
+        memory = torch.empty(self._incoming.manifest.largest_bucket_bytes, dtype=torch.uint8, device=self._device)
+        self._hear_sizes(0)
+        for index, bucket in enumerate(travelling):
+            if index + 1 < len(travelling):  # the next bucket travels while this one is put in place
+                self._hear_sizes(index + 1)
             self._incoming.take(first + index, bucket.wholes(memory))
             wait_for_device(self._device)
-            told = memory.cpu()
             for rank in bucket.parts:
-                if (name := self._mirror.change(index, rank, told[slice(*bucket.span(rank))])) is not None:
+                if (name := self._mirror.change(index, rank, memory[slice(*bucket.span(rank))].cpu())) is not None:
                     raise self._progress.fail(f"{self._progress.member} has other bits of {name} in version {version}")
             self._progress.report(f"done/{first + index}")
-        self._position += len(travelling.buckets)
+        self._position += len(travelling)
+
+    def _hear_sizes(self, index: int) -> None:
+        """Learn how long the messages about a bucket are, from those who send them."""
+        ranks = self._manifest.buckets[index].parts
+        to = f"find what has changed of bucket {self._manifest.number_at(index)}"
+        words = self._progress.words_of(f"size/{self._position + index}", [learner_name(rank) for rank in ranks], to=to)
+        sizes = {rank: int(word) for rank, word in zip(ranks, words, strict=True)}
+        self._incoming.manifest.buckets[index] = bucket_of_changes(self._manifest, index, sizes)
 
     def _handed_over(self, wholes: dict[str, torch.Tensor]) -> Weights:
         """Yields each tensor and drops it here, so that its memory can be reused for the next bucket."""

@@ -11,7 +11,9 @@ For each rank of the learners::
     sender.send(version)                  # while the engines receive; again for every version
 """
 
-import json
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from open_instruct.models.lora.adapters import scaled_adapters, weights_of
 from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.shards import held_of, reshard
 from open_instruct.parallel.process import on_main_process
-from open_instruct.weights.changes import SentParts, manifest_of_changes
+from open_instruct.weights.changes import SentParts, bucket_of_changes, manifest_of_changes
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import HOST_RANK, SyncProgress, learner_name, receivers_of
 from open_instruct.weights.way import NUM_SLOTS, LocalOf, Outgoing
@@ -157,11 +159,11 @@ class WeightSender:
         first = self._position
         try:
             progress.new_round()
-            brought = self._tell_changes(progress, self._outgoing, local_of, version)
             progress.wait(f"began/{first}", self._receivers, to=f"begin to receive version {version}")
             if self._rank == HOST_RANK:
                 progress.report(f"go/{first}")
-            self._send_buckets(progress, self._outgoing, brought, version)
+            with closing(self._contents(self._outgoing, local_of, version)) as contents:
+                self._send_buckets(self._outgoing, contents, version)
             progress.report(f"sent/{first}")
             if self._rank == HOST_RANK:  # the others still look into the store that this rank keeps
                 progress.wait(f"sent/{first}", self._learners, to=f"finish sending version {version}")
@@ -199,18 +201,34 @@ class WeightSender:
             **self._outgoing.offer(),
         }
 
-    def _tell_changes(self, progress: SyncProgress, outgoing: Outgoing, local_of: LocalOf, version: int) -> LocalOf:
-        """What buckets are filled with: weights; or messages, after receivers are told how long these are."""
+    def _contents(self, outgoing: Outgoing, local_of: LocalOf, version: int) -> Generator[LocalOf]:
+        """What each bucket is filled with: weights, or a message about them.
+
+        Messages are made on a thread, as many ahead as there are slots, while earlier ones travel.
+        """
+        num_buckets = len(self.manifest.buckets)
         if self._sent is None:
-            return local_of
+            yield from [local_of] * num_buckets
+            return
         has_digests = self._check_every > 0 and version % self._check_every == 0
         messages = self._sent.messages(local_of, has_digests=has_digests)
-        sizes = [sum(map(len, message)) for message in messages]
-        outgoing.manifest = manifest_of_changes(self.manifest, {self._rank: sizes})
-        progress.report(f"sizes/{self._position}", json.dumps(sizes))
-        return lambda index: torch.cat(messages[int(index)])
 
-    def _send_buckets(self, progress: SyncProgress, outgoing: Outgoing, local_of: LocalOf, version: int) -> None:
+        def tell(index: int) -> torch.Tensor:
+            """The next message, after receivers were told how long it is."""
+            message = torch.cat(next(messages))
+            outgoing.manifest.buckets[index] = bucket_of_changes(self.manifest, index, {self._rank: len(message)})
+            outgoing.progress.report(f"size/{self._position + index}", str(len(message)))
+            return message
+
+        with ThreadPoolExecutor(1, "weights") as comparing:
+            ahead = [comparing.submit(tell, index) for index in range(min(NUM_SLOTS, num_buckets))]
+            for index in range(num_buckets):
+                message = ahead.pop(0).result()
+                if index + NUM_SLOTS < num_buckets:
+                    ahead.append(comparing.submit(tell, index + NUM_SLOTS))
+                yield {str(index): message}.__getitem__
+
+    def _send_buckets(self, outgoing: Outgoing, contents: Iterator[LocalOf], version: int) -> None:
         """Put one bucket after the other, no further ahead of the receivers than there are slots."""
         num_buckets = len(self.manifest.buckets)
         for index in range(num_buckets + NUM_SLOTS):
@@ -218,9 +236,9 @@ class WeightSender:
             if index >= NUM_SLOTS:
                 taken = position - NUM_SLOTS
                 to = f"take bucket {self.manifest.number_at(taken)} of version {version}"
-                progress.wait(f"done/{taken}", self._receivers, to=to, meanwhile=outgoing.check)
+                outgoing.progress.wait(f"done/{taken}", self._receivers, to=to, meanwhile=outgoing.check)
             if index < num_buckets:
-                outgoing.put(position, local_of)
+                outgoing.put(position, next(contents))
 
     def _close_outgoing(self) -> None:
         if self._outgoing is not None:

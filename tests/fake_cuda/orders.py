@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -301,7 +302,7 @@ class Channel:
             progress.wait(f"began/{sender._position}", self.receivers, to="begin")
             if rank == HOST_RANK:
                 progress.report(f"go/{sender._position}")
-            WeightSender._send_buckets(sender, progress, outgoing, held.__getitem__, version)
+            WeightSender._send_buckets(sender, outgoing, repeat(held.__getitem__), version)
             sender._position += len(self.manifest.buckets)
             for tensor in held.values():
                 tensor.mul_(2)

@@ -18,6 +18,7 @@ from open_instruct.weights.changes import (
     Mirror,
     SentParts,
     bits_of,
+    bucket_of_changes,
     changes,
     manifest_of_changes,
     places_of_runs,
@@ -66,13 +67,16 @@ def travel(
     """Send one version; what the receiver says of each message."""
 
     def told_by(rank: int) -> list[Message]:
-        return senders[rank].messages(lambda name: at(weights[name], manifest.boxes[name][rank]), has_digests=True)
+        return list(
+            senders[rank].messages(lambda name: at(weights[name], manifest.boxes[name][rank]), has_digests=True)
+        )
 
     messages = {rank: told_by(rank) for rank in senders}
     sizes = {rank: [sum(map(len, message)) for message in told] for rank, told in messages.items()}
     most = manifest_of_changes(manifest).buckets
     answers = []
-    for index, bucket in enumerate(manifest_of_changes(manifest, sizes).buckets):
+    for index in range(len(most)):
+        bucket = bucket_of_changes(manifest, index, {rank: told[index] for rank, told in sizes.items()})
         assert bucket.num_bytes == most[index].num_bytes, "a slot has room for whatever there is to tell"
         for rank in bucket.parts:
             start, stop = bucket.span(rank)
@@ -139,3 +143,24 @@ def test_runs_are_places(gaps_and_lengths: list[tuple[int, int]]) -> None:
         places += range(start, start + length)
     starts, lengths = ([run[which] for run in runs] for which in (0, 1))
     assert places_of_runs(torch.tensor([*starts, *lengths], dtype=torch.int32)).tolist() == places
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share", "run_length", "form"),
+    [
+        (torch.int16, 0.32, 1, PLACES),
+        (torch.int16, 0.35, 1, WHOLE),
+        (torch.int32, 0.45, 1, PLACES),
+        (torch.int16, 0.45, 100, RUNS),
+        (torch.int16, 0.55, 100, WHOLE),
+    ],
+    ids=str,
+)
+def test_bytes_decide_up_to_which_share_changes_travel(
+    dtype: torch.dtype, share: float, run_length: int, form: int
+) -> None:
+    """At random up to a third of 16-bit values, and nearly half of 32-bit ones; in runs up to half."""
+    generator = torch.Generator().manual_seed(0)
+    changed = torch.rand(10_000 // run_length, generator=generator).argsort() < share * 10_000 // run_length
+    after = changed.repeat_interleave(run_length).to(dtype)
+    assert changes(after, torch.zeros_like(after))[0] == form
