@@ -102,12 +102,13 @@ class PolicyTrainerOLMoCoreProcess:
     calls it on all ranks at once.
     """
 
-    def __init__(self, config: GRPOConfig, *, weight_sync_backend: str, engine_dtype: str) -> None:
+    def __init__(self, config: GRPOConfig, *, weight_sync_backend: str, weight_sync: str, engine_dtype: str) -> None:
         """Join the other learners and load the start model.
 
         Args:
             config: of the run.
             weight_sync_backend: as `choose_backend` gives it, once it is known where the engines are.
+            weight_sync: "dense", or "delta" where only what has changed is sent.
             engine_dtype: that weights travel in.
         """
         import torch
@@ -115,20 +116,29 @@ class PolicyTrainerOLMoCoreProcess:
         from open_instruct.learner.grpo import GRPOLearner
         from open_instruct.run.opened import join_run
         from open_instruct.run.pretrained import open_pretrained
+        from open_instruct.weights.folder import folder_of_run
+        from open_instruct.weights.folder_sender import FolderSender
         from open_instruct.weights.sender import WeightSender
+        from open_instruct.weights.ways import FOLDER
 
         self.config = config
         self.run = join_run(config)
         self.pretrained = open_pretrained(config, self.run.directory.hf_model)
         self.learner = GRPOLearner(self.pretrained, run=self.run, config=config)
-        self.sender = WeightSender(
+        fleet = config.fleet
+        kind = FolderSender if weight_sync_backend == FOLDER else WeightSender
+        self.sender = kind(
             self.learner.policy.model,
             self.pretrained.names,
             backend=weight_sync_backend,
             dtype=getattr(torch, engine_dtype),
-            bucket_bytes=config.fleet.weight_sync_bucket_mib << 20,
-            timeout_s=config.fleet.weight_sync_timeout_s,
+            bucket_bytes=fleet.weight_sync_bucket_mib << 20,
+            timeout_s=fleet.weight_sync_timeout_s,
             adapter_alone=config.sent_adapter is not None,
+            changes_alone=weight_sync == "delta",
+            check_every=fleet.weight_sync_check,
+            folder=folder_of_run(fleet.weight_sync_folder, self.run.directory.path),
+            anchor_every=fleet.weight_sync_anchor_every,
         )
 
     def step(self, work: RankStep) -> dict[str, float]:

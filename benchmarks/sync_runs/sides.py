@@ -77,14 +77,20 @@ def sender_of(sync: Sync) -> WeightSender:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.to_local().uniform_()
+    names = TensorNames(hf_config)
+    return new_sender(sync, model, names, adapter_alone=sync.lora_sync == "adapter")
+
+
+def new_sender(sync: Sync, model: Any, names: TensorNames, **kind: bool) -> WeightSender:
+    """A sender as `sync` has it, of what `kind` says."""
     return WeightSender(
         model,
-        TensorNames(hf_config),
+        names,
         backend=sync.backend,
-        dtype=dtype,
+        dtype=getattr(torch, sync.dtype),
         bucket_bytes=sync.bucket_bytes,
         timeout_s=TIMEOUT_S,
-        adapter_alone=sync.lora_sync == "adapter",
+        **kind,
     )
 
 

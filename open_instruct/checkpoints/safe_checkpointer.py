@@ -114,7 +114,7 @@ class SafeCheckpointer(Checkpointer):
                 documents[INDEX] = {"tensors": index, "values": values_of_json}
             return documents
 
-        documents = _together(documents_of_now, kind=OSError)
+        documents = together(documents_of_now, kind=OSError)
         part = step_folder.beside(final)
         copied = threading.Event()
 
@@ -154,8 +154,8 @@ class SafeCheckpointer(Checkpointer):
             return
         self._under_way = None
         try:
-            rank_files = gathered(_together(save.written.result, kind=OSError))
-            _together(lambda: self._publish(save, rank_files), kind=OSError)
+            rank_files = gathered(together(save.written.result, kind=OSError))
+            together(lambda: self._publish(save, rank_files), kind=OSError)
         except OSError:
             if get_rank() == 0:  # a full disk has better use for it
                 shutil.rmtree(save.part, ignore_errors=True)
@@ -189,9 +189,9 @@ class SafeCheckpointer(Checkpointer):
         assert not reset_optimizer_states_on_load, "a checkpoint is gone on from whole"
         self.wait_for_copy()
         folder = Path(dir)
-        manifest = _together(lambda: step_folder.read_manifest(folder), kind=RunError)
+        manifest = together(lambda: step_folder.read_manifest(folder), kind=RunError)
         step_folder.refuse_another_start_model(folder, self.start_model)
-        index = _together(lambda: json.loads((folder / INDEX).read_bytes()), kind=RunError)
+        index = together(lambda: json.loads((folder / INDEX).read_bytes()), kind=RunError)
         state = train_module.state_dict_to_load(
             Metadata(state_dict_metadata=dict.fromkeys([*index["tensors"], *index["values"]])),  # type: ignore[arg-type]
             optim=load_optim_state,
@@ -207,7 +207,7 @@ class SafeCheckpointer(Checkpointer):
                 raise Damaged(f"{folder / own} is of step {step}, and {MANIFEST} of step {manifest.step}")
             return train_state
 
-        train_state = _together(fill, kind=RunError)
+        train_state = together(fill, kind=RunError)
         train_module.load_state_dict(state)
         return None if load_trainer_state is False else train_state
 
@@ -273,7 +273,7 @@ def _on_all_ranks(is_so: bool) -> bool:
     return bool(agreed)
 
 
-def _together(work: Callable[[], T], *, kind: Callable[[str], Exception]) -> T:
+def together(work: Callable[[], T], *, kind: Callable[[str], Exception]) -> T:
     """Do `work` on every rank; if it fails on any, all raise one `kind` that says what and where. Collective."""
     failures, result = [], None
     try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
@@ -63,6 +63,27 @@ class GRPOConfig(LearnerConfig):
     def sent_adapter(self) -> LoRASection | None:
         """The flags of the adapter where engines are sent the adapter alone; otherwise None."""
         return self.adapters if self.fleet.lora_sync == "adapter" else None
+
+    @property
+    def engine_dtype(self) -> Literal["bfloat16", "float32"]:
+        """The dtype in which engines compute and weights travel."""
+        return self.model.param_dtype if self.fleet.vllm_dtype == "policy" else self.fleet.vllm_dtype
+
+    def choose_sync(self, *, same_host: bool) -> tuple[str, str]:
+        """What `--weight_sync` stands for, dense or delta, and why.
+
+        Args:
+            same_host: every learner and every engine is on one host.
+        """
+        if self.fleet.weight_sync != "auto":
+            return self.fleet.weight_sync, "as --weight_sync says"
+        if self.sent_adapter is not None:
+            return "dense", "as all of an adapter changes in a step"
+        if self.engine_dtype == "float32":
+            return "dense", "as nearly all float32 weights change in a step"
+        if same_host:
+            return "dense", "as copying within a host takes no longer than comparing"
+        return "delta", "as engines are on other hosts"
 
     @property
     def max_tokens_per_microbatch(self) -> int:
@@ -202,6 +223,8 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
         )
     if fleet.weight_sync_backend == "ipc" and not parallel.single_gpu_mode:
         yield "--weight_sync_backend ipc hands over memory of one device: it needs --single_gpu_mode; use auto"
+    if fleet.weight_sync == "delta" and config.sent_adapter is not None:
+        yield "--weight_sync delta: --lora_sync adapter sends little, all of which changes; use auto or dense"
 
 
 def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:

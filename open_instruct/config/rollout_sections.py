@@ -24,6 +24,7 @@ R1_STYLE = "apply_r1_style_format_reward"
 JUDGE = "llm_judge_model"
 BOUNDS = "rho_correction bounds"
 CAPPED = "rho_correction clamp token_mask sequence_mask"
+THROUGH_FOLDER = "weight_sync_backend files"
 TOOL_SET = "tools"  # the environment of --tools
 
 
@@ -288,8 +289,20 @@ class FleetSection:
     engine_timeout_s: int = free_flag("seconds to wait for an engine's start or health check", 600, minimum=1)
     step_timeout_s: int = free_flag("seconds to wait for the learners to finish one step", 3600, minimum=1)
     max_restarts: int = free_flag("times that dead learners or engines are started again", 3, minimum=0)
-    weight_sync_backend: Literal["auto", "nccl", "gloo", "shm", "ipc"] = free_flag(
-        "'auto': ipc on one shared device, nccl on CUDA, shm on one host, gloo across hosts", "auto"
+    weight_sync_backend: Literal["auto", "nccl", "gloo", "shm", "ipc", "files"] = free_flag(
+        "'auto': ipc on one shared device, nccl on CUDA, shm on one host, gloo across hosts; files: a folder", "auto"
+    )
+    weight_sync_folder: str | None = free_flag(
+        "seen by all hosts, with room for 3 times the weights; default: in --output_dir", None, read_with=THROUGH_FOLDER
+    )
+    weight_sync_anchor_every: int = free_flag(
+        "versions from one that is written whole to the next", 16, read_with=THROUGH_FOLDER, minimum=1
+    )
+    weight_sync: Literal["auto", "dense", "delta"] = free_flag(
+        "send all weights, or of each version what has changed; 'auto': delta of 16-bit weights across hosts", "auto"
+    )
+    weight_sync_check: int = free_flag(
+        "of how many delta versions one is compared with the learners' to the bit, by digests; 0 for none", 1, minimum=0
     )
     weight_sync_bucket_mib: int = free_flag("MiB of weights that travel at once", 256, minimum=1)
     weight_sync_timeout_s: int = free_flag("seconds to wait for an engine during a weight sync", 300, minimum=1)

@@ -19,6 +19,8 @@ from open_instruct.records import Completion
 
 R = TypeVar("R")
 
+SECONDS_BETWEEN_LOOKS = 0.02
+
 
 class Engine:
     """Generates completions, and takes new weights between two steps. To be wrapped as a Ray actor; knows no Ray.
@@ -87,6 +89,12 @@ class Engine:
         """Connect to the sender of weights."""
         self._between_steps(lambda core: core.call_workers(WeightWorker.open_channel, info))
 
+    def stage_weights(self, version: int) -> None:
+        """Receive what has changed of the weights while steps go on; `receive_weights` puts it in place."""
+        self._between_steps(lambda core: core.call_workers(WeightWorker.start_staging, version))
+        while not all(self._between_steps(lambda core: core.call_workers(WeightWorker.has_staged))):
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
     def begin_update(self, drain: bool) -> None:
         """Stop between two steps and get ready for weights; requests that come meanwhile wait.
 
@@ -110,7 +118,7 @@ class Engine:
         self._between_steps(prepare)
 
     def receive_weights(self) -> None:
-        """Take one set of weights from the channel; returns when it is complete."""
+        """Take one set of weights from the channel, or what was staged of it; returns when it is complete."""
         self._between_steps(lambda core: core.call_workers(WeightWorker.receive_weights))
 
     def finish_update(self, version: int) -> None:

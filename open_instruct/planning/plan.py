@@ -22,7 +22,7 @@ from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import RunConfig, Workload, adapted, is_wrapped, objective_of, workload_of
 from open_instruct.planning.traffic.collectives import Exchange
 from open_instruct.planning.traffic.per_step import traffic_of_merging, traffic_of_weight_sync, traffic_per_step
-from open_instruct.planning.traffic.step_time import ON_THE_PATH, StepTime, step_time
+from open_instruct.planning.traffic.step_time import ON_THE_PATH, StepTime, SyncCost, step_time, sync_costs
 from open_instruct.shard_layout import ShardLayout
 
 # The share of a GPU that advice leaves free, and the share that --activation_checkpointing auto leaves free.
@@ -87,7 +87,9 @@ class Setting:
             prompt_tokens=self.shared_prompt_tokens,
         )
         copies = {"on": True, "off": False}.get(self.config.run.async_checkpoints, self.on_cuda)
-        crosses = not self.has_engines_in_node
+        crosses = not (self.has_engines_in_node or workload.shares_device or workload.sync_backend == "shm")
+        if isinstance(self.config, GRPOConfig):
+            workload = replace(workload, sync_choice=self.config.choose_sync(same_host=not crosses))
         return replace(workload, on_cuda=self.on_cuda, copies_checkpoints=copies, sync_crosses_nodes=crosses)
 
     def with_flags(self, values: dict[str, Any]) -> Setting:
@@ -163,6 +165,12 @@ class Plan:
             buckets = sync_buckets(self.setting.shape, self.layout, self.workload)
             exchanges += traffic_of_weight_sync(buckets, self.workload)
         return tuple(exchanges)
+
+    @cached_property
+    def syncs(self) -> tuple[SyncCost, ...]:
+        """What a weight sync costs, if there are engines: all weights first, then shares of them that have changed."""
+        costs = sync_costs(self.setting.shape, self.layout, self.workload, self.setting.device, self.exchanges)
+        return tuple(costs) if self.workload.num_engines else ()
 
     @property
     def sent_bytes(self) -> int:

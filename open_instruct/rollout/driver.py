@@ -13,7 +13,7 @@ from open_instruct.packing.rollouts import RankStep
 from open_instruct.parallel.peers import activity
 from open_instruct.rollout.checked_run import RolloutRun
 from open_instruct.rollout.evaluation import evaluate
-from open_instruct.rollout.fleet import Fleet, engine_dtype
+from open_instruct.rollout.fleet import Fleet
 from open_instruct.rollout.learning_signal import SignalWatch, refuse_failed_verdicts
 from open_instruct.rollout.logprob_agreement import check_agreement
 from open_instruct.rollout.samples import work_of_ranks
@@ -140,7 +140,7 @@ class Driver:
                 sync_time_s = self.fleet.publisher.publish(self.step)
         if not self._agrees:
             self._agrees = check_agreement(
-                learned, param_dtype=self.config.model.param_dtype, engine_dtype=engine_dtype(self.config)
+                learned, param_dtype=self.config.model.param_dtype, engine_dtype=self.config.engine_dtype
             )
         self.conductor.weights_published(self.step)
         self.num_tokens += work[0].num_tokens_global

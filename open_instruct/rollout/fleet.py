@@ -1,17 +1,16 @@
 """The fleet of a GRPO run: Ray, learners, engines and verifiers, beside the driver."""
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Literal
 
 from open_instruct.cluster.learner_group import LearnerGroup
 from open_instruct.cluster.learner_process import LearnerProcess
 from open_instruct.cluster.placement import FleetShape, Placement
 from open_instruct.cluster.process_environment import allocator_environment, without_growing_segments
 from open_instruct.cluster.ray_cluster import start_cluster
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.prompts import PromptStream
 from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool
@@ -26,8 +25,9 @@ from open_instruct.rollout.conductor import Conductor
 from open_instruct.run.console import Console
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.reward import RewardManager
+from open_instruct.weights.folder import folder_of_run, make_folder
 from open_instruct.weights.publisher import WeightPublisher
-from open_instruct.weights.ways import choose_backend
+from open_instruct.weights.ways import FOLDER, choose_backend
 from open_instruct.wording import counted
 
 LOGS_FOLDER = "logs"
@@ -140,7 +140,7 @@ class Fleet:
         settings = EngineSettings(
             model_folder=str(self.run.pretrained.folder.resolve()),
             tokenizer_folder=str(self.run.pretrained.tokenizer_folder.resolve()),
-            dtype=engine_dtype(config),
+            dtype=config.engine_dtype,
             max_model_len=config.data.max_seq_length,
             batching=Batching.of(config.fleet, on_cuda=on_gpus, max_model_len=config.data.max_seq_length),
             fleet=config.fleet,
@@ -184,6 +184,11 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             single_device=shape.shares_device,
             same_host=same_host,
         )
+        if backend == FOLDER:
+            folder = folder_of_run(config.fleet.weight_sync_folder, run.directory.path)
+            stack.callback(shutil.rmtree, make_folder(folder), ignore_errors=True)
+        sync, why = config.choose_sync(same_host=same_host)
+        console.say(f"weight sync: {sync} over {backend}, {why}")
         environment = dict[str, str]()
         if config.rollout.async_steps > 0 and not placement.on_gpus and same_host:
             # Threads wait for each other in loops: a thread for every core in the learner and in the engine makes
@@ -192,7 +197,12 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         learners = LearnerGroup(
             learner_class,
             placement,
-            arguments={"config": config, "weight_sync_backend": backend, "engine_dtype": engine_dtype(config)},
+            arguments={
+                "config": config,
+                "weight_sync_backend": backend,
+                "weight_sync": sync,
+                "engine_dtype": config.engine_dtype,
+            },
             environment=environment | _allocator_of_learners(placement, backend, console),
             say=console.say,
         )
@@ -214,8 +224,3 @@ def _allocator_of_learners(placement: Placement, backend: str, console: Console)
         for name in without_growing_segments(os.environ):
             console.say(f"{name}: {whose} go without expandable_segments:True, memory that no other process can map")
     return allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=hands_over_memory)
-
-
-def engine_dtype(config: GRPOConfig) -> Literal["bfloat16", "float32"]:
-    """The dtype in which engines compute and weights travel."""
-    return config.model.param_dtype if config.fleet.vllm_dtype == "policy" else config.fleet.vllm_dtype

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from open_instruct.cluster.addresses import address_towards
-from open_instruct.weights.manifest import Bucket, WeightManifest
+from open_instruct.weights.manifest import Bucket, Manifest
 from open_instruct.weights.progress import HOST, SyncProgress, learner_name, receivers_of
 from open_instruct.weights.way import NUM_SLOTS, Incoming, Info, LocalOf, Outgoing, Wholes
 
@@ -31,7 +31,7 @@ GIVE_UP_COMMUNICATOR = "2"
 class PartBroadcaster(Outgoing):
     """Broadcasts a rank's parts from two slots of its own, each as large as its largest part of a bucket."""
 
-    def __init__(self, manifest: WeightManifest, *, rank: int, device: torch.device) -> None:
+    def __init__(self, manifest: Manifest, *, rank: int, device: torch.device) -> None:
         super().__init__(manifest, rank=rank, device=device)
         self.group: Any = None
         self.own_SN = torch.empty(0)
@@ -83,7 +83,7 @@ class PartBroadcaster(Outgoing):
 class PartReceiver(Incoming):
     """Receives every rank's parts over the group of that rank. The next bucket travels while one is unpacked."""
 
-    def __init__(self, manifest: WeightManifest, *, index: int, device: torch.device) -> None:
+    def __init__(self, manifest: Manifest, *, index: int, device: torch.device) -> None:
         super().__init__(manifest, index=index, device=device)
         self._groups: dict[int, Any] = {}
         self._flats: dict[int, torch.Tensor] = {}

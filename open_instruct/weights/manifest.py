@@ -7,7 +7,7 @@ message, and receivers assemble the tensors.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,36 @@ class Bucket:
             whole.copy_(part.view(flat, self.dtype, first_byte))
 
 
-class WeightManifest:
+class Manifest:
+    """Buckets in the order in which they travel."""
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        self.buckets = list(buckets)
+        self.ranks = sorted({rank for bucket in self.buckets for rank in bucket.parts})
+
+    @property
+    def largest_bucket_bytes(self) -> int:
+        return max(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    def most_bytes_of(self, rank: int) -> int:
+        """The most bytes that `rank` sends of one bucket."""
+        spans = [bucket.span(rank) for bucket in self.buckets]
+        return max(stop - start for start, stop in spans)
+
+    def bucket_at(self, position: int) -> Bucket:
+        """The bucket at a position of a channel's life, in which every version sends all buckets."""
+        return self.buckets[position % len(self.buckets)]
+
+    def number_at(self, position: int) -> str:
+        """The number of that bucket within its version, for people: "3 of 9"."""
+        return f"{position % len(self.buckets) + 1} of {len(self.buckets)}"
+
+
+class WeightManifest(Manifest):
     """Tensors by Hugging Face's names, the one dtype in which they travel, and their buckets.
 
     Example: a model of 1.2 GB with the default of 256 MiB has five or six buckets.
@@ -118,34 +147,12 @@ class WeightManifest:
         self.slabs = slabs or {}
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
-        self.buckets = tuple(self._lay_out(*run) for run in self._runs())
-        self.ranks = sorted({rank for bucket in self.buckets for rank in bucket.parts})
-
-    @property
-    def largest_bucket_bytes(self) -> int:
-        return max(bucket.num_bytes for bucket in self.buckets)
+        super().__init__(self._lay_out(*run) for run in self._runs())
 
     @property
     def most_bytes_of_wholes(self) -> int:
         """The most bytes of the whole tensors of one bucket."""
         return max(bucket.num_bytes_of_wholes for bucket in self.buckets)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(bucket.num_bytes for bucket in self.buckets)
-
-    def most_bytes_of(self, rank: int) -> int:
-        """The most bytes that `rank` sends of one bucket."""
-        spans = [bucket.span(rank) for bucket in self.buckets]
-        return max(stop - start for start, stop in spans)
-
-    def bucket_at(self, position: int) -> Bucket:
-        """The bucket at a position of a channel's life, in which every version sends all buckets."""
-        return self.buckets[position % len(self.buckets)]
-
-    def number_at(self, position: int) -> str:
-        """The number of that bucket within its version, for people: "3 of 9"."""
-        return f"{position % len(self.buckets) + 1} of {len(self.buckets)}"
 
     def described(self) -> dict[str, Any]:
         """The arguments that build an equal manifest: plain types, to be pickled."""

@@ -75,12 +75,20 @@ class SyncProgress:
             ) from error
         return cls(store, member=member, timeout_s=timeout_s)
 
-    def report(self, stage: str) -> None:
-        """Report that this member has reached `stage`."""
+    def report(self, stage: str, words: str = "") -> None:
+        """Report that this member has reached `stage`, with words that others may read."""
         key = f"{stage}/{self.member}"
         self._reported[-1].append(key)
         try:
-            self.store.set(key, "")
+            self.store.set(key, words)
+        except DistError as error:
+            raise self._host_is_gone() from error
+
+    def words_of(self, stage: str, members: Sequence[str], *, to: str) -> list[str]:
+        """The words with which `members` have reported `stage`; waits for them, and raises, as `wait` does."""
+        self.wait(stage, members, to=to)
+        try:
+            return [self.store.get(f"{stage}/{member}").decode() for member in members]
         except DistError as error:
             raise self._host_is_gone() from error
 

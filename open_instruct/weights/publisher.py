@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 from open_instruct.cluster.learner_call import LearnerCall, LearnerLost
 from open_instruct.cluster.learner_group import LearnerGroup
@@ -16,6 +17,7 @@ from open_instruct.engines.engine import Engine
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.errors import RunError
 from open_instruct.weights.progress import abandon
+from open_instruct.weights.ways import FOLDER, is_on_device
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class WeightPublisher:
         self._dead_new_engines: set[int] = set()  # of these, those that died before
         self._num_new_engines = 0  # ever
         self._is_connected = False
+        self._channel: dict[str, Any] = {}
         self._engines: EnginePool  # once it is attached
         self._engines_failure: RunError | None = None
         self._learners_version: int | None = 0  # None: they were lost, and hold nothing to be sent
@@ -155,23 +158,40 @@ class WeightPublisher:
         version = self._learners_version
         assert version is not None, "the learners were lost"
         is_connected = self._is_connected
+        # Learners write on into a folder as long as all goes well, whatever engines are new to it.
+        goes_on = self.version is not None and self._channel.get("backend") == FOLDER
         self.version = None
         self._is_connected = False  # unless all goes well
-        engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
+        # Between hosts changes come while engines generate; on a GPU's own way they would compete with its steps.
+        has_channel = is_connected or goes_on
+        is_staged = has_channel and self._channel["changes_alone"] and not is_on_device(self._channel["backend"])
+        if not is_staged:
+            engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
         if not is_connected:
-            self._connect(engines, timeout_s)
+            self._connect(engines, timeout_s, goes_on=goes_on)
         sending = self._learners.start(LearnerProcess.broadcast_to_vllm, version)
-        self._wait_for_both(sending, engines.start_all(timeout_s, Engine.receive_weights))
+        if self._channel["backend"] == FOLDER:
+            sending.result(timeout_s)  # engines do not wait for what is to come into a folder
+        if self._channel["changes_alone"]:
+            arriving = engines.start_all(timeout_s, Engine.stage_weights, version)
+        else:
+            arriving = engines.start_all(timeout_s, Engine.receive_weights)
+        self._wait_for_both(sending, arriving)
+        if is_staged:
+            engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
+        if self._channel["changes_alone"]:
+            engines.call_all(timeout_s, Engine.receive_weights)
         engines.call_all(timeout_s, Engine.finish_update, version)
         self._is_connected = True
         self.version = version
         self._new_engines.clear()
         self._changed.notify_all()
 
-    def _connect(self, engines: EnginePool, timeout_s: float) -> None:
-        num_workers = len(engines) * self._fleet.vllm_tensor_parallel_size
-        opening = self._learners.start(LearnerProcess.open_weight_channel, num_workers)
-        self._channel = opening.result(timeout_s)[0]
+    def _connect(self, engines: EnginePool, timeout_s: float, *, goes_on: bool) -> None:
+        if not goes_on:
+            num_workers = len(engines) * self._fleet.vllm_tensor_parallel_size
+            opening = self._learners.start(LearnerProcess.open_weight_channel, num_workers)
+            self._channel = opening.result(timeout_s)[0]
         joining = self._learners.start(LearnerProcess.join_weight_channel)
         infos = [{**self._channel, "receiver_index": index} for index in range(len(engines))]
         self._wait_for_both(joining, engines.start_each(timeout_s, Engine.open_channel, infos))
@@ -197,5 +217,5 @@ class WeightPublisher:
 
     def _abandon_after_failure(self, call: Future[None]) -> None:
         """Abandon the channel if an engine failed, so that the learners do not wait for it."""
-        if (error := call.exception()) is not None:
+        if (error := call.exception()) is not None and self._channel["backend"] != FOLDER:
             abandon(self._channel, str(error))

@@ -5,17 +5,21 @@ Nothing here imports the learners' side, nor vLLM before there is a worker.
 
 import mmap
 import sys
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from open_instruct.errors import RunError
 from open_instruct.models.shards import in_order
+from open_instruct.weights.changes import Mirror, bucket_of_changes, manifest_of_changes
+from open_instruct.weights.folder import FolderWeights
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import SyncProgress, learner_name, receiver_name, receivers_of
 from open_instruct.weights.way import wait_for_device
-from open_instruct.weights.ways import WAYS
+from open_instruct.weights.ways import FOLDER, WAYS
 
 # Added to a receiver's time-out, so that the learners' time-out, which names the missing receiver, comes first.
 EXTRA_PATIENCE_S = 5.0
@@ -65,8 +69,10 @@ class IncomingWeights:
         self._device = device if way.on_device else CPU
         self._position = 0
         self._memory = ReusedMemory(self._manifest.most_bytes_of_wholes, self._device)
+        self._mirror = Mirror(self._manifest) if info["changes_alone"] else None
+        travelling = self._manifest if self._mirror is None else manifest_of_changes(self._manifest)
         self._progress = SyncProgress.join(info, member=receiver_name(index), patience_s=EXTRA_PATIENCE_S)
-        self._incoming = way.incoming(self._manifest, index=index, device=self._device)
+        self._incoming = way.incoming(travelling, index=index, device=self._device)
         self._incoming.join(info)
         self._progress.report("joined")
         writers = [learner_name(rank) for rank in self._manifest.ranks]
@@ -79,6 +85,9 @@ class IncomingWeights:
         Raises:
             RunError: a learner did not bring its part within the time-out (names it), or somebody failed.
         """
+        if self._mirror is not None:
+            yield ((name, in_order(each, self._slabs(name))) for name, each in self._mirror.tensors.items())
+            return
         self._progress.new_round()
         self._progress.report(f"began/{self._position}")
         wholes: dict[str, torch.Tensor] = {}
@@ -89,8 +98,48 @@ class IncomingWeights:
             wait_for_device(self._device)
             self._progress.report(f"done/{position}")
             if bucket.piece == bucket.num_pieces - 1:
-                yield _handed_over(wholes, self._manifest.slabs)
+                yield self._handed_over(wholes)
         self._position += len(self._manifest.buckets)
+
+    def stage(self, version: int) -> None:
+        """Bring the mirror to `version`, the next one, which `buckets` yields then. For channels with changes alone.
+
+        Raises:
+            RunError: as in `buckets`, or what came is not what was sent.
+        """
+        assert self._mirror is not None
+        first = self._position
+        self._progress.new_round()
+        self._progress.report(f"began/{first}")
+        travelling = self._incoming.manifest.buckets
+        memory = torch.empty(self._incoming.manifest.largest_bucket_bytes, dtype=torch.uint8, device=self._device)
+        self._hear_sizes(0)
+        for index, bucket in enumerate(travelling):
+            if index + 1 < len(travelling):  # the next bucket travels while this one is put in place
+                self._hear_sizes(index + 1)
+            self._incoming.take(first + index, bucket.wholes(memory))
+            wait_for_device(self._device)
+            for rank in bucket.parts:
+                if (name := self._mirror.change(index, rank, memory[slice(*bucket.span(rank))].cpu())) is not None:
+                    raise self._progress.fail(f"{self._progress.member} has other bits of {name} in version {version}")
+            self._progress.report(f"done/{first + index}")
+        self._position += len(travelling)
+
+    def _hear_sizes(self, index: int) -> None:
+        """Learn how long the messages about a bucket are, from those who send them."""
+        ranks = self._manifest.buckets[index].parts
+        to = f"find what has changed of bucket {self._manifest.number_at(index)}"
+        words = self._progress.words_of(f"size/{self._position + index}", [learner_name(rank) for rank in ranks], to=to)
+        sizes = {rank: int(word) for rank, word in zip(ranks, words, strict=True)}
+        self._incoming.manifest.buckets[index] = bucket_of_changes(self._manifest, index, sizes)
+
+    def _handed_over(self, wholes: dict[str, torch.Tensor]) -> Weights:
+        """Yields each tensor and drops it here, so that its memory can be reused for the next bucket."""
+        for name in list(wholes):
+            yield name, in_order(wholes.pop(name), self._slabs(name))
+
+    def _slabs(self, name: str) -> int:
+        return self._manifest.slabs.get(name, 1)
 
     def fail(self, error: BaseException) -> None:
         """Tell everybody that this receiver has failed, and leave the channel."""
@@ -103,10 +152,21 @@ class IncomingWeights:
         self._incoming.close()
 
 
-def _handed_over(wholes: dict[str, torch.Tensor], slabs: Mapping[str, int]) -> Weights:
-    """Yields each tensor and drops it here, so that its memory can be reused for the next bucket."""
-    for name in list(wholes):
-        yield name, in_order(wholes.pop(name), slabs.get(name, 1))
+Incoming = IncomingWeights | FolderWeights
+
+
+def incoming_of(info: Mapping[str, Any], *, index: int, device: torch.device, before: Incoming | None) -> Incoming:
+    """A receiver's end of what the learners offer, in the place of the one `before`, which is closed.
+
+    Raises:
+        RunError: as `IncomingWeights` does.
+    """
+    if isinstance(before, FolderWeights) and before.chain == info.get("chain"):
+        return before  # it has less to read than a new one
+    if before is not None:
+        before.close()
+    of_folder = info["backend"] == FOLDER
+    return FolderWeights(info, index=index) if of_folder else IncomingWeights(info, index=index, device=device)
 
 
 class WeightReceiver:
@@ -120,11 +180,29 @@ class WeightReceiver:
     def open_channel(self: Any, info: dict[str, Any]) -> None:
         """Join the learners' channel; `info["receiver_index"]` is the index of the engine."""
         workers_per_engine = self.vllm_config.parallel_config.world_size
-        if getattr(self, "incoming_weights", None) is not None:
-            self.incoming_weights.close()
-        self.incoming_weights = IncomingWeights(
-            info, index=info["receiver_index"] * workers_per_engine + self.rank, device=self.device
-        )
+        index = info["receiver_index"] * workers_per_engine + self.rank
+        before = getattr(self, "incoming_weights", None)
+        self.incoming_weights = incoming_of(info, index=index, device=self.device, before=before)
+
+    def start_staging(self: Any, version: int) -> None:
+        """Begin to receive what has changed; steps may go on meanwhile."""
+        self.staging: Future[None] = Future()
+        arguments = (version, self.incoming_weights, self.staging)  # another channel may be opened meanwhile
+        threading.Thread(target=self.stage, args=arguments, name="weights", daemon=True).start()
+
+    def stage(self: Any, version: int, incoming: Incoming, staging: "Future[None]") -> None:
+        """Receive what has changed, on a thread of its own."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a new thread's is the first one
+        try:
+            staging.set_result(incoming.stage(version))
+        except Exception as error:
+            incoming.fail(error)
+            staging.set_exception(error)
+
+    def has_staged(self: Any) -> bool:
+        """Whether all has come; raises what went wrong with it."""
+        return self.staging.done() and self.staging.result() is None
 
     def start_update(self: Any) -> None:
         """Prepare every layer to be loaded anew."""

@@ -11,6 +11,10 @@ For each rank of the learners::
     sender.send(version)                  # while the engines receive; again for every version
 """
 
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +28,11 @@ from open_instruct.models.lora.adapters import scaled_adapters, weights_of
 from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.shards import held_of, reshard
 from open_instruct.parallel.process import on_main_process
+from open_instruct.weights.changes import SentParts, bucket_of_changes, manifest_of_changes
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import HOST_RANK, SyncProgress, learner_name, receivers_of
 from open_instruct.weights.way import NUM_SLOTS, LocalOf, Outgoing
-from open_instruct.weights.ways import WAYS
+from open_instruct.weights.ways import WAYS, is_on_device
 
 CPU = torch.device("cpu")
 
@@ -49,6 +54,10 @@ class WeightSender:
         bucket_bytes: int,
         timeout_s: float,
         adapter_alone: bool = False,
+        changes_alone: bool = False,
+        check_every: int = 1,
+        folder: Path = Path(),
+        anchor_every: int = 16,
     ) -> None:
         """Plan; nothing is allocated before `open`.
 
@@ -61,10 +70,19 @@ class WeightSender:
             timeout_s: how long a receiver may take to join, and to take one bucket.
             adapter_alone: send only the adapter's matrices, by the names of its file, with the second of each layer
                 scaled; otherwise send the model with any adapter merged.
+            changes_alone: send what has changed since the version before; the first version of a channel is whole.
+            check_every: of how many such versions one has digests, by which receivers see that they have it to the bit;
+                0 for none.
+            folder: where to write, for a `FolderSender`.
+            anchor_every: of how many versions that are written one is whole.
         """
         reshard(model)
         self._model = model
         self._adapter_alone = adapter_alone
+        self._changes_alone = changes_alone
+        self._check_every = check_every
+        self._folder = folder
+        self._anchor_every = anchor_every
         held_by_name = held_of(model, adapters_only=adapter_alone)
         pairs = ((name, file_name_of(name, names)) for name in held_by_name) if adapter_alone else names
         self._name_of = {hf_name: name for name, hf_name in pairs}
@@ -80,10 +98,10 @@ class WeightSender:
             bucket_bytes=bucket_bytes,
             slabs={name: each.num_slabs for name, each in held.items()},
         )
-        on_device = WAYS[backend].on_device
-        self._device = next(model.parameters()).device if on_device else CPU
+        self._device = next(model.parameters()).device if is_on_device(backend) else CPU
         self._progress: SyncProgress | None = None
         self._outgoing: Outgoing | None = None
+        self._sent: SentParts | None = None
 
     def open(self, num_receivers: int) -> dict[str, Any]:
         """Offer a channel, after closing an earlier one; then call `join`.
@@ -99,7 +117,9 @@ class WeightSender:
         """
         self.close()
         kind = WAYS[self._backend].outgoing if self._rank in self.manifest.ranks else Outgoing
-        self._outgoing = kind(self.manifest, rank=self._rank, device=self._device)
+        self._sent = SentParts(self.manifest, rank=self._rank) if self._changes_alone else None
+        travelling = manifest_of_changes(self.manifest) if self._changes_alone else self.manifest
+        self._outgoing = kind(travelling, rank=self._rank, device=self._device)
         info: dict[str, Any] = on_main_process(lambda: self._offer(num_receivers))
         self._info = info
         self._receivers = receivers_of(info)
@@ -135,15 +155,15 @@ class WeightSender:
         progress = self._progress
         if progress is None or self._outgoing is None:
             raise RunError("weight sync: there is no channel, or it broke; open() and join() first")
-        reshard(self._model)
-        weights = scaled_adapters(self._model) if self._adapter_alone else weights_of(self._model)
+        local_of = self._parts()
         first = self._position
         try:
             progress.new_round()
             progress.wait(f"began/{first}", self._receivers, to=f"begin to receive version {version}")
             if self._rank == HOST_RANK:
                 progress.report(f"go/{first}")
-            self._send_buckets(progress, self._outgoing, lambda hf_name: weights[self._name_of[hf_name]].local, version)
+            with closing(self._contents(self._outgoing, local_of, version)) as contents:
+                self._send_buckets(self._outgoing, contents, version)
             progress.report(f"sent/{first}")
             if self._rank == HOST_RANK:  # the others still look into the store that this rank keeps
                 progress.wait(f"sent/{first}", self._learners, to=f"finish sending version {version}")
@@ -159,6 +179,12 @@ class WeightSender:
         self._close_outgoing()
         self._progress = None
 
+    def _parts(self) -> LocalOf:
+        """This rank's parts of the weights as they are now."""
+        reshard(self._model)
+        weights = scaled_adapters(self._model) if self._adapter_alone else weights_of(self._model)
+        return lambda hf_name: weights[self._name_of[hf_name]].local
+
     def _offer(self, num_receivers: int) -> dict[str, Any]:
         """On rank 0: keep the store, make what the way needs, and describe both."""
         assert self._outgoing is not None
@@ -171,10 +197,38 @@ class WeightSender:
             "num_receivers": num_receivers,
             "timeout_s": self._timeout_s,
             "manifest": self.manifest.described(),
+            "changes_alone": self._changes_alone,
             **self._outgoing.offer(),
         }
 
-    def _send_buckets(self, progress: SyncProgress, outgoing: Outgoing, local_of: LocalOf, version: int) -> None:
+    def _contents(self, outgoing: Outgoing, local_of: LocalOf, version: int) -> Generator[LocalOf]:
+        """What each bucket is filled with: weights, or a message about them.
+
+        Messages are made on a thread, as many ahead as there are slots, while earlier ones travel.
+        """
+        num_buckets = len(self.manifest.buckets)
+        if self._sent is None:
+            yield from [local_of] * num_buckets
+            return
+        has_digests = self._check_every > 0 and version % self._check_every == 0
+        messages = self._sent.messages(local_of, has_digests=has_digests)
+
+        def tell(index: int) -> torch.Tensor:
+            """The next message, after receivers were told how long it is."""
+            message = torch.cat(next(messages))
+            outgoing.manifest.buckets[index] = bucket_of_changes(self.manifest, index, {self._rank: len(message)})
+            outgoing.progress.report(f"size/{self._position + index}", str(len(message)))
+            return message
+
+        with ThreadPoolExecutor(1, "weights") as comparing:
+            ahead = [comparing.submit(tell, index) for index in range(min(NUM_SLOTS, num_buckets))]
+            for index in range(num_buckets):
+                message = ahead.pop(0).result()
+                if index + NUM_SLOTS < num_buckets:
+                    ahead.append(comparing.submit(tell, index + NUM_SLOTS))
+                yield {str(index): message}.__getitem__
+
+    def _send_buckets(self, outgoing: Outgoing, contents: Iterator[LocalOf], version: int) -> None:
         """Put one bucket after the other, no further ahead of the receivers than there are slots."""
         num_buckets = len(self.manifest.buckets)
         for index in range(num_buckets + NUM_SLOTS):
@@ -182,9 +236,9 @@ class WeightSender:
             if index >= NUM_SLOTS:
                 taken = position - NUM_SLOTS
                 to = f"take bucket {self.manifest.number_at(taken)} of version {version}"
-                progress.wait(f"done/{taken}", self._receivers, to=to, meanwhile=outgoing.check)
+                outgoing.progress.wait(f"done/{taken}", self._receivers, to=to, meanwhile=outgoing.check)
             if index < num_buckets:
-                outgoing.put(position, local_of)
+                outgoing.put(position, next(contents))
 
     def _close_outgoing(self) -> None:
         if self._outgoing is not None:

@@ -9,7 +9,8 @@ Both ends live through one channel, in this order::
     outgoing.put(position, bucket, ...)   # the buckets of one version after the other; positions count on
 
 with `join`, `connect` and `take` on the receivers' side. Learners run at most `NUM_SLOTS` buckets ahead of the slowest
-receiver.
+receiver. `manifest` may be another one for each version: of as many buckets, in which no rank brings more than in the
+one that the way was made with.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from open_instruct.weights.manifest import WeightManifest
+from open_instruct.weights.manifest import Manifest
 from open_instruct.weights.progress import SyncProgress
 
 NUM_SLOTS = 2
@@ -39,7 +40,7 @@ class Outgoing:
 
     progress: SyncProgress
 
-    def __init__(self, manifest: WeightManifest, *, rank: int, device: torch.device) -> None:
+    def __init__(self, manifest: Manifest, *, rank: int, device: torch.device) -> None:
         """`device` is where buckets are packed."""
         self.manifest = manifest
         self.rank = rank
@@ -71,7 +72,7 @@ class Incoming(ABC):
 
     progress: SyncProgress
 
-    def __init__(self, manifest: WeightManifest, *, index: int, device: torch.device) -> None:
+    def __init__(self, manifest: Manifest, *, index: int, device: torch.device) -> None:
         """`index` counts receivers from 0; `device` is where parts arrive."""
         self.manifest = manifest
         self.index = index

@@ -26,6 +26,14 @@ WAYS = {
 }
 """By the values of `--weight_sync_backend`."""
 
+FOLDER = "files"
+"""Another of its values: the way without a channel (`folder.py`)."""
+
+
+def is_on_device(backend: str) -> bool:
+    """Whether weights go from CUDA device to CUDA device."""
+    return backend != FOLDER and WAYS[backend].on_device
+
 
 def choose_backend(flag: str, *, on_cuda: bool, single_device: bool, same_host: bool) -> str:
     """The way that `--weight_sync_backend` stands for.
@@ -44,7 +52,7 @@ def choose_backend(flag: str, *, on_cuda: bool, single_device: bool, same_host: 
     if flag == "auto":
         return "shm" if same_host and SHARED_MEMORY.is_dir() else "gloo"
     problem = ""
-    if WAYS[flag].on_device and not on_cuda:
+    if is_on_device(flag) and not on_cuda:
         problem = "there is no CUDA device; use auto, shm or gloo"
     elif flag == "ipc" and not single_device:
         problem = "learner and engine share a device only with --single_gpu_mode; use auto or nccl"

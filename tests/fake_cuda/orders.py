@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,7 +153,7 @@ def saved_steps(folder: Path) -> Any:
             (resume, "check_weights", lambda *_, **__: None),  # all numbers that are read are 0
             (safe_checkpointer, "write_own_files", write_own_files),
             (safe_checkpointer, "gathered", lambda value: [value]),
-            (safe_checkpointer, "_together", lambda work, kind: work()),
+            (safe_checkpointer, "together", lambda work, kind: work()),
             (safe_checkpointer, "_on_all_ranks", lambda value: value),
             (safe_checkpointer.SafeCheckpointer, "_publish", lambda *_: None),
         ):
@@ -301,7 +302,7 @@ class Channel:
             progress.wait(f"began/{sender._position}", self.receivers, to="begin")
             if rank == HOST_RANK:
                 progress.report(f"go/{sender._position}")
-            WeightSender._send_buckets(sender, progress, outgoing, held.__getitem__, version)
+            WeightSender._send_buckets(sender, outgoing, repeat(held.__getitem__), version)
             sender._position += len(self.manifest.buckets)
             for tensor in held.values():
                 tensor.mul_(2)

@@ -31,6 +31,7 @@ from tests.fleet.grpo_case import (
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY
 from tests.ranks.shallow import write_shallow_model
+from tests.waiting import eventually
 
 # What scripts read; see README.
 EVERY_STEP = {
@@ -261,13 +262,22 @@ def assert_same_weights(ours: GRPOCase, theirs: GRPOCase) -> None:
         assert torch.equal(tensor, weights(ours)[name]), name
 
 
+@pytest.mark.parametrize("backend", ["shm", "files"])
 def test_a_killed_engine_and_a_killed_learner_are_replaced(
-    variant: Callable[..., GRPOCase], undisturbed: GRPOCase
+    variant: Callable[..., GRPOCase], undisturbed: GRPOCase, backend: str
 ) -> None:
-    """The learner from the last checkpoint, with the new engine, to the very weights of an undisturbed run."""
-    case = variant(num_learners_per_node=2, checkpointing_steps=2)
+    """The learner from the last checkpoint, with the new engine, to the very weights of an undisturbed run.
+
+    Engines are sent what has changed of the weights, and whole weights where one of both is new. Through a folder an
+    engine dies as it reads a version, and another one, a moment later in another version, as it puts it in place.
+    """
+    case = variant(num_learners_per_node=2, checkpointing_steps=2, weight_sync="delta", weight_sync_backend=backend)
     process = case.start()
+    folder = case.output_dir / "weight_sync"
     killed: list[int] = []
+
+    def wait_for_version(version: int) -> None:
+        eventually(lambda: list(folder.glob(f"*-{version}.json")), what=f"no link of version {version}")
 
     def kill_engine() -> None:
         # Beside it all: another run in the folder is refused, also while this one is frozen.
@@ -276,6 +286,8 @@ def test_a_killed_engine_and_a_killed_learner_are_replaced(
             assert f"in use by process {process.pid} on" in finished(case.start(), exit_code=2)
         finally:
             os.kill(process.pid, signal.SIGCONT)
+        if backend == "files":
+            wait_for_version(2)
         os.kill(case.pids()["engines"][0], signal.SIGKILL)
 
     def kill_learner() -> None:
@@ -284,7 +296,12 @@ def test_a_killed_engine_and_a_killed_learner_are_replaced(
 
     case.when_step(1, process, kill_engine)
     case.when_step(3, process, kill_learner)
+    if backend == "files":
+        wait_for_version(4)
+        time.sleep(0.05)
+        os.kill(case.pids()["engines"][0], signal.SIGKILL)
     said = finished(process, exit_code=0)
+    assert not folder.exists()
     assert "engine 0 was lost" in said and "starting it again (1 of 3 restarts)" in said
     assert f"learner rank 1 (node 127.0.0.1, pid {killed[0]})" in said
     assert "starting the learners again from the last checkpoint (1 of 3)" in said
@@ -294,6 +311,7 @@ def test_a_killed_engine_and_a_killed_learner_are_replaced(
     assert {path.name for path in (case.output_dir / "traces").iterdir()} == {f"step{step}.parquet" for step in steps}
     for step in steps:  # some of them were taken twice
         assert token_ids_of(case, step) == token_ids_of(undisturbed, step)
+        assert case.rows()[step - 1]["reward"] == undisturbed.rows()[step - 1]["reward"]
 
 
 def token_ids_of(case: GRPOCase, step: int) -> list[tuple[int, ...]]:
@@ -323,7 +341,7 @@ def test_learners_on_deepspeed_take_the_same_steps_and_are_replaced(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
     """Under ZeRO-3: one is killed, all start again from the last checkpoint, and engines get what they have trained."""
-    case = replace(variant(num_learners_per_node=2, deepspeed_stage=3), script="grpo_fast.py")
+    case = replace(variant(num_learners_per_node=2, deepspeed_stage=3, weight_sync="delta"), script="grpo_fast.py")
     process = case.start()
     case.when_step(3, process, lambda: os.kill(case.pids()["learners"][1], signal.SIGKILL))
     said = finished(process, exit_code=0)
@@ -341,7 +359,7 @@ def test_learners_on_deepspeed_take_the_same_steps_and_are_replaced(
 def test_a_terminated_run_saves_and_a_killed_driver_takes_all_with_it_and_both_resume(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
-    case = variant(num_learners_per_node=2, checkpointing_steps=100)
+    case = variant(num_learners_per_node=2, checkpointing_steps=100, weight_sync="delta", weight_sync_backend="gloo")
     process = case.start()
     case.when_step(1, process, lambda: stop_all(process))
     said = finished(process, exit_code=143)

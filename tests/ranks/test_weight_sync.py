@@ -17,6 +17,7 @@ HSDP_2X2 = {"replicas": 2, "shards": 2, "tensor": 1, "checkpointing": True}
 FSDP_2_TP_2 = {"replicas": 1, "shards": 2, "tensor": 2, "checkpointing": False}
 CONTEXT_2_REPLICAS_2 = {"replicas": 2, "shards": 1, "tensor": 1, "context": 2, "checkpointing": False}
 ALONE = "the adapter alone"
+CHANGES = "what has changed"
 LEAST_BUCKETS = 8
 BUCKET_BYTES = {"float32": 150_000, "bfloat16": 100_000}  # less than the embeddings, which come in pieces
 ADAPTERS_BUCKET_BYTES = {"float32": 5_000, "bfloat16": 2_500}
@@ -36,7 +37,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 CASES: dict[int, list[tuple[Any, ...]]] = {
-    1: [("olmo2", None, "shm", "float32"), ("olmo3", None, "gloo", "bfloat16")],
+    1: [
+        ("olmo2", None, "shm", "float32"),
+        ("olmo3", None, "gloo", "bfloat16"),
+        ("llama", None, "gloo", "bfloat16", CHANGES),
+        ("qwen2", None, "files", "bfloat16"),
+    ],
     2: [
         ("olmo2", FSDP_2, "shm", "bfloat16"),
         ("qwen3", FSDP_2, "gloo", "bfloat16"),
@@ -45,6 +51,11 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("olmo2", "ranges", "shm", "bfloat16"),
         ("olmo2", FSDP_2, "shm", "bfloat16", ALONE),
         ("qwen2", TP_2, "gloo", "float32", ALONE),
+        ("qwen3", TP_2, "shm", "bfloat16", CHANGES),
+        ("olmo3", FSDP_2, "gloo", "float32", CHANGES),
+        ("olmo2", FSDP_2, "files", "bfloat16", CHANGES),
+        ("llama", "ranges", "files", "float32", CHANGES),
+        ("qwen2", FSDP_2, "files", "bfloat16", ALONE),
     ],
     4: [
         ("llama", HSDP_2X2, "gloo", "bfloat16"),
@@ -55,6 +66,11 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("qwen3", "ranges", "gloo", "float32"),
         ("llama", HSDP_2X2, "gloo", "float32", ALONE),
         ("olmo3", FSDP_2_TP_2, "shm", "bfloat16", ALONE),
+        ("qwen2", FSDP_2_TP_2, "gloo", "bfloat16", CHANGES),
+        ("llama", HSDP_2X2, "shm", "float32", CHANGES),
+        ("olmo2", "ranges", "gloo", "bfloat16", CHANGES),
+        ("llama", HSDP_2X2, "files", "bfloat16", CHANGES),
+        ("qwen3", FSDP_2_TP_2, "files", "bfloat16", CHANGES),
     ],
 }
 
@@ -67,11 +83,12 @@ def test_receivers_get_what_an_export_holds(run_ranks, models, tmp_path, num_lea
             "layout": layout,
             "backend": backend,
             "dtype": dtype,
-            "bucket_bytes": (ADAPTERS_BUCKET_BYTES if alone else BUCKET_BYTES)[dtype],
+            "bucket_bytes": (ADAPTERS_BUCKET_BYTES if ALONE in sent else BUCKET_BYTES)[dtype],
             "min_buckets": LEAST_BUCKETS,
-            "adapter_alone": bool(alone),
+            "adapter_alone": ALONE in sent,
+            "changes_alone": CHANGES in sent,
         }
-        for family, layout, backend, dtype, *alone in CASES[num_learners]
+        for family, layout, backend, dtype, *sent in CASES[num_learners]
     ]
     num_receivers = 2
     results = run_ranks(

@@ -10,8 +10,10 @@ import pytest
 
 from open_instruct.cluster.addresses import Host, Whereabouts
 from open_instruct.cluster.placement import FleetShape
+from open_instruct.errors import InputError
 from open_instruct.rollout import fleet
 from open_instruct.run.run_directory import RunDirectory
+from open_instruct.weights.folder import folder_of_run
 from tests.unit.fake_rollouts import grpo_config
 
 HERE = Host("10.0.0.1", "a")
@@ -98,6 +100,30 @@ def test_what_engines_leave_out_of_a_shells_settings_is_said_once(
     told = [line for line in started(*flags.split()).said if "PYTORCH_ALLOC_CONF" in line]
     assert [("engines" in line, "learners" in line) for line in told] == [(True, flags == "--single_gpu_mode")]
     assert not [line for line in started(on_gpus=False).said if "ALLOC_CONF" in line]
+
+
+@pytest.mark.parametrize("asked", [None, "there", "not there"])
+def test_a_folder_for_weights_is_there_as_long_as_the_fleet(started: Any, tmp_path: Path, asked: str | None) -> None:
+    (tmp_path / "there").mkdir()
+    within = tmp_path / (asked or "")
+    there: list[list[str]] = []
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        there.append([path.name for path in within.iterdir() if path.name != "there"])
+        return SimpleNamespace(wait_ready=lambda timeout_s: None, shutdown=lambda: None, pids=list)
+
+    flags = ["--weight_sync_backend", "files"]
+    flags += ["--weight_sync_folder", str(within)] if asked else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Started, "learner_group", look)
+        if asked == "not there":
+            with pytest.raises(InputError, match=f"--weight_sync_folder {within}: No such file"):
+                started(*flags, on_gpus=False)
+        else:
+            started(*flags, on_gpus=False)
+    expected = {None: ["weight_sync"], "there": [folder_of_run(str(within), tmp_path).name]}
+    assert there == ([expected[asked]] if asked in expected else [])
+    assert not (tmp_path / "weight_sync").exists() and not list((tmp_path / "there").iterdir())
 
 
 def test_on_a_cpu_nothing_of_this(started: Any) -> None:

@@ -21,13 +21,16 @@ from open_instruct.weights.publisher import WeightPublisher
 from tests.unit.fake_engine import TIMEOUT_S, InProcessEngine, eventually, request
 
 SEND = "broadcast_to_vllm"
+DENSE = {"port": 7, "backend": "shm", "changes_alone": False}
+FILES = {"backend": "files", "changes_alone": True}
 
 
 class FakeLearners:
     """Learners that do what they are told at once. `effects`, by method: what happens at its next calls."""
 
-    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+    def __init__(self, calls: list[tuple[Any, ...]], channel: dict[str, Any]) -> None:
         self.calls = calls
+        self.channel = channel
         self.effects: dict[str, list[Callable[[], None]]] = {}
 
     def start(self, method: Callable[..., Any], *args: Any) -> FakeLearners:
@@ -38,7 +41,7 @@ class FakeLearners:
 
     def result(self, timeout_s: float) -> list[Any]:
         self._effect()
-        return [{"port": 7}]  # what a channel has, and else is not looked at
+        return [self.channel]
 
 
 class Stage:
@@ -50,9 +53,17 @@ class Stage:
         abandoned: set when the learners were told not to wait any longer.
     """
 
-    def __init__(self, num_engines: int, *, max_restarts: int = 3, drain: bool = False, tensor_size: int = 1) -> None:
+    def __init__(
+        self,
+        num_engines: int,
+        *,
+        max_restarts: int = 3,
+        drain: bool = False,
+        tensor_size: int = 1,
+        channel: dict[str, Any] = DENSE,
+    ) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.learners = FakeLearners(self.calls)
+        self.learners = FakeLearners(self.calls, channel)
         self.made = [InProcessEngine(f"engine {index}") for index in range(num_engines)]
         for engine in self.made:
             engine.core.calls = self.calls
@@ -121,11 +132,12 @@ def dies_in(engine: InProcessEngine, method: str) -> None:
     """It will be lost when its workers are to run `method`, without a word, and as often as it is asked."""
     call_workers = engine.core.call_workers
 
-    def dying(called: Callable[..., None], *args: Any) -> None:
-        call_workers(called, *args)
+    def dying(called: Callable[..., None], *args: Any) -> list[bool]:
+        answers = call_workers(called, *args)
         if called.__name__ == method:
             engine.die()
             threading.Event().wait(TIMEOUT_S)
+        return answers
 
     engine.core.call_workers = dying  # type: ignore[method-assign]
 
@@ -134,9 +146,9 @@ def hangs_in(engine: InProcessEngine, method: str, *, until: threading.Event) ->
     """As an engine does that waits for a learner."""
     call_workers = engine.core.call_workers
 
-    def hanging(called: Callable[..., None], *args: Any) -> None:
+    def hanging(called: Callable[..., None], *args: Any) -> list[bool]:
         assert called.__name__ != method or until.wait(TIMEOUT_S)
-        call_workers(called, *args)
+        return call_workers(called, *args)
 
     engine.core.call_workers = hanging  # type: ignore[method-assign]
 
@@ -208,6 +220,59 @@ class TestPublish:
             core.release()
             publishing.result(TIMEOUT_S)
             assert future.result(TIMEOUT_S).versions == ((0,) * 6 if drain else (0, 0, 0, 1, 1, 1))
+
+
+class TestThroughAFolder:
+    """Nobody is sent anything: engines read what is there, and only then stop for it."""
+
+    STAGED = (SEND, "start_staging", "has_staged")
+    PUT = ("receive_weights", "finish_update", "weights_changed")
+
+    def test_the_order_of_calls(self) -> None:
+        with stage(1, channel=FILES) as it:
+            it.publish(1)
+            opening = ("open_weight_channel", "join_weight_channel", "open_channel")
+            assert it.names() == ["settle", "start_update", *opening, *self.STAGED, *self.PUT]
+            it.calls.clear()
+            it.publish(2)
+            assert it.names() == [*self.STAGED, "settle", "start_update", *self.PUT]
+            assert (SEND, 2) in it.calls and ("start_staging", 2) in it.calls
+
+    def test_no_engine_reads_what_learners_are_about_to_write(self) -> None:
+        with stage(1, channel=FILES) as it:
+            it.publish(1)
+            it.calls.clear()
+            it.learners.effects[SEND] = [lambda: it.calls.append(("written",))]
+            it.publish(2)
+            assert it.names().index("written") < it.names().index("start_staging")
+
+    def test_a_new_engine_reads_the_chain_that_is_there(self) -> None:
+        with stage(2, channel=FILES) as it:
+            it.publish(1)
+            it.calls.clear()
+            it.made[0].die()
+            eventually(lambda: len(it.made) == 3 and not it.publisher._new_engines)
+            assert "open_weight_channel" not in it.names()
+            names = it.names()
+            assert names.index("has_staged") < names.index("start_update"), "the other one generates meanwhile"
+            assert it.versions == [1, 1] and not it.abandoned.is_set()
+
+    @pytest.mark.parametrize("method", ["start_staging", "has_staged", "receive_weights"])
+    @pytest.mark.parametrize("is_killed", [True, False])
+    def test_one_that_cannot_read_or_dies_of_it_has_everything_written_anew(self, method: str, is_killed: bool) -> None:
+        with stage(2, channel=FILES) as it:
+            it.publish(1)
+            it.calls.clear()
+            if is_killed:
+                dies_in(it.made[0], method)
+            else:
+                it.made[0].core.failures[method] = RunError("weight sync: receiver 0 could not read version 2")
+            it.publish(2)
+            assert "open_weight_channel" in it.names()
+            assert it.versions == [2, 2] and not it.abandoned.is_set()
+            it.calls.clear()
+            it.publish(3)
+            assert "open_weight_channel" not in it.names() and it.versions == [3, 3]
 
 
 class TestEngineDies:

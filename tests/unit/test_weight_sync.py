@@ -164,6 +164,7 @@ class TestBackend:
 
     def test_a_choice_is_kept(self) -> None:
         assert choose_backend("gloo", **GPUS) == "gloo"
+        assert {choose_backend("files", **where) for where in (ONE_HOST, HOSTS, GPUS, ONE_GPU)} == {"files"}
 
     @pytest.mark.parametrize(
         ("flag", "where", "message"),

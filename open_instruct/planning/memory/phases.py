@@ -34,6 +34,7 @@ NUM_SYNC_SLOTS = 2
 PARAMETERS, OPTIMIZER = "parameters", "optimizer states"
 ENGINE, BUFFERS, CUDA = "vLLM engine", "buffers", "CUDA and libraries"
 INPUTS, CHECKPOINT = "inputs of blocks", "a copy to write checkpoints from"
+SENT = "weights as engines have them, to find what has changed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +112,9 @@ class Moments:
         return Passes(self.shape, self.layout, workload)
 
     def on_host(self) -> dict[str, int]:
-        """Bytes in the host's memory: offloaded inputs of all blocks, and copies for checkpoints."""
+        """Bytes in the host's memory: offloaded inputs of all blocks, copies for checkpoints and for weight syncs."""
         block_bytes = pinned(self.passes.kept_by_block) if self.passes.offloads else 0
-        copy_bytes = self.checkpoint_copy() if self.workload.on_cuda else 0
-        return {INPUTS: self.shape.num_layers * block_bytes, CHECKPOINT: copy_bytes}
+        return {INPUTS: self.shape.num_layers * block_bytes} | (self.copies() if self.workload.on_cuda else {})
 
     def step(self) -> Iterable[Moment]:
         """The moments of the optimizer step."""
@@ -130,7 +130,8 @@ class Moments:
             OPTIMIZER: self.optimizer if is_training else 0,
             **{each.stands_as: self._frozen_bytes(each) for each in frozen},
             ENGINE: engine if self.workload.shares_device else 0,
-            BUFFERS: self._rope_bytes() + (0 if self.workload.on_cuda or not is_training else self.checkpoint_copy()),
+            BUFFERS: self._rope_bytes()
+            + (0 if self.workload.on_cuda or not is_training else sum(self.copies().values())),
             SCRATCH: self.scratch_bytes if self.workload.on_cuda else 0,
             CUDA: self.library_bytes if self.workload.on_cuda else 0,
         }
@@ -160,6 +161,16 @@ class Moments:
             num_tensors = (num_models + num_moments(each, self.workload) for each in trained)
             copied = sum(num * pinned(size * MASTER_BYTES) for num, size in zip(num_tensors, self.own, strict=True))
         return copied // self.layout.num_replicas if self.workload.copies_checkpoints else 0
+
+    def copies(self) -> dict[str, int]:
+        """Bytes that a process keeps in its host's memory beside a GPU's, and in its own without one.
+
+        Of a weight sync by changes (`SentParts`) they are a rank's part as engines have it, of one bucket also as it is
+        now, and messages about as many buckets as there are slots and one more, at most.
+        """
+        is_delta = self.workload.sync_choice[0] == "delta"
+        own = [each for each, _ in sync_buckets(self.shape, self.layout, self.workload)] if is_delta else [0]
+        return {CHECKPOINT: self.checkpoint_copy(), SENT: sum(own) + (NUM_SYNC_SLOTS + 2) * max(own)}
 
     def _frozen_bytes(self, frozen: Scoring) -> int:
         """Bytes of a frozen model: sharded as the policy is; on a single device in --param_dtype alone."""
@@ -218,7 +229,7 @@ class Moments:
         """
         held = self.held(self.gradients)
         held |= {TEMPORARIES: FLOAT32 * sum(self.own)} if self.workload.sends_adapter else self._merging()
-        if self.workload.sync_backend == "shm":
+        if self.workload.sync_backend in ("shm", "files"):
             return held
         largest = max(own_bytes for own_bytes, _ in sync_buckets(self.shape, self.layout, self.workload))
         return held | {BUFFERS: held[BUFFERS] + NUM_SYNC_SLOTS * largest}

@@ -26,6 +26,7 @@ def as_record(plan: Plan, advice: Advice) -> dict[str, Any]:
         "exchanges": [asdict(exchange) for exchange in plan.exchanges],
         "time": asdict(plan.time) | _named(plan.time, "step_s", "bound_by"),
         **_named(plan, "tokens_per_step", "tokens_per_second"),
+        "weight_syncs": [asdict(cost) for cost in plan.syncs],
         "advice": {"text": advice.lines()} | {name: _change(getattr(advice, name)) for name in CHANGES},
         "layouts": [_layout(other) for other in advice.ranked],
     }

@@ -54,6 +54,7 @@ def check_plan(
             gpus_per_node=tuple(gpus_per_node),
             device=device_named(f"memory_gib={memory_bytes / GIB}"),
             on_cuda=on_cuda,
+            has_engines_in_node=not on_cuda,  # without GPUs a run that other nodes may join is not planned
         )
         checked = _checked(plan_of(setting))
     except Exception as error:  # a plan is a help; the run itself judges what it can read

@@ -91,6 +91,7 @@ class Workload:
     sync_bucket_bytes: int = 0
     sync_bytes_per_param: int = 2
     sync_crosses_nodes: bool = True  # unless engines are known to be on the learners' node
+    sync_choice: tuple[str, str] = ("dense", "")  # or "delta", what has changed; and why
     sends_adapter: bool = False  # a weight sync sends the adapter alone
     kv_cache_bytes: int = 0  # of an engine that shares the device, with what its steps take
 
@@ -290,7 +291,7 @@ def _engines(config: GRPOConfig, shape: ModelShape, device_memory_bytes: int) ->
     backend = fleet.weight_sync_backend
     if backend == "auto":
         backend = "ipc" if shares_device else "nccl"
-    bytes_per_param = BYTES_OF_DTYPE[config.model.param_dtype if fleet.vllm_dtype == "policy" else fleet.vllm_dtype]
+    bytes_per_param = BYTES_OF_DTYPE[config.engine_dtype]
     return {
         "num_engines": fleet.vllm_num_engines,
         "shares_device": shares_device,

@@ -1,23 +1,33 @@
-"""The least time that a step can take: arithmetic at a share of the peak, and traffic at the speed of the links.
+"""The least time that a step can take: arithmetic at a share of the peak, and traffic at the speed of the links. And
+what a weight sync takes, of all weights or of those that a step has changed.
 
 L layers, T tokens of a microbatch, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from open_instruct.planning.memory.activations import logit_chunks, num_kept_chunks
+from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Exchange
 from open_instruct.planning.traffic.model_parallel import is_recomputed, num_head_positions
 from open_instruct.shard_layout import ShardLayout
+from open_instruct.weight_sync import PLACE_BYTES, ROW_BYTES
 
 GIGA, TERA = 10**9, 10**12
 
 # Axes whose exchanges arithmetic waits for, with their names; FSDP's exchanges overlap with it.
 ON_THE_PATH = {"tensor": "tensor groups", "context": "context groups", "sync": "weights to the engines"}
+
+# Changed values of a step: in bfloat16 some hundredths of all, at a learning rate of 1e-6 (docs/weights.md).
+SHARES = (0.01, 0.04, 0.1)
+# Weights in bfloat16 that one thread casts and compares (benchmarks/weight_sync.py --changes).
+COMPARED_GB_S = 1.5
+# From a host to its GPU, over 16 lanes of PCIe 5.0.
+LOADED_GB_S = 64.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +74,46 @@ def step_time(
     """
     return StepTime(
         compute_s=flops_per_step(shape, layout, work) / (device.peak_tflops_bf16 * TERA * mfu),
-        in_node_s=_seconds((exchange for exchange in exchanges if not exchange.crosses_nodes), device),
-        cross_node_s=_seconds((exchange for exchange in exchanges if exchange.crosses_nodes), device),
-        waiting_s=_seconds((exchange for exchange in exchanges if exchange.axis in ON_THE_PATH), device),
+        in_node_s=seconds_of((exchange for exchange in exchanges if not exchange.crosses_nodes), device),
+        cross_node_s=seconds_of((exchange for exchange in exchanges if exchange.crosses_nodes), device),
+        waiting_s=seconds_of((exchange for exchange in exchanges if exchange.axis in ON_THE_PATH), device),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncCost:
+    """The bytes that each receiver takes of a weight sync, and its seconds at least.
+
+    `changed` is the share of values that travel: 1 of all, which then need not be compared.
+
+    Example: 4% of 7.3B weights in bfloat16, `SyncCost(changed=0.04, num_bytes=1_752_000_000, seconds=1.44)`.
+    """
+
+    changed: float
+    num_bytes: int
+    seconds: float
+
+
+def sync_costs(
+    shape: ModelShape, layout: ShardLayout, work: Workload, device: Device, exchanges: Iterable[Exchange]
+) -> Iterator[SyncCost]:
+    """The costs of all weights, and of `SHARES` of them, which lie at random.
+
+    Learners send changes while they look for more. Engines put them into a copy of all weights on their hosts, from
+    which a GPU then loads all of it.
+
+    Args:
+        exchanges: of a step, with all weights.
+    """
+    own_bytes, all_bytes = map(sum, zip(*sync_buckets(shape, layout, work), strict=True))
+    travel_s = seconds_of((exchange for exchange in exchanges if exchange.axis == "sync"), device)
+    yield SyncCost(changed=1.0, num_bytes=all_bytes, seconds=travel_s)
+    load_s = all_bytes / work.engine_tensor_degree / (LOADED_GB_S * GIGA) if work.on_cuda else 0.0
+    num_parts = len(shape.parameters) * layout.shard_group_size * layout.tensor_parallel_degree
+    for share in SHARES:
+        num_bytes = num_parts * ROW_BYTES + round(all_bytes * share * (1 + PLACE_BYTES / work.sync_bytes_per_param))
+        seconds = max(own_bytes / (COMPARED_GB_S * GIGA), travel_s * num_bytes / all_bytes) + load_s
+        yield SyncCost(changed=share, num_bytes=num_bytes, seconds=seconds)
 
 
 def gb_per_second(exchange: Exchange, device: Device) -> float:
@@ -81,7 +127,8 @@ def gb_per_second(exchange: Exchange, device: Device) -> float:
     return min(device.in_node_gb_s, exchange.ranks_on_a_node * device.cross_node_gb_s)
 
 
-def _seconds(exchanges: Iterable[Exchange], device: Device) -> float:
+def seconds_of(exchanges: Iterable[Exchange], device: Device) -> float:
+    """Seconds of exchanges one after the other."""
     return sum(exchange.wire_bytes / (gb_per_second(exchange, device) * GIGA) for exchange in exchanges)
 
 

@@ -5,6 +5,8 @@ import math
 import os
 import time
 import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,9 @@ from open_instruct.models.shards import held_of, reshard
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Completion, Document, Span
 from open_instruct.weights import broadcasts
+from open_instruct.weights.folder_sender import FolderSender
 from open_instruct.weights.progress import abandon
-from open_instruct.weights.receiver import IncomingWeights
+from open_instruct.weights.receiver import Incoming, IncomingWeights, incoming_of
 from open_instruct.weights.sender import WeightSender
 from tests.ranks.files import tell, told
 from tests.ranks.jobs.weights import in_ranges, sharded, unsharded
@@ -69,8 +72,14 @@ def offer(sender: WeightSender, num_receivers: int, path: Path) -> None:
         tell(path, info)
 
 
-def received(incoming: IncomingWeights) -> dict[str, torch.Tensor]:
-    return {name: tensor for weights in incoming.buckets() for name, tensor in weights}
+def received(incoming: Incoming, info: dict[str, Any], version: int, turns: Path) -> dict[str, torch.Tensor]:
+    if info["backend"] == "files":
+        told(turns.with_name(f"{turns.stem}-sent-{version}.told"))
+    if info["changes_alone"]:
+        incoming.stage(version)
+    weights = {name: tensor for weights in incoming.buckets() for name, tensor in weights}
+    tell(turns.with_name(f"{turns.stem}-read-{version}-{own_rank()}.told"), {})
+    return {name: tensor.clone() for name, tensor in weights.items()} if info["changes_alone"] else weights
 
 
 @torch.no_grad()
@@ -84,8 +93,10 @@ def sync(cases: list[dict[str, Any]], num_learners: int, num_receivers: int, fol
         if is_learner:
             _send_twice(case, num_receivers, Path(folder, f"{number}.told"), out=Path(folder, str(number)))
             continue
-        incoming = IncomingWeights(told(Path(folder, f"{number}.told")), index=own_rank() - num_learners, device=CPU)
-        first, second = received(incoming), received(incoming)
+        turns = Path(folder, f"{number}.told")
+        info = told(turns)
+        incoming = incoming_of(info, index=own_rank() - num_learners, device=CPU, before=None)
+        first, second = (received(incoming, info, version, turns) for version in (1, 2))
         files = CheckpointFiles.open(Path(folder, str(number)))
         assert set(first) == set(files)
         differing.append(
@@ -110,7 +121,7 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
         export_hf(model, names, source_folder=case["folder"], out_folder=out, dtype=dtype)
     if case["layout"] != "ranges":
         token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)  # leaves FSDP's root module gathered
-    sender = WeightSender(
+    sender = sender_of(case["backend"], out.with_suffix(".weights"))(
         model,
         names,
         backend=case["backend"],
@@ -118,6 +129,7 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
         bucket_bytes=case["bucket_bytes"],
         timeout_s=30,
         adapter_alone=alone,
+        changes_alone=case["changes_alone"],
     )
     sent = held_of(model, adapters_only=alone)
     assert len(sender.manifest.buckets) >= case["min_buckets"]
@@ -126,12 +138,28 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
     assert sender.manifest.num_bytes == sum(math.prod(held.shape) for held in sent.values()) * dtype.itemsize
     offer(sender, num_receivers, info_path)
     sender.join()
-    sender.send(1)
+
+    def send(version: int) -> None:
+        sender.send(version)
+        if case["backend"] == "files":  # as the driver does: engines are told, and waited for
+            if own_rank() == 0:
+                tell(info_path.with_name(f"{info_path.stem}-sent-{version}.told"), {})
+            for receiver in range(num_receivers):
+                told(info_path.with_name(f"{info_path.stem}-read-{version}-{dist.get_world_size() + receiver}.told"))
+
+    send(1)
     for name, held in sent.items():
         if not name.endswith(".lora_A"):  # of what an adapter adds, and so of its second matrix
             held.local.mul_(2)
-    sender.send(2)
+    send(2)
     sender.close()
+
+
+def sender_of(backend: str, folder: Path) -> Callable[..., WeightSender]:
+    if backend != "files":
+        return WeightSender
+    folder.mkdir(exist_ok=True)
+    return partial(FolderSender, folder=folder)
 
 
 def store_scaled(model: Any, names: TensorNames, out: Path, *, dtype: torch.dtype) -> None:
@@ -160,13 +188,19 @@ def move(model: Any, version: int) -> None:
 
 @torch.no_grad()
 def feed_engine(
-    folder: str, source: str, layout: dict[str, Any], backend: str, adapter_alone: bool, num_versions: int
+    folder: str,
+    source: str,
+    layout: dict[str, Any],
+    backend: str,
+    adapter_alone: bool,
+    changes_alone: bool,
+    num_versions: int,
 ) -> list[tuple[int, float, float]]:
     """One version that breaks after its third bucket, then whole ones. Of each that has tokens, how far the engine's
     log-probs of them are from the learners' at that version, and at the one before it."""
     start_learner(int(os.environ["WORLD_SIZE"]))
     model, names = load(source, layout, lora=LORA)
-    sender = WeightSender(
+    sender = sender_of(backend, Path(folder, "weights"))(
         model,
         names,
         backend=backend,
@@ -174,25 +208,21 @@ def feed_engine(
         bucket_bytes=10_000 if adapter_alone else 100_000,
         timeout_s=300,  # an engine loads its libraries first
         adapter_alone=adapter_alone,
+        changes_alone=changes_alone,
     )
     move(model, 1)
     offer(sender, 1, Path(folder, "0.told"))
     sender.join()
-    whole_put = sender._outgoing.put
-
-    def put(position: int, *args: Any) -> None:
-        if position == 3:
-            raise OutOfOrder
-        whole_put(position, *args)
-
-    sender._outgoing.put = put
-    with contextlib.suppress(OutOfOrder, RunError):  # its own, or the other learner's, which it may hear of before
+    with breaking(sender), contextlib.suppress(OutOfOrder, RunError):  # its own, or the other learner's
         sender.send(1)
     offer(sender, 1, Path(folder, "1.told"))
     sender.join()
     for version in range(1, num_versions + 1):
         move(model, version)
         sender.send(version)
+        if backend == "files":
+            tell(Path(folder, f"sent-{version}-{own_rank()}.told"), {})
+            told(Path(folder, f"read-{version}.told"))
     sender.close()
     completions: list[tuple[tuple[int, ...], Completion]] = told(Path(folder, "completions.told"))["completions"]
     farthest: dict[tuple[int, int], float] = {}  # of the learners' version, from the tokens of a version
@@ -209,6 +239,23 @@ def feed_engine(
         (version, farthest[version, version], farthest[max(version - 1, 0), version])
         for version in sorted({maker for _, maker in farthest})
     ]
+
+
+@contextlib.contextmanager
+def breaking(sender: WeightSender) -> Iterator[None]:
+    """A sender that fails in the middle of a version."""
+    is_folder = isinstance(sender, FolderSender)
+    owner, name = (sender, "_add") if is_folder else (sender._outgoing, "put")
+    whole = getattr(owner, name)
+
+    def fail(first: Any, *args: Any) -> None:
+        if is_folder or first == 3:
+            raise OutOfOrder
+        whole(first, *args)
+
+    setattr(owner, name, fail)
+    yield
+    setattr(owner, name, whole)
 
 
 def document_of(prompt: tuple[int, ...], completion: Completion) -> Document:

@@ -1,0 +1,202 @@
+"""What has changed of the weights since they were last sent, told in the fewest bytes of three forms.
+
+N: values of a part, C: those of them that have changed, R: runs of neighbours that have changed.
+
+Values are compared and sent as bits, so that NaN and -0.0 are values like others. A learner's message about a bucket
+has a row of int64 for each of its parts (form, number of entries, number of values, digest), and behind the rows, for
+each part, first the entries and then the values:
+
+    WHOLE   no entries, all N values
+    PLACES  C places in the flattened part, int32, and C values
+    RUNS    R first places and R lengths, int32, and C values
+
+The digest is XXH3 of the bits of the whole part as it is now, or 0 where nobody is to look at it.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+import numpy as np
+import torch
+import xxhash
+
+from open_instruct.models.shards import at, box_shape
+from open_instruct.weight_sync import PLACE_BYTES, ROW_BYTES
+from open_instruct.weights.manifest import Bucket, Manifest, Part, WeightManifest
+from open_instruct.weights.way import LocalOf
+
+WHOLE, PLACES, RUNS = range(3)
+# Of a part's values. Below, the bytes of all three forms decide. Above, no form takes fewer bytes than the whole where
+# changes lie at random; where they lie together runs would save less than half, and places take memory to be found.
+MOST_CHANGED = 0.5
+ALIGNMENT = 8  # bytes; of whatever is read as a tensor of its own
+NOTHING = torch.empty(0, dtype=torch.int32)
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+Message = list[torch.Tensor]
+"""Pieces of bytes, to be read one behind the other."""
+
+
+class SentParts:
+    """One learner's parts as it last sent them, on the host."""
+
+    def __init__(self, manifest: WeightManifest, *, rank: int) -> None:
+        self._manifest = manifest
+        self._rank = rank
+        self._sent: dict[tuple[int, str], torch.Tensor] = {}
+        parts = [part for bucket in manifest.buckets for part in bucket.parts.get(rank, {}).values()]
+        self._now = torch.empty(max((part.num_bytes for part in parts), default=0), dtype=torch.uint8)
+
+    def messages(self, local_of: LocalOf, *, has_digests: bool) -> Iterator[Message]:
+        """A message for each bucket, made when it is asked for. After the last, these are the parts as last sent.
+
+        Args:
+            local_of: returns the rank's local tensor of a name.
+        """
+        for index in range(len(self._manifest.buckets)):
+            yield self._message(index, local_of, has_digests=has_digests)
+
+    @torch.no_grad()
+    def _message(self, index: int, local_of: LocalOf, *, has_digests: bool) -> Message:
+        rows: list[tuple[int, int, int, int]] = []
+        told: Message = []
+        for name, part in self._manifest.buckets[index].parts.get(self._rank, {}).items():
+            values = self._now[: part.num_bytes].view(self._manifest.dtype).view(box_shape(part.box))
+            bits_N = bits_of(values.copy_(local_of(name)[part.own]))
+            form, entries, values_C = self._changed((index, name), bits_N)
+            rows.append((form, len(entries), len(values_C), digest_of(bits_N) if has_digests else 0))
+            told += [_aligned(entries), _aligned(values_C)]
+        return [_aligned(torch.tensor(rows, dtype=torch.int64).view(-1)), *told]
+
+    def _changed(self, key: tuple[int, str], bits_N: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """The form in which a part is told, its entries and its values; from now on these bits are those that were
+        sent."""
+        if (sent_N := self._sent.get(key)) is None:
+            self._sent[key] = bits_N.clone()
+            return WHOLE, NOTHING, self._sent[key]
+        form, entries, places_C = changes(bits_N, sent_N)
+        sent_N.copy_(bits_N)  # takes less time than to put some values in their places
+        if form == WHOLE:
+            return form, entries, sent_N
+        values_C = bits_N.new_empty(len(places_C))
+        np.take(bits_N.numpy(), places_C.numpy(), out=values_C.numpy(), mode="clip")  # all are within; needs no copy
+        return form, entries, values_C
+
+
+class Mirror:
+    """A receiver's copy of all weights, on the host, in the order in which their values travel."""
+
+    def __init__(self, manifest: WeightManifest) -> None:
+        self._manifest = manifest
+        self.tensors = {name: torch.zeros(shape, dtype=manifest.dtype) for name, shape in manifest.shapes.items()}
+
+    def change(self, index: int, rank: int, message: torch.Tensor) -> str | None:
+        """Take in what `rank` tells of a bucket; returns the name of a tensor whose digest is another one, if any."""
+        parts = self._manifest.buckets[index].parts[rank]
+        first = len(parts) * ROW_BYTES
+        rows: list[list[int]] = message[:first].view(torch.int64).view(-1, 4).tolist()
+        behind = _Reader(message[first:])
+        for (name, part), (form, num_entries, num_values, digest) in zip(parts.items(), rows, strict=True):
+            values = at(self.tensors[name], part.box)
+            bits_N = bits_of(values)
+            entries = behind.take(num_entries, torch.int32)
+            values_C = behind.take(num_values, bits_N.dtype)
+            if form == WHOLE:
+                bits_N.copy_(values_C)
+            else:
+                places_C = entries if form == PLACES else places_of_runs(entries)
+                bits_N.numpy()[places_C.numpy()] = values_C.numpy()
+            if not values.is_contiguous():  # the bits are a copy
+                values.copy_(bits_N.view(values.dtype).view(values.shape))
+            if digest and digest_of(bits_N) != digest:
+                return name
+        return None
+
+
+class _Reader:
+    """Reads tensors from bytes, one behind the other."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+        self._next = 0
+
+    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        first, num_bytes = self._next, count * dtype.itemsize
+        self._next += aligned(num_bytes)
+        return self._flat[first : first + num_bytes].view(dtype)
+
+
+def changes(bits_N: torch.Tensor, before_N: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """The form of the fewest bytes in which a part can be told to who has `before_N`; its entries; and the places of
+    the values that go with them, where these are not all.
+
+    Example: of [1, 2, 3, 4, 5, 6] after [1, 2, 9, 4, 5, 6] the form is PLACES, the entries and the places are [2].
+    """
+    differs_N = bits_N.numpy() != before_N.numpy()  # numpy's are three times as fast as torch's, here and below
+    if np.count_nonzero(differs_N) > MOST_CHANGED * len(differs_N):
+        return WHOLE, NOTHING, NOTHING
+    places_C = np.flatnonzero(differs_N)
+    first_R = np.flatnonzero(np.diff(places_C, prepend=-2) != 1)
+    bytes_of_runs = 2 * PLACE_BYTES * len(first_R)
+    bytes_of_places = PLACE_BYTES * len(places_C)
+    if min(bytes_of_runs, bytes_of_places) + bits_N.itemsize * len(places_C) >= bits_N.nbytes:
+        return WHOLE, NOTHING, NOTHING
+    if bytes_of_places <= bytes_of_runs:
+        return PLACES, torch.from_numpy(places_C).int(), torch.from_numpy(places_C)
+    lengths_R = np.diff(first_R, append=len(places_C))
+    return RUNS, torch.from_numpy(np.concatenate([places_C[first_R], lengths_R])).int(), torch.from_numpy(places_C)
+
+
+def places_of_runs(entries: torch.Tensor) -> torch.Tensor:
+    """The places of all values of runs, from their first places and, behind these, their lengths.
+
+    Example: `places_of_runs(torch.tensor([2, 7, 3, 1]))` is [2, 3, 4, 7].
+    """
+    starts_R, lengths_R = entries.long().chunk(2)
+    behind_R = torch.cumsum(lengths_R, 0)  # values up to the end of each run
+    shifts_R = starts_R - behind_R + lengths_R
+    return torch.arange(int(lengths_R.sum())) + torch.repeat_interleave(shifts_R, lengths_R)
+
+
+def manifest_of_changes(whole: WeightManifest) -> Manifest:
+    """Buckets of messages of the most bytes that each can have; `bucket_of_changes` gives those that do travel."""
+    return Manifest(bucket_of_changes(whole, index, {}) for index in range(len(whole.buckets)))
+
+
+def bucket_of_changes(whole: WeightManifest, index: int, sizes: Mapping[int, int]) -> Bucket:
+    """A bucket of messages; each learner's begins at a place of its own, whatever the others have to tell.
+
+    Args:
+        sizes: by rank, the bytes of its message; of others what they have at most.
+    """
+    bucket, name = whole.buckets[index], str(index)
+    most = [sum(ROW_BYTES + aligned(part.num_bytes) for part in parts.values()) for parts in bucket.parts.values()]
+    ends = [sum(most[:count]) for count in range(len(most) + 1)]
+    parts = {}
+    for rank, (start, stop) in zip(bucket.parts, pairwise(ends), strict=True):
+        num_bytes = sizes.get(rank, stop - start)
+        box, own = (slice(start, start + num_bytes),), (slice(0, num_bytes),)
+        parts[rank] = {name: Part(box=box, own=own, start=start, num_bytes=num_bytes)}
+    return Bucket(dtype=torch.uint8, shapes={name: (ends[-1],)}, parts=parts, num_bytes=ends[-1])
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """The values' bits as integers of one dim, without a copy if they are contiguous."""
+    return values.contiguous().view(-1).view(BITS[values.itemsize])
+
+
+def digest_of(bits_N: torch.Tensor) -> int:
+    """XXH3 of 64 bits, as an int64."""
+    return int.from_bytes(xxhash.xxh3_64_digest(bits_N.view(torch.uint8).numpy().data), signed=True)
+
+
+def aligned(num_bytes: int) -> int:
+    return math.ceil(num_bytes / ALIGNMENT) * ALIGNMENT
+
+
+def _aligned(values: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, and as many zeros as it takes."""
+    flat = values.view(torch.uint8)
+    lacking = aligned(len(flat)) - len(flat)
+    return torch.nn.functional.pad(flat, (0, lacking)) if lacking else flat

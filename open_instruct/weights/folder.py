@@ -1,0 +1,130 @@
+"""Weights through a folder that learners and engines see: what is in it, and a receiver's copy that follows it.
+
+Every learner writes its messages about a version (`changes.py`), one bucket behind the other, into a file of its own.
+Once all have, learner 0 puts the version's link beside them, a small JSON file, in one move; before that there is no
+such version. A link builds on the version before it, or on none: an anchor, which is whole::
+
+    5f0c9a1e-16.0        learner 0's messages
+    5f0c9a1e-16.1        learner 1's
+    5f0c9a1e-16.json     {"version": 16, "builds_on": null, "messages": [[[2048, "9c1f…"], …], …]}
+    5f0c9a1e-17.0        …
+
+First stands the name of the chain. The driver tells receivers this name and the version, the folder tells all else.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from open_instruct.errors import InputError, RunError
+from open_instruct.models.shards import in_order
+from open_instruct.weights.changes import Mirror
+from open_instruct.weights.manifest import WeightManifest
+from open_instruct.weights.progress import receiver_name
+from open_instruct.whole_file import read_whole
+
+Written = list[tuple[int, str]]
+"""The messages in a file: of each the number of its bytes, and their XXH3 in hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One version in a folder: what it builds on, None for an anchor, and what each rank has written for it.
+
+    Example: in `Link(version=17, builds_on=16, messages=[[(48, "9c1f…"), (0, "2d06…")], []])` learner 0 has no part of
+    the second bucket, and learner 1 has no file.
+    """
+
+    version: int
+    builds_on: int | None
+    messages: list[Written]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num_bytes for written in self.messages for num_bytes, _ in written)
+
+
+class FolderWeights:
+    """A receiver's copy of all weights, brought from version to version by what learners wrote."""
+
+    def __init__(self, info: Mapping[str, Any], *, index: int) -> None:
+        """Read nothing yet; `info` is as `FolderSender.open` gave it, `index` is of this receiver, from 0."""
+        self.chain: str = info["chain"]
+        self._name = receiver_name(index)
+        self._manifest = WeightManifest(**info["manifest"])
+        self._mirror = Mirror(self._manifest)
+        self._version: int | None = None  # of the copy
+
+    def stage(self, version: int) -> None:
+        """Bring the copy to `version`, which `buckets` yields then.
+
+        Raises:
+            RunError: a file is missing, or has other bytes than were written, or the copy has other bits than were
+                sent. It is of no version then: whatever is staged next is read from an anchor on.
+        """
+        before = self._version
+        self._version = None
+        try:
+            for link in links_to(version, self.chain, since=before):
+                for rank, written in enumerate(link.messages):
+                    if written:
+                        self._take(rank, written, Path(f"{self.chain}-{link.version}.{rank}"))
+        except (OSError, TypeError, ValueError) as error:  # the last two of a link that is none
+            where = f"version {version} in {Path(self.chain).parent}, which all hosts need to see"
+            raise RunError(f"weight sync: {self._name} could not read {where}: {error}; all is written anew") from error
+        self._version = version
+
+    def buckets(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """All weights, by name, in one go."""
+        slabs = self._manifest.slabs
+        yield ((name, in_order(each, slabs.get(name, 1))) for name, each in self._mirror.tensors.items())
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody waits for this receiver; the driver gets the error."""
+
+    def close(self) -> None:
+        """Nothing is open between two versions."""
+
+    def _take(self, rank: int, written: Written, path: Path) -> None:
+        """Take in what a rank tells, each message after a look at its digest."""
+        with path.open("rb") as file:
+            for index, (num_bytes, digest) in enumerate(written):
+                message = torch.empty(num_bytes, dtype=torch.uint8)
+                file.readinto(message.numpy().data)
+                if xxhash.xxh3_64_hexdigest(message.numpy().data) != digest:
+                    raise ValueError(f"{path.name} is torn, or is another one's ({index + 1} of {len(written)})")
+                if num_bytes and (name := self._mirror.change(index, rank, message)) is not None:
+                    raise ValueError(f"after {path.name} there are other bits of {name} than were sent")
+
+
+def links_to(version: int, chain: str, *, since: int | None) -> list[Link]:
+    """What to read in order to have `version`: the links after `since`, or those from the anchor if that is later."""
+    links: list[Link] = []
+    wanted: int | None = version
+    while wanted is not None and wanted != since:
+        links.insert(0, Link(**json.loads(read_whole(Path(f"{chain}-{wanted}.json")))))
+        wanted = links[0].builds_on
+    return links
+
+
+def folder_of_run(asked: str | None, run_folder: Path) -> Path:
+    """The folder of one run, within --weight_sync_folder if that was `asked`, which several runs may have in common."""
+    own = run_folder.resolve()
+    if asked is None:
+        return own / "weight_sync"
+    return Path(asked).resolve() / f"{own.name}-{xxhash.xxh3_64_hexdigest(str(own).encode())}"
+
+
+def make_folder(folder: Path) -> Path:
+    """:raises InputError: it cannot be made."""
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        remedy = "name a folder that is there, and that all hosts can see and write"
+        raise InputError(f"--weight_sync_folder {folder.parent}: {error.strerror}; {remedy}") from error
+    return folder

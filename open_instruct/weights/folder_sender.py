@@ -1,0 +1,100 @@
+"""The learners' end of a weight sync through a folder: versions are written, whether or not an engine is there."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from open_instruct.checkpoints.safe_checkpointer import together
+from open_instruct.errors import RunError
+from open_instruct.parallel.process import gathered, on_main_process
+from open_instruct.weights.changes import Message, SentParts
+from open_instruct.weights.folder import Link, Written
+from open_instruct.weights.progress import HOST_RANK
+from open_instruct.weights.sender import WeightSender
+from open_instruct.whole_file import replace_text
+
+NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
+class FolderSender(WeightSender):
+    """One rank's part in writing the weights of `model`. Without `changes_alone` every version is an anchor.
+
+    With it, an anchor begins a chain of `anchor_every` versions, or of fewer: once those behind it have as many bytes
+    as it has, a new one is less to read for an engine that comes late.
+    """
+
+    def open(self, num_receivers: int) -> dict[str, Any]:
+        """Begin a chain, and remove all others; returns the facts that receivers need, however many there are."""
+        self._links: list[Link] = []  # of the chain, while another version may build on it
+        self._chain: str = on_main_process(lambda: str(self._folder / os.urandom(4).hex()))
+        together(lambda: self._remove_all_but(""), kind=self._failure)
+        facts = {"backend": self._backend, "chain": self._chain, "manifest": self.manifest.described()}
+        return facts | {"changes_alone": True}  # whatever is read from a folder is staged
+
+    def join(self) -> None:
+        """Nobody is waited for."""
+
+    @torch.no_grad()
+    def send(self, version: int) -> None:
+        """Write a version, unless it is there; returns once it can be read.
+
+        Raises:
+            RunError: a rank could not write; says which one, and why. The next version is an anchor.
+        """
+        if self._links and self._links[-1].version == version:
+            return  # asked for again by an engine that is new
+        links = [] if self._is_anchor_due() else self._links
+        self._links = []  # nothing builds on a version that was not completed
+        if not links:
+            self._sent = SentParts(self.manifest, rank=self._rank)
+        assert self._sent is not None
+        has_digests = self._check_every > 0 and version % self._check_every == 0
+        # All of them before one is written: ranks may meet in what they compare, and a full disk would be one's own.
+        messages = list(self._sent.messages(self._parts(), has_digests=has_digests))
+        written = gathered(together(lambda: self._write(version, messages), kind=self._failure))
+        link = Link(version=version, builds_on=links[-1].version if links else None, messages=written)
+        together(lambda: self._add(link), kind=self._failure)
+        self._links = [*links, link]
+        if not self._changes_alone:
+            self._sent = None
+
+    def _is_anchor_due(self) -> bool:
+        if not self._links or not self._changes_alone or len(self._links) == self._anchor_every:
+            return True
+        return sum(link.num_bytes for link in self._links[1:]) >= self.manifest.num_bytes
+
+    def _write(self, version: int, messages: list[Message]) -> Written:
+        """Write what this rank has to tell; nobody reads it before there is a link."""
+        written: Written = []
+        if self._rank not in self.manifest.ranks:
+            return written
+        with Path(f"{self._chain}-{version}.{self._rank}").open("wb") as file:
+            for message in messages:
+                told = torch.cat(message or [NO_BYTES]).numpy().data
+                file.write(told)
+                written.append((len(told), xxhash.xxh3_64_hexdigest(told)))
+        return written
+
+    def _add(self, link: Link) -> None:
+        """Let a version be read. Of an anchor all that comes is built, and no engine is told of what came before."""
+        if self._rank == HOST_RANK:
+            name = f"{self._chain}-{link.version}"
+            replace_text(Path(f"{name}.json"), json.dumps(asdict(link)), durable=False)  # no later run reads it
+            if link.builds_on is None:
+                self._remove_all_but(name)
+
+    def _remove_all_but(self, name: str) -> None:
+        """Remove the files of all other versions. They are read no more: the driver waits for engines."""
+        for path in self._folder.iterdir() if self._rank == HOST_RANK else ():
+            if path.stem != Path(name).name:
+                path.unlink()
+
+    def _failure(self, why: str) -> RunError:
+        room = f"{3 * self.manifest.num_bytes / 2**30:.1f} GiB, three times the weights, in a folder that all hosts see"
+        remedy = f"it takes up to {room}: make room, or name another --weight_sync_folder"
+        return RunError(f"weight sync: {self._folder} cannot be written: {why}; {remedy}")

@@ -1,0 +1,105 @@
+"""What a plan says of weight syncs, against what learners keep and send; and the rule of --weight_sync auto."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import parse
+from open_instruct.models.shards import at
+from open_instruct.planning.memory.phases import SENT, Moments
+from open_instruct.planning.memory.sync_buckets import sync_buckets
+from open_instruct.planning.plan import Plan, plan_of
+from open_instruct.planning.request import parse_request
+from open_instruct.planning.subject.words import said
+from open_instruct.planning.traffic.step_time import SHARES
+from open_instruct.weights.changes import SentParts
+from open_instruct.weights.manifest import WeightManifest
+
+GRPO = ["--model_name_or_path", "Qwen/Qwen3-0.6B"]
+DATA = ["--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
+NODES = ["--num_nodes", "2", "--gpus_per_node", "2"]
+IN_A_NODE = ["--gpus_per_node", "4", "--num_learners_per_node", "2", "--vllm_num_engines", "2"]
+DELTA = ["--weight_sync", "delta"]
+
+
+def planned(*words: str) -> Plan:
+    return plan_of(parse_request(["grpo", *GRPO, *words]).setting)
+
+
+@pytest.mark.parametrize(
+    ("flags", "same_host", "takes"),
+    [
+        ([], False, "delta"),
+        ([], True, "dense"),
+        (["--param_dtype", "float32"], False, "dense"),
+        (["--param_dtype", "float32", "--vllm_dtype", "bfloat16"], False, "delta"),
+        (["--use_lora"], False, "delta"),
+        (["--use_lora", "--lora_sync", "adapter"], False, "dense"),
+        (["--weight_sync", "dense"], False, "dense"),
+        (["--weight_sync", "delta"], True, "delta"),
+    ],
+    ids=str,
+)
+def test_what_auto_takes(flags: list[str], same_host: bool, takes: str) -> None:
+    assert parse(GRPOConfig, [*GRPO, *DATA, *flags]).choose_sync(same_host=same_host)[0] == takes
+
+
+@pytest.mark.parametrize(
+    ("words", "takes"), [(NODES, "delta"), (IN_A_NODE, "dense"), (["--single_gpu_mode"], "dense")], ids=str
+)
+def test_a_plan_knows_what_auto_takes(words: list[str], takes: str) -> None:
+    plan = planned(*words)
+    assert plan.workload.sync_choice[0] == takes
+    assert (SENT in dict(plan.host.parts)) == (takes == "delta")
+    assert said("weight_sync", plan)[0].startswith("What has changed" if takes == "delta" else "All weights")
+
+
+def test_bytes_and_memory_are_those_of_the_learners() -> None:
+    """Of changes at random, in a bucket that has one part of each of two ranks."""
+    plan = planned(*NODES, "--fsdp_shard_degree", "2")
+    own, whole = max(sync_buckets(plan.moments.shape, plan.layout, plan.workload))
+    num_values = own // 2
+    boxes = {rank: (slice(rank * num_values, (rank + 1) * num_values),) for rank in range(2)}
+    manifest = WeightManifest({"w": (2 * num_values,)}, {"w": boxes}, dtype=torch.bfloat16, bucket_bytes=whole)
+    learner = SentParts(manifest, rank=0)
+    weights = torch.zeros(2 * num_values, dtype=torch.bfloat16)
+
+    def told() -> int:
+        (message,) = learner.messages(lambda name: at(weights, boxes[0]), has_digests=True)
+        return sum(map(len, message))
+
+    assert told() >= own
+    for cost in plan.syncs[1:]:
+        weights[torch.randperm(num_values)[: int(cost.changed * num_values)]] += 1
+        assert told() / own == pytest.approx(cost.num_bytes / plan.syncs[0].num_bytes, rel=0.01)
+    held = sum(bits.nbytes for bits in learner._sent.values())
+    assert held == own and dict(plan.host.parts)[SENT] == plan.syncs[0].num_bytes // 2 + 4 * own
+
+
+def test_seconds_are_the_longer_of_comparing_and_travelling() -> None:
+    """And those of loading all of it from the host. Within a node 9 times as fast a way does not hasten comparing."""
+    slow, fast = (planned(*NODES, *DELTA, "--cross_node_gb_s", rate).syncs for rate in ("0.01", "1000"))
+    assert [cost.changed for cost in slow] == [1.0, *SHARES]
+    load_s = fast[1].seconds - slow[0].num_bytes / 2 / 1.5e9
+    assert load_s == pytest.approx(slow[0].num_bytes / 64e9)
+    for cost in slow[1:]:
+        assert cost.seconds - load_s == pytest.approx(slow[0].seconds * cost.num_bytes / slow[0].num_bytes)
+    assert len({cost.seconds for cost in fast[1:]}) == 1
+
+
+def test_a_plan_says_where_all_weights_take_no_longer() -> None:
+    remedy = "--weight_sync dense"
+    assert remedy in said("weight_sync", planned(*NODES))[-1]
+    assert remedy not in " ".join(said("weight_sync", planned(*NODES, "--cross_node_gb_s", "0.5")))
+
+
+def test_without_a_gpu_the_copy_is_in_the_memory_that_is_planned() -> None:
+    plan = planned(*NODES)
+
+    def held(takes: str) -> int:
+        workload = replace(plan.workload, on_cuda=False, sync_choice=(takes, ""))
+        return sum(Moments(plan.setting.shape, plan.layout, workload).held(0).values())
+
+    assert held("delta") - held("dense") == dict(plan.host.parts)[SENT]

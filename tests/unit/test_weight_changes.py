@@ -1,0 +1,166 @@
+"""What has changed of weights, told and taken in: the bits on both sides are the same, whatever they are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from open_instruct.models.shards import Box, at
+from open_instruct.weights.changes import (
+    BITS,
+    PLACES,
+    RUNS,
+    WHOLE,
+    Message,
+    Mirror,
+    SentParts,
+    bits_of,
+    bucket_of_changes,
+    changes,
+    manifest_of_changes,
+    places_of_runs,
+)
+from open_instruct.weights.manifest import WeightManifest
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NUM_VALUES = 60
+# How two ranks may hold a tensor of shape (20, 3): rows, columns, or a run of its values.
+HOLDINGS: dict[str, dict[int, Box]] = {
+    "rows": {0: (slice(0, 11), slice(0, 3)), 1: (slice(11, 20), slice(0, 3))},
+    "columns": {0: (slice(0, 20), slice(0, 1)), 1: (slice(0, 20), slice(1, 3))},
+    "a run": {0: (slice(0, 7),), 1: (slice(7, NUM_VALUES),)},
+    "a copy of the other's": {1: (slice(0, 20), slice(0, 3))},
+}
+
+
+@st.composite
+def versions(draw: st.DrawFn, *, num_versions: int = 3) -> tuple[torch.dtype, list[dict[str, torch.Tensor]]]:
+    """Weights over some versions, as bits: NaN of any payload, infinities and -0.0 are among them."""
+    dtype = draw(st.sampled_from(DTYPES))
+    limit = 2 ** (8 * dtype.itemsize - 1)
+    bits = st.integers(-limit, limit - 1)
+    weights = {
+        name: torch.tensor(draw(st.lists(bits, min_size=NUM_VALUES, max_size=NUM_VALUES)), dtype=BITS[dtype.itemsize])
+        for name in HOLDINGS
+    }
+    weights["one number"] = torch.tensor([draw(bits)], dtype=BITS[dtype.itemsize])
+    found = [weights]
+    for _ in range(num_versions - 1):
+        after = {name: each.clone() for name, each in found[-1].items()}
+        for name, place, length in draw(
+            st.lists(st.tuples(st.sampled_from(sorted(HOLDINGS)), st.integers(0, NUM_VALUES), st.integers(1, 40)))
+        ):
+            after[name][place : place + length] += 1
+        found.append(after)
+    return dtype, [
+        {name: each.view(dtype).view(() if len(each) == 1 else (20, 3)) for name, each in weights.items()}
+        for weights in found
+    ]
+
+
+def travel(
+    senders: Mapping[int, SentParts], mirror: Mirror, manifest: WeightManifest, weights: Mapping[str, torch.Tensor]
+) -> list[str | None]:
+    """Send one version; what the receiver says of each message."""
+
+    def told_by(rank: int) -> list[Message]:
+        return list(
+            senders[rank].messages(lambda name: at(weights[name], manifest.boxes[name][rank]), has_digests=True)
+        )
+
+    messages = {rank: told_by(rank) for rank in senders}
+    sizes = {rank: [sum(map(len, message)) for message in told] for rank, told in messages.items()}
+    most = manifest_of_changes(manifest).buckets
+    answers = []
+    for index in range(len(most)):
+        bucket = bucket_of_changes(manifest, index, {rank: told[index] for rank, told in sizes.items()})
+        assert bucket.num_bytes == most[index].num_bytes, "a slot has room for whatever there is to tell"
+        for rank in bucket.parts:
+            start, stop = bucket.span(rank)
+            assert start == most[index].span(rank)[0] and stop - start == sizes[rank][index]
+            answers.append(mirror.change(index, rank, torch.cat(messages[rank][index])))
+    return answers
+
+
+def manifest_of(dtype: torch.dtype) -> WeightManifest:
+    """With pieces of a tensor, several tensors in a bucket, and buckets that one rank alone has a part of."""
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(HOLDINGS, (20, 3)) | {"one number": ()}
+    boxes: dict[str, dict[int, Box]] = HOLDINGS | {"one number": {0: ()}}
+    manifest = WeightManifest(shapes, boxes, dtype=dtype, bucket_bytes=100)
+    assert max(bucket.num_pieces for bucket in manifest.buckets) > 1
+    return manifest
+
+
+@given(versions())
+def test_a_receiver_has_the_learners_bits(drawn: tuple[torch.dtype, list[dict[str, torch.Tensor]]]) -> None:
+    dtype, found = drawn
+    manifest = manifest_of(dtype)
+    senders, mirror = {rank: SentParts(manifest, rank=rank) for rank in manifest.ranks}, Mirror(manifest)
+    for weights in found:
+        assert not any(travel(senders, mirror, manifest, weights))
+        for name, each in weights.items():
+            assert torch.equal(bits_of(mirror.tensors[name]), bits_of(each)), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_bit_that_is_another_one_is_noticed_by_name(dtype: torch.dtype) -> None:
+    manifest = manifest_of(dtype)
+    senders, mirror = {rank: SentParts(manifest, rank=rank) for rank in manifest.ranks}, Mirror(manifest)
+    weights = {name: torch.ones(shape, dtype=dtype) for name, shape in manifest.shapes.items()}
+    travel(senders, mirror, manifest, weights)
+    mirror.tensors["columns"][3, 1] = -1
+    assert {*travel(senders, mirror, manifest, weights)} == {None, "columns"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "form", "entries", "places"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 9, 4, 5, 6, 7, 8], PLACES, [2], [2]),
+        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8], PLACES, [], []),
+        ([1] * 12, [1, 2, 2, 2, *[1] * 8], RUNS, [1, 3], [1, 2, 3]),
+        ([1] * 6, [2, 2, *[1] * 4], WHOLE, [], []),
+        ([1] * 6, [2] * 6, WHOLE, [], []),
+    ],
+    ids=["a place", "nothing", "a run", "too little to save", "all"],
+)
+def test_the_form_is_that_of_the_fewest_bytes(
+    before: list[int], after: list[int], form: int, entries: list[int], places: list[int]
+) -> None:
+    found = changes(*(torch.tensor(each, dtype=torch.int16) for each in (after, before)))
+    assert (found[0], found[1].tolist(), found[2].tolist()) == (form, entries, places)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5))))
+def test_runs_are_places(gaps_and_lengths: list[tuple[int, int]]) -> None:
+    places: list[int] = []
+    runs: list[Any] = []
+    for gap, length in gaps_and_lengths:
+        start = (places[-1] if places else -1) + 1 + gap
+        runs.append((start, length))
+        places += range(start, start + length)
+    starts, lengths = ([run[which] for run in runs] for which in (0, 1))
+    assert places_of_runs(torch.tensor([*starts, *lengths], dtype=torch.int32)).tolist() == places
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share", "run_length", "form"),
+    [
+        (torch.int16, 0.32, 1, PLACES),
+        (torch.int16, 0.35, 1, WHOLE),
+        (torch.int32, 0.45, 1, PLACES),
+        (torch.int16, 0.45, 100, RUNS),
+        (torch.int16, 0.55, 100, WHOLE),
+    ],
+    ids=str,
+)
+def test_bytes_decide_up_to_which_share_changes_travel(
+    dtype: torch.dtype, share: float, run_length: int, form: int
+) -> None:
+    """At random up to a third of 16-bit values, and nearly half of 32-bit ones; in runs up to half."""
+    generator = torch.Generator().manual_seed(0)
+    changed = torch.rand(10_000 // run_length, generator=generator).argsort() < share * 10_000 // run_length
+    after = changed.repeat_interleave(run_length).to(dtype)
+    assert changes(after, torch.zeros_like(after))[0] == form
