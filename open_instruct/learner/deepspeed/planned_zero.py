@@ -29,7 +29,6 @@ from open_instruct.shard_layout import ShardLayout
 # DeepSpeed's own sizes, in values; a test holds them equal.
 BUCKET = 500_000_000  # `reduce_bucket_size`, and stage 0's `MEMORY_OPT_ALLREDUCE_SIZE`
 MOST_AT_ONCE = 1_000_000_000  # whole at stage 3 (`stage3_max_live_parameters`), and stepped (`sub_group_size`)
-NORM_BYTES = 8  # of a value whose norm is taken (`get_norm_dtype`)
 SMALL = 100_000  # what stays whole at stage 3 (`stage3_param_persistence_threshold`)
 
 
@@ -94,7 +93,7 @@ class ZeroMoments(Moments):
         reduced = (min(self.num_trained, BUCKET), 0 if self.is_flat else max(BUCKET, self.touched), 0, 0)[self.stage]
         copied = MASTER_BYTES * min(own, MOST_AT_ONCE) if copies else 0
         if copied and self.stage == 2 and self.c < MASTER_BYTES:
-            copied = NORM_BYTES * min(own, self.largest)
+            copied = 2 * MASTER_BYTES * min(own, self.largest)  # `get_norm_dtype`
         made = 0 if self.workload.on_cuda else 2 * (own if self.stage else self.largest)
         yield self.held(self.gradients) | {REDUCED: GRADIENT_BYTES * reduced, TEMPORARIES: copied + MASTER_BYTES * made}
 

@@ -139,23 +139,18 @@ class Passes:
 
     def _through_head(self, held: Moment) -> Iterator[Moment]:
         """The moments of the head's backward pass."""
-        root = self._gathered(self.root)
         head_stream = self.stream_bytes if self.head.keeps_source else 0
         before = {**held, REDUCED: self._left_over(), ACTIVATIONS: self._kept(self.shape.num_layers)}
-        gathered = root + self._buffer(self.root) + self._cast(self.root)
+        gathered = self._gathered(self.root) + self._buffer(self.root) + self._cast(self.root)
         yield {**before, GATHERED: gathered, HEAD: self.head.kept_bytes + head_stream}
         prefetched = self._buffer(self.one_block) + self._cast(self.one_block)
         at_worst = self.head.backward_peak.total + head_stream + self._handed_over(self.head_gradient)
-        yield {**before, GATHERED: root + prefetched, HEAD: at_worst}
+        yield {**before, GATHERED: self._gathered(self.root) + prefetched, HEAD: at_worst}
 
     def _in_block(self, held: Moment, layer: int, usage: Usage) -> Moment:
         """A moment of a block's backward pass, but for weights and their gradients."""
-        return {
-            **held,
-            ACTIVATIONS: self._kept(layer) + self.kept_by_block - self.block.kept_bytes + usage.activations,
-            TEMPORARIES: usage.temporaries,
-            SCRATCH: held[SCRATCH] + usage.kernels,
-        }
+        alive = self._kept(layer) + self.kept_by_block - self.block.kept_bytes + usage.activations
+        return {**held, ACTIVATIONS: alive, TEMPORARIES: usage.temporaries, SCRATCH: held[SCRATCH] + usage.kernels}
 
     def _with_gradients(self, held: Moment, num_blocks: int) -> Moment:
         """The held memory with the reduced gradients of the blocks whose backward pass has run.
