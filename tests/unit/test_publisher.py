@@ -253,8 +253,8 @@ class TestThroughAFolder:
             it.made[0].die()
             eventually(lambda: len(it.made) == 3 and not it.publisher._new_engines)
             assert "open_weight_channel" not in it.names()
-            names = it.names()
-            assert names.index("has_staged") < names.index("start_update"), "the other one generates meanwhile"
+            # The other one generates meanwhile.
+            assert it.names().index("has_staged") < it.names().index("start_update")
             assert it.versions == [1, 1] and not it.abandoned.is_set()
 
     @pytest.mark.parametrize("method", ["start_staging", "has_staged", "receive_weights"])
