@@ -270,6 +270,7 @@ class Channel:
         self.manifest = WeightManifest(SHAPES, self.boxes, dtype=torch.float32, bucket_bytes=BUCKET_BYTES)
         assert len(self.manifest.buckets) > 4
         self.info = {"backend": way, "num_receivers": num_receivers, "manifest": self.manifest.described()}
+        self.info["changes_alone"] = False
         self.store, self.issued, self.kept = Store(self.order), {}, []  # type: ignore[var-annotated]
         self.offered = threading.Event()
 
