@@ -47,10 +47,11 @@ class HeldBack(PartBroadcaster):
         passed_s: dict[int, float] = self.__dict__.setdefault("passed_s", {})
         _sleep_until(passed_s.get(position - NUM_SLOTS, 0.0))
         super().put(position, local_of)
-        start, stop = self.manifest.bucket_at(position).span(self.rank)
+        bucket = self.manifest.bucket_at(position)
+        start, stop = bucket.span(self.rank)
         HeldBack.num_bytes += stop - start
         if HeldBack.kept is not None:
-            HeldBack.kept.append(self.own_SN[position % NUM_SLOTS, : stop - start].numpy().tobytes())
+            HeldBack.kept += [local_of(name).numpy().tobytes() for name in bucket.parts[self.rank]]
         free_s = max(passed_s.get(position - 1, 0.0), time.perf_counter())
         passed_s[position] = free_s + (stop - start) * NUM_LEARNERS / (self.gb_s * 1e9)
         if (position + 1) % len(self.manifest.buckets) == 0:
