@@ -76,17 +76,12 @@ def pretend_compiler(folder: Path) -> list[Kernel]:
 
     assembled: list[Kernel] = []
     compile_kernel = triton.compile
-    known: dict[str, Any] = {}
 
     def listed(source: Any, *how: Any, **more: Any) -> Any:
-        """Kernels of two models, or of two graphs, may differ in nothing but their names: one of them is compiled."""
-        text = source.fn.src.replace(source.fn.__name__, "")
-        same = repr((text, source.constants, source.signature, source.attrs, more.get("options")))
-        if same not in known:
-            with contextlib.redirect_stdout(io.StringIO()) as said:
-                made = known[same] = compile_kernel(source, *how, **more), said.getvalue()
-        made, said = known[same]
-        assembled.append(_kernel(source, made, said))
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            made = compile_kernel(source, *how, **more)
+        if said.getvalue():  # else Triton had it in its cache, so that it is listed
+            assembled.append(_kernel(source, made, said.getvalue()))
         return made
 
     triton.compile = listed
