@@ -78,7 +78,7 @@ class Policy:
 
     def microbatch_loss(self, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         """The microbatch's share of the loss of the global batch, with gradient."""
-        scores = self.scores(batch)
+        scores = self.scores(batch, with_collisions=self.loss.with_collisions)
         return self.loss.function(scores, replace(batch, values=on_device(batch.values, self.device)), counts)
 
     def with_frozen_logprobs(self, updates: Sequence[StepBatch], *, num_epochs: int) -> tuple[StepBatch, ...]:
@@ -122,8 +122,8 @@ class Policy:
             reshard(model)
         return tuple(filled)
 
-    def scores(self, batch: Batch) -> TokenLogprobs:
-        """Log-probs of the labelled tokens under the policy, and all else that the loss asks for.
+    def scores(self, batch: Batch, *, with_collisions: bool = False) -> TokenLogprobs:
+        """Log-probs of the labelled tokens under the policy, and what else the loss asks for (collisions: if told to).
 
         Without gradient, call `reshard` after the last of several calls.
         """
@@ -134,7 +134,7 @@ class Policy:
             device=self.device,
             temperature=self.loss.temperature_of(batch),
             with_entropy=self.loss.with_entropy,
-            with_collisions=self.loss.with_collisions,
+            with_collisions=with_collisions,
             measure=None if comparison is None else comparison.measure(model, batch, device=self.device),
         )
 
