@@ -78,7 +78,7 @@ class Policy:
 
     def microbatch_loss(self, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         """The microbatch's share of the loss of the global batch, with gradient."""
-        scores = self.scores(batch)
+        scores = self.scores(batch, with_collisions=self.loss.with_collisions)
         return self.loss.function(scores, replace(batch, values=on_device(batch.values, self.device)), counts)
 
     def with_frozen_logprobs(self, updates: Sequence[StepBatch], *, num_epochs: int) -> tuple[StepBatch, ...]:
@@ -105,30 +105,25 @@ class Policy:
         if not models:
             return tuple(updates)
         self.backend.set_mode("eval")
-        filled = []
-        for update in updates:
-            microbatches = [
-                replace(batch, values={**batch.values, **self._frozen(models, batch.packed)})
-                for batch in update.microbatches
-            ]
-            filled.append(replace(update, microbatches=tuple(microbatches)))
+
+        def with_logprobs(batch: Batch) -> Batch:
+            values = dict(batch.values)
+            for name, model in models.items():
+                # A reference or a teacher may be the policy itself without its adapters.
+                with nullcontext() if name == OLD_TOKENS else adapters_off(model):
+                    scored = token_logprobs(model, batch.packed, device=self.device, temperature=self.loss.temperature)
+                values[name] = scored.logprobs_N
+            return replace(batch, values=values)
+
+        filled = [replace(each, microbatches=tuple(map(with_logprobs, each.microbatches))) for each in updates]
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(self.model)
         for model in models.values():
             reshard(model)
         return tuple(filled)
 
-    def _frozen(self, models: Mapping[str, Transformer], packed: PackedBatch) -> dict[str, torch.Tensor]:
-        """Log-probs under frozen `models`; a reference or a teacher may be the policy itself without its adapters."""
-        values = {}
-        for name, model in models.items():
-            with nullcontext() if name == OLD_TOKENS else adapters_off(model):
-                scored = token_logprobs(model, packed, device=self.device, temperature=self.loss.temperature)
-                values[name] = scored.logprobs_N
-        return values
-
-    def scores(self, batch: Batch) -> TokenLogprobs:
-        """Log-probs of the labelled tokens under the policy, and all else that the loss asks for.
+    def scores(self, batch: Batch, *, with_collisions: bool = False) -> TokenLogprobs:
+        """Log-probs of the labelled tokens under the policy, and what else the loss asks for (collisions: if told to).
 
         Without gradient, call `reshard` after the last of several calls.
         """
@@ -139,7 +134,7 @@ class Policy:
             device=self.device,
             temperature=self.loss.temperature_of(batch),
             with_entropy=self.loss.with_entropy,
-            with_collisions=self.loss.with_collisions,
+            with_collisions=with_collisions,
             measure=None if comparison is None else comparison.measure(model, batch, device=self.device),
         )
 

@@ -105,15 +105,12 @@ def teacher_of(config: DistillConfig) -> Teacher:
 
         return keep_top_k(logits_NV, k, section.kd_temperature)
 
-    name = section.teacher_model_name_or_path
-    if k is None:
-        return Teacher(model_name_or_path=name, compare=compare)
     return Teacher(
-        model_name_or_path=name,
+        model_name_or_path=section.teacher_model_name_or_path,
         compare=compare,
-        keep=partial(keep, k=k),
+        keep=None if k is None else partial(keep, k=k),
         kept_as=f"top{k}-temperature{section.kd_temperature!r}",
-        num_kept=k,
+        num_kept=k or 0,
     )
 
 

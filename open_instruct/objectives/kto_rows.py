@@ -6,7 +6,7 @@ A pair of replies is two rows. Legend: R rows.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -86,8 +86,10 @@ class MismatchedBuilder(UnpairedBuilder):
             )
         distinct = [array("i", reply) for reply in replies]
         for (prompt, reply, details), number in zip(rows, mismatched_replies(numbers), strict=True):
-            others = (distinct[(number + step) % len(distinct)] for step in range(len(distinct)))
-            other = _first_other(others, reply, room=self.max_seq_length - len(prompt))
+            room = self.max_seq_length - len(prompt)
+            others = (distinct[(number + step) % len(distinct)][:room] for step in range(len(distinct)))
+            # Replies that differ only behind the cut are equal here; where none differs, it is the row's own.
+            other = next((each for each in others if each != reply), reply)
             self.keep([prompt, reply, other], details)
 
     def _taken_back(self, first: int) -> list[tuple[array[int], array[int], bytes]]:
@@ -100,17 +102,6 @@ class MismatchedBuilder(UnpairedBuilder):
         ]
         del self.token_ids[start:], self.kept[first:]
         return rows
-
-
-def _first_other(others: Iterable[array[int]], reply: array[int], *, room: int) -> array[int]:
-    """The first of `others` that differs from the reply, cut to `room` tokens; the reply itself if none does.
-
-    Replies that differ only behind the cut are equal here.
-    """
-    for other in others:
-        if other[:room] != reply:
-            return other[:room]
-    return reply
 
 
 def mismatched_replies(rows: Sequence[tuple[int, int]]) -> list[int]:

@@ -63,7 +63,6 @@ class LossOutputs:
 
 # Concatenates a tensor (rows, ...) of each data-parallel rank in rank order; ranks may have different numbers of rows.
 Gather = Callable[["torch.Tensor"], "torch.Tensor"]
-Summed = Callable[[TokenLogprobs, Batch], Sequence["torch.Tensor"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +102,7 @@ class BoundLoss:
         "--cache_dir and start again"
     )
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
-    summed: Summed = lambda scores, batch: (scores.logprobs_N,)
+    summed: Callable[[TokenLogprobs, Batch], Sequence[torch.Tensor]] = lambda scores, batch: (scores.logprobs_N,)
 
     def temperature_of(self, batch: Batch) -> float | torch.Tensor:
         """The temperature of the labels of a microbatch on the CPU; a tensor (N,) where it differs among them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,6 +28,5 @@ def objective_names() -> list[str]:
 def objective_named(name: str) -> Objective:
     """Import the objective of that name: one of `OBJECTIVES`, or grpo."""
     place = GRPO if name == "grpo" else OBJECTIVES[name][0]
-    module, _, attribute = place.partition(":")
-    objective: Objective = getattr(importlib.import_module(module), attribute)
+    objective: Objective = resolve_name(place)
     return objective

@@ -1,6 +1,7 @@
 """Samples in the order of the run, cut into global batches, of which each rank builds its own part."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.records import StepBatch
 
 
+@dataclass(eq=False)
 class SampleLoader:
     """Shuffles by (seed, epoch) alone, so the order does not depend on ranks, microbatches or restarts.
 
@@ -19,25 +21,19 @@ class SampleLoader:
     `scores` are frozen values of the rows for the loss; see `collate`.
     """
 
-    def __init__(
-        self,
-        dataset: TokenDataset,
-        samples: Sequence[Sequence[int]],
-        *,
-        scores: Mapping[str, np.ndarray] | None = None,
-        shape: BatchShape,
-        seed: int,
-        dp_group: dist.ProcessGroup | None,
-    ) -> None:
-        self.dp_world_size, self.dp_rank = dist.get_world_size(dp_group), dist.get_rank(dp_group)
-        self.dataset = dataset
-        self.scores = scores
-        self.samples = samples
-        self.shape = shape
-        self.seed = seed
-        self.num_samples_per_step = shape.max_samples_per_rank * self.dp_world_size
-        self.epoch = 1
-        self.batches_processed = 0
+    dataset: TokenDataset
+    samples: Sequence[Sequence[int]]
+    _: KW_ONLY
+    scores: Mapping[str, np.ndarray] | None = None
+    shape: BatchShape
+    seed: int
+    dp_group: dist.ProcessGroup | None
+    epoch: int = field(default=1, init=False)
+    batches_processed: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.dp_world_size, self.dp_rank = dist.get_world_size(self.dp_group), dist.get_rank(self.dp_group)
+        self.num_samples_per_step = self.shape.max_samples_per_rank * self.dp_world_size
 
     @property
     def max_tokens_per_step(self) -> int:
