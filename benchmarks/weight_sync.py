@@ -11,7 +11,7 @@ the bytes that travel, and medians, as is the ratio, which is taken turn by turn
 
 Memory is anonymous memory (RssAnon) above what the same process held before the channel was opened, as a
 multiple of the bucket size. Ends with code 1 if a sync is slower than 0.6 of the bare rate, or takes more
-than two buckets on any process.
+than two and a half buckets on any process: with gloo a receiver has two, and the small tensors of one.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from harness.program import end, parser_of
 from sync_runs.measure import BUCKET_MIB, NUM_LEARNERS, Sync, measure
 
 LEAST_RATIO = 0.6
-MOST_BUCKETS = 2.0
+MOST_BUCKETS = 2.5
 NOISE_BYTES = MIB  # what the interpreter takes for itself meanwhile
 
 

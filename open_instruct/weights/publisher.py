@@ -158,18 +158,19 @@ class WeightPublisher:
         is_connected = self._is_connected
         self.version = None
         self._is_connected = False  # unless all goes well
-        # Between hosts changes come while engines generate; on a GPU's own way they would compete with its steps.
-        is_staged = is_connected and self._channel["changes_alone"] and not WAYS[self._channel["backend"]].on_device
-        if not is_staged:
-            engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
         if not is_connected:
             self._connect(engines, timeout_s)
+        is_delta = self._channel["changes_alone"]
+        # Between hosts changes come while engines generate; on a GPU's own way they would compete with its steps.
+        is_staged = is_delta and not WAYS[self._channel["backend"]].on_device
+        if not is_staged:
+            engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
         sending = self._learners.start(LearnerProcess.broadcast_to_vllm, version)
-        arrive = Engine.stage_weights if self._channel["changes_alone"] else Engine.receive_weights
+        arrive = Engine.stage_weights if is_delta else Engine.receive_weights
         self._wait_for_both(sending, engines.start_all(timeout_s, arrive))
         if is_staged:
             engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
-        if self._channel["changes_alone"]:
+        if is_delta:
             engines.call_all(timeout_s, Engine.receive_weights)
         engines.call_all(timeout_s, Engine.finish_update, version)
         self._is_connected = True

@@ -18,7 +18,7 @@ from open_instruct.models.shards import in_order
 from open_instruct.weights.changes import Mirror, manifest_of_changes
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import SyncProgress, learner_name, receiver_name, receivers_of
-from open_instruct.weights.way import wait_for_device
+from open_instruct.weights.way import NUM_SLOTS, wait_for_device
 from open_instruct.weights.ways import WAYS
 
 # Added to a receiver's time-out, so that the learners' time-out, which names the missing receiver, comes first.
@@ -90,15 +90,21 @@ class IncomingWeights:
             return
         self._progress.new_round()
         self._progress.report(f"began/{self._position}")
-        wholes: dict[str, torch.Tensor] = {}
+        wholes: dict[int, dict[str, torch.Tensor]] = {}  # by the position of the first of their pieces
+
+        def wholes_at(position: int) -> dict[str, torch.Tensor]:
+            bucket = self._manifest.bucket_at(position)
+            first = position - bucket.piece
+            if first not in wholes:
+                wholes[first] = bucket.wholes(self._memory.take(bucket.num_bytes_of_wholes))
+            return wholes[first]
+
         for position, bucket in enumerate(self._manifest.buckets, start=self._position):
-            if bucket.piece == 0:
-                wholes = bucket.wholes(self._memory.take(bucket.num_bytes_of_wholes))
-            self._incoming.take(position, wholes)
+            self._incoming.take(position, wholes_at)
             wait_for_device(self._device)
             self._progress.report(f"done/{position}")
             if bucket.piece == bucket.num_pieces - 1:
-                yield self._handed_over(wholes)
+                yield self._handed_over(wholes.pop(position - bucket.piece))
         self._position += len(self._manifest.buckets)
 
     def stage(self) -> None:
@@ -116,11 +122,15 @@ class IncomingWeights:
             self._manifest, {rank: json.loads(each) for rank, each in zip(self._manifest.ranks, sizes, strict=True)}
         )
         self._incoming.manifest = travelling
-        memory = torch.empty(travelling.largest_bucket_bytes, dtype=torch.uint8, device=self._device)
+        memory_SN = torch.empty(NUM_SLOTS, travelling.largest_bucket_bytes, dtype=torch.uint8, device=self._device)
+
+        def wholes_at(position: int) -> dict[str, torch.Tensor]:
+            return travelling.bucket_at(position).wholes(memory_SN[position % NUM_SLOTS])
+
         for index, bucket in enumerate(travelling.buckets):
-            self._incoming.take(first + index, bucket.wholes(memory))
+            self._incoming.take(first + index, wholes_at)
             wait_for_device(self._device)
-            told = memory.cpu()
+            told = memory_SN[(first + index) % NUM_SLOTS].cpu()
             for rank in bucket.parts:
                 if (name := self._mirror.change(index, rank, told[slice(*bucket.span(rank))])) is not None:
                     raise self._progress.fail(f"{self._progress.member} has other bits of {name} than were sent")
@@ -164,19 +174,11 @@ class WeightReceiver:
         )
 
     def start_staging(self: Any) -> None:
-        """Begin to receive what has changed; steps may go on meanwhile."""
+        """Begin to receive what has changed, on a thread of its own; steps may go on meanwhile."""
         self.staging: Future[None] = Future()
-        threading.Thread(target=self.stage, name="weights", daemon=True).start()
-
-    def stage(self: Any) -> None:
-        """Receive what has changed, on a thread of its own."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a new thread's is the first one
-        try:
-            self.staging.set_result(self.incoming_weights.stage())
-        except Exception as error:
-            self.incoming_weights.fail(error)
-            self.staging.set_exception(error)
+        # Not by attributes: a thread that learns late that its channel broke must not touch the one that came after.
+        arguments = (self.incoming_weights, self.staging, self.device)
+        threading.Thread(target=_stage, args=arguments, name="weights", daemon=True).start()
 
     def has_staged(self: Any) -> bool:
         """Whether all has come; raises what went wrong with it."""
@@ -214,3 +216,13 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
         self.is_update_begun = False
+
+
+def _stage(incoming: IncomingWeights, staging: Future[None], device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a new thread's is the first one
+    try:
+        staging.set_result(incoming.stage())
+    except Exception as error:
+        staging.set_exception(error)
+        incoming.fail(error)

@@ -12,6 +12,7 @@ For each rank of the learners::
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from torch import nn
 from open_instruct.cluster.addresses import outward_address
 from open_instruct.errors import RunError
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.lora.adapters import scaled_adapters, weights_of
+from open_instruct.models.lora.adapters import layers_of, scaled_adapters, weights_of
 from open_instruct.models.lora.files import file_name_of
-from open_instruct.models.shards import held_of, reshard
+from open_instruct.models.shards import Held, held_of, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.weights.changes import SentParts, manifest_of_changes
 from open_instruct.weights.manifest import WeightManifest
@@ -81,6 +82,7 @@ class WeightSender:
         self._backend = backend
         self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
         self._timeout_s = timeout_s
+        self._computes = adapter_alone or bool(layers_of(model))
         held = {hf_name: held_by_name[name] for hf_name, name in self._name_of.items()}
         self.manifest = WeightManifest(
             {name: each.shape for name, each in held.items()},
@@ -108,6 +110,7 @@ class WeightSender:
             RunError: there is no room in shared memory.
         """
         self.close()
+        self._held: Mapping[str, Held] | None = None
         kind = WAYS[self._backend].outgoing if self._rank in self.manifest.ranks else Outgoing
         self._sent = SentParts(self.manifest, rank=self._rank) if self._changes_alone else None
         travelling = manifest_of_changes(self.manifest) if self._changes_alone else self.manifest
@@ -148,7 +151,8 @@ class WeightSender:
         if progress is None or self._outgoing is None:
             raise RunError("weight sync: there is no channel, or it broke; open() and join() first")
         reshard(self._model)
-        weights = scaled_adapters(self._model) if self._adapter_alone else weights_of(self._model)
+        weights = self._held or (scaled_adapters if self._adapter_alone else weights_of)(self._model)
+        self._held = None if self._computes else weights  # shards stay where they are; to find them takes milliseconds
         first = self._position
 
         def local_of(hf_name: str) -> torch.Tensor:

@@ -140,8 +140,9 @@ class FakeCore:
         finished, self._on_the_way = self._on_the_way, {}
         return finished
 
-    def call_workers(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def call_workers(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[bool]:
         self._note(method.__name__, *args)
+        return [True]  # also that it has staged
 
     def weights_changed(self, version: int) -> None:
         self._note("weights_changed", version)

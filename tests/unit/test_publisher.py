@@ -26,8 +26,9 @@ SEND = "broadcast_to_vllm"
 class FakeLearners:
     """Learners that do what they are told at once. `effects`, by method: what happens at its next calls."""
 
-    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+    def __init__(self, calls: list[tuple[Any, ...]], *, is_delta: bool) -> None:
         self.calls = calls
+        self.channel = {"backend": "gloo", "changes_alone": is_delta}  # as far as a publisher looks at it
         self.effects: dict[str, list[Callable[[], None]]] = {}
 
     def start(self, method: Callable[..., Any], *args: Any) -> FakeLearners:
@@ -38,7 +39,7 @@ class FakeLearners:
 
     def result(self, timeout_s: float) -> list[Any]:
         self._effect()
-        return [{"port": 7}]  # what a channel has, and else is not looked at
+        return [self.channel]
 
 
 class Stage:
@@ -50,9 +51,17 @@ class Stage:
         abandoned: set when the learners were told not to wait any longer.
     """
 
-    def __init__(self, num_engines: int, *, max_restarts: int = 3, drain: bool = False, tensor_size: int = 1) -> None:
+    def __init__(
+        self,
+        num_engines: int,
+        *,
+        max_restarts: int = 3,
+        drain: bool = False,
+        tensor_size: int = 1,
+        is_delta: bool = False,
+    ) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.learners = FakeLearners(self.calls)
+        self.learners = FakeLearners(self.calls, is_delta=is_delta)
         self.made = [InProcessEngine(f"engine {index}") for index in range(num_engines)]
         for engine in self.made:
             engine.core.calls = self.calls
@@ -121,11 +130,12 @@ def dies_in(engine: InProcessEngine, method: str) -> None:
     """It will be lost when its workers are to run `method`, without a word, and as often as it is asked."""
     call_workers = engine.core.call_workers
 
-    def dying(called: Callable[..., None], *args: Any) -> None:
-        call_workers(called, *args)
+    def dying(called: Callable[..., None], *args: Any) -> list[bool]:
+        answers = call_workers(called, *args)
         if called.__name__ == method:
             engine.die()
             threading.Event().wait(TIMEOUT_S)
+        return answers
 
     engine.core.call_workers = dying  # type: ignore[method-assign]
 
@@ -134,9 +144,9 @@ def hangs_in(engine: InProcessEngine, method: str, *, until: threading.Event) ->
     """As an engine does that waits for a learner."""
     call_workers = engine.core.call_workers
 
-    def hanging(called: Callable[..., None], *args: Any) -> None:
+    def hanging(called: Callable[..., None], *args: Any) -> list[bool]:
         assert called.__name__ != method or until.wait(TIMEOUT_S)
-        call_workers(called, *args)
+        return call_workers(called, *args)
 
     engine.core.call_workers = hanging  # type: ignore[method-assign]
 
@@ -162,11 +172,23 @@ class TestPublish:
         with stage(1) as it:
             it.publish(1)
             assert it.names() == [
-                *("settle", "start_update", "open_weight_channel", "join_weight_channel", "open_channel"),
+                *("open_weight_channel", "join_weight_channel", "open_channel", "settle", "start_update"),
                 *(SEND, "receive_weights", "finish_update", "weights_changed"),
             ]
             assert it.publisher.version == 1
             assert it.generates() == (1, 1, 1)
+
+    def test_an_engine_stops_for_changes_once_it_has_them_from_the_first_version_on(self) -> None:
+        with stage(1, is_delta=True) as it:
+            for version in (1, 2):
+                it.calls.clear()
+                it.publish(version)
+                connecting = ["open_weight_channel", "join_weight_channel", "open_channel"] if version == 1 else []
+                assert it.names() == [
+                    *(*connecting, SEND, "start_staging", "has_staged", "settle", "start_update"),
+                    *("receive_weights", "finish_update", "weights_changed"),
+                ]
+                assert it.generates() == (version,) * 3
 
     def test_the_channel_is_kept(self) -> None:
         with stage(2) as it:
@@ -198,6 +220,7 @@ class TestPublish:
     @pytest.mark.parametrize("drain", [False, True])
     def test_drain_decides_what_becomes_of_running_completions(self, drain: bool) -> None:
         with stage(1, drain=drain) as it:
+            it.publish(0)  # opens the channel
             core = it.made[0].core
             core.hold()
             future = it.pool.submit(request(1, num_tokens=6))
@@ -211,14 +234,22 @@ class TestPublish:
 
 
 class TestEngineDies:
-    @pytest.mark.parametrize("method", ["start_update", "open_channel", "receive_weights", "finish_update"])
-    def test_during_a_sync_everything_is_sent_again(self, method: str) -> None:
-        with stage(2) as it:
+    @pytest.mark.parametrize(
+        ("is_delta", "method"),
+        [
+            *((False, method) for method in ("start_update", "open_channel", "receive_weights", "finish_update")),
+            *((True, method) for method in ("start_staging", "has_staged", "start_update", "receive_weights")),
+        ],
+    )
+    def test_during_a_sync_everything_is_sent_again(self, is_delta: bool, method: str) -> None:
+        with stage(2, is_delta=is_delta) as it:
             lost, other = it.made
             dies_in(lost, method)
-            if method in ("open_channel", "receive_weights"):
-                learners_method = SEND if method == "receive_weights" else "join_weight_channel"
-                it.learners.effects[learners_method] = [wait_until_abandoned(it)]
+            waits_in = {"open_channel": "join_weight_channel", "start_staging": SEND, "has_staged": SEND}
+            if not is_delta:
+                waits_in["receive_weights"] = SEND
+            if method in waits_in:
+                it.learners.effects[waits_in[method]] = [wait_until_abandoned(it)]
             it.publish(1)
             eventually(lambda: it.publisher.version == 1 and not it.publisher._new_engines)
             eventually(lambda: len(it.made) == 3)
