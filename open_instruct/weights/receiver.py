@@ -222,7 +222,8 @@ def _stage(incoming: IncomingWeights, staging: Future[None], device: torch.devic
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a new thread's is the first one
     try:
-        staging.set_result(incoming.stage())
+        incoming.stage()
+        staging.set_result(None)
     except Exception as error:
         staging.set_exception(error)
         incoming.fail(error)
