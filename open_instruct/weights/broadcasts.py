@@ -55,10 +55,10 @@ class PartBroadcaster(Outgoing):
         self._finish(position - NUM_SLOTS)
         bucket = self.manifest.bucket_at(position)
         works = self.under_way[position] = []
-        for message, flat in messages(bucket, self.rank, self.own_SN[position % NUM_SLOTS]):
+        for message, flat in messages(bucket, self.rank, self.own_SN[position % NUM_SLOTS], self.device):
             parts = message.parts[self.rank]
             values = [local_of(name)[part.own] for name, part in parts.items()]
-            told = flat if values[1:] else own_bytes(values[0], message.dtype, otherwise=flat)
+            told = flat if values[1:] else own_bytes(values[0], message.dtype, self.device, otherwise=flat)
             if told is flat:
                 for part, each in zip(parts.values(), values, strict=True):
                     part.view(flat, message.dtype, message.span(self.rank)[0]).copy_(each)
@@ -141,11 +141,12 @@ class PartReceiver(Incoming):
         bucket = self.manifest.bucket_at(position)
         for rank in bucket.parts.keys() & ranks:
             arriving = self._arriving[rank] = []
-            for message, flat in messages(bucket, rank, self._flats[rank]):
+            for message, flat in messages(bucket, rank, self._flats[rank], self.device):
                 (name, part), *others = message.parts[rank].items()
                 told = flat
                 if not others:
-                    told = own_bytes(at(wholes_at(position)[name], part.box), message.dtype, otherwise=flat)
+                    whole = wholes_at(position)[name]
+                    told = own_bytes(at(whole, part.box), message.dtype, self.device, otherwise=flat)
                 work = broadcast(self._groups[rank], told)
                 arriving.append((work, message, flat if told is flat else None))
 
@@ -167,20 +168,24 @@ class PartReceiver(Incoming):
             raise self.progress.lost(lost) from error
 
 
-def messages(bucket: Bucket, rank: int, memory_N: torch.Tensor) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """What a rank sends of a bucket, each message with a place in memory: on a CPU, where copies are dear, every large
+def messages(
+    bucket: Bucket, rank: int, memory_N: torch.Tensor, device: torch.device
+) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    """What a rank sends of a bucket, each message with a place in memory. On a CPU, where copies are dear, every large
     part is one."""
     parts = bucket.parts.get(rank, {})
-    least_bytes = LARGE_BYTES if memory_N.device.type == "cpu" else math.inf
+    least_bytes = LARGE_BYTES if device.type == "cpu" else math.inf
     for _, names in groupby(parts, key=lambda name: name if parts[name].num_bytes >= least_bytes else None):
         message = replace(bucket, parts={rank: {name: parts[name] for name in names}})
         first, start, stop = (bucket.span(rank)[0], *message.span(rank))
         yield message, memory_N[start - first : stop - first]
 
 
-def own_bytes(values: torch.Tensor, dtype: torch.dtype, *, otherwise: torch.Tensor) -> torch.Tensor:
-    """The bytes of `values`, if these lie in memory just as they travel."""
-    is_ready = values.is_contiguous() and (values.dtype, values.device) == (dtype, otherwise.device)
+def own_bytes(
+    values: torch.Tensor, dtype: torch.dtype, device: torch.device, *, otherwise: torch.Tensor
+) -> torch.Tensor:
+    """The bytes of `values`, if these lie in a CPU's memory just as they travel."""
+    is_ready = values.is_contiguous() and values.dtype == dtype and values.device == device == torch.device("cpu")
     return values.view(-1).view(torch.uint8) if is_ready else otherwise
 
 

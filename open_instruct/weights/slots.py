@@ -83,9 +83,9 @@ class SlotReader(Incoming):
     def take(self, position: int, wholes_at: WholesAt) -> None:
         assert self.slots_SN is not None
         bucket = self.manifest.bucket_at(position)
-        for rank in self.manifest.ranks:
-            writers = [learner_name(rank)]
-            self.progress.wait(f"filled/{position}", writers, to=f"write bucket {self.manifest.number_at(position)}")
+        writers = [learner_name(rank) for rank in self.manifest.ranks]
+        self.progress.wait(f"filled/{position}", writers, to=f"write bucket {self.manifest.number_at(position)}")
+        for rank in bucket.parts:
             bucket.unpack(slot_of(self.slots_SN, position, bucket), wholes_at(position), rank=rank)
 
     def close(self) -> None:
