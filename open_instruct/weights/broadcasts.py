@@ -56,12 +56,11 @@ class PartBroadcaster(Outgoing):
         bucket = self.manifest.bucket_at(position)
         works = self.under_way[position] = []
         for message, flat in messages(bucket, self.rank, self.own_SN[position % NUM_SLOTS], self.device):
-            parts = message.parts[self.rank]
-            values = [local_of(name)[part.own] for name, part in parts.items()]
-            told = flat if values[1:] else own_bytes(values[0], message.dtype, self.device, otherwise=flat)
+            own = {name: local_of(name) for name in message.parts[self.rank]}
+            values = [own[name][part.own] for name, part in message.parts[self.rank].items()]
+            told = own_bytes(values, message.dtype, self.device, otherwise=flat)
             if told is flat:
-                for part, each in zip(parts.values(), values, strict=True):
-                    part.view(flat, message.dtype, message.span(self.rank)[0]).copy_(each)
+                message.pack(flat, own.__getitem__, rank=self.rank, first_byte=message.span(self.rank)[0])
             works.append(broadcast(self.group, told))
 
     def check(self) -> None:
@@ -142,11 +141,10 @@ class PartReceiver(Incoming):
         for rank in bucket.parts.keys() & ranks:
             arriving = self._arriving[rank] = []
             for message, flat in messages(bucket, rank, self._flats[rank], self.device):
-                (name, part), *others = message.parts[rank].items()
-                told = flat
-                if not others:
-                    whole = wholes_at(position)[name]
-                    told = own_bytes(at(whole, part.box), message.dtype, self.device, otherwise=flat)
+                parts = message.parts[rank].items()
+                is_alone = len(parts) == 1 and self.device.type == "cpu"  # else it is early for the tensor
+                values = [at(wholes_at(position)[name], part.box) for name, part in parts] if is_alone else []
+                told = own_bytes(values, message.dtype, self.device, otherwise=flat)
                 work = broadcast(self._groups[rank], told)
                 arriving.append((work, message, flat if told is flat else None))
 
@@ -182,11 +180,12 @@ def messages(
 
 
 def own_bytes(
-    values: torch.Tensor, dtype: torch.dtype, device: torch.device, *, otherwise: torch.Tensor
+    values: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device, *, otherwise: torch.Tensor
 ) -> torch.Tensor:
-    """The bytes of `values`, if these lie in a CPU's memory just as they travel."""
-    is_ready = values.is_contiguous() and values.dtype == dtype and values.device == device == torch.device("cpu")
-    return values.view(-1).view(torch.uint8) if is_ready else otherwise
+    """The bytes of the one tensor of `values`, if it lies in a CPU's memory just as it travels."""
+    if len(values) != 1 or device.type != "cpu" or (values[0].dtype, values[0].device) != (dtype, device):
+        return otherwise
+    return values[0].view(-1).view(torch.uint8) if values[0].is_contiguous() else otherwise
 
 
 def broadcast_group(info: Info, progress: SyncProgress, *, sender: str, rank: int, device: torch.device) -> Any:

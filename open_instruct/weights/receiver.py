@@ -18,7 +18,7 @@ from open_instruct.models.shards import in_order
 from open_instruct.weights.changes import Mirror, manifest_of_changes
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import SyncProgress, learner_name, receiver_name, receivers_of
-from open_instruct.weights.way import NUM_SLOTS, wait_for_device
+from open_instruct.weights.way import wait_for_device
 from open_instruct.weights.ways import WAYS
 
 # Added to a receiver's time-out, so that the learners' time-out, which names the missing receiver, comes first.
@@ -68,9 +68,11 @@ class IncomingWeights:
         self._manifest = WeightManifest(**info["manifest"])
         self._device = device if way.on_device else CPU
         self._position = 0
-        self._memory = ReusedMemory(self._manifest.most_bytes_of_wholes, self._device)
         self._mirror = Mirror(self._manifest) if info["changes_alone"] else None
         travelling = self._manifest if self._mirror is None else manifest_of_changes(self._manifest)
+        most_bytes = max(self._manifest.most_bytes_of_wholes, travelling.largest_bucket_bytes)
+        self._memory = ReusedMemory(most_bytes, self._device)
+        self._wholes: dict[int, dict[str, torch.Tensor]] = {}  # by the positions of their first pieces
         self._progress = SyncProgress.join(info, member=receiver_name(index), patience_s=EXTRA_PATIENCE_S)
         self._incoming = way.incoming(travelling, index=index, device=self._device)
         self._incoming.join(info)
@@ -90,21 +92,12 @@ class IncomingWeights:
             return
         self._progress.new_round()
         self._progress.report(f"began/{self._position}")
-        wholes: dict[int, dict[str, torch.Tensor]] = {}  # by the position of the first of their pieces
-
-        def wholes_at(position: int) -> dict[str, torch.Tensor]:
-            bucket = self._manifest.bucket_at(position)
-            first = position - bucket.piece
-            if first not in wholes:
-                wholes[first] = bucket.wholes(self._memory.take(bucket.num_bytes_of_wholes))
-            return wholes[first]
-
         for position, bucket in enumerate(self._manifest.buckets, start=self._position):
-            self._incoming.take(position, wholes_at)
+            self._incoming.take(position, self._wholes_at)
             wait_for_device(self._device)
             self._progress.report(f"done/{position}")
             if bucket.piece == bucket.num_pieces - 1:
-                yield self._handed_over(wholes.pop(position - bucket.piece))
+                yield self._handed_over(self._wholes.pop(position - bucket.piece))
         self._position += len(self._manifest.buckets)
 
     def stage(self) -> None:
@@ -122,20 +115,24 @@ class IncomingWeights:
             self._manifest, {rank: json.loads(each) for rank, each in zip(self._manifest.ranks, sizes, strict=True)}
         )
         self._incoming.manifest = travelling
-        memory_SN = torch.empty(NUM_SLOTS, travelling.largest_bucket_bytes, dtype=torch.uint8, device=self._device)
-
-        def wholes_at(position: int) -> dict[str, torch.Tensor]:
-            return travelling.bucket_at(position).wholes(memory_SN[position % NUM_SLOTS])
-
         for index, bucket in enumerate(travelling.buckets):
-            self._incoming.take(first + index, wholes_at)
+            self._incoming.take(first + index, self._wholes_at)
             wait_for_device(self._device)
-            told = memory_SN[(first + index) % NUM_SLOTS].cpu()
+            told = self._wholes.pop(first + index)[str(index)].cpu()
             for rank in bucket.parts:
                 if (name := self._mirror.change(index, rank, told[slice(*bucket.span(rank))])) is not None:
                     raise self._progress.fail(f"{self._progress.member} has other bits of {name} than were sent")
+            del told  # its memory is for the next but one
             self._progress.report(f"done/{first + index}")
         self._position += len(travelling.buckets)
+
+    def _wholes_at(self, position: int) -> dict[str, torch.Tensor]:
+        """The tensors of the bucket at a position, which have memory from their first piece to their last."""
+        bucket = self._incoming.manifest.bucket_at(position)
+        first = position - bucket.piece
+        if first not in self._wholes:
+            self._wholes[first] = bucket.wholes(self._memory.take(bucket.num_bytes_of_wholes))
+        return self._wholes[first]
 
     def _handed_over(self, wholes: dict[str, torch.Tensor]) -> Weights:
         """Yields each tensor and drops it here, so that its memory can be reused for the next bucket."""
