@@ -12,7 +12,7 @@ the bytes that travel, and medians, as is the ratio, which is taken turn by turn
 
 Memory is anonymous memory (RssAnon) above what the same process held before the channel was opened, as a
 multiple of the bucket size. Ends with code 1 if a sync is slower than 0.6 of the bare rate, or takes more
-than two buckets on any process.
+than two and a half buckets on any process: with gloo a receiver has two, and the small tensors of one.
 
 With --changes the learners' AdamW, at a learning rate of 1e-6, changes some of the bfloat16 weights in each
 step, and each version is sent twice, in turns: all of it over one channel, what has changed over another,
@@ -35,7 +35,7 @@ from sync_runs.changes import show_changes
 from sync_runs.measure import BUCKET_MIB, NUM_LEARNERS, Sync, measure
 
 LEAST_RATIO = 0.6
-MOST_BUCKETS = 2.0
+MOST_BUCKETS = 2.5
 NOISE_BYTES = MIB  # what the interpreter takes for itself meanwhile
 
 

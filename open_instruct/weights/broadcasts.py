@@ -1,13 +1,17 @@
 """Two ways through process groups, gloo from CPU to CPU and NCCL from device to device.
 
-Every rank of one copy of the model broadcasts its own parts of a bucket to all receivers in one message, over a group
-of its own, and packs the next ones meanwhile. Nothing is gathered.
+Every rank of one copy of the model broadcasts its own parts of a bucket to all receivers, over a group of its own, and
+packs the next ones meanwhile. Nothing is gathered. A part that is a message of its own travels from the model's memory
+into the tensor that is put together, where it lies in both just as it travels; others are copied on both sides.
 """
 
+import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,14 +19,17 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from open_instruct.cluster.addresses import address_towards
+from open_instruct.models.shards import at
 from open_instruct.weights.manifest import Bucket, Manifest
 from open_instruct.weights.progress import HOST, SyncProgress, learner_name, receivers_of
-from open_instruct.weights.way import NUM_SLOTS, Incoming, Info, LocalOf, Outgoing, Wholes
+from open_instruct.weights.way import NUM_SLOTS, Incoming, Info, LocalOf, Outgoing, WholesAt
 
 # The time, after a broken broadcast, in which receivers that did get it may report so.
 SECONDS_TO_ANSWER = 1.0
 # Extra seconds of a process group's time-out, so that a member's own time-out, which names the missing one, is first.
 GROUP_PATIENCE_S = 10.0
+# Of a part that is a message of its own: a copy of it would take longer than one message more.
+LARGE_BYTES = 2**20
 # Read by a process group of NCCL as it is made: a peer that is gone, or late, ends the communicator, not this process.
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 GIVE_UP_COMMUNICATOR = "2"
@@ -35,7 +42,7 @@ class PartBroadcaster(Outgoing):
         super().__init__(manifest, rank=rank, device=device)
         self.group: Any = None
         self.own_SN = torch.empty(0)
-        self.under_way: dict[int, dist.Work] = {}
+        self.under_way: dict[int, list[dist.Work]] = {}
 
     def connect(self, info: Info, progress: SyncProgress) -> None:
         super().connect(info, progress)
@@ -47,15 +54,18 @@ class PartBroadcaster(Outgoing):
     def put(self, position: int, local_of: LocalOf) -> None:
         self._finish(position - NUM_SLOTS)
         bucket = self.manifest.bucket_at(position)
-        start, stop = bucket.span(self.rank)
-        if start < stop:
-            own = self.own_SN[position % NUM_SLOTS, : stop - start]
-            bucket.pack(own, local_of, rank=self.rank, first_byte=start)
-            self.under_way[position] = broadcast(self.group, own)
+        works = self.under_way[position] = []
+        for message, flat in messages(bucket, self.rank, self.own_SN[position % NUM_SLOTS], self.device):
+            own = {name: local_of(name) for name in message.parts[self.rank]}
+            values = [own[name][part.own] for name, part in message.parts[self.rank].items()]
+            told = own_bytes(values, message.dtype, self.device, otherwise=flat)
+            if told is flat:
+                message.pack(flat, own.__getitem__, rank=self.rank, first_byte=message.span(self.rank)[0])
+            works.append(broadcast(self.group, told))
 
     def check(self) -> None:
-        for position in list(self.under_way):
-            if self.under_way[position].is_completed():
+        for position, works in list(self.under_way.items()):
+            if all(work.is_completed() for work in works):
                 self._finish(position)
 
     def close(self) -> None:
@@ -67,27 +77,26 @@ class PartBroadcaster(Outgoing):
         self.own_SN = torch.empty(0)
 
     def _finish(self, position: int) -> None:
-        if position not in self.under_way:
-            return
         try:
-            self.under_way[position].wait()
+            for work in self.under_way.get(position, ()):
+                work.wait()
         except RuntimeError as error:
             time.sleep(SECONDS_TO_ANSWER)
             missing = self.progress.missing(f"done/{position}", self.receivers)
             raise self.progress.fail(
                 f"the broadcast broke before {' and '.join(missing) or 'all receivers'} had the whole bucket: {error}"
             ) from error
-        del self.under_way[position]
+        self.under_way.pop(position, None)
 
 
 class PartReceiver(Incoming):
-    """Receives every rank's parts over the group of that rank. The next bucket travels while one is unpacked."""
+    """Receives every rank's parts over the group of that rank. The next bucket travels while one is loaded."""
 
     def __init__(self, manifest: Manifest, *, index: int, device: torch.device) -> None:
         super().__init__(manifest, index=index, device=device)
         self._groups: dict[int, Any] = {}
         self._flats: dict[int, torch.Tensor] = {}
-        self._arriving: dict[int, dist.Work] = {}
+        self._arriving: dict[int, list[tuple[dist.Work, Bucket, torch.Tensor | None]]] = {}
 
     def join(self, info: Info) -> None:
         """Nothing is offered: groups are made once all have joined."""
@@ -101,19 +110,21 @@ class PartReceiver(Incoming):
             most_bytes = self.manifest.most_bytes_of(rank)
             self._flats[rank] = torch.empty(most_bytes, dtype=torch.uint8, device=self.device)
 
-    def take(self, position: int, wholes: Wholes) -> None:
+    def take(self, position: int, wholes_at: WholesAt) -> None:
         bucket = self.manifest.bucket_at(position)
         ranks = set(self.manifest.ranks)
         if bucket is self.manifest.buckets[0]:
             self.progress.wait(f"go/{position}", [HOST], to="begin to send")
-            self._begin(bucket, ranks)
-        following = None if bucket is self.manifest.buckets[-1] else self.manifest.bucket_at(position + 1)
-        self._begin(following, ranks - bucket.parts.keys())
+            self._begin(position, ranks, wholes_at)
+        following = None if bucket is self.manifest.buckets[-1] else position + 1
+        self._begin(following, ranks - bucket.parts.keys(), wholes_at)
         senders = list(bucket.parts)
         for number, rank in enumerate(senders):
             self._finish(senders[number:], to=f"send bucket {self.manifest.number_at(position)}")
-            bucket.unpack(self._flats[rank], wholes, rank=rank, first_byte=bucket.span(rank)[0])
-            self._begin(following, [rank])
+            for _, message, flat in self._arriving.pop(rank):
+                if flat is not None:
+                    message.unpack(flat, wholes_at(position), rank=rank, first_byte=message.span(rank)[0])
+            self._begin(following, [rank], wholes_at)
 
     def close(self) -> None:
         # Destroying a group waits for its open operations, until its peers are gone too.
@@ -122,28 +133,59 @@ class PartReceiver(Incoming):
         self._arriving.clear()
         self._groups.clear()
 
-    def _begin(self, bucket: Bucket | None, ranks: Iterable[int]) -> None:
-        """Begin to receive these ranks' parts of a bucket, if there is one."""
-        if bucket is None:
+    def _begin(self, position: int | None, ranks: Iterable[int], wholes_at: WholesAt) -> None:
+        """Begin to receive these ranks' parts of the bucket at a position, if there is one."""
+        if position is None:
             return
-        for rank in ranks:
-            start, stop = bucket.span(rank)
-            if start < stop:
-                self._arriving[rank] = broadcast(self._groups[rank], self._flats[rank][: stop - start])
+        bucket = self.manifest.bucket_at(position)
+        for rank in bucket.parts.keys() & ranks:
+            arriving = self._arriving[rank] = []
+            for message, flat in messages(bucket, rank, self._flats[rank], self.device):
+                parts = message.parts[rank].items()
+                is_alone = len(parts) == 1 and self.device.type == "cpu"  # else it is early for the tensor
+                values = [at(wholes_at(position)[name], part.box) for name, part in parts] if is_alone else []
+                told = own_bytes(values, message.dtype, self.device, otherwise=flat)
+                work = broadcast(self._groups[rank], told)
+                arriving.append((work, message, flat if told is flat else None))
 
     def _finish(self, ranks: Sequence[int], *, to: str) -> None:
         """Return when the parts of the first of `ranks` have arrived; the others are still to come."""
 
-        def absent() -> list[str]:
-            return [learner_name(rank) for rank in ranks if not self._arriving[rank].is_completed()]
+        def has_come(rank: int) -> bool:
+            return all(work.is_completed() for work, *_ in self._arriving[rank])
 
-        work = self._arriving[ranks[0]]
-        self.progress.wait_until(work.is_completed, who=absent, to=to)
+        def absent() -> list[str]:
+            return [learner_name(rank) for rank in ranks if not has_come(rank)]
+
+        self.progress.wait_until(lambda: has_come(ranks[0]), who=absent, to=to)
         try:
-            work.wait()
+            for work, *_ in self._arriving[ranks[0]]:
+                work.wait()
         except RuntimeError as error:
             lost = f"{self.progress.member} waited for {learner_name(ranks[0])} to {to}, and lost it: {error}"
             raise self.progress.lost(lost) from error
+
+
+def messages(
+    bucket: Bucket, rank: int, memory_N: torch.Tensor, device: torch.device
+) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    """What a rank sends of a bucket, each message with a place in memory. On a CPU, where copies are dear, every large
+    part is one."""
+    parts = bucket.parts.get(rank, {})
+    least_bytes = LARGE_BYTES if device.type == "cpu" else math.inf
+    for _, names in groupby(parts, key=lambda name: name if parts[name].num_bytes >= least_bytes else None):
+        message = replace(bucket, parts={rank: {name: parts[name] for name in names}})
+        first, start, stop = (bucket.span(rank)[0], *message.span(rank))
+        yield message, memory_N[start - first : stop - first]
+
+
+def own_bytes(
+    values: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device, *, otherwise: torch.Tensor
+) -> torch.Tensor:
+    """The bytes of the one tensor of `values`, if it lies in a CPU's memory just as it travels."""
+    if len(values) != 1 or device.type != "cpu" or (values[0].dtype, values[0].device) != (dtype, device):
+        return otherwise
+    return values[0].view(-1).view(torch.uint8) if values[0].is_contiguous() else otherwise
 
 
 def broadcast_group(info: Info, progress: SyncProgress, *, sender: str, rank: int, device: torch.device) -> Any:

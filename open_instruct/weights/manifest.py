@@ -185,7 +185,7 @@ class WeightManifest(Manifest):
         parts: dict[int, dict[str, Part]] = {}
         start = 0
         for rank in sorted({rank for name in names for rank in self.boxes[name]}):
-            for name in names:
+            for name in sorted(names, key=lambda name: math.prod(self.shapes[name])):  # small ones make one message
                 if rank not in self.boxes[name]:
                     continue
                 box, own = _cut(self.boxes[name][rank], piece, num_pieces)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, DistStoreError, TCPStore
 
 from open_instruct.errors import RunError
 from open_instruct.parallel.listening import listen_at
@@ -113,7 +113,7 @@ class SyncProgress:
         """
         keys = [f"{stage}/{member}" for member in members]
         self.wait_until(
-            lambda: self.store.check(keys), who=lambda: self.missing(stage, members), to=to, meanwhile=meanwhile
+            lambda: self._have_come(keys), who=lambda: self.missing(stage, members), to=to, meanwhile=meanwhile
         )
 
     def wait_until(
@@ -146,6 +146,14 @@ class SyncProgress:
                 nap_s = min(nap_s * NAP_GROWTH, LONGEST_NAP_S)
         except DistError as error:
             raise self._host_is_gone() from error
+
+    def _have_come(self, keys: list[str]) -> bool:
+        """Whether the store has all keys, within the time between two checks; the store wakes who waits at it."""
+        try:
+            self.store.wait(keys, timedelta(seconds=SECONDS_BETWEEN_CHECKS))
+        except DistStoreError:
+            return False
+        return True
 
     def missing(self, stage: str, members: Sequence[str]) -> list[str]:
         """The `members` that have not reached `stage`."""

@@ -162,24 +162,24 @@ class WeightPublisher:
         goes_on = self.version is not None and self._channel.get("backend") == FOLDER
         self.version = None
         self._is_connected = False  # unless all goes well
-        # Between hosts changes come while engines generate; on a GPU's own way they would compete with its steps.
-        has_channel = is_connected or goes_on
-        is_staged = has_channel and self._channel["changes_alone"] and not is_on_device(self._channel["backend"])
-        if not is_staged:
-            engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
         if not is_connected:
             self._connect(engines, timeout_s, goes_on=goes_on)
+        is_delta = self._channel["changes_alone"]
+        # Between hosts changes come while engines generate; on a GPU's own way they would compete with its steps.
+        is_staged = is_delta and not is_on_device(self._channel["backend"])
+        if not is_staged:
+            engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
         sending = self._learners.start(LearnerProcess.broadcast_to_vllm, version)
         if self._channel["backend"] == FOLDER:
             sending.result(timeout_s)  # engines do not wait for what is to come into a folder
-        if self._channel["changes_alone"]:
+        if is_delta:
             arriving = engines.start_all(timeout_s, Engine.stage_weights, version)
         else:
             arriving = engines.start_all(timeout_s, Engine.receive_weights)
         self._wait_for_both(sending, arriving)
         if is_staged:
             engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
-        if self._channel["changes_alone"]:
+        if is_delta:
             engines.call_all(timeout_s, Engine.receive_weights)
         engines.call_all(timeout_s, Engine.finish_update, version)
         self._is_connected = True

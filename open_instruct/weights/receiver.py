@@ -68,9 +68,11 @@ class IncomingWeights:
         self._manifest = WeightManifest(**info["manifest"])
         self._device = device if way.on_device else CPU
         self._position = 0
-        self._memory = ReusedMemory(self._manifest.most_bytes_of_wholes, self._device)
         self._mirror = Mirror(self._manifest) if info["changes_alone"] else None
         travelling = self._manifest if self._mirror is None else manifest_of_changes(self._manifest)
+        most_bytes = max(self._manifest.most_bytes_of_wholes, travelling.largest_bucket_bytes)
+        self._memory = ReusedMemory(most_bytes, self._device)
+        self._wholes: dict[int, dict[str, torch.Tensor]] = {}  # by the positions of their first pieces
         self._progress = SyncProgress.join(info, member=receiver_name(index), patience_s=EXTRA_PATIENCE_S)
         self._incoming = way.incoming(travelling, index=index, device=self._device)
         self._incoming.join(info)
@@ -90,15 +92,12 @@ class IncomingWeights:
             return
         self._progress.new_round()
         self._progress.report(f"began/{self._position}")
-        wholes: dict[str, torch.Tensor] = {}
         for position, bucket in enumerate(self._manifest.buckets, start=self._position):
-            if bucket.piece == 0:
-                wholes = bucket.wholes(self._memory.take(bucket.num_bytes_of_wholes))
-            self._incoming.take(position, wholes)
+            self._incoming.take(position, self._wholes_at)
             wait_for_device(self._device)
             self._progress.report(f"done/{position}")
             if bucket.piece == bucket.num_pieces - 1:
-                yield self._handed_over(wholes)
+                yield self._handed_over(self._wholes.pop(position - bucket.piece))
         self._position += len(self._manifest.buckets)
 
     def stage(self, version: int) -> None:
@@ -112,16 +111,17 @@ class IncomingWeights:
         self._progress.new_round()
         self._progress.report(f"began/{first}")
         travelling = self._incoming.manifest.buckets
-        memory = torch.empty(self._incoming.manifest.largest_bucket_bytes, dtype=torch.uint8, device=self._device)
         self._hear_sizes(0)
         for index, bucket in enumerate(travelling):
             if index + 1 < len(travelling):  # the next bucket travels while this one is put in place
                 self._hear_sizes(index + 1)
-            self._incoming.take(first + index, bucket.wholes(memory))
+            self._incoming.take(first + index, self._wholes_at)
             wait_for_device(self._device)
+            told = self._wholes.pop(first + index)[str(index)]
             for rank in bucket.parts:
-                if (name := self._mirror.change(index, rank, memory[slice(*bucket.span(rank))].cpu())) is not None:
+                if (name := self._mirror.change(index, rank, told[slice(*bucket.span(rank))].cpu())) is not None:
                     raise self._progress.fail(f"{self._progress.member} has other bits of {name} in version {version}")
+            del told  # its memory is for the next but one
             self._progress.report(f"done/{first + index}")
         self._position += len(travelling)
 
@@ -132,6 +132,14 @@ class IncomingWeights:
         words = self._progress.words_of(f"size/{self._position + index}", [learner_name(rank) for rank in ranks], to=to)
         sizes = {rank: int(word) for rank, word in zip(ranks, words, strict=True)}
         self._incoming.manifest.buckets[index] = bucket_of_changes(self._manifest, index, sizes)
+
+    def _wholes_at(self, position: int) -> dict[str, torch.Tensor]:
+        """The tensors of the bucket at a position, which have memory from their first piece to their last."""
+        bucket = self._incoming.manifest.bucket_at(position)
+        first = position - bucket.piece
+        if first not in self._wholes:
+            self._wholes[first] = bucket.wholes(self._memory.take(bucket.num_bytes_of_wholes))
+        return self._wholes[first]
 
     def _handed_over(self, wholes: dict[str, torch.Tensor]) -> Weights:
         """Yields each tensor and drops it here, so that its memory can be reused for the next bucket."""
@@ -185,20 +193,11 @@ class WeightReceiver:
         self.incoming_weights = incoming_of(info, index=index, device=self.device, before=before)
 
     def start_staging(self: Any, version: int) -> None:
-        """Begin to receive what has changed; steps may go on meanwhile."""
+        """Begin to receive what has changed, on a thread of its own; steps may go on meanwhile."""
         self.staging: Future[None] = Future()
-        arguments = (version, self.incoming_weights, self.staging)  # another channel may be opened meanwhile
-        threading.Thread(target=self.stage, args=arguments, name="weights", daemon=True).start()
-
-    def stage(self: Any, version: int, incoming: Incoming, staging: "Future[None]") -> None:
-        """Receive what has changed, on a thread of its own."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a new thread's is the first one
-        try:
-            staging.set_result(incoming.stage(version))
-        except Exception as error:
-            incoming.fail(error)
-            staging.set_exception(error)
+        # Not by attributes: a thread that learns late that its channel broke must not touch the one that came after.
+        arguments = (version, self.incoming_weights, self.staging, self.device)
+        threading.Thread(target=_stage, args=arguments, name="weights", daemon=True).start()
 
     def has_staged(self: Any) -> bool:
         """Whether all has come; raises what went wrong with it."""
@@ -236,3 +235,14 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
         self.is_update_begun = False
+
+
+def _stage(version: int, incoming: Incoming, staging: Future[None], device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a new thread's is the first one
+    try:
+        incoming.stage(version)
+        staging.set_result(None)
+    except Exception as error:
+        staging.set_exception(error)
+        incoming.fail(error)

@@ -11,7 +11,7 @@ For each rank of the learners::
     sender.send(version)                  # while the engines receive; again for every version
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -24,9 +24,9 @@ from torch import nn
 from open_instruct.cluster.addresses import outward_address
 from open_instruct.errors import RunError
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.lora.adapters import scaled_adapters, weights_of
+from open_instruct.models.lora.adapters import layers_of, scaled_adapters, weights_of
 from open_instruct.models.lora.files import file_name_of
-from open_instruct.models.shards import held_of, reshard
+from open_instruct.models.shards import Held, held_of, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.weights.changes import SentParts, bucket_of_changes, manifest_of_changes
 from open_instruct.weights.manifest import WeightManifest
@@ -90,6 +90,7 @@ class WeightSender:
         self._backend = backend
         self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
         self._timeout_s = timeout_s
+        self._computes = adapter_alone or bool(layers_of(model))
         held = {hf_name: held_by_name[name] for hf_name, name in self._name_of.items()}
         self.manifest = WeightManifest(
             {name: each.shape for name, each in held.items()},
@@ -102,6 +103,7 @@ class WeightSender:
         self._progress: SyncProgress | None = None
         self._outgoing: Outgoing | None = None
         self._sent: SentParts | None = None
+        self._held: Mapping[str, Held] | None = None
 
     def open(self, num_receivers: int) -> dict[str, Any]:
         """Offer a channel, after closing an earlier one; then call `join`.
@@ -178,11 +180,13 @@ class WeightSender:
         """Give up the channel, if there is one; members that wait on it fail with the reason."""
         self._close_outgoing()
         self._progress = None
+        self._held = None
 
     def _parts(self) -> LocalOf:
         """This rank's parts of the weights as they are now."""
         reshard(self._model)
-        weights = scaled_adapters(self._model) if self._adapter_alone else weights_of(self._model)
+        weights = self._held or (scaled_adapters if self._adapter_alone else weights_of)(self._model)
+        self._held = None if self._computes else weights  # shards stay where they are; to find them takes milliseconds
         return lambda hf_name: weights[self._name_of[hf_name]].local
 
     def _offer(self, num_receivers: int) -> dict[str, Any]:

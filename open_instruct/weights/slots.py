@@ -16,7 +16,7 @@ from open_instruct.cluster.watchdog import MARK_VARIABLE, SHARED_MEMORY
 from open_instruct.errors import RunError
 from open_instruct.weights.manifest import Bucket
 from open_instruct.weights.progress import SyncProgress, learner_name
-from open_instruct.weights.way import NUM_SLOTS, Incoming, Info, LocalOf, Outgoing, Wholes, wait_for_device
+from open_instruct.weights.way import NUM_SLOTS, Incoming, Info, LocalOf, Outgoing, WholesAt, wait_for_device
 
 MIB = 2**20
 INDEX_OF_DEVICE = 6  # among the arguments that torch exports a CUDA tensor with
@@ -80,13 +80,13 @@ class SlotReader(Incoming):
         else:
             self.slots_SN = import_device_slots(info["device_slots"], self.device)
 
-    def take(self, position: int, wholes: Wholes) -> None:
+    def take(self, position: int, wholes_at: WholesAt) -> None:
         assert self.slots_SN is not None
         bucket = self.manifest.bucket_at(position)
         writers = [learner_name(rank) for rank in self.manifest.ranks]
         self.progress.wait(f"filled/{position}", writers, to=f"write bucket {self.manifest.number_at(position)}")
         for rank in bucket.parts:
-            bucket.unpack(slot_of(self.slots_SN, position, bucket), wholes, rank=rank)
+            bucket.unpack(slot_of(self.slots_SN, position, bucket), wholes_at(position), rank=rank)
 
     def close(self) -> None:
         self.slots_SN = None

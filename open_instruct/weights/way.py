@@ -30,6 +30,8 @@ LocalOf = Callable[[str], torch.Tensor]
 """Gives this rank's part of a tensor, by the name that it travels under; made on demand."""
 Wholes = Mapping[str, torch.Tensor]
 """The tensors of a bucket by name, to be filled."""
+WholesAt = Callable[[int], Wholes]
+"""Gives those of the bucket at a position, always the same ones; a way may ask for those of the next one early."""
 
 
 class Outgoing:
@@ -87,8 +89,8 @@ class Incoming(ABC):
         self.progress = progress
 
     @abstractmethod
-    def take(self, position: int, wholes: Wholes) -> None:
-        """Copy all parts of the bucket at `position` into `wholes`.
+    def take(self, position: int, wholes_at: WholesAt) -> None:
+        """Bring all parts of the bucket at `position` into its tensors.
 
         Raises:
             RunError: a learner did not bring its part within the time-out (names it), or somebody failed.

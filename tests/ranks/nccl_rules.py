@@ -90,7 +90,9 @@ def recorded() -> Iterator[list[Call]]:
     opened: Counter[str] = Counter()
     make, open_sender, init_receiver = broadcasts._group, WeightSender.open, IncomingWeights.__init__
 
-    def group(info: Any, store: Any, *, sender: str, rank: int) -> Recorded:
+    def group(info: Any, store: Any, *, sender: str, rank: int) -> Any:
+        if info["backend"] != "nccl":
+            return make(info, store, sender=sender, rank=rank)
         opened[sender] += 1
         name = f"{sender} in channel {opened[sender]}"
         return Recorded(make({**info, "backend": "gloo"}, store, sender=sender, rank=rank), name, rank, device, notes)

@@ -11,6 +11,7 @@ from open_instruct.cluster.watchdog import MARK_VARIABLE
 from open_instruct.toys.tiny import write_tiny_model
 
 JOB = "tests.ranks.jobs.weight_sync"
+KILLS_JOB = "tests.ranks.jobs.delta_kills"
 FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}
 TP_2 = {"replicas": 1, "shards": 1, "tensor": 2, "checkpointing": False}
 HSDP_2X2 = {"replicas": 2, "shards": 2, "tensor": 1, "checkpointing": True}
@@ -128,3 +129,12 @@ def test_who_is_missing_is_named_on_every_side(run_ranks, models, tmp_path, back
     assert missing == "missing"
     for message in (*learners, receiver):
         assert re.search(complaint, message), results
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_whoever_is_killed_every_receiver_has_exactly_one_version(run_ranks, backend):
+    """A hundred versions of what has changed on each way, and kills in every phase that there is."""
+    seed = 7
+    (kills,) = run_ranks(1, f"{KILLS_JOB}:syncs", num_syncs=100, backend=backend, seed=seed)
+    assert set(kills) == {"compare", "send", "stage", "apply", "between versions"}, kills
+    assert sum(kills.values()) >= 20

@@ -174,11 +174,23 @@ class TestPublish:
         with stage(1) as it:
             it.publish(1)
             assert it.names() == [
-                *("settle", "start_update", "open_weight_channel", "join_weight_channel", "open_channel"),
+                *("open_weight_channel", "join_weight_channel", "open_channel", "settle", "start_update"),
                 *(SEND, "receive_weights", "finish_update", "weights_changed"),
             ]
             assert it.publisher.version == 1
             assert it.generates() == (1, 1, 1)
+
+    def test_an_engine_stops_for_changes_once_it_has_them_from_the_first_version_on(self) -> None:
+        with stage(1, is_delta=True) as it:
+            for version in (1, 2):
+                it.calls.clear()
+                it.publish(version)
+                connecting = ["open_weight_channel", "join_weight_channel", "open_channel"] if version == 1 else []
+                assert it.names() == [
+                    *(*connecting, SEND, "start_staging", "has_staged", "settle", "start_update"),
+                    *("receive_weights", "finish_update", "weights_changed"),
+                ]
+                assert it.generates() == (version,) * 3
 
     def test_the_channel_is_kept(self) -> None:
         with stage(2) as it:
@@ -210,6 +222,7 @@ class TestPublish:
     @pytest.mark.parametrize("drain", [False, True])
     def test_drain_decides_what_becomes_of_running_completions(self, drain: bool) -> None:
         with stage(1, drain=drain) as it:
+            it.publish(0)  # opens the channel
             core = it.made[0].core
             core.hold()
             future = it.pool.submit(request(1, num_tokens=6))
@@ -232,7 +245,7 @@ class TestThroughAFolder:
         with stage(1, channel=FILES) as it:
             it.publish(1)
             opening = ("open_weight_channel", "join_weight_channel", "open_channel")
-            assert it.names() == ["settle", "start_update", *opening, *self.STAGED, *self.PUT]
+            assert it.names() == [*opening, *self.STAGED, "settle", "start_update", *self.PUT]
             it.calls.clear()
             it.publish(2)
             assert it.names() == [*self.STAGED, "settle", "start_update", *self.PUT]
@@ -276,14 +289,22 @@ class TestThroughAFolder:
 
 
 class TestEngineDies:
-    @pytest.mark.parametrize("method", ["start_update", "open_channel", "receive_weights", "finish_update"])
-    def test_during_a_sync_everything_is_sent_again(self, method: str) -> None:
-        with stage(2) as it:
+    @pytest.mark.parametrize(
+        ("is_delta", "method"),
+        [
+            *((False, method) for method in ("start_update", "open_channel", "receive_weights", "finish_update")),
+            *((True, method) for method in ("start_staging", "has_staged", "start_update", "receive_weights")),
+        ],
+    )
+    def test_during_a_sync_everything_is_sent_again(self, is_delta: bool, method: str) -> None:
+        with stage(2, channel=DELTA if is_delta else DENSE) as it:
             lost, other = it.made
             dies_in(lost, method)
-            if method in ("open_channel", "receive_weights"):
-                learners_method = SEND if method == "receive_weights" else "join_weight_channel"
-                it.learners.effects[learners_method] = [wait_until_abandoned(it)]
+            waits_in = {"open_channel": "join_weight_channel", "start_staging": SEND, "has_staged": SEND}
+            if not is_delta:
+                waits_in["receive_weights"] = SEND
+            if method in waits_in:
+                it.learners.effects[waits_in[method]] = [wait_until_abandoned(it)]
             it.publish(1)
             eventually(lambda: it.publisher.version == 1 and not it.publisher._new_engines)
             eventually(lambda: len(it.made) == 3)

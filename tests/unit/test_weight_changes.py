@@ -1,5 +1,6 @@
 """What has changed of weights, told and taken in: the bits on both sides are the same, whatever they are."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from open_instruct.models.shards import Box, at
+from open_instruct.models.shards import Box, at, shard_box
 from open_instruct.weights.changes import (
     BITS,
     PLACES,
@@ -27,12 +30,17 @@ from open_instruct.weights.manifest import WeightManifest
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NUM_VALUES = 60
-# How two ranks may hold a tensor of shape (20, 3): rows, columns, or a run of its values.
+# How ranks may hold a tensor of shape (20, 3): rows, columns, or a run of its values.
 HOLDINGS: dict[str, dict[int, Box]] = {
     "rows": {0: (slice(0, 11), slice(0, 3)), 1: (slice(11, 20), slice(0, 3))},
     "columns": {0: (slice(0, 20), slice(0, 1)), 1: (slice(0, 20), slice(1, 3))},
     "a run": {0: (slice(0, 7),), 1: (slice(7, NUM_VALUES),)},
     "a copy of the other's": {1: (slice(0, 20), slice(0, 3))},
+    "rows that are cut twice": {
+        rank: shard_box((20, 3), (2, 2), divmod(rank, 2), (_StridedShard(0, split_factor=2), Shard(0)))
+        for rank in range(4)
+    },
+    "rows and columns": {rank: shard_box((20, 3), (2, 3), divmod(rank, 3), (Shard(0), Shard(1))) for rank in range(6)},
 }
 
 
@@ -103,6 +111,26 @@ def test_a_receiver_has_the_learners_bits(drawn: tuple[torch.dtype, list[dict[st
         assert not any(travel(senders, mirror, manifest, weights))
         for name, each in weights.items():
             assert torch.equal(bits_of(mirror.tensors[name]), bits_of(each)), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_value_that_equals_another_or_not_even_itself_is_told_from_every_other(dtype: torch.dtype) -> None:
+    """Of 0.0 and -0.0, infinities, NaN of two payloads and both signs, and the least and the largest numbers."""
+    info, bits = torch.finfo(dtype), BITS[dtype.itemsize]
+    plain = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, info.smallest_normal, info.max], dtype=dtype)
+    nan = plain[4:5].view(bits)
+    least = torch.ones(1, dtype=bits)  # subnormal
+    specials = torch.cat([plain.view(bits), nan | 1, nan | torch.iinfo(bits).min, least])
+    pairs = torch.cartesian_prod(specials, specials).view(dtype)
+    manifest = WeightManifest(
+        {"w": (20, len(pairs))}, {"w": {0: (slice(0, 20), slice(0, len(pairs)))}}, dtype=dtype, bucket_bytes=2**20
+    )
+    sender, mirror = {0: SentParts(manifest, rank=0)}, Mirror(manifest)
+    for side in (0, 1):  # in one row of many, so that what has changed travels alone
+        weights = {"w": torch.ones(20, len(pairs), dtype=dtype)}
+        weights["w"][7] = pairs[:, side]
+        assert travel(sender, mirror, manifest, weights) == [None]
+        assert torch.equal(bits_of(mirror.tensors["w"]), bits_of(weights["w"]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

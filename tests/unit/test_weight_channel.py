@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from open_instruct.errors import RunError
 from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.weights.broadcasts import ERROR_HANDLING, broadcast_group
 from open_instruct.weights.progress import SyncProgress, learner_name, receiver_name
-from open_instruct.weights.receiver import EXTRA_PATIENCE_S
+from open_instruct.weights.receiver import EXTRA_PATIENCE_S, WeightReceiver
 from open_instruct.weights.way import wait_for_device
 
 CPU = torch.device("cpu")
@@ -110,3 +111,39 @@ def test_what_a_member_waits_for_is_its_own_stream(monkeypatch: pytest.MonkeyPat
     assert waited == ["stream"]
     wait_for_device(CPU)
     assert waited == ["stream"]
+
+
+class SlowChannel:
+    """Stages until it is told of a failure, or of none."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.failure: RunError | None = None
+        self.failed: list[BaseException] = []
+        self.has_failed = threading.Event()
+
+    def stage(self) -> None:
+        assert self.may_end.wait(20)
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, error: BaseException) -> None:
+        self.failed.append(error)
+        self.has_failed.set()
+
+
+def test_a_channel_whose_end_is_known_late_does_not_end_the_next_one() -> None:
+    """Its thread still waits for a learner that is gone when the engine stages from new learners."""
+    old, new = SlowChannel(), SlowChannel()
+    worker: Any = SimpleNamespace(device=CPU, incoming_weights=old)
+    WeightReceiver.start_staging(worker)
+    worker.incoming_weights = new
+    WeightReceiver.start_staging(worker)
+    old.failure = RunError("learner 0 is gone")
+    old.may_end.set()
+    assert old.has_failed.wait(20)
+    assert (old.failed, new.failed) == ([old.failure], [])
+    assert not WeightReceiver.has_staged(worker)
+    new.may_end.set()
+    worker.staging.result(20)
+    assert WeightReceiver.has_staged(worker)

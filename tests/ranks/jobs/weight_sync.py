@@ -85,6 +85,7 @@ def received(incoming: Incoming, info: dict[str, Any], version: int, turns: Path
 @torch.no_grad()
 def sync(cases: list[dict[str, Any]], num_learners: int, num_receivers: int, folder: str) -> list[list[str]]:
     """For each case, what a receiver got other than the export, or, of a second version, other than twice as much."""
+    broadcasts.LARGE_BYTES = 2**12  # so that there are messages of every kind
     is_learner = own_rank() < num_learners
     if is_learner:
         start_learner(num_learners)
