@@ -2,6 +2,7 @@
 
 import inspect
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable
 from functools import partial
@@ -42,7 +43,10 @@ def help_page(config_class: type, program: str, width: int, usage: str = "") -> 
 def print_help(config_class: type, program: str, usage: str = "") -> None:
     """Print `--help` for the width of the terminal, styled where stdout is one and plain elsewhere."""
     page = help_page(config_class, program, min(shutil.get_terminal_size().columns, MAX_WIDTH), usage)
-    Console(highlight=False, soft_wrap=True).print(page)
+    if sys.stdout.isatty():
+        Console(highlight=False, soft_wrap=True).print(page)
+    else:  # rich would take a reader that has read enough for a failure
+        print(page.plain)
 
 
 def _wrapped(width: int, text: str, indent: int = 0, later_indent: int = 0) -> str:

@@ -22,6 +22,7 @@ from tests.unit.fake_engine import TIMEOUT_S, InProcessEngine, eventually, reque
 
 SEND = "broadcast_to_vllm"
 DENSE = {"port": 7, "backend": "shm", "changes_alone": False}
+DELTA = {"port": 7, "backend": "gloo", "changes_alone": True}
 FILES = {"backend": "files", "changes_alone": True}
 
 
@@ -181,7 +182,7 @@ class TestPublish:
             assert it.generates() == (1, 1, 1)
 
     def test_an_engine_stops_for_changes_once_it_has_them_from_the_first_version_on(self) -> None:
-        with stage(1, is_delta=True) as it:
+        with stage(1, channel=DELTA) as it:
             for version in (1, 2):
                 it.calls.clear()
                 it.publish(version)

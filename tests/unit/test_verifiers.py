@@ -289,7 +289,7 @@ from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.records import Check
 from open_instruct.sandbox import sandbox
 from open_instruct.verifiers.pool import VerifierPool
-sandbox.START = "import sys; sys.platform = {platform!r}" + sandbox.START
+sandbox.START = "import psutil, sys; sys.platform = {platform!r}" + sandbox.START  # psutil is made for a platform
 pool = VerifierPool(RewardSection(verifier=["{user_module}:Odd"], num_verifier_processes=1, verifier_timeout_s=300))
 odd = Check(verifier="odd", ground_truth=None)
 from tests.unit.scored import completion_of, score
