@@ -73,7 +73,8 @@ def main() -> None:
         step_batch(rows, [(row,) for row in range(start, start + size)], shape=shape, rank=0, num_ranks=1)
         for start in range(0, len(rows), size)
     )
-    ahead = SampleLoader(rows, shape=shape, seed=0, dp_group=None).rest_of_epoch()
+    samples = [(row,) for row in range(len(rows))]
+    ahead = SampleLoader(rows, samples, shape=shape, seed=0, dp_group=None).rest_of_epoch()
     plain_s, ahead_s = (np.median(waited_s(steps, options.device_s)) for steps in (asked_for, ahead))
     print(f"the device waits a step: built when asked for {1e3 * plain_s:.1f} ms, built ahead {1e3 * ahead_s:.1f} ms")
     print(f"ratio {ahead_s / plain_s:.3f}")
