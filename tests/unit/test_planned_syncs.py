@@ -95,6 +95,11 @@ def test_a_plan_says_where_all_weights_take_no_longer() -> None:
     assert remedy not in " ".join(said("weight_sync", planned(*NODES, "--cross_node_gb_s", "0.5")))
 
 
+def test_a_plan_knows_no_seconds_of_a_folder() -> None:
+    plan = planned(*NODES, "--weight_sync_backend", "files")
+    assert plan.workload.num_engines and plan.syncs == ()
+
+
 def test_without_a_gpu_the_copy_is_in_the_memory_that_is_planned() -> None:
     plan = planned(*NODES)
 
