@@ -217,6 +217,6 @@ def aligned(num_bytes: int) -> int:
 
 def _aligned(values: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, and as many zeros as it takes."""
-    flat = (values if len(values) else NOTHING).view(torch.uint8)  # numpy's of no values have strides of none
+    flat = (values if len(values) else NOTHING).view(torch.uint8)  # those of numpy are no bytes where there are none
     lacking = aligned(len(flat)) - len(flat)
     return torch.nn.functional.pad(flat, (0, lacking)) if lacking else flat
