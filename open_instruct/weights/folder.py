@@ -74,7 +74,7 @@ class FolderWeights:
                 for rank, written in enumerate(link.messages):
                     if written:
                         self._take(rank, written, Path(f"{self.chain}-{link.version}.{rank}"))
-        except (OSError, TypeError, ValueError) as error:  # the last two of a link that is none
+        except (OSError, LookupError, RuntimeError, TypeError, ValueError) as error:  # all but the first of a false link
             where = f"version {version} in {Path(self.chain).parent}, which all hosts need to see"
             raise RunError(f"weight sync: {self._name} could not read {where}: {error}; all is written anew") from error
         self._version = version
