@@ -35,7 +35,7 @@ def step_of(way: str, num_tokens: int, width: int, dtype_name: str) -> Any:
         comparison = Comparison(teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE, head_VD=teacher_VD)
         compare = comparison.compare_logits
         settings = HeadSettings(measure=Measure(compare, (teacher_BKD,)))
-        out = head(hidden_BKD, labels=labels_BK, loss_reduction="none", return_logits=False, settings=settings)
+        out = head(hidden_BKD, labels=labels_BK, loss_reduction="none", return_logits=False, settings=lambda: settings)
         (0.5 * (out.loss.sum() + out.measured.sum()) / num_tokens).backward()
 
     return {"plain": plain, "ours": ours}[way]

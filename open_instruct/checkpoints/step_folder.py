@@ -28,6 +28,8 @@ FORMAT = 2
 PART, REMOVED, DAMAGED = "-tmp", "-removed", "-damaged"
 MANIFEST, INDEX = "checkpoint.json", "index.json"
 NAME = re.compile(r"step(0|[1-9]\d*)")
+# Of these one is in each checkpoint of OLMo-core's own format, which is pickle.
+OLMO_CORE = (".metadata", ".metadata.json", "train", "model_and_optim")
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """The errors of reading JSON that may have any form."""
@@ -116,6 +118,16 @@ def find_checkpoints(folder: Path) -> list[Path]:
 def latest_step(folder: Path) -> int | None:
     """Step of the newest complete checkpoint, or None."""
     return next((step_of(path) for path in reversed(find_checkpoints(folder))), None)
+
+
+def refuse_another_format(folder: Path) -> None:
+    """:raises InputError: `folder` has checkpoints of OLMo-core's own format, and none of this one."""
+    others = [path for path in candidates(folder) if any((path / name).exists() for name in OLMO_CORE)]
+    if others and not find_checkpoints(folder):
+        raise InputError(
+            f"{others[0]} is a checkpoint of OLMo-core's own format, whose pickles can run code and are never read: "
+            "give its model, converted to Hugging Face's form, as --model_name_or_path, and another --output_dir"
+        )
 
 
 def refuse_another_start_model(checkpoint: Path, own: str) -> None:

@@ -6,14 +6,14 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import floor
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
-from open_instruct.errors import InputError
+from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.records import Completion
 
@@ -33,6 +33,10 @@ CPU_KV_CACHE_MIB = 256
 # vLLM's message when another process holds the GPU's memory: free and total GiB, rounded to hundredths.
 FREE_MEMORY = re.compile(r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\)")
 ROUNDED_GIB = 0.01
+# Temperatures of the check, at start-up, that log-probs are of the distribution that is sampled from.
+PROBED_TEMPERATURES = (1.0, 2.0)
+NUM_PROBED = 10
+LEAST_SPREAD = 0.1  # nats; where all tokens are as likely, rounding decides
 
 
 def engine_environment(on_cuda: bool, runner: str = "auto") -> dict[str, str]:
@@ -154,6 +158,7 @@ class VLLMCore:
             self.call_workers(AdapterWorker.hold_no_adapter)
         self._names = names_of_versions() if adapter is not None else itertools.repeat(None)
         self._adapter = next(self._names)
+        self._check_logprobs()
         self._engine.set_weight_version("0")
 
     def add(self, key: int, request: GenerationRequest) -> None:
@@ -164,12 +169,7 @@ class VLLMCore:
                 f"the prompt has {len(request.prompt_token_ids)} tokens, and a completion of "
                 f"{request.sampling.max_tokens} leaves it 1 to {room} of the engine's {self._settings.max_model_len}"
             )
-        self._engine.add_request(
-            str(key),
-            {"prompt_token_ids": list(request.prompt_token_ids)},
-            self._params_of(request),
-            lora_request=self._adapter,  # without its name vLLM may ignore the adapter
-        )
+        self._add(str(key), list(request.prompt_token_ids), self._params_of(request))
         self._seeds[key] = request.seed
 
     def abort(self, key: int) -> None:
@@ -206,6 +206,29 @@ class VLLMCore:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+    def _check_logprobs(self) -> None:
+        """Check that log-probs are taken after the temperature, whichever of vLLM's model runners is in use.
+
+        Raises:
+            RunError: they are not.
+        """
+        from vllm import SamplingParams
+
+        probes: list[dict[int, float]] = []
+        for temperature in PROBED_TEMPERATURES:
+            params = SamplingParams(temperature=temperature, max_tokens=1, logprobs=NUM_PROBED, detokenize=False)
+            self._add(f"probe at {temperature}", [0], params)
+            outputs: list[Any] = []
+            while self._engine.has_unfinished_requests():
+                outputs += self._engine.step()
+            logprobs = outputs[0].outputs[0].logprobs[0]
+            probes.append({token: each.logprob for token, each in logprobs.items()})
+        check_temperature(*probes)
+
+    def _add(self, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
+        """Add a request, with the adapter's name if there is one; without the name vLLM may ignore the adapter."""
+        self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params, lora_request=self._adapter)
 
     def _params_of(self, request: GenerationRequest) -> SamplingParams:
         from vllm import SamplingParams
@@ -275,6 +298,29 @@ def refusal_of_memory(words: str, settings: EngineSettings, *, has_cache_size: b
         f"the keys and values of one completion, {settings.max_model_len} tokens with its prompt, do not fit into an "
         f"engine's cache: raise {flag}, or lower --response_length or --max_prompt_token_length"
     )
+
+
+def check_temperature(warm: Mapping[int, float], hot: Mapping[int, float]) -> None:
+    """Compare the log-probs of the likeliest tokens after one prompt at both of `PROBED_TEMPERATURES`.
+
+    Twice the temperature halves all differences between log-probs. Where it is not applied they are the same.
+
+    Raises:
+        RunError: it was not applied.
+    """
+    shared = warm.keys() & hot.keys()
+    spread_warm = _spread([warm[token] for token in shared])
+    spread_hot = _spread([hot[token] for token in shared])
+    if LEAST_SPREAD < spread_warm < 1.5 * spread_hot:
+        raise RunError(
+            f"vLLM's log-probs are not those that it samples from: between {len(shared)} tokens they differ by up to "
+            f"{spread_warm:.3g} at temperature 1 and by {spread_hot:.3g} at temperature 2, which should be half of it. "
+            "Have vLLM's other model runner by --vllm_runner v1 (or v2, if it is v1)"
+        )
+
+
+def _spread(logprobs: Sequence[float]) -> float:
+    return max(logprobs) - min(logprobs)
 
 
 def adapter_options(adapter: LoRASection) -> dict[str, Any]:

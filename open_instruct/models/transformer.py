@@ -12,7 +12,7 @@ except what has no public door, which is used in this file alone:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -76,7 +76,7 @@ class SegmentTransformer(Transformer):
         segments: Segments | None = None,
         doc_lens: torch.Tensor | None = None,
         max_doc_lens: object = None,
-        head_settings: HeadSettings | None = None,
+        head_settings: Callable[[], HeadSettings] | None = None,
         **kwargs: Any,
     ) -> Any:
         del max_doc_lens

@@ -168,9 +168,12 @@ class Plan:
 
     @cached_property
     def syncs(self) -> tuple[SyncCost, ...]:
-        """What a weight sync costs, if there are engines: all weights first, then shares of them that have changed."""
+        """What a weight sync costs, if there are engines: all weights first, then shares of them that have changed.
+
+        Through a folder it takes as long as that does, which is not known.
+        """
         costs = sync_costs(self.setting.shape, self.layout, self.workload, self.setting.device, self.exchanges)
-        return tuple(costs) if self.workload.num_engines else ()
+        return tuple(costs) if self.workload.num_engines and self.workload.sync_backend != "files" else ()
 
     @property
     def sent_bytes(self) -> int:

@@ -56,8 +56,8 @@ class RunFiles:
             made_with=made_with,
             rows=list(rows_of(directory.metrics)),
             evaluations=list(rows_of(directory.evaluations)),
-            layout=_object_in(directory.layout),
-            plan=_object_in(directory.plan),
+            layout=_object_in(directory.layout, "warnings"),
+            plan=_object_in(directory.plan, "peak_phase"),
             num_steps=_num_steps(config),
             has_ended=directory.hf_model.exists() or directory.adapter.exists(),
         )
@@ -107,10 +107,10 @@ def _num_steps(config: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _object_in(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is missing or damaged."""
+def _object_in(path: Path, key: str) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file is missing or damaged, or is another, without `key`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) and key in value else {}

@@ -28,6 +28,7 @@ def check_agreement(metrics: Mapping[str, float], *, param_dtype: str, engine_dt
     raise RunError(
         f"engines and learners disagree on the log-probs of the first step's tokens by {mean:.2g} on average and "
         f"{largest:.2g} at most, although both hold the same weights: training on them would be off-policy from the "
-        "start. Is --tokenizer_name_or_path of another model? If not, this is a defect (of vLLM, where another "
-        "--vllm_runner agrees, v1 or v2): please report the model and the command"
+        "start. Is --tokenizer_name_or_path of another model? If not, give the command again with --vllm_runner v1 (on "
+        "a GPU v2, if it was v1): where that agrees, keep it, as vLLM's other runner gives log-probs that it does not "
+        "sample from. If neither agrees, this is a defect: please report the model and the command"
     )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from open_instruct.checkpoints.step_folder import latest_step
+from open_instruct.checkpoints.step_folder import latest_step, refuse_another_format
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, changed_lengths, provenance, refuse_conflicts, write_config
 from open_instruct.config.sections import ParallelSection
@@ -105,6 +105,7 @@ def made_ready(
         directory.remove_partials()
         if config.run.overwrite_output_dir:
             directory.remove_earlier_run()
+        refuse_another_format(directory.path)
         if (step := latest_step(directory.path)) is not None:
             _refuse_another_run(config, directory, layout, step, console)
         directory.write_layout(layout)

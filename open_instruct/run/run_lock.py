@@ -2,14 +2,16 @@
 
 `run.lock` is locked and never read: closing any descriptor of a file gives up the process's POSIX locks on it. POSIX,
 because a forked child keeps BSD's alive after `kill -9`. `run.lease` names the holder, whose lease is renewed every
-`BEAT_S`; that of a process that has ended on this host is free at once, another host's after `LEASE_S` of silence.
+`BEAT_S`; that of a process that has ended on this host is free at once, another host's after `WATCH_S` of silence.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,11 +28,9 @@ if TYPE_CHECKING:
     from filelock import LeaseCompromise, SoftFileLease
 
 BEAT_S = 5.0
-LEASE_S = 30.0
-# More than one look: a lease that is free is cleared away by the first, and taken by the next.
-LOOKS_S = 0.2
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-HELD = {errno.EACCES, errno.EAGAIN}
+WATCH_S = 2.5 * BEAT_S
+# A lease that is free is cleared away by a first look, and taken by a next one.
+LOOKS_S, LOOK_S = 5.0, 0.05
 
 _held: list[SoftFileLease] = []
 
@@ -48,18 +48,25 @@ def locked(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
     from filelock import SoftFileLease
 
     def lost(loss: LeaseCompromise) -> None:
-        if loss.reason == "owner-changed":
-            # Both would write the same files: the one that was silent for so long gives way.
-            text = f"{folder} was taken over by {_holder(lease)} while this process did not run: it ends"
-            print(text, file=sys.stderr, flush=True)
-            os._exit(EXIT_FAILURE)
+        if loss.reason == "marker-missing":
+            # Somebody removed the file: it is written again, or a run on another host would find none.
+            with suppress(OSError):
+                lease.release()
+                lease.acquire()
+            if lease.is_locked or lease.owner is None:
+                return
+        # Both would write the same files: the one that was silent for so long gives way.
+        text = f"{folder} was taken over by {_holder(lease)} while this process did not run: it ends"
+        print(text, file=sys.stderr, flush=True)
+        os._exit(EXIT_FAILURE)
 
     lease = SoftFileLease(
         folder / "run.lease",
-        lease_duration=LEASE_S,
+        lease_duration=1e9,  # never: filelock would tell its age by the clocks of two hosts
         heartbeat_interval=BEAT_S,
         on_compromise=lost,
-        poll_interval=LOOKS_S / 4,
+        timeout=LOOKS_S,
+        poll_interval=LOOK_S,
         thread_local=False,
     )
     descriptor = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -80,24 +87,34 @@ def release_all() -> None:
 
 
 def _take(lease: SoftFileLease, descriptor: int, folder: Path, say: Callable[[str], None]) -> None:
-    from filelock import Timeout
-
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in HELD:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
             raise _refusal(lease, folder) from None
-        if error.errno not in NO_LOCKS:
-            raise
-    with suppress(Timeout):
-        lease.acquire(timeout=LOOKS_S)
-        return
-    # Another machine's file system may have granted the lock as well.
-    say(f"{folder} was last held by {_holder(lease)}: watching for up to {LEASE_S:g} s whether that still lives")
+        # Such a file system has no locks: the lease alone decides.
+    # Another host's file system may have granted the lock as well.
+    if (owner := lease.owner) and owner.hostname != socket.gethostname():
+        say(f"{folder} was last held by {_holder(lease)}: watching for {WATCH_S:g} s whether that still lives")
+        if _is_renewed(folder / "run.lease"):
+            raise _refusal(lease, folder)
+        lease.break_lock()
     try:
-        lease.acquire(timeout=LEASE_S + BEAT_S)
-    except Timeout:
+        lease.acquire()
+    except TimeoutError:
         raise _refusal(lease, folder) from None
+
+
+def _is_renewed(path: Path) -> bool:
+    """Whether a lease is renewed within `WATCH_S`, by no clock but its own; one that goes away is not."""
+    renewals: set[int] = set()
+    end_s = time.monotonic() + WATCH_S
+    with suppress(FileNotFoundError):
+        while len(renewals) < 2 and time.monotonic() < end_s:
+            with path.open("rb") as file:  # NFS may remember for a while when a file that nobody opens was changed
+                renewals.add(os.fstat(file.fileno()).st_mtime_ns)
+            time.sleep(LOOK_S)
+    return len(renewals) > 1
 
 
 def _refusal(lease: SoftFileLease, folder: Path) -> InputError:

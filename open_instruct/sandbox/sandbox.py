@@ -73,7 +73,9 @@ class Child:
             self._unsent = b""
             self._has_begun = self._has_begun or self._connection.recv(1) == b"+"
             while not (mark.encode() in told and told.endswith(b"\n")) and len(told) <= max_bytes:
-                self._connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))
+                if (left_s := deadline_s - time.monotonic()) <= 0:
+                    raise TimeoutError  # also where it writes without an end, and there is always something to read
+                self._connection.settimeout(left_s)
                 if not (piece := self._connection.recv(PIECE_BYTES)):
                     break
                 told += piece
@@ -153,14 +155,18 @@ class Forks:
                 start_new_session=True,
             )
         self._control.settimeout(START_TIMEOUT_S)
-        if self._control.recv(1) != b"+":
-            raise RunError("what programs and verifiers run in did not start; docs/security.md says what it needs")
-        return server
+        with suppress(TimeoutError):
+            if self._control.recv(1) == b"+":
+                return server
+        server.kill()
+        server.wait()
+        raise RunError("what programs and verifiers run in did not start; docs/security.md says what it needs")
 
     def close(self) -> None:
         """End it, and all others."""
         if self._server is not None:
-            self._control.close()
+            with suppress(OSError), self._control:
+                self._control.shutdown(socket.SHUT_RDWR)  # a forked child of this process may hold it, too
             self._server.wait(START_TIMEOUT_S)
 
 

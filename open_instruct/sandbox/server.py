@@ -45,6 +45,7 @@ def main(control: socket.socket, *, answers_with: str) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     walls = None if answers_with else _walls()
+    may_start_others = walls is None or walls.filter is None  # no wall keeps a child from it
     control.sendall(b"+")
     children: dict[int, int] = {}  # by the descriptor of what closes when they are to be ended
     poll = select.poll()
@@ -55,7 +56,7 @@ def main(control: socket.socket, *, answers_with: str) -> None:
                 poll.unregister(descriptor)
                 os.close(descriptor)
                 _end(children.pop(descriptor))
-                if walls is None or walls.filter is None:  # no wall has kept it from starting others
+                if may_start_others:
                     _end_all_but(children.values())
                 continue
             message, sockets, *_ = socket.recv_fds(control, 1, 2)
@@ -74,7 +75,8 @@ def main(control: socket.socket, *, answers_with: str) -> None:
             children[life] = child
             os.close(work)
             poll.register(life, 0)  # its end alone
-        _reap_all_but(children.values())
+        if _reap_all_but(children.values()) and may_start_others:
+            _end_all_but(children.values())  # they may hold its socket, on which its client waits
     for child in children.values():
         _end(child)
     _end_all_but(())
@@ -103,13 +105,19 @@ def _end_all_but(kept: Collection[int]) -> None:
         _end(others.pop())
 
 
-def _reap_all_but(kept: Collection[int]) -> None:
-    """Ask how others have ended, of which there may be ever more; the ids of those that are kept stay theirs."""
+def _reap_all_but(kept: Collection[int]) -> bool:
+    """Ask how others have ended, of which there may be ever more; the ids of those that are kept stay theirs.
+
+    Returns whether one that is kept has ended.
+    """
     if sys.platform == "linux":
         with suppress(ChildProcessError):
             look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid not in kept:
+            while ended := os.waitid(os.P_ALL, 0, look):
+                if ended.si_pid in kept:
+                    return True
                 os.waitpid(ended.si_pid, 0)
+    return False
 
 
 def _live(work: int, walls: Walls | None, server: int, answers_with: str) -> NoReturn:

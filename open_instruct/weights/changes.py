@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import xxhash
 
-from open_instruct.models.shards import at, box_shape
+from open_instruct.models.shards import at
 from open_instruct.weight_sync import PLACE_BYTES, ROW_BYTES
 from open_instruct.weights.manifest import Bucket, Manifest, Part, WeightManifest
 from open_instruct.weights.way import LocalOf
@@ -30,6 +30,7 @@ WHOLE, PLACES, RUNS = range(3)
 # Of a part's values. Below, the bytes of all three forms decide. Above, no form takes fewer bytes than the whole where
 # changes lie at random; where they lie together runs would save less than half, and places take memory to be found.
 MOST_CHANGED = 0.5
+BLOCK_VALUES = 2**18
 ALIGNMENT = 8  # bytes; of whatever is read as a tensor of its own
 NOTHING = torch.empty(0, dtype=torch.int32)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -45,8 +46,6 @@ class SentParts:
         self._manifest = manifest
         self._rank = rank
         self._sent: dict[tuple[int, str], torch.Tensor] = {}
-        parts = [part for bucket in manifest.buckets for part in bucket.parts.get(rank, {}).values()]
-        self._now = torch.empty(max((part.num_bytes for part in parts), default=0), dtype=torch.uint8)
 
     def messages(self, local_of: LocalOf, *, has_digests: bool) -> Iterator[Message]:
         """A message for each bucket, made when it is asked for. After the last, these are the parts as last sent.
@@ -62,26 +61,26 @@ class SentParts:
         rows: list[tuple[int, int, int, int]] = []
         told: Message = []
         for name, part in self._manifest.buckets[index].parts.get(self._rank, {}).items():
-            values = self._now[: part.num_bytes].view(self._manifest.dtype).view(box_shape(part.box))
-            bits_N = bits_of(values.copy_(local_of(name)[part.own]))
-            form, entries, values_C = self._changed((index, name), bits_N)
-            rows.append((form, len(entries), len(values_C), digest_of(bits_N) if has_digests else 0))
+            values = local_of(name)[part.own]
+            if values.device.type != "cpu" or not values.is_contiguous():
+                values = values.to("cpu", self._manifest.dtype).contiguous()
+            form, entries, values_C, digest = self._changed((index, name), values.view(-1))
+            rows.append((form, len(entries), len(values_C), digest if has_digests else 0))
             told += [_aligned(entries), _aligned(values_C)]
         return [_aligned(torch.tensor(rows, dtype=torch.int64).view(-1)), *told]
 
-    def _changed(self, key: tuple[int, str], bits_N: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """The form in which a part is told, its entries and its values; from now on these bits are those that were
-        sent."""
+    def _changed(self, key: tuple[int, str], values_N: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor, int]:
+        """The form in which a part is told, its entries, its values and its digest; from now on it is as last sent."""
         if (sent_N := self._sent.get(key)) is None:
-            self._sent[key] = bits_N.clone()
-            return WHOLE, NOTHING, self._sent[key]
-        form, entries, places_C = changes(bits_N, sent_N)
-        sent_N.copy_(bits_N)  # takes less time than to put some values in their places
-        if form == WHOLE:
-            return form, entries, sent_N
-        values_C = bits_N.new_empty(len(places_C))
-        np.take(bits_N.numpy(), places_C.numpy(), out=values_C.numpy(), mode="clip")  # all are within; needs no copy
-        return form, entries, values_C
+            sent_N = self._sent[key] = bits_of(values_N.to(self._manifest.dtype, copy=True))
+            return WHOLE, NOTHING, sent_N, digest_of(sent_N)
+        places_C, digest = renew(sent_N, values_N, dtype=self._manifest.dtype)
+        form, entries = form_of(places_C, num_values=len(sent_N), itemsize=sent_N.itemsize)
+        if form == WHOLE or places_C is None:
+            return form, entries, sent_N, digest
+        values_C = sent_N.new_empty(len(places_C))
+        np.take(sent_N.numpy(), places_C, out=values_C.numpy(), mode="clip")  # all are within; needs no copy
+        return form, entries, values_C, digest
 
 
 class Mirror:
@@ -127,25 +126,46 @@ class _Reader:
         return self._flat[first : first + num_bytes].view(dtype)
 
 
-def changes(bits_N: torch.Tensor, before_N: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """The form of the fewest bytes in which a part can be told to who has `before_N`; its entries; and the places of
-    the values that go with them, where these are not all.
+def renew(sent_N: torch.Tensor, values_N: torch.Tensor, *, dtype: torch.dtype) -> tuple[np.ndarray | None, int]:
+    """Make `sent_N` the bits of the values in `dtype`; returns the places where it changed, and the digest of all.
 
-    Example: of [1, 2, 3, 4, 5, 6] after [1, 2, 9, 4, 5, 6] the form is PLACES, the entries and the places are [2].
+    The places are None where more than `MOST_CHANGED` of the values changed. A block of values at a time goes through
+    all that is done with it, while it is in a core's cache.
+
+    Example: [1, 2, 3, 4, 5, 6] is renewed by [1, 2, 9, 4, 5, 6] at the places [2].
     """
-    differs_N = bits_N.numpy() != before_N.numpy()  # numpy's are three times as fast as torch's, here and below
-    if np.count_nonzero(differs_N) > MOST_CHANGED * len(differs_N):
-        return WHOLE, NOTHING, NOTHING
-    places_C = np.flatnonzero(differs_N)
+    digest = xxhash.xxh3_64()
+    found: list[np.ndarray] = []
+    num_changed = start = 0
+    for now_N, before_N in zip(values_N.split(BLOCK_VALUES), sent_N.split(BLOCK_VALUES), strict=True):
+        bits, before = bits_of(now_N.to(dtype)).numpy(), before_N.numpy()
+        differs = bits != before  # numpy's are three times as fast as torch's, here and below
+        num_changed += int(np.count_nonzero(differs))
+        if num_changed <= MOST_CHANGED * len(sent_N):
+            found.append(np.flatnonzero(differs) + start)
+        before[:] = bits
+        digest.update(bits.data)
+        start += len(bits)
+    places_C = np.concatenate(found) if num_changed <= MOST_CHANGED * len(sent_N) else None
+    return places_C, int.from_bytes(digest.digest(), signed=True)
+
+
+def form_of(places_C: np.ndarray | None, *, num_values: int, itemsize: int) -> tuple[int, torch.Tensor]:
+    """The form of the fewest bytes in which changes at these places of a part can be told, and its entries.
+
+    Example: of a change at place 2 of six values of 2 bytes the form is PLACES, the entry is 2.
+    """
+    if places_C is None:
+        return WHOLE, NOTHING
     first_R = np.flatnonzero(np.diff(places_C, prepend=-2) != 1)
     bytes_of_runs = 2 * PLACE_BYTES * len(first_R)
     bytes_of_places = PLACE_BYTES * len(places_C)
-    if min(bytes_of_runs, bytes_of_places) + bits_N.itemsize * len(places_C) >= bits_N.nbytes:
-        return WHOLE, NOTHING, NOTHING
+    if min(bytes_of_runs, bytes_of_places) + itemsize * len(places_C) >= itemsize * num_values:
+        return WHOLE, NOTHING
     if bytes_of_places <= bytes_of_runs:
-        return PLACES, torch.from_numpy(places_C).int(), torch.from_numpy(places_C)
+        return PLACES, torch.from_numpy(places_C).int()
     lengths_R = np.diff(first_R, append=len(places_C))
-    return RUNS, torch.from_numpy(np.concatenate([places_C[first_R], lengths_R])).int(), torch.from_numpy(places_C)
+    return RUNS, torch.from_numpy(np.concatenate([places_C[first_R], lengths_R])).int()
 
 
 def places_of_runs(entries: torch.Tensor) -> torch.Tensor:
@@ -197,6 +217,6 @@ def aligned(num_bytes: int) -> int:
 
 def _aligned(values: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, and as many zeros as it takes."""
-    flat = values.view(torch.uint8)
+    flat = (values if len(values) else NOTHING).view(torch.uint8)  # those of numpy are no bytes where there are none
     lacking = aligned(len(flat)) - len(flat)
     return torch.nn.functional.pad(flat, (0, lacking)) if lacking else flat

@@ -146,6 +146,21 @@ def weights(backend: str, folder: Path) -> Any:
         }
 
 
+def staging(folder: Path) -> Any:
+    """The device of the thread that stages what has changed."""
+    import torch
+
+    from open_instruct.weights.receiver import WeightReceiver
+
+    devices: list[str] = []
+    channel = SimpleNamespace(stage=lambda version: devices.append(f"version {version}"), fail=print)
+    worker: Any = SimpleNamespace(device=torch.device("cuda", 1), incoming_weights=channel)
+    with patch.object(torch.cuda, "set_device", lambda device: devices.append(str(device))):
+        WeightReceiver.start_staging(worker, 5)
+        worker.staging.result(20)
+    return devices
+
+
 def export(folder: Path) -> Any:
     """The weights of a sharded model into files, gathered by rank 0."""
     import torch
@@ -371,6 +386,7 @@ def plans(folder: Path) -> Any:
 BRANCHES: dict[str, Callable[[Path], Any]] = {
     "host_copies": host_copies,
     **{f"weights_{way}": partial(weights, way) for way in ("nccl", "ipc", "gloo", "shm")},
+    "staging": staging,
     "export": export,
     "process": process,
     "placement": placement,

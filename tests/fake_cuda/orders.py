@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -192,8 +193,14 @@ class Store:
     def get(self, key: str) -> bytes:
         return self._texts[key]
 
-    def wait(self, keys: Sequence[str], limit: Any) -> None:
-        pass
+    def wait(self, keys: Sequence[str], limit: timedelta) -> None:
+        from torch.distributed import DistStoreError
+
+        until_s = time.monotonic() + limit.total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > until_s:
+                raise DistStoreError("not all are there")
+            time.sleep(0.0005)
 
 
 class Communicator:

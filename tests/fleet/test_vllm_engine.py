@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,14 @@ def test_a_gpu_that_another_has_filled_is_told_with_the_share_that_would_work(se
     assert "--vllm_gpu_memory_utilization 0.9 is 71.2 of 79.1 GiB, and 30.16 GiB are free" in too_much
     assert "--single_gpu_mode" in too_much
     assert ": use 0.38, or less" in too_much and ": use 0.38, or less" in a_little_too_much
+
+
+def test_at_the_start_its_log_probs_are_seen_to_know_the_temperature(session: Session) -> None:
+    warm, hot = map(dict, session.answers["probed"])
+    shared = sorted(warm.keys() & hot.keys())
+    assert len(shared) >= 5
+    for one, other in pairwise(shared):
+        assert warm[one] - warm[other] == pytest.approx(2 * (hot[one] - hot[other]), abs=TOLERANCE)
 
 
 def test_same_seed_same_tokens(session: Session) -> None:

@@ -162,8 +162,9 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
     )
     answers: dict[str, Any] = {"on_cuda": asked_of_vllm(settings)}
     answers["refused_share"] = refused_share(settings)
-    engine = Engine(settings, make_core=partial(HaltingCore, weight_receiver=RECEIVER))
-    answers["start_s"] = time.monotonic() - began_s
+    with patch.object(vllm_core, "check_temperature", wraps=vllm_core.check_temperature) as probed:
+        engine = Engine(settings, make_core=partial(HaltingCore, weight_receiver=RECEIVER))
+    answers |= {"probed": [[*it.items()] for it in probed.call_args.args], "start_s": time.monotonic() - began_s}
 
     def generate(name: str, asked: list[GenerationRequest]) -> list[Completion]:
         completions = answers_of(engine, asked)

@@ -39,10 +39,12 @@ class Odd(Verifier):
             if os.fork() == 0:
                 sign()
             time.sleep(600)
-        if completion == "leave a child":
+        if completion in ("leave a child", "leave a child and die"):
             if os.fork() == 0:
                 sign()
                 time.sleep(600)
+            if completion.endswith("die"):
+                os._exit(3)
             return 1 / os.getpid()
         if completion.startswith("leave a daemon"):
             if os.fork() == 0:
@@ -67,6 +69,10 @@ class Odd(Verifier):
                 with suppress(OSError):
                     os.write(descriptor, b'{"score": 1.0}\n7\n{\n')
             return 0.25
+        while completion == "flood":
+            for descriptor in range(3, 30):
+                with suppress(OSError):
+                    os.write(descriptor, b"x" * 4096)
         if completion == "read":
             return 0.25 if sys.stdin.readline() == "" else 1.0
         if completion == "exit":

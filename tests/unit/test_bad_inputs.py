@@ -191,15 +191,19 @@ def test_a_start_model_that_was_changed_in_place(good: Path, tmp_path: Path, std
     stderr_of(exit_code=0, model_name_or_path=model)
 
 
-def test_a_checkpoint_of_another_format(stderr_of: Callable[..., str], tmp_path: Path) -> None:
-    old = tmp_path / "out" / "step1"
-    (old / "train").mkdir(parents=True)
-    (old / "model_and_optim").mkdir()
-    for name in ("train/rank0.pt", "model_and_optim/.metadata", ".metadata.json"):
-        (old / name).write_bytes(b"{}")
-    told = stderr_of(exit_code=1)
-    assert f"{old / 'checkpoint.json'} is missing" in told and "--overwrite_output_dir" in told
-    assert (old / "train" / "rank0.pt").is_file()
+@pytest.mark.parametrize(
+    "names",
+    [("train/rank0.pt", "model_and_optim/.metadata", ".metadata.json"), (".metadata", "__0_0.distcp")],
+)
+def test_a_checkpoint_of_olmo_core(stderr_of: Callable[..., str], tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Who has trained with OLMo-core may give its folder: nothing removes what took long to make."""
+    theirs = tmp_path / "out" / "step1"
+    for name in names:
+        (theirs / name).parent.mkdir(parents=True, exist_ok=True)
+        (theirs / name).write_bytes(b"{}")
+    told = stderr_of()
+    assert f"{theirs} is a checkpoint of OLMo-core's own format" in told and "another --output_dir" in told
+    assert all((theirs / name).is_file() for name in names)
 
 
 @pytest.mark.parametrize("name", ["hf_model", ".hf_model.partial"])

@@ -8,11 +8,14 @@ from open_instruct.engines.requests import Batching
 from open_instruct.engines.vllm_core import (
     adapter_options,
     check_targets,
+    check_temperature,
     engine_environment,
     refusal_of_memory,
 )
-from open_instruct.errors import InputError
+from open_instruct.errors import InputError, RunError
 from tests.unit.fake_engine import SETTINGS
+
+WARM = {5: -0.2, 7: -2.4, 1: -5.0}  # log-probs after a prompt, by token
 
 
 class TestMemory:
@@ -92,3 +95,19 @@ class TestAdapter:
         check_targets(LoRASection(lora_target_modules=["up_proj", "q_proj"]), layers)
         with pytest.raises(InputError, match="take no adapter for k_proj, gate_proj; use --lora_sync merged"):
             check_targets(LoRASection(lora_target_modules=["q_proj", "gate_proj", "k_proj"]), layers)
+
+
+class TestProbe:
+    @pytest.mark.parametrize(
+        ("warm", "hot"),
+        [
+            (WARM, {5: -1.3, 7: -2.4, 1: -3.72, 9: -4.0}),  # twice the temperature halves differences
+            ({1: -6.20, 2: -6.25}, {1: -6.20, 2: -6.25}),  # all tokens are as likely: nothing to tell by
+        ],
+    )
+    def test_log_probs_that_know_the_temperature(self, warm: dict[int, float], hot: dict[int, float]) -> None:
+        check_temperature(warm, hot)
+
+    def test_log_probs_that_do_not_know_the_temperature_are_refused(self) -> None:
+        with pytest.raises(RunError, match=r"not those that it samples from.*3 tokens.*--vllm_runner v1"):
+            check_temperature(WARM, dict(WARM))

@@ -127,8 +127,9 @@ def test_packed_lines(tmp_path: Path) -> None:
         json.dumps({"type": "text", "instances": ROWS}),
         LINES,
         "\n" + LINES,
+        "\ufeff" + LINES,
     ],
-    ids=["list", "indented", "byte order mark", "data", "instances", "lines", "blank line"],
+    ids=["list", "indented", "byte order mark", "data", "instances", "lines", "blank line", "marked lines"],
 )
 def test_json_files(tmp_path: Path, text: str) -> None:
     path = write(tmp_path / "rows.json", text)
@@ -140,6 +141,11 @@ def test_json_files(tmp_path: Path, text: str) -> None:
 def test_any_list_of_objects(tmp_path_factory: pytest.TempPathFactory, rows: list[Any], indent: int | None) -> None:
     path = write(tmp_path_factory.getbasetemp() / "any.json", json.dumps(rows, indent=indent, ensure_ascii=False))
     assert values(path) == rows
+
+
+def test_lines_of_which_the_first_has_a_key_twice(tmp_path: Path) -> None:
+    source = open_rows(str(write(tmp_path / "rows.json", '{"n": 0, "n": 1}\n{"n": 2}\n')))
+    assert list(map(outcome, source.rows([0, 1]))) == [(1, "not_json"), {"n": 2}]
 
 
 def test_items_that_are_no_rows_are_reported_and_the_rest_is_read(tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
 """Chunked or whole, the head gives the same losses and the same gradients."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from open_instruct.learner.model.forward import token_logprobs
+from open_instruct.learner.model.forward import beside_labels, token_logprobs
+from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.packing.documents import pack_documents
+from open_instruct.parallel.listening import LOOPBACK_INTERFACE
 from open_instruct.records import IGNORE_INDEX, Document, Span
 from tests.unit.small_models import CPU, VOCAB_SIZE, new_model, random_model
 
@@ -107,3 +112,22 @@ def test_temperature_entropy_and_collisions(
     plain = token_logprobs(model, batch, device=CPU)
     assert plain.entropy_N is None and plain.collision_logprobs_N is None
     assert not torch.allclose(plain.logprobs_N, ours.logprobs_N)
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_fsdp_does_not_round_what_a_head_compares_with(one_rank: None) -> None:
+    """It casts tensors that it finds in arguments to the compute dtype, in which the token 50001 is 49920."""
+    model = random_model("olmo2")
+    model.apply_fsdp(dp_mesh=init_device_mesh("cpu", (1,)), param_dtype=torch.bfloat16)
+    batch = pack_documents([Document(token_ids=(5, 6, 7), responses=(Span(start=1, stop=3),))])
+    kept_N = torch.tensor([50001.0, 0.7])
+    measure = Measure(lambda logits_NV, kept_N: kept_N, (beside_labels(model, batch, kept_N, device=CPU),))
+    measured_N = token_logprobs(model, batch, device=CPU, measure=measure).measured_N
+    assert measured_N is not None and torch.equal(measured_N, kept_N)

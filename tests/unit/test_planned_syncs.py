@@ -95,12 +95,9 @@ def test_a_plan_says_where_all_weights_take_no_longer() -> None:
     assert remedy not in " ".join(said("weight_sync", planned(*NODES, "--cross_node_gb_s", "0.5")))
 
 
-@pytest.mark.parametrize("takes", ["dense", "delta"])
-def test_a_plan_does_not_know_how_fast_a_folder_is(takes: str) -> None:
-    """So it advises neither."""
-    words = said("weight_sync", planned(*NODES, "--weight_sync_backend", "files", "--weight_sync", takes))
-    assert words[-1].endswith("at the speed of its file system.")
-    assert "--weight_sync dense" not in " ".join(words)
+def test_a_plan_knows_no_seconds_of_a_folder() -> None:
+    plan = planned(*NODES, "--weight_sync_backend", "files")
+    assert plan.workload.num_engines and plan.syncs == ()
 
 
 def test_without_a_gpu_the_copy_is_in_the_memory_that_is_planned() -> None:

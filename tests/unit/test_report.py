@@ -231,10 +231,12 @@ class TestPage:
         ("layout", "plan"),
         [
             ('{"gpus_per_node": [1], "shard', "{"),
+            ('{"gpus_per_node": [1], "shard_groups": [[0]]}', '{"a": 1}'),
+            ('{"gpus_per_node": 3}', '{"phases": [{}]}'),
             ("", "[]"),
         ],
     )
-    def test_damaged_files_are_passed_over(self, run: Path, layout: str, plan: str) -> None:
+    def test_damaged_files_and_others_are_passed_over(self, run: Path, layout: str, plan: str) -> None:
         (run / "layout.json").write_text(layout)
         (run / "plan.json").write_text(plan)
         (run / "traces" / "step2.parquet").write_bytes(b"PAR1 no")

@@ -24,7 +24,7 @@ HOLD = """
 import os, sys, time
 from pathlib import Path
 from open_instruct.run import run_lock
-run_lock.BEAT_S, run_lock.LEASE_S = 0.1, 1.0
+run_lock.BEAT_S = 0.1
 with run_lock.locked(Path(sys.argv[1]), say=print):
     if "fork" in sys.argv and os.fork() == 0:
         time.sleep(60)
@@ -52,7 +52,8 @@ def holder(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "BEAT_S", 0.1)
-    monkeypatch.setattr(run_lock, "LEASE_S", 1.0)
+    monkeypatch.setattr(run_lock, "WATCH_S", 1.0)
+    monkeypatch.setattr(run_lock, "LOOKS_S", 1.0)
 
 
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +63,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "lockf", refuse)
 
 
-def record(folder: Path, text: str = "filelock/2\npid=4711\nhost=node7\nmode=lease\ntoken=t\nduration=1.0\n") -> None:
+def record(folder: Path, text: str = "filelock/2\npid=4711\nhost=node7\nmode=lease\ntoken=t\nduration=1e9\n") -> None:
     """As a process of another machine writes it."""
     (folder / "new").write_text(text)
     (folder / "new").replace(folder / "run.lease")
@@ -72,8 +73,13 @@ def held_by(folder: Path) -> int | None:
     return SoftFileLease(folder / "run.lease").pid
 
 
+@pytest.mark.parametrize("has_locks", [True, False])
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path, is_stopped: bool) -> None:
+def test_a_second_run_is_told_who_holds_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool, has_locks: bool
+) -> None:
+    if not has_locks:
+        no_locks(monkeypatch)
     with holder(tmp_path) as process:
         if is_stopped:  # it lives, and cannot renew its lease
             process.send_signal(signal.SIGSTOP)
@@ -104,18 +110,22 @@ def test_a_released_folder_is_free(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("filelock")]
 
 
-def test_a_dead_holder_on_another_machine_is_watched_and_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hours_ahead", [-9, 9])
+def test_a_dead_holder_on_another_machine_is_watched_and_followed(tmp_path: Path, hours_ahead: int) -> None:
     said: list[str] = []
     record(tmp_path)
+    its_time_s = time.time() + 3600 * hours_ahead
+    os.utime(tmp_path / "run.lease", (its_time_s, its_time_s))
     with locked(tmp_path, say=said.append):
         pass
     assert len(said) == 1
     assert "last held by process 4711 on node7" in said[0]
 
 
+@pytest.mark.parametrize("hours_ahead", [-9, 0, 9])
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_a_living_holder_on_another_machine_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool, hours_ahead: int
 ) -> None:
     if not has_locks:
         no_locks(monkeypatch)
@@ -124,7 +134,8 @@ def test_a_living_holder_on_another_machine_refuses(
 
     def renew() -> None:
         while not has_ended.wait(0.1):
-            os.utime(tmp_path / "run.lease")
+            its_time_s = time.time() + 3600 * hours_ahead
+            os.utime(tmp_path / "run.lease", (its_time_s, its_time_s))
 
     there = threading.Thread(target=renew)
     there.start()
@@ -169,6 +180,23 @@ def test_a_lease_that_cannot_be_renewed_ends_nothing(tmp_path: Path, monkeypatch
         assert tried.wait(30)
         time.sleep(1.5)
         assert held_by(tmp_path) == os.getpid()
+        monkeypatch.undo()
+        _wait_until_renewed(tmp_path)
+
+
+def test_a_lease_that_somebody_removed_is_written_again(tmp_path: Path) -> None:
+    with locked(tmp_path, say=print):
+        (tmp_path / "run.lease").unlink()
+        _wait_until_renewed(tmp_path)
+        assert held_by(tmp_path) == os.getpid()
+    assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
+
+
+def _wait_until_renewed(folder: Path) -> None:
+    began_ns = time.time_ns()
+    while not (folder / "run.lease").exists() or (folder / "run.lease").stat().st_mtime_ns < began_ns:
+        assert time.time_ns() < began_ns + 30e9, "nobody renews it"
+        time.sleep(0.05)
 
 
 def test_on_windows_one_line_says_what_to_use() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -207,6 +209,27 @@ class TestInterpreter:
             interpreter.close()
             assert interpreter.run("1", timeout_s=20).status == "died"
             assert run(sandbox, "1 + 1").value == "2"
+
+    def test_one_that_does_not_start_is_an_error_and_is_not_left_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sandbox_module, "START", "import time; time.sleep(600)")
+        monkeypatch.setattr(sandbox_module, "START_TIMEOUT_S", 0.5)
+        with pytest.raises(RunError, match="did not start"):
+            Sandbox().interpreter(cpu_s=20)
+        assert not [each for each in psutil.Process().children() if "time.sleep(600)" in " ".join(each.cmdline())]
+
+    def test_it_ends_although_a_forked_process_holds_its_socket(self) -> None:
+        sandbox = Sandbox()
+        sandbox.interpreter(cpu_s=20).close()
+        if (holder := os.fork()) == 0:
+            time.sleep(600)
+            os._exit(0)
+        try:
+            assert sandbox._server is not None
+            sandbox.close()
+            assert sandbox._server.returncode == 0
+        finally:
+            os.kill(holder, signal.SIGKILL)
+            os.waitpid(holder, 0)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="limits of other processes are Linux's")
     @pytest.mark.parametrize("fault", ["processes", "descriptors", "walls"])

@@ -171,6 +171,7 @@ class TestPool:
         ("completion", "problem"),
         [
             ("hang", "odd: took more than 0.5 s, or died"),
+            ("flood", "odd: took more than 0.5 s, or died"),
             ("die", "odd: took more than 0.5 s, or died"),
             ("exit", "odd: SystemExit"),
             ("not a number", "odd: ValueError"),
@@ -208,6 +209,16 @@ class TestPool:
             else:
                 assert outcome.problem is None and not has_ended(daemon)
         assert_ends(daemon)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing tells that a child has ended")
+    def test_a_child_that_holds_its_socket_keeps_nobody_waiting(
+        self, user_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        began_s = time.monotonic()
+        with open_pool(f"{user_module}:Odd", timeout_s=300) as pool:
+            assert score(pool, check("odd"), "leave a child and die").problem == "odd: took more than 300 s, or died"
+        assert time.monotonic() - began_s < 200
 
     @pytest.mark.parametrize("completion", ["twins", "forge", "read"])
     def test_an_answer_is_that_to_the_question(self, user_module: str, completion: str) -> None:
@@ -289,7 +300,7 @@ from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.records import Check
 from open_instruct.sandbox import sandbox
 from open_instruct.verifiers.pool import VerifierPool
-sandbox.START = "import psutil, sys; sys.platform = {platform!r}" + sandbox.START  # psutil is made for a platform
+sandbox.START = "import psutil, sys; sys.platform = {platform!r}" + sandbox.START  # psutil knows no "other"
 pool = VerifierPool(RewardSection(verifier=["{user_module}:Odd"], num_verifier_processes=1, verifier_timeout_s=300))
 odd = Check(verifier="odd", ground_truth=None)
 from tests.unit.scored import completion_of, score

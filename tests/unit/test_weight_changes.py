@@ -1,7 +1,7 @@
 """What has changed of weights, told and taken in: the bits on both sides are the same, whatever they are."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from open_instruct.models.shards import Box, at, shard_box
+from open_instruct.weights import changes
 from open_instruct.weights.changes import (
     BITS,
     PLACES,
@@ -22,13 +23,16 @@ from open_instruct.weights.changes import (
     SentParts,
     bits_of,
     bucket_of_changes,
-    changes,
+    digest_of,
+    form_of,
     manifest_of_changes,
     places_of_runs,
+    renew,
 )
 from open_instruct.weights.manifest import WeightManifest
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = {torch.int16: torch.bfloat16, torch.int32: torch.float32}
 NUM_VALUES = 60
 # How ranks may hold a tensor of shape (20, 3): rows, columns, or a run of its values.
 HOLDINGS: dict[str, dict[int, Box]] = {
@@ -42,6 +46,14 @@ HOLDINGS: dict[str, dict[int, Box]] = {
     },
     "rows and columns": {rank: shard_box((20, 3), (2, 3), divmod(rank, 3), (Shard(0), Shard(1))) for rank in range(6)},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks() -> Iterator[None]:
+    """So that parts have several, and a shorter one last."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(changes, "BLOCK_VALUES", 7)
+        yield
 
 
 @st.composite
@@ -149,16 +161,20 @@ def test_a_bit_that_is_another_one_is_noticed_by_name(dtype: torch.dtype) -> Non
         ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 9, 4, 5, 6, 7, 8], PLACES, [2], [2]),
         ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8], PLACES, [], []),
         ([1] * 12, [1, 2, 2, 2, *[1] * 8], RUNS, [1, 3], [1, 2, 3]),
-        ([1] * 6, [2, 2, *[1] * 4], WHOLE, [], []),
-        ([1] * 6, [2] * 6, WHOLE, [], []),
+        ([1] * 6, [2, 2, *[1] * 4], WHOLE, [], [0, 1]),
+        ([1] * 6, [2] * 6, WHOLE, [], None),
     ],
     ids=["a place", "nothing", "a run", "too little to save", "all"],
 )
 def test_the_form_is_that_of_the_fewest_bytes(
-    before: list[int], after: list[int], form: int, entries: list[int], places: list[int]
+    before: list[int], after: list[int], form: int, entries: list[int], places: list[int] | None
 ) -> None:
-    found = changes(*(torch.tensor(each, dtype=torch.int16) for each in (after, before)))
-    assert (found[0], found[1].tolist(), found[2].tolist()) == (form, entries, places)
+    sent_N, now_N = (torch.tensor(each, dtype=torch.float32).bfloat16() for each in (before, after))
+    places_C, digest = renew(bits_of(sent_N), now_N.float(), dtype=torch.bfloat16)
+    assert torch.equal(sent_N, now_N) and digest == digest_of(bits_of(now_N))
+    assert (None if places_C is None else places_C.tolist()) == places
+    found = form_of(places_C, num_values=len(after), itemsize=2)
+    assert (found[0], found[1].tolist()) == (form, entries)
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5))))
@@ -191,4 +207,5 @@ def test_bytes_decide_up_to_which_share_changes_travel(
     generator = torch.Generator().manual_seed(0)
     changed = torch.rand(10_000 // run_length, generator=generator).argsort() < share * 10_000 // run_length
     after = changed.repeat_interleave(run_length).to(dtype)
-    assert changes(after, torch.zeros_like(after))[0] == form
+    places_C, _ = renew(torch.zeros_like(after), after.view(FLOATS[dtype]), dtype=FLOATS[dtype])
+    assert form_of(places_C, num_values=len(after), itemsize=dtype.itemsize)[0] == form

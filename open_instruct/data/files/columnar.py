@@ -1,9 +1,11 @@
 """Column files: .parquet and .arrow."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.data.files.rows import FileRows, MalformedRow
@@ -30,31 +32,39 @@ def column_file(path: Path, name: str, flag: str) -> FileRows:
 
 
 def _rows(batches: Batches, file: str) -> Iterator[tuple[int, Any]]:
-    """Each row with its number, as a batch of one row: another may be bad."""
-    line = 0
+    """Each row with its number."""
     try:
-        for batch in batches():
-            for row in range(batch.num_rows):
-                line += 1
-                yield line, batch.slice(row, 1)
+        yield from enumerate(chain.from_iterable(map(_split, batches())), start=1)
     except Exception as error:
         raise InputError(f"{file} is damaged: {one_line(error)}; fetch it again") from error
 
 
+def _split(batch: Any) -> list[Any]:
+    """The rows of a batch; where one may be bad or too long, a batch of each."""
+    if not _has_dictionaries(batch) and batch.nbytes <= _LONGEST_ROW:
+        with suppress(Exception):  # such as of text that is not UTF-8
+            return cast(list[Any], batch.to_pylist())
+    return [batch.slice(row, 1) for row in range(batch.num_rows)]
+
+
+def _has_dictionaries(batch: Any) -> bool:
+    """Whether repeated texts are stored once, so that a batch does not show how long its rows are."""
+    return "dictionary<" in str(batch.schema.types)
+
+
 def _value_of(batch: Any) -> dict[str, Any]:
-    """The row of a batch that has one."""
-    # Where repeated texts are stored once, a batch does not show how long its rows are.
-    has_dictionaries = "dictionary<" in str(batch.schema.types)
-    is_too_long = not has_dictionaries and batch.nbytes > _LONGEST_ROW
-    value: dict[str, Any] = {}
-    if not is_too_long:
-        try:
-            (value,) = batch.to_pylist()
-        except Exception as error:  # such as text that is not UTF-8
-            raise MalformedRow("not_readable", f"damaged: {one_line(error)}") from error
-        is_too_long = has_dictionaries and len(str(value)) > _LONGEST_ROW
-    if is_too_long:
-        raise MalformedRow("not_readable", f"the row has more than {_LONGEST_ROW >> 20} MiB, more than a model reads")
+    """The row of a batch that has one, or the row itself."""
+    if isinstance(batch, dict):
+        return batch
+    too_long = f"the row has more than {_LONGEST_ROW >> 20} MiB, more than a model reads"
+    if not _has_dictionaries(batch) and batch.nbytes > _LONGEST_ROW:
+        raise MalformedRow("not_readable", too_long)
+    try:
+        (value,) = batch.to_pylist()
+    except Exception as error:  # such as text that is not UTF-8
+        raise MalformedRow("not_readable", f"damaged: {one_line(error)}") from error
+    if len(str(value)) > _LONGEST_ROW:
+        raise MalformedRow("not_readable", too_long)
     return value
 
 

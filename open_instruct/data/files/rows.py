@@ -109,13 +109,10 @@ class FileRows(RowSource):
         wanted = set(indices)
         for index, (line, found) in enumerate(islice(self._read(), max(wanted, default=-1) + 1)):
             if index in wanted:
-                yield self._row(line, found)
-
-    def _row(self, line: int, found: Any) -> RawRow | BadRow:
-        try:
-            return RawRow(file=self.name, line=line, value=self._parse(found))
-        except MalformedRow as error:
-            return error.at(self.name, line)
+                try:
+                    yield RawRow(file=self.name, line=line, value=self._parse(found))
+                except MalformedRow as error:
+                    yield error.at(self.name, line)
 
 
 def json_lines(path: Path, name: str) -> FileRows:
@@ -159,10 +156,10 @@ def is_json_lines(path: Path) -> bool:
     with path.open("rb") as file:
         first = next((line for line in file if line.strip()), b"")
     try:
-        row = parse_json_object(first)
-    except MalformedRow:
+        row = json.loads(first)
+    except (ValueError, RecursionError):
         return False
-    return not any(isinstance(row.get(key), list) for key in WRAPPERS)
+    return isinstance(row, dict) and not any(isinstance(row.get(key), list) for key in WRAPPERS)
 
 
 def parse_json_object(line: bytes) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def _run(
         ignore_index=IGNORE_INDEX,
         loss_reduction="none",
         return_logits=False,
-        head_settings=settings,
+        head_settings=lambda: settings,
         **inputs.model_kwargs,
     )
     return output, inputs

@@ -42,7 +42,7 @@ class HeadSettings:
     If `temperature` is a tensor, it has one value for each of the rank's own positions, (B, K).
     With `only_hidden` the head returns the hidden states that logits are computed from.
 
-    It is no tuple: FSDP casts tensors in tuples of arguments to the compute dtype.
+    A forward pass is given it by a function: FSDP casts every tensor that it finds in an argument, also in records.
 
     Example: `HeadSettings(temperature=0.7, with_entropy=True)`.
     """
@@ -95,9 +95,9 @@ class LogprobHead(LMHead):
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
         """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for.
 
-        :param kwargs: those of `LMHead`, and `settings`, a `HeadSettings`.
+        :param kwargs: those of `LMHead`, and `settings`, a function that returns a `HeadSettings`.
         """
-        settings = kwargs.pop("settings", None) or HeadSettings()
+        settings = (kwargs.pop("settings", None) or HeadSettings)()
         labels = kwargs.get("labels")
         if labels is None or kwargs.get("loss_reduction") != "none" or kwargs.get("return_logits") is not False:
             return super().forward(x, **kwargs)
