@@ -153,7 +153,7 @@ def receiver(sync: Sync, folder: Path) -> None:
                 info = awaited(folder / f"{kind}.pickle")
                 ends[kind] = IncomingWeights(info, index=0, device=torch.device("cpu"))
             if changes:
-                ends[kind].stage()
+                ends[kind].stage(version)
             began_s = time.perf_counter()
             _load(ends[kind], engines[kind])
             ended[kind].append(time.perf_counter())

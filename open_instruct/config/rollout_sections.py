@@ -302,7 +302,10 @@ class FleetSection:
         "send all weights, or of each version what has changed; 'auto': delta of 16-bit weights across hosts", "auto"
     )
     weight_sync_check: int = free_flag(
-        "of how many delta versions one is compared with the learners' to the bit, by digests; 0 for none", 1, minimum=0
+        "of how many delta versions one is compared with the learners' to the bit, by digests; 0 for none",
+        1,
+        read_with="weight_sync auto delta",
+        minimum=0,
     )
     weight_sync_bucket_mib: int = free_flag("MiB of weights that travel at once", 256, minimum=1)
     weight_sync_timeout_s: int = free_flag("seconds to wait for an engine during a weight sync", 300, minimum=1)

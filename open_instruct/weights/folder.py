@@ -13,6 +13,7 @@ First stands the name of the chain. The driver tells receivers this name and the
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import receiver_name
 from open_instruct.whole_file import read_whole
 
+# Hidden files are links that a killed learner left half written, or a file system's own.
+OWN_FILE = re.compile(r"\.|[0-9a-f]{8}-\d+\.")
 Written = list[tuple[int, str]]
 """The messages in a file: of each the number of its bytes, and their XXH3 in hexadecimal digits."""
 
@@ -74,7 +77,7 @@ class FolderWeights:
                 for rank, written in enumerate(link.messages):
                     if written:
                         self._take(rank, written, Path(f"{self.chain}-{link.version}.{rank}"))
-        except (OSError, TypeError, ValueError) as error:  # the last two of a link that is none
+        except (OSError, LookupError, RuntimeError, TypeError, ValueError) as error:  # the last four of a false link
             where = f"version {version} in {Path(self.chain).parent}, which all hosts need to see"
             raise RunError(f"weight sync: {self._name} could not read {where}: {error}; all is written anew") from error
         self._version = version
@@ -121,10 +124,15 @@ def folder_of_run(asked: str | None, run_folder: Path) -> Path:
 
 
 def make_folder(folder: Path) -> Path:
-    """:raises InputError: it cannot be made."""
+    """:raises InputError: it cannot be made; or it is a link, or has other files, where a run removes what there is."""
     try:
         folder.mkdir(exist_ok=True)
+        others = [each.name for each in folder.iterdir() if not OWN_FILE.match(each.name)]
     except OSError as error:
         remedy = "name a folder that is there, and that all hosts can see and write"
         raise InputError(f"--weight_sync_folder {folder.parent}: {error.strerror}; {remedy}") from error
+    if others or folder.is_symlink():
+        what = f"has {others[0]}, which is of no weight sync" if others else "is a link"
+        remedy = "move it, or name another --weight_sync_folder"
+        raise InputError(f"{folder} {what}, and a run empties that folder: {remedy}")
     return folder

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from open_instruct.cluster.learner_call import LearnerCall, LearnerLost
@@ -204,7 +205,7 @@ class WeightPublisher:
             RunError: an engine failed, or else the learners did.
         """
         for call in engines:
-            call.add_done_callback(self._abandon_after_failure)
+            call.add_done_callback(partial(self._abandon_after_failure, self._channel))
         try:
             # The learners first: when one dies that is known in seconds, and the engines would wait for it.
             learners.result(self._fleet.weight_sync_timeout_s)
@@ -215,7 +216,7 @@ class WeightPublisher:
             raise
         EnginePool.results(engines)
 
-    def _abandon_after_failure(self, call: Future[None]) -> None:
+    def _abandon_after_failure(self, channel: dict[str, Any], call: Future[None]) -> None:
         """Abandon the channel if an engine failed, so that the learners do not wait for it."""
-        if (error := call.exception()) is not None and self._channel["backend"] != FOLDER:
-            abandon(self._channel, str(error))
+        if (error := call.exception()) is not None and channel["backend"] != FOLDER:
+            abandon(channel, str(error))

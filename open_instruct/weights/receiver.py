@@ -120,7 +120,8 @@ class IncomingWeights:
             told = self._wholes.pop(first + index)[str(index)]
             for rank in bucket.parts:
                 if (name := self._mirror.change(index, rank, told[slice(*bucket.span(rank))].cpu())) is not None:
-                    raise self._progress.fail(f"{self._progress.member} has other bits of {name} in version {version}")
+                    what = f"{name} than were sent as version {version}"
+                    raise self._progress.fail(f"{self._progress.member} has other bits of {what}")
             del told  # its memory is for the next but one
             self._progress.report(f"done/{first + index}")
         self._position += len(travelling)

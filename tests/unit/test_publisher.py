@@ -424,6 +424,27 @@ class TestLearnerDies:
             it.publish(1)
             assert it.generates() == (1, 1, 1)
 
+    def test_an_engine_that_learns_of_it_late_does_not_end_the_next_channel(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It waits for lost learners until a node's silence is an error, while new ones have opened another channel."""
+        with stage(1, channel=DELTA) as it:
+            abandoned: list[int] = []
+            monkeypatch.setattr(publisher_module, "abandon", lambda info, reason: abandoned.append(info["port"]))
+            it.learners.effects[SEND] = [raises(LearnerLost("learner rank 0 was lost"))]
+            it.made[0].core.failures["has_staged"] = RunError("weight sync: receiver 0 lost learner 0")
+            may_learn = threading.Event()
+            hangs_in(it.made[0], "has_staged", until=may_learn)
+            with pytest.raises(LearnerLost):
+                it.publish(1)
+            it.publisher.learners_restarted()
+            it.learners.channel = {**DELTA, "port": 8}
+            publishing = it._threads.submit(it._publish, 1)
+            eventually(lambda: it.publisher._channel["port"] == 8)
+            may_learn.set()
+            publishing.result(TIMEOUT_S)
+            assert abandoned == [7]
+
     def test_an_engine_restarted_meanwhile_waits_for_the_next_publish(self) -> None:
         with stage(1) as it:
             it.publish(3)

@@ -122,7 +122,7 @@ class SlowChannel:
         self.failed: list[BaseException] = []
         self.has_failed = threading.Event()
 
-    def stage(self) -> None:
+    def stage(self, version: int) -> None:
         assert self.may_end.wait(20)
         if self.failure is not None:
             raise self.failure
@@ -136,9 +136,9 @@ def test_a_channel_whose_end_is_known_late_does_not_end_the_next_one() -> None:
     """Its thread still waits for a learner that is gone when the engine stages from new learners."""
     old, new = SlowChannel(), SlowChannel()
     worker: Any = SimpleNamespace(device=CPU, incoming_weights=old)
-    WeightReceiver.start_staging(worker)
+    WeightReceiver.start_staging(worker, 1)
     worker.incoming_weights = new
-    WeightReceiver.start_staging(worker)
+    WeightReceiver.start_staging(worker, 1)
     old.failure = RunError("learner 0 is gone")
     old.may_end.set()
     assert old.has_failed.wait(20)

@@ -108,6 +108,8 @@ def harm(path: Path, how: str) -> None:
         path.write_bytes(data[:40] + bytes([data[40] ^ 1]) + data[41:])
     elif how == "no link":
         path.write_text("[]")
+    elif how == "of other sizes":
+        path.write_text(json.dumps(json.loads(data) | {"messages": [[[-1, ""]]]}))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,7 @@ def harm(path: Path, how: str) -> None:
         ("2.json", "missing", "No such file"),
         ("2.json", "torn", "Expecting"),
         ("2.json", "no link", "mapping"),
+        ("2.json", "of other sizes", "negative"),
     ],
 )
 def test_what_is_not_as_it_was_written_is_refused_and_the_whole_comes_next(
@@ -221,3 +224,24 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, what: str) -> None:
         asked.write_text("")
     with pytest.raises(InputError, match=f"--weight_sync_folder {asked}: .*; name a folder that is there"):
         make_folder(folder_of_run(str(asked), tmp_path))
+
+
+@pytest.mark.parametrize("what", ["a file", "a link"])
+def test_what_is_no_folder_of_weight_syncs_is_not_emptied(tmp_path: Path, what: str) -> None:
+    folder = folder_of_run(None, tmp_path)
+    theirs = tmp_path / "theirs" if what == "a link" else make_folder(folder)
+    theirs.mkdir(exist_ok=True)
+    if what == "a link":
+        folder.symlink_to(theirs)
+    else:
+        (theirs / "notes.txt").touch()
+    with pytest.raises(InputError, match=r"has notes\.txt|is a link"):
+        make_folder(folder)
+
+
+def test_what_a_killed_run_left_is_no_hindrance(chain: tuple[Sender, FolderWeights, FolderWeights]) -> None:
+    sender, follows, _ = chain
+    Path(sender._folder, f".{Path(follows.chain).name}-3.json.12-34.partial").touch()
+    assert make_folder(sender._folder) == sender._folder
+    opened(sender)
+    assert not [*sender._folder.iterdir()]

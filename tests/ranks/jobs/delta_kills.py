@@ -214,7 +214,7 @@ def receiver(pipe: Connection, backend: str) -> None:
         if dies_in == "stage":
             incoming._mirror.change = dying(incoming._mirror.change, 3)  # type: ignore[union-attr, method-assign]
         try:
-            incoming.stage()
+            incoming.stage(version)
         except RunError as error:
             incoming.fail(error)
             raise

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from open_instruct.cluster.watchdog import MARK_VARIABLE, SHARED_MEMORY
 from open_instruct.config.lora import LoRASection
@@ -120,7 +121,7 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
         store_scaled(model, names, out, dtype=dtype)
     else:
         export_hf(model, names, source_folder=case["folder"], out_folder=out, dtype=dtype)
-    if case["layout"] != "ranges":
+    if case["layout"] != "ranges" and not case["changes_alone"]:
         token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)  # leaves FSDP's root module gathered
     sender = sender_of(case["backend"], out.with_suffix(".weights"))(
         model,
@@ -149,9 +150,16 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
                 told(info_path.with_name(f"{info_path.stem}-read-{version}-{dist.get_world_size() + receiver}.told"))
 
     send(1)
-    for name, held in sent.items():
-        if not name.endswith(".lora_A"):  # of what an adapter adds, and so of its second matrix
+    if case["layout"] == "ranges":
+        for held in sent.values():
             held.local.mul_(2)
+    else:  # shards are found anew: FSDP may replace them at the first forward pass, and whoever loads a checkpoint
+        token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)
+        reshard(model)
+        state = get_model_state_dict(model)  # of what an adapter adds, and so of its second matrix, where it is alone
+        factors = {name: 2 if name.endswith(".lora_B") or not alone else 1 for name in state}
+        set_model_state_dict(model, {name: value * factors[name] for name, value in state.items()})
+        token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)
     send(2)
     sender.close()
 
