@@ -146,19 +146,37 @@ def weights(backend: str, folder: Path) -> Any:
         }
 
 
-def staging(folder: Path) -> Any:
-    """The device of the thread that stages what has changed."""
+def changes(folder: Path) -> Any:
+    """As what parts leave a learner's device to be compared, and the device of the thread that stages."""
     import torch
 
+    from open_instruct.weights.changes import SentParts
+    from open_instruct.weights.manifest import WeightManifest
     from open_instruct.weights.receiver import WeightReceiver
 
+    compared: list[str] = []
+
+    def note(self: Any, key: Any, values_N: Any) -> Any:
+        compared.append(f"{values_N.dtype} {values_N.device} {[*values_N.shape]} {values_N.is_contiguous()}")
+        return 0, torch.empty(0), torch.empty(0), 0
+
+    boxes = {0: (slice(0, 4), slice(0, 2))}
+    manifest = WeightManifest({"w": (4, 6)}, {"w": boxes}, dtype=torch.bfloat16, bucket_bytes=4096)
     devices: list[str] = []
     channel = SimpleNamespace(stage=lambda version: devices.append(f"version {version}"), fail=print)
     worker: Any = SimpleNamespace(device=torch.device("cuda", 1), incoming_weights=channel)
-    with patch.object(torch.cuda, "set_device", lambda device: devices.append(str(device))):
+    with (
+        pretended_gpu(),
+        patch.object(SentParts, "_changed", note),
+        patch.object(torch.cuda, "set_device", lambda device: devices.append(str(device))),
+    ):
+        WAITS.taken()
+        columns = torch.ones(4, 6, device="cuda")[:, :2]
+        next(SentParts(manifest, rank=0).messages(lambda name: columns, has_digests=True))
+        waits = WAITS.taken()
         WeightReceiver.start_staging(worker, 5)
         worker.staging.result(20)
-    return devices
+    return {"compared": compared, "waits": [where.partition(": ")[2] for where in waits], "staged": devices}
 
 
 def export(folder: Path) -> Any:
@@ -386,7 +404,7 @@ def plans(folder: Path) -> Any:
 BRANCHES: dict[str, Callable[[Path], Any]] = {
     "host_copies": host_copies,
     **{f"weights_{way}": partial(weights, way) for way in ("nccl", "ipc", "gloo", "shm")},
-    "staging": staging,
+    "changes": changes,
     "export": export,
     "process": process,
     "placement": placement,

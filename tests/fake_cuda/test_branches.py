@@ -21,7 +21,11 @@ FOUND: dict[str, Any] = {
     "weights_ipc": {"is_all": True, "kinds": ["torch.bfloat16 cuda:0"], "sent": [], "waits": ["synchronize()"]},
     "weights_gloo": {"is_all": True, "kinds": ["torch.bfloat16 cpu"], "sent": ["cpu"], "waits": [COPIES]},
     "weights_shm": {"is_all": True, "kinds": ["torch.bfloat16 cpu"], "sent": [], "waits": [COPIES]},
-    "staging": ["cuda:1", "version 5"],
+    "changes": {
+        "compared": ["torch.bfloat16 cpu [8] True"],
+        "waits": [f"{COPIES}, of (4, 2)"],
+        "staged": ["cuda:1", "version 5"],
+    },
     "export": {"problems": [], "first": ["cuda:0"], "is_whole": True},
     "placement": {
         "two nodes": [
