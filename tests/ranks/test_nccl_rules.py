@@ -23,7 +23,7 @@ def synced(run_ranks: RunRanks, folder: Path, num_learners: int, layouts: list[A
     results = run_ranks(
         num_learners + NUM_RECEIVERS,
         "tests.ranks.jobs.nccl_sync:sync",
-        cases=[{**case, "layout": layout, "adapter_alone": False} for layout in layouts],
+        cases=[{**case, "layout": layout, "adapter_alone": False, "changes_alone": False} for layout in layouts],
         num_learners=num_learners,
         num_receivers=NUM_RECEIVERS,
         folder=str(folder),

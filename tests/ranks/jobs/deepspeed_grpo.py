@@ -39,8 +39,9 @@ def sync(cases: list[dict[str, Any]], ports: list[int], num_learners: int, folde
             os.environ["MASTER_PORT"] = str(port)
             _send_twice(**case, info_path=info_path, out=out)
             continue
-        incoming = IncomingWeights(told(info_path), index=0, device=CPU)
-        before, last = received(incoming), received(incoming)
+        info = told(info_path)
+        incoming = IncomingWeights(info, index=0, device=CPU)
+        before, last = (received(incoming, info, version, info_path) for version in (0, 1))
         files = CheckpointFiles.open(out)
         assert set(last) == set(files)
         moved = {name for name in files if not torch.equal(before[name], last[name])}

@@ -43,7 +43,7 @@ def run_it(flags: list[str], *, num_steps: int, export: bool = False) -> list[di
     if export:
         export_policy(learner.policy, learner.pretrained, run=run, config=config, trained_by="grpo")
     if run.process.rank == 0:
-        write_config(config, run.directory.config)
+        write_config(config, run.directory.config, command="grpo")
         run.directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     stop_process()
     return rows
