@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import xxhash
 
-from open_instruct.models.shards import at
+from open_instruct.models.shards import at, in_order
 from open_instruct.weight_sync import PLACE_BYTES, ROW_BYTES
 from open_instruct.weights.manifest import Bucket, Manifest, Part, WeightManifest
 from open_instruct.weights.way import LocalOf
@@ -89,6 +89,10 @@ class Mirror:
     def __init__(self, manifest: WeightManifest) -> None:
         self._manifest = manifest
         self.tensors = {name: torch.zeros(shape, dtype=manifest.dtype) for name, shape in manifest.shapes.items()}
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors by name, as a checkpoint has their values."""
+        return ((name, in_order(each, self._manifest.slabs.get(name, 1))) for name, each in self.tensors.items())
 
     def change(self, index: int, rank: int, message: torch.Tensor) -> str | None:
         """Take in what `rank` tells of a bucket; returns the name of a tensor whose digest is another one, if any."""

@@ -23,7 +23,6 @@ import torch
 import xxhash
 
 from open_instruct.errors import InputError, RunError
-from open_instruct.models.shards import in_order
 from open_instruct.weights.changes import Mirror
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import receiver_name
@@ -84,8 +83,7 @@ class FolderWeights:
 
     def buckets(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
         """All weights, by name, in one go."""
-        slabs = self._manifest.slabs
-        yield ((name, in_order(each, slabs.get(name, 1))) for name, each in self._mirror.tensors.items())
+        yield self._mirror.weights()
 
     def fail(self, error: BaseException) -> None:
         """Nobody waits for this receiver; the driver gets the error."""

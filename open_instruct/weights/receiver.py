@@ -88,7 +88,7 @@ class IncomingWeights:
             RunError: a learner did not bring its part within the time-out (names it), or somebody failed.
         """
         if self._mirror is not None:
-            yield ((name, in_order(each, self._slabs(name))) for name, each in self._mirror.tensors.items())
+            yield self._mirror.weights()
             return
         self._progress.new_round()
         self._progress.report(f"began/{self._position}")
@@ -145,10 +145,7 @@ class IncomingWeights:
     def _handed_over(self, wholes: dict[str, torch.Tensor]) -> Weights:
         """Yields each tensor and drops it here, so that its memory can be reused for the next bucket."""
         for name in list(wholes):
-            yield name, in_order(wholes.pop(name), self._slabs(name))
-
-    def _slabs(self, name: str) -> int:
-        return self._manifest.slabs.get(name, 1)
+            yield name, in_order(wholes.pop(name), self._manifest.slabs.get(name, 1))
 
     def fail(self, error: BaseException) -> None:
         """Tell everybody that this receiver has failed, and leave the channel."""
