@@ -6,7 +6,6 @@ Its rows are given in the prompts' file: `messages` is the conversation that an 
 import asyncio
 import json
 import signal
-import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 
 from open_instruct.environments.environment import ChatMessage, EnvironmentFault, Opening, Reply, Source, Turn
 from open_instruct.errors import InputError
+from open_instruct.verifiers.event_loop import lasting_loop
 
 T = TypeVar("T")
 
@@ -47,8 +47,7 @@ class Taskset(Source):
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         # Its rewards may be slow functions that run in the loop itself: one of its own, so that nothing else waits.
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="verifiers-taskset", daemon=True).start()
+        self._loop = lasting_loop(f"taskset {self._name}")
         for each in getattr(self._taskset, "envs", [self._taskset]):
             if not isinstance(each, verifiers.MultiTurnEnv) or each.message_type != "chat":
                 raise InputError(f"{self._origin}: {type(each).__name__} is none of turns of chat (MultiTurnEnv)")
@@ -94,13 +93,10 @@ class Episode:
             {
                 "prompt": self._conversation,
                 "completion": before[-1:],
-                "response": None,
-                "tokens": None,
-                "reward": None,
-                "advantage": None,
                 "is_truncated": False,
                 "trajectory_id": self._state["trajectory_id"],
                 "extras": {},
+                **dict.fromkeys(("response", "tokens", "reward", "advantage")),  # there are none
             },
         )
         if not await self._taskset.is_completed(self._state):

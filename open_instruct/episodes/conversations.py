@@ -88,7 +88,7 @@ class Conversations:
         finally:
             if environment is not None:
                 with suppress(Exception):
-                    await asyncio.wait_for(environment.close(), CLOSE_TIMEOUT_S)
+                    await self._in_time(environment.close(), CLOSE_TIMEOUT_S)
         return walked.completion(status, problem)
 
     async def _walk(self, prompt: Prompt, environment: Environment, walked: _Walked) -> EpisodeStatus:
@@ -131,8 +131,13 @@ class Conversations:
                 return "length"
         raise AssertionError("a last turn returns")
 
-    async def _in_time(self, call: Awaitable[T]) -> T:
-        return await asyncio.wait_for(call, self._flags.environment_timeout_s)
+    async def _in_time(self, call: Awaitable[T], timeout_s: float | None = None) -> T:
+        """What foreign code answers, within its time."""
+        try:
+            async with asyncio.timeout(timeout_s or self._flags.environment_timeout_s):
+                return await call
+        except SystemExit as error:  # the loop would end with it, and so all other episodes
+            raise RuntimeError(f"SystemExit: {error}") from error
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ _STARTING = threading.Lock()
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine. All run in one loop, so that clients of servers keep their connections."""
     with _STARTING:
-        loop = _loop()
+        loop = lasting_loop("verifiers")
     return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
 
@@ -30,7 +30,8 @@ def awaited(given: Any) -> list[Any]:
 
 
 @cache
-def _loop() -> asyncio.AbstractEventLoop:
+def lasting_loop(name: str) -> asyncio.AbstractEventLoop:
+    """The loop of that name, in a thread of its own: whatever its coroutines raise, it runs on for all others."""
     loop = asyncio.new_event_loop()
 
     def keep_running() -> None:
@@ -38,7 +39,7 @@ def _loop() -> asyncio.AbstractEventLoop:
             with suppress(BaseException):  # exit() in a verifier must not end the loop for all others
                 loop.run_forever()
 
-    threading.Thread(target=keep_running, name="verifiers", daemon=True).start()
+    threading.Thread(target=keep_running, name=name, daemon=True).start()
     return loop
 
 

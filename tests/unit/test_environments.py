@@ -383,6 +383,20 @@ class TestEpisodes:
             completion.episode is not None and completion.token_ids == () and "SystemExit" in completion.episode.problem
         )
 
+        class Exits:
+            async def start(self) -> Opening:
+                return Opening()
+
+            async def step(self, reply: Reply) -> Turn:
+                raise SystemExit(3)
+
+            async def close(self) -> None:
+                raise SystemExit(3)
+
+        completion, _ = ask(Exits, ["x<|im_end|>"])
+        assert completion.episode is not None and completion.episode.status == "env_error"
+        assert completion.episode.problem == "RuntimeError: SystemExit: 3"
+
     def test_a_fault_of_the_sandbox_is_no_answer_to_the_policy(
         self, ask: Callable[..., Asked], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -64,6 +64,10 @@ def ended_well(completion):
     return float(completion[-1]["content"] == "Right.")
 
 
+def exits(completion):
+    raise SystemExit(3)
+
+
 def compared(completions):
     return [0.0 for _ in completions]
 
@@ -83,7 +87,7 @@ def load_environment(kind="higher", max_turns=4):
     if kind == "completion":
         rows = Dataset.from_list([{"prompt": "How many?", "answer": "5"}])
         return verifiers.SingleTurnEnv(dataset=rows, rubric=verifiers.Rubric([is_right]), message_type="completion")
-    rewards = [compared] if kind == "compared" else [is_right]
+    rewards = {"compared": [compared], "exits": [exits]}.get(kind, [is_right])
     return verifiers.SingleTurnEnv(dataset=ROWS, rubric=verifiers.Rubric(rewards))
 '''
 ADD = Reply(text="I add.", calls=(ToolCall(name="add", arguments={"a": 2, "b": 3}),))
@@ -205,6 +209,12 @@ def test_turns_that_are_rewritten_are_refused(name: str) -> None:
 def test_rewards_that_compare_completions_are_a_fault_that_says_so(name: str) -> None:
     with pytest.raises(AssertionError, match="no group-level reward functions"):
         played(f'{name}:{{"kind": "compared"}}', [Reply(text="5")], row())
+
+
+def test_a_reward_that_exits_does_so_for_its_own_episode_alone(name: str) -> None:
+    with pytest.raises(SystemExit):
+        played(f'{name}:{{"kind": "exits"}}', [Reply(text="5")], row())
+    assert played(f'{name}:{{"kind": "single"}}', [Reply(text="5")], row())[1] == 1.0
 
 
 def test_ctrl_c_stays_with_the_run(name: str) -> None:
