@@ -106,8 +106,9 @@ def step_of(folder: Path) -> int:
 
 def candidates(folder: Path) -> list[Path]:
     """Folders that are named like checkpoints and hold anything, whole ones or not; newest first."""
-    folders = [path for path in folder.glob("step*") if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted((path for path in folders if any(path.iterdir())), key=step_of, reverse=True)
+    # Another rank may be removing one of them: glob() passes over a folder that is gone.
+    folders = {folder / Path(found).parent for found in glob("step*/*", root_dir=folder, include_hidden=True)}
+    return sorted((path for path in folders if NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
