@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any
 

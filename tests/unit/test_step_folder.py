@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +198,23 @@ def test_another_format_is_damage(tmp_path: Path) -> None:
     # Beside one that can be read it is only damage.
     save(tmp_path, 2)
     step_folder.refuse_another_format(tmp_path)
+
+
+def test_a_checkpoint_removed_meanwhile_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "step1").mkdir()
+    (tmp_path / "step1" / "file").touch()
+    stops = threading.Event()
+
+    def come_and_go() -> None:
+        while not stops.is_set():
+            (tmp_path / "step2").mkdir()
+            (tmp_path / "step2").rmdir()
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(come_and_go)
+        try:
+            found = [step_folder.candidates(tmp_path) for _ in range(3_000)]
+        finally:
+            stops.set()
+        other.result()
+    assert all(each == [tmp_path / "step1"] for each in found)
