@@ -95,8 +95,6 @@ class _Piece:
         self.num_tokens = -(-workload.tokens_per_microbatch // layout.context_parallel_degree)
         self.num_rows = self.split(self.num_tokens) if splits_rows else self.num_tokens  # tokens between matrices
         self.tape = Tape(Tensor(self.num_rows * shape.d_model * self.c, kind="source"))
-        some = {"none": (), "selected_modules": workload.checkpointing_modules}
-        self.recomputed_modules = some.get(workload.checkpointing, ("blocks.*",))
 
     def split(self, count: int) -> int:
         """A tensor rank's share of `count`."""
@@ -104,7 +102,7 @@ class _Piece:
 
     def recomputed(self, module: str) -> AbstractContextManager[None]:
         """Within runs a module of the block, which may be checkpointed; "" is the block itself. All are alike."""
-        return self.tape.recomputed(is_wrapped(self.recomputed_modules, 0, module))
+        return self.tape.recomputed(is_wrapped(self.workload.recomputed_modules, 0, module))
 
     def cast(self, tensor: Tensor, num_elements: int, to_bytes: int) -> Tensor:
         """A copy of `num_elements` in another dtype; the tensor itself if it has that size."""
