@@ -11,8 +11,18 @@ from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, write_config
 from open_instruct.errors import InputError
 from open_instruct.objectives.sft import SFTConfig
-from open_instruct.replay import Replay, ReplaySection, flags_that_may_differ, parse_replay
-from open_instruct.rollout.replay import as_decided, differences, on_one_process, recorded_row, table, weights_before
+from open_instruct.replay import (
+    Replay,
+    ReplaySection,
+    as_decided,
+    differences,
+    flags_that_may_differ,
+    on_one_process,
+    parse_replay,
+    recorded_row,
+    table,
+    weights_before,
+)
 from open_instruct.run.run_directory import RunDirectory
 
 REQUIRED = ["--model_name_or_path", "start", "--dataset_mixer_list", "prompts.jsonl", "1.0"]
