@@ -78,7 +78,7 @@ def fit(
         InputError: an argument or a row cannot work, or the folder has a run on other rows; says what would.
         RunError: the run failed, or a signal stopped it.
     """
-    with _speaking_of_arguments():
+    try:
         given, texts = _named(objective, rows if prompts is None else prompts, reward, Path(output_dir))
         if twice := sorted(given.keys() & flags.keys()):
             raise InputError(f"{', '.join(twice)}: rows and reward say that; leave it out")
@@ -91,6 +91,8 @@ def fit(
             )
         if config.run.push_to_hub:
             print(upload(config.run, exported_by(config)))
+    except InputError as error:  # which speaks of flags
+        raise InputError(re.sub(r"--(?=[a-z_]+)", "", str(error))) from error
     directory = RunDirectory(path=Path(output_dir))
     return Fitted(
         model=exported_by(config),
@@ -172,15 +174,6 @@ def _keeping(texts: Mapping[Path, str]) -> Iterator[None]:
                 with suppress(OSError):  # there is something else in it
                     folder.rmdir()
         raise
-
-
-@contextmanager
-def _speaking_of_arguments() -> Iterator[None]:
-    """Within, refusals speak of arguments in place of flags."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(re.sub(r"--(?=[a-z_]+)", "", str(error))) from error
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list[float | None]]:
