@@ -63,8 +63,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"open-instruct preview: warning: {warning}", file=sys.stderr)
 
     with _without_torch():
-        from open_instruct.preview.sample import sample_of
-        from open_instruct.preview.shown import html_page, print_sample
+        from open_instruct.preview.sample import html_page, print_sample, sample_of
 
         sample = sample_of(config, objective, num_read=config.preview.read, num_shown=config.preview.rows)
     if config.preview.out is None:

@@ -1,6 +1,7 @@
 """`open-instruct report`: the page of a run, or of several beside each other, written to a file or served.
 
-It is served while the runs go on: on loopback alone, under a secret address, made anew when files have changed.
+It is served while the runs go on: on loopback alone, under a secret address; its script asks for it anew when files
+have changed.
 """
 
 import secrets
@@ -92,7 +93,7 @@ class Pages:
         self._lock = Lock()
         # Other users of the machine reach its loopback too, and so does any website through a browser.
         self.path = f"/{secrets.token_urlsafe(16)}/"
-        self._made: tuple[str, str] = ("", "")
+        self._made = ""
 
     def mark(self) -> str:
         """A text that changes when a file of the runs does."""
@@ -102,15 +103,12 @@ class Pages:
 
     def page(self) -> str:
         with self._lock:
-            mark = self.mark()
-            if self._made[0] != mark:
-                try:
-                    page = report_page(self._folders, max_rollouts=self._max_rollouts, mark=mark)
-                    self._made = (mark, page)
-                except InputError:  # a run that is being started afresh has no files for a moment
-                    if not self._made[1]:
-                        raise
-            return self._made[1]
+            try:
+                self._made = report_page(self._folders, max_rollouts=self._max_rollouts, mark=self.mark())
+            except InputError:  # a run that is being started afresh has no files for a moment
+                if not self._made:
+                    raise
+            return self._made
 
 
 def _changed_ns(path: Path) -> int:

@@ -13,7 +13,6 @@ from open_instruct.planning.shown.summary import LETTERS
 from open_instruct.planning.subject import units
 from open_instruct.wording import pages_in
 
-NUM_COLOURS = len(LETTERS)
 MAX_NODES_DRAWN, NODES_DRAWN_FIRST = 8, 4
 MAX_RANKS_DRAWN = 16
 
@@ -24,7 +23,7 @@ def rendered(template: str, **values: Any) -> str:
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}  # curves have an order
     pages.filters["with_flags"] = _with_flags
     colours = {label: index for index, label in enumerate(LETTERS)}
-    pages.globals |= {"num_colours": NUM_COLOURS, "units": units, "part_colours": colours}
+    pages.globals |= {"num_colours": len(LETTERS), "units": units, "part_colours": colours}
     return pages.get_template(template).render(values)
 
 
