@@ -205,24 +205,26 @@ def _at_all_tokens(completion: Completion, values: Sequence[float], filling: flo
 
 
 def _completion_of(row: dict[str, Any]) -> Completion:
-    episode = None
-    sampled = list(range(len(row["token_ids"])))
-    if row["episode"] is not None:
-        told = json.loads(row["episode"])
-        told["replies"] = [Span(**reply) for reply in told["replies"]]
-        sampled = [at for reply in told["replies"] for at in range(reply.start, reply.stop)]
-        episode = Episode(**_tupled(told))
-    values: dict[str, Any] = {name: tuple(row[name][at] for at in sampled) for name in ("logprobs", "versions")}
-    return Completion(**_fields(row, OF_COMPLETION), **values, episode=episode)
+    fields = _fields(row, OF_COMPLETION)
+    if row["episode"] is None:
+        return Completion(**fields, logprobs=tuple(row["logprobs"]), versions=tuple(row["versions"]))
+    episode = json.loads(row["episode"])
+    episode["replies"] = tuple(Span(**reply) for reply in episode["replies"])
+    episode["turns"] = tuple(episode["turns"])
+    episode["prompt_token_ids"] = tuple(episode["prompt_token_ids"])
+    sampled = [at for reply in episode["replies"] for at in range(reply.start, reply.stop)]
+    return Completion(
+        **fields,
+        logprobs=tuple(row["logprobs"][at] for at in sampled),
+        versions=tuple(row["versions"][at] for at in sampled),
+        episode=Episode(**episode),
+    )
 
 
 def _fields(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """The fields of a record, from its columns."""
-    return _tupled({field: row[column] for column, field in names.items()})
-
-
-def _tupled(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    values = {field: row[column] for column, field in names.items()}
+    return {field: tuple(value) if isinstance(value, list) else value for field, value in values.items()}
 
 
 def _steps_there_are(run_folder: Path) -> str:

@@ -16,10 +16,9 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.workload import Scoring, shape_of_run, workload_of
-from open_instruct.planning.traffic import (
-    Exchange,
+from open_instruct.planning.traffic.collectives import Exchange, groups_of
+from open_instruct.planning.traffic.per_step import (
     forward_passes,
-    groups_of,
     traffic_of_merging,
     traffic_of_weight_sync,
     traffic_per_step,

@@ -11,7 +11,7 @@ from open_instruct.planning.memory.phases import Moments
 from open_instruct.planning.plan import Backend, Setting, Way, tensor_degrees
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.planning.traffic import Exchange
+from open_instruct.planning.traffic.collectives import Exchange
 from open_instruct.shard_layout import ShardLayout
 
 

@@ -16,13 +16,14 @@ from itertools import accumulate, pairwise
 from open_instruct.config.sections import ParallelSection
 from open_instruct.learner.deepspeed.settings import zpg_of
 from open_instruct.models.hf.names import is_of_adapter
-from open_instruct.planning import traffic
 from open_instruct.planning.memory.forward_backward import GATHERED, GRADIENTS, REDUCED, TEMPORARIES, Moment, Passes
 from open_instruct.planning.memory.phases import BUFFERS, OPTIMIZER, PARAMETERS, Moments
 from open_instruct.planning.memory.state import ADAMW_MOMENTS, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
 from open_instruct.planning.subject.model import ModelShape, ParameterShape, Unit
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.planning.traffic import Exchange, exchange_in
+from open_instruct.planning.traffic.collectives import Collective, Exchange, exchange_in
+from open_instruct.planning.traffic.model_parallel import Calls, along, context_calls
+from open_instruct.planning.traffic.per_step import forward_passes
 from open_instruct.shard_layout import ShardLayout
 
 # DeepSpeed's own sizes, in values; a test holds them equal.
@@ -200,7 +201,7 @@ def exchanges_of(run: ZeroMoments) -> Iterator[Exchange]:
     yield from _of_activations(run, num_backward, work.num_values, trains=True)
     for each in work.scorings:
         if each.stands_as:  # models beside the policy are FSDP2's
-            yield from traffic.forward_passes(each, run.layout, work)
+            yield from forward_passes(each, run.layout, work)
         else:
             num_forward += each.num_rounds * work.num_microbatches
             yield from _of_activations(run, each.num_rounds * work.num_microbatches, each.num_values, trains=False)
@@ -233,7 +234,7 @@ def _gathers(run: ZeroMoments, num_forward: int, num_backward: int) -> Iterator[
         yield _sum(run, "weights, from second copies", "all_gather", run.c * (num_values - from_all), nearby)
 
 
-def _sum(run: ZeroMoments, what: str, how: traffic.Collective, num_bytes: int, within: int = 0) -> Exchange:
+def _sum(run: ZeroMoments, what: str, how: Collective, num_bytes: int, within: int = 0) -> Exchange:
     return exchange_in(run.layout, "world", what, how, num_bytes, 1, within)
 
 
@@ -247,10 +248,9 @@ def _of_activations(run: ZeroMoments, num_passes: int, num_values: int, *, train
     num_tokens, num_labels = (run.c * num // layout.context_parallel_degree for num in num_rows)
     cut = Counter(each.tensor_axis for each in shape.parameters if each.layer == 0 and len(each.shape) == 2)
     num_sums = shape.num_layers * (cut[1] * (1 + trains * work.recomputes("")) + cut[0] * trains)
-    calls: list[traffic.Calls] = [("activations of split matrices", "all_reduce", num_tokens * shape.d_model, num_sums)]
+    calls: list[Calls] = [("activations of split matrices", "all_reduce", num_tokens * shape.d_model, num_sums)]
     if num_values and values_of(head, layout.tensor_parallel_degree) < head.num_params:
         calls.append(("activations of split matrices", "all_reduce", num_labels * shape.d_model, int(trains)))
         calls.append(("logits", "all_gather", num_labels * shape.vocab_size, 1 + trains))
-    yield from traffic.along("tensor", calls, layout, num_passes)
-    of_context = traffic.context_calls(shape, layout, work, num_values, trains=trains)
-    yield from traffic.along("context", of_context, layout, num_passes)
+    yield from along("tensor", calls, layout, num_passes)
+    yield from along("context", context_calls(shape, layout, work, num_values, trains=trains), layout, num_passes)

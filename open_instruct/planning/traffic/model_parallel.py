@@ -1,0 +1,107 @@
+"""Collectives over activations: the gathers and scatters of tensor parallelism, and those of context parallelism.
+
+Source: `apply_tp` of OLMo-core's blocks, attention, feed-forward and head, which keep hidden states split along the
+tokens between the layers (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+
+T tokens of a microbatch on one context rank.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from open_instruct.planning.memory.activations import logit_chunks
+from open_instruct.planning.subject.model import ModelShape
+from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.traffic.collectives import Axis, Collective, Exchange, exchange_in, span_of
+from open_instruct.shard_layout import ShardLayout
+
+LOSS_BYTES = 4
+WHOLE, SUMMED = "activations, whole for a matrix", "activations, summed and split again"
+SWAPPED = "features and logits, split otherwise"
+# What, by which collective, bytes of a call, calls in one pass over a microbatch.
+Calls = tuple[str, Collective, int, int]
+
+
+def activation_exchanges(
+    shape: ModelShape, layout: ShardLayout, workload: Workload, num_passes: int, num_values: int, *, trains: bool
+) -> Iterator[Exchange]:
+    """Exchanges of so many passes over a microbatch: forward alone, or forward and backward.
+
+    `num_values` of each label are brought together: its log-prob, its entropy. With 0 the head is not run.
+    """
+    yield from along("tensor", _tensor(shape, layout, workload, num_values, trains=trains), layout, num_passes)
+    yield from along("context", context_calls(shape, layout, workload, num_values, trains=trains), layout, num_passes)
+
+
+def along(axis: Axis, calls: Iterable[Calls], layout: ShardLayout, num_passes: int) -> Iterator[Exchange]:
+    """The calls of so many passes in the groups of an axis, if those have more than one rank."""
+    for what, collective, num_bytes, num_calls in calls if span_of(layout, axis)[0] > 1 else ():
+        if num_calls:
+            yield exchange_in(layout, axis, what, collective, num_bytes, num_passes * num_calls)
+
+
+def num_head_positions(layout: ShardLayout, workload: Workload) -> int:
+    """Positions of a microbatch at which this rank computes logits: its labels; a part of all under a tensor degree."""
+    if layout.tensor_parallel_degree > 1:
+        return workload.tokens_per_microbatch // layout.model_parallel_degree
+    return workload.label_tokens_per_microbatch // layout.context_parallel_degree
+
+
+def _tensor(
+    shape: ModelShape, layout: ShardLayout, workload: Workload, num_values: int, *, trains: bool
+) -> Iterator[Calls]:
+    """Korthikanti et al.'s sequence parallelism, see above."""
+    degree, layers, number = layout.tensor_parallel_degree, shape.num_layers, workload.compute_bytes
+    num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
+    hidden = num_tokens * shape.d_model * number
+    backward = 1 if trains else 0
+    # Embeddings that are frozen: no gradient goes below the first adapters.
+    to_embeddings = backward if shape.adapters is None else 0
+    attention_again, feed_forward_again, blocks_again = (
+        backward * layers * workload.recomputes(module) for module in ("attention", "feed_forward", "")
+    )
+
+    # Each sublayer gathers its input, and scatters the sum of what its ranks put out; backwards the other way round.
+    # Recomputation stops at the last tensor that is needed: that is before a sublayer's scatter, unless a norm of
+    # the block comes after it.
+    scatters_again = blocks_again * (2 if shape.traits.norm_after else 1)
+    gathers_again, sums_backward = attention_again + feed_forward_again, (2 * layers - 1) * backward + to_embeddings
+    # Embeddings put out a sum as well.
+    yield WHOLE, "all_gather", hidden, 2 * layers * (1 + backward) + gathers_again + to_embeddings
+    yield SUMMED, "reduce_scatter", hidden, 1 + 2 * layers + scatters_again + sums_backward
+
+    if shape.qk_norm != "none":
+        # Queries and keys, split by heads, are split by tokens for their norms, then by heads again.
+        num_swaps = 2 * (layers * (1 + backward) + attention_again)
+        for width in (shape.q_width, shape.kv_width):
+            yield SWAPPED, *_swap(num_tokens * width * number, degree, workload), num_swaps
+
+    chunks = logit_chunks(shape, num_head_positions(layout, workload)) if num_values else ()
+    again = backward if len(chunks) > 1 else 0
+    vocabulary = -(-shape.vocab_size // degree) * degree
+    for positions in chunks:
+        all_positions = positions * degree * number
+        yield WHOLE, "all_gather", all_positions * shape.d_model, 1 + again
+        yield SUMMED, "reduce_scatter", all_positions * shape.d_model, backward
+        yield SWAPPED, *_swap(all_positions * vocabulary, degree, workload), 1 + again + backward
+    yield "log-probs", "all_gather", num_tokens * LOSS_BYTES, num_values
+
+
+def _swap(whole_bytes: int, degree: int, workload: Workload) -> tuple[Collective, int]:
+    """A tensor that is split along one dim and then along another: DTensor gathers all of it where there is no CUDA."""
+    return ("all_to_all", whole_bytes // degree) if workload.on_cuda else ("all_gather", whole_bytes)
+
+
+def context_calls(
+    shape: ModelShape, layout: ShardLayout, workload: Workload, num_values: int, *, trains: bool
+) -> Iterator[Calls]:
+    """Ulysses: around attention, tokens are swapped for heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.2).
+
+    At the end of a forward pass every rank gets the losses of the whole row, and the entropies if they are recorded.
+    """
+    num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
+    num_calls = shape.num_layers * (2 + workload.recomputes("attention") if trains else 1)
+    # Queries, keys and values, and what attention puts out. Heads are split between tensor ranks already.
+    for width in (shape.q_width + 2 * shape.kv_width, shape.q_width):
+        num_bytes = num_tokens * width * workload.compute_bytes // layout.tensor_parallel_degree
+        yield "tokens and heads in attention", "all_to_all", num_bytes, num_calls
+    yield "losses of a row", "all_gather", LOSS_BYTES * workload.tokens_per_microbatch, num_values
