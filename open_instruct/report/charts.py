@@ -9,8 +9,7 @@ from typing import Any
 import numpy
 
 from open_instruct.metric_table import entry_of, in_order
-from open_instruct.report.rollouts import Rollouts, flat, lengths_of
-from open_instruct.report.run_files import RunFiles
+from open_instruct.report.run_files import Rollouts, RunFiles, flat, lengths_of
 from open_instruct.run.run_directory import is_number
 
 # A curve is drawn some 700 pixels wide at most.

@@ -37,8 +37,7 @@ from open_instruct.report import health, page
 from open_instruct.report.charts import MAX_POINTS, histograms_of, series_of
 from open_instruct.report.command import Pages, server_of
 from open_instruct.report.health import Finding, findings_of, parts_of_step
-from open_instruct.report.rollouts import Rollouts, read_rollouts
-from open_instruct.report.run_files import RunFiles, differing_flags
+from open_instruct.report.run_files import Rollouts, RunFiles, differing_flags, read_rollouts
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.rollout.traces import write_traces
 from open_instruct.run.metrics_log import MetricsLog

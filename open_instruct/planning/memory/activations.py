@@ -69,11 +69,7 @@ def gathered_keys(layout: ShardLayout, workload: Workload) -> int:
 
 @lru_cache(maxsize=512)
 def profile_of(
-    piece: Literal["block", "head"],
-    shape: ModelShape,
-    layout: ShardLayout,
-    workload: Workload,
-    splits_rows: bool = True,
+    piece: Literal["block", "head"], shape: ModelShape, layout: ShardLayout, workload: Workload, *, splits_rows: bool
 ) -> Profile:
     """One block, from the residual stream to itself; or last norm and head, from there to the labels' log-probs.
 
