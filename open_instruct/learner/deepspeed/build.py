@@ -88,6 +88,6 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     dist.barrier()  # no rank is ready before all are
     run.console.say(
         f"loaded {counted(report.num_tensors, 'tensor')} ({report.num_bytes_read / 1e6:,.1f} MB on this rank) "
-        f"in {report.wall_time_s:.1f} s; {type(module.optim).__name__.removeprefix('Held')} takes the steps"
+        f"in {report.wall_time_s:.1f} s; {type(module.optim).__name__} takes the steps"
     )
     return module

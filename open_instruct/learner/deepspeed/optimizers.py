@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 import torch
-from olmo_core.optim import AdamWConfig, OptimConfig
+from olmo_core.optim import OptimConfig
 
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.optim.optimizers import AdamLikeConfig
@@ -28,41 +28,12 @@ def building_problem(adam: Adam) -> str | None:
     return None
 
 
-class HeldStep:
-    """An optimizer that takes no step while `is_held()`, which it asks when DeepSpeed's engine steps it.
-
-    DeepSpeed knows the gradient's norm only when it calls the optimizer, so the check has to be here.
-    """
-
-    is_held: Callable[[], bool]
-
-    def step(self, *arguments: Any, **more: Any) -> Any:
-        return None if self.is_held() else super().step(*arguments, **more)  # type: ignore[misc]
-
-
-class HeldAdamW(HeldStep, torch.optim.AdamW): ...
-
-
-class HeldFusedAdam(HeldStep, deepspeed.ops.adam.FusedAdam): ...
-
-
-class HeldCPUAdam(HeldStep, deepspeed.ops.adam.DeepSpeedCPUAdam): ...
-
-
-class HeldAdamWConfig(AdamWConfig):
-    """PyTorch's AdamW, as OLMo-core configures it."""
-
-    @classmethod
-    def optimizer(cls) -> type[torch.optim.AdamW]:
-        return HeldAdamW
-
-
 class FusedAdamConfig(AdamLikeConfig):
     """DeepSpeed's Adam on CUDA."""
 
     @classmethod
     def optimizer(cls) -> type[torch.optim.Optimizer]:
-        return HeldFusedAdam
+        return deepspeed.ops.adam.FusedAdam
 
 
 class CPUAdamConfig(FusedAdamConfig):
@@ -70,16 +41,15 @@ class CPUAdamConfig(FusedAdamConfig):
 
     @classmethod
     def optimizer(cls) -> type[torch.optim.Optimizer]:
-        return HeldCPUAdam
+        return deepspeed.ops.adam.DeepSpeedCPUAdam
 
 
 def choose_adam(adamw: OptimConfig[Any], adam: Adam, *, warn: Callable[[str], None]) -> OptimConfig[Any]:
     """The config of `adam` if every rank can compile its kernel, otherwise PyTorch's `adamw`. Collective."""
-    if adam != "AdamW" and (problems := [why for why in gathered(building_problem(adam)) if why]):
+    if adam == "AdamW":
+        return adamw
+    if problems := [why for why in gathered(building_problem(adam)) if why]:
         warn(f"DeepSpeed's {adam} cannot be compiled here ({problems[0]}); PyTorch's AdamW takes the steps")
-        adam = "AdamW"
-    kind: Any = {"AdamW": HeldAdamWConfig, "FusedAdam": FusedAdamConfig, "CPUAdam": CPUAdamConfig}[adam]
-    known = deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS  # ZeRO warns of other classes
-    if kind.optimizer() not in known:
-        known.append(kind.optimizer())
+        return adamw
+    kind = FusedAdamConfig if adam == "FusedAdam" else CPUAdamConfig
     return kind(**{each.name: getattr(adamw, each.name) for each in fields(kind)})

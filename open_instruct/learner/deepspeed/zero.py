@@ -21,7 +21,6 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.learner.backend import GRAD_NORM, Metrics, refuse_other_backend
 from open_instruct.learner.deepspeed.library import deepspeed
-from open_instruct.learner.deepspeed.optimizers import HeldStep
 from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
 from open_instruct.learner.optim.optimizers import set_learning_rate
 from open_instruct.learner.reference import IN_CHECKPOINT, Reference
@@ -98,7 +97,6 @@ class ZeroBackend(TransformerTrainModule):
 
     Args:
         settings: DeepSpeed's configuration.
-        optim: an optimizer whose class is a `HeldStep`.
         olmo_core: arguments of `TransformerTrainModule`.
     """
 
@@ -115,8 +113,10 @@ class ZeroBackend(TransformerTrainModule):
         self.reference: Reference | None = None
         self._norm: float | None = None
         self._leaves_out = False
-        assert isinstance(self.optim, HeldStep)
-        self.optim.is_held = self._is_held
+        assert self.optim is not None
+        step = self.optim.step
+        # DeepSpeed knows the gradient's norm only when it calls the optimizer, so the check has to be there.
+        self.optim.step = lambda: None if self._is_held() else step()  # type: ignore[assignment, method-assign]
         with _embeddings_alone(self.model):
             self.engine: Any = deepspeed.initialize(
                 model=self.model, optimizer=self.optim, config=dict(settings), dist_init_required=False
