@@ -3,7 +3,7 @@
 import math
 
 import torch
-import torch.distributed as dist
+from olmo_core.distributed.utils import all_reduce_value
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.errors import RunError
@@ -24,10 +24,8 @@ def check_weights(model: Transformer, *, what: str, last_checkpoint: str, dtype:
     shards = [each.local for each in held if each.local.numel()]
     # A NaN is passed on by each of these, and is not at most the limit. No temporary of a shard's size.
     bounds = torch.stack([bound.float() for shard in shards for bound in shard.aminmax()]) if shards else torch.zeros(1)
-    is_broken = (~(bounds.abs().max() <= limit)).float().to(next(model.parameters()).device)
-    if dist.is_initialized():
-        dist.all_reduce(is_broken)
-    if is_broken.item():
+    is_broken = (~(bounds.abs().max() <= limit)).float()
+    if all_reduce_value(is_broken, next(model.parameters()).device).item():
         raise RunError(
             f"some weights are not finite, or larger than {limit:.0e}, so {what} was not written: start again with a "
             f"lower --learning_rate in another --output_dir. {last_checkpoint}"

@@ -1,9 +1,8 @@
 """Checkpoints of a run: writing them, choosing the one to go on from, and refusing damaged ones."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,66 +13,28 @@ from olmo_core.train import Trainer
 from open_instruct.checkpoints import step_folder
 from open_instruct.checkpoints.background import in_background
 from open_instruct.checkpoints.finite import check_weights
-from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.process import gathered, on_main_process
 
 log = logging.getLogger(__name__)
 
 
-@contextmanager
-def explained(trainer: Trainer, *, step: int) -> Iterator[None]:
-    """Turn an error while the checkpoint of `step` is written into a RunError of one sentence."""
-    try:
-        yield
-    except OSError as error:
-        log.exception("the checkpoint cannot be written")
-        raise RunError(
-            f"the checkpoint of step {step} cannot be written to {trainer.save_folder} ({error}). Those written before "
-            "are unharmed: make room, then give the same command again to go on from the newest"
-        ) from error
-
-
 def save_checkpoint(trainer: Trainer, model: Transformer, *, waits: bool = True) -> None:
-    """Write a checkpoint of the trainer's step, or begin to, to be ended by `finish_checkpoint`. Collective.
+    """Write a checkpoint of the trainer's step, or begin to, to be ended by `SafeCheckpointer.finish`. Collective.
 
     Nothing is written if a weight of `model` is not finite.
 
     :raises RunError: this checkpoint, or the one under way, cannot be written.
     """
-    finish_checkpoint(trainer)
     check_weights(
         model,
         what=f"the checkpoint of step {trainer.global_step}",
         last_checkpoint=last_checkpoint(Path(trainer.save_folder)),
     )
-    with explained(trainer, step=trainer.global_step):
-        if waits:
-            trainer.save_checkpoint()
-        else:
-            trainer.save_checkpoint_async()
-
-
-def wait_for_copy(trainer: Trainer) -> None:
-    """Return when an unfinished checkpoint has copied the weights, so that they may change."""
-    assert isinstance(trainer.checkpointer, SafeCheckpointer)
-    trainer.checkpointer.wait_for_copy()
-
-
-def finish_checkpoint(trainer: Trainer, *, waits: bool = True) -> bool:
-    """Finish the checkpoint under way if all ranks have written it. Returns whether one was finished. Collective.
-
-    :param waits: wait until all ranks have written.
-    :raises RunError: it could not be written.
-    """
-    checkpointer = trainer.checkpointer
-    assert isinstance(checkpointer, SafeCheckpointer)
-    step = checkpointer.step_under_way
-    if step is None:
-        return False
-    with explained(trainer, step=step):
-        checkpointer.finish(waits=waits)
-    return checkpointer.step_under_way is None
+    if waits:
+        trainer.save_checkpoint()
+    else:
+        trainer.save_checkpoint_async()
 
 
 def remove_old_checkpoints(folder: Path, *, keep_last_n: int, lasting_interval: int = 1) -> Future[None]:

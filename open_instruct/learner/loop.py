@@ -13,20 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from olmo_core.data.data_loader import DataLoaderBase
+from olmo_core.distributed.utils import all_reduce_value
 from olmo_core.train import Duration, LoadStrategy, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from torch.distributed.checkpoint.stateful import Stateful
 
 from open_instruct.checkpoints.background import in_background
-from open_instruct.checkpoints.resume import (
-    finish_checkpoint,
-    load_checkpoint,
-    remove_old_checkpoints,
-    resume,
-    save_checkpoint,
-    wait_for_copy,
-)
-from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointerConfig
+from open_instruct.checkpoints.resume import load_checkpoint, remove_old_checkpoints, resume, save_checkpoint
+from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.heldout import Heldout
 from open_instruct.learner.inner import SkipStepHistory, pass_on_metrics
@@ -125,7 +119,6 @@ class Loop:
             save_folder=str(self.folder),
             save_overwrite=True,
             load_strategy=LoadStrategy.never,
-            checkpointer=SafeCheckpointerConfig(start_model=start_model),
             max_duration=Duration.steps(cadence.num_steps),
             metrics_collect_interval=1,
             async_bookkeeping=False,  # all ranks must stop after the same step when a signal comes
@@ -141,6 +134,7 @@ class Loop:
         group = learner.dp_process_group
         place_in_data = PlaceInData(place, folder=self.folder, group=group, max_tokens_per_step=max_tokens_per_step)
         self.trainer = trainer.build(learner.backend.train_module, place_in_data)
+        self.checkpointer = self.trainer.checkpointer = SafeCheckpointer(work_dir=self.folder, start_model=start_model)
         self._callbacks = [
             callback for name, callback in self.trainer.callbacks.items() if name in own or name not in NOT_CALLED
         ]
@@ -173,7 +167,7 @@ class Loop:
             metrics = dict(self.learner.forward_backward(update))
             self._call("pre_optim_step")
             with self._clock.timing("checkpoint"):
-                wait_for_copy(self.trainer)
+                self.checkpointer.wait_for_copy()
             metrics |= self.learner.update()
             update_metrics.append({name: float(value) for name, value in metrics.items()})
         self.learner.backend.zero_grads()
@@ -211,7 +205,8 @@ class Loop:
                 update = next(updates)
                 waited_s = time.perf_counter() - began_s
                 row = self.take_step([update], num_tokens=update.counts["tokens"])
-                signal = self._first_signal(noted.number)
+                # The same on all ranks, as they must stop after the same step; no rank waits for its GPU.
+                signal = all_reduce_value(noted.number or 0, torch.device("cpu"), op=dist.ReduceOp.MAX) or None
                 is_last = signal is not None or self.cadence.is_last(self.step)
                 is_saved = is_last or self.cadence.saves_after(self.step)
                 # After a signal nothing is scored, as its sender waits. A run that resumes there scores first of all.
@@ -249,7 +244,7 @@ class Loop:
 
     def _finish_save(self, *, waits: bool = True) -> None:
         with self._clock.timing("checkpoint"):
-            if finish_checkpoint(self.trainer, waits=waits):
+            if self.checkpointer.finish(waits=waits):
                 self._remove_old(waits=waits)
 
     def _remove_old(self, *, waits: bool = True) -> None:
@@ -319,12 +314,6 @@ class Loop:
     def _call(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, hook)(*arguments)
-
-    def _first_signal(self, number: int | None) -> int | None:
-        """The signal that any rank has received, the same on all ranks, as they must stop after the same step."""
-        agreed = torch.tensor(number or 0)  # on the CPU, so that no rank waits for its GPU
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        return int(agreed) or None
 
 
 def merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

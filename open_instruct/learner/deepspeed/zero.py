@@ -15,7 +15,7 @@ from olmo_core.nn.transformer import Transformer
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-from open_instruct.checkpoints.resume import wait_for_copy
+from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.learner.backend import GRAD_NORM, Metrics, has_part, refuse_other_backend
@@ -181,7 +181,7 @@ class ZeroBackend(ShardedModule):
             model=self.computing_model,
             masters=self.masters,
             weights={name: master.weights.clone() for name, master in self.masters.own.items()},
-            wait_for_copy=lambda: wait_for_copy(self.trainer),
+            wait_for_copy=lambda: cast(SafeCheckpointer, self.trainer.checkpointer).wait_for_copy(),
             **moves,
         )
 
