@@ -233,7 +233,7 @@ def process(folder: Path) -> Any:
     flags = f"--model_name_or_path {folder} --output_dir {folder / 'run'} --mixer_list none 1.0 --max_seq_length 64"
     config = parse(DPOConfig, [*flags.split(), "--activation_checkpointing", "auto"])
     with (
-        patch("olmo_core.distributed.utils.init_distributed", init),
+        patch("open_instruct.parallel.process.init_distributed", init),
         patch.dict(os.environ, {"LOCAL_RANK": "0"}),
         contextlib.redirect_stdout(io.StringIO()) as said,
         open_run(config, "dpo") as run,
