@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from olmo_core.data.data_loader import DataLoaderBase
 from olmo_core.distributed.utils import all_reduce_value
+from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train import Duration, LoadStrategy, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from torch.distributed.checkpoint.stateful import Stateful
@@ -23,9 +24,9 @@ from open_instruct.checkpoints.resume import load_checkpoint, remove_old_checkpo
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.heldout import Heldout
-from open_instruct.learner.inner import SkipStepHistory, pass_on_metrics
 from open_instruct.learner.measure.profile import profiling
 from open_instruct.learner.measure.speed import StepClock, flops_of_step, peak_flops_per_second
+from open_instruct.learner.optim.optimizers import SkipStepHistory
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.rows.sample_loader import SampleLoader
 from open_instruct.parallel.peers import doing
@@ -66,9 +67,6 @@ class PlaceInData(DataLoaderBase):
 
     @property
     def total_batches(self) -> int | None:
-        return None
-
-    def global_num_tokens_in_batch(self, batch: dict[str, Any]) -> int | None:
         return None
 
     def reshuffle(self, epoch: int | None = None, **kwargs: Any) -> None:
@@ -115,6 +113,9 @@ class Loop:
         self.saves_in_background = {"on": True, "off": False}.get(flags.async_checkpoints, learner.device.type != "cpu")
         own = profiling(config.logging.profile_steps, num_steps=cadence.num_steps, run_folder=self.folder)
         own |= callbacks or {}
+        kept: dict[str, Callback] = {}
+        if isinstance(optim := getattr(learner.backend.train_module, "optim", None), SkipStepOptimizer):
+            kept["skip_step_history"] = SkipStepHistory(optim)
         trainer = TrainerConfig(
             save_folder=str(self.folder),
             save_overwrite=True,
@@ -126,7 +127,7 @@ class Loop:
             device=str(learner.device),
             callbacks={
                 **own,
-                "skip_step_history": SkipStepHistory(),
+                **kept,
                 # OLMo-core would add its own console where it finds none.
                 "console_logger": ConsoleLoggerCallback(log_interval=NEVER, metrics_log_interval=NEVER),
             },
@@ -183,7 +184,7 @@ class Loop:
         if self._is_heard:
             for name, value in row.items():
                 self.trainer.record_metric(name, value)
-            pass_on_metrics(self.trainer)
+            self.trainer._log_metrics()  # to the callbacks, as OLMo-core's `fit` does after a step
         self._finish_save(waits=False)
         self._call("pre_load_batch")
         return row
