@@ -116,12 +116,11 @@ class LearnerGroup(Generic[L]):
         host: Any = ray.remote(type(self._learner_class.__name__, (ActorHost,), {}))
         ranks = range(len(self))
         self._actors = [host.options(**self._placement.learner_options(rank)).remote() for rank in ranks]
-        self._signs: Signs | None = None
-        self._facts = self._watching("start", [actor.facts.remote() for actor in self._actors]).result(START_TIMEOUT_S)
         # The store through which the ranks of a process group find each other.
         self._meeting_address = self._placement.whereabouts().meeting_address()
         self._store = listen_at(self._meeting_address)
         self._signs = Signs(self._store, ranks)
+        self._facts = self._watching("start", [actor.facts.remote() for actor in self._actors]).result(START_TIMEOUT_S)
         refs: list[ObjectRef] = []
         for rank, actor in enumerate(self._actors):
             environment = {**self._environment_of(rank), **self._environment}
