@@ -19,8 +19,8 @@ from open_instruct.config.sections import ModelSection
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.model.float8 import float8_off
 from open_instruct.learner.policy import Policy
-from open_instruct.learner.rows.ahead import built_ahead
 from open_instruct.learner.rows.row_cache import RowCache, open_row_cache
+from open_instruct.learner.rows.sample_loader import built_ahead
 from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.shards import reshard
 from open_instruct.packing.documents import on_device
