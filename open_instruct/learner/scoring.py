@@ -55,8 +55,7 @@ class Scorer:
         zeros_ND = torch.zeros(len(rows), num_documents, dtype=torch.float32, device=device)
         columns: list[torch.Tensor] = []
         position_of = {rows[j]: j for j in range(len(rows))}
-        was_training = model.training
-        model.eval()
+        self.policy.backend.set_mode("eval")
         for batch in self.batches(dataset, rows, title=title):
             with float8_off(model):
                 scores = self.policy.scores(batch)
@@ -75,7 +74,6 @@ class Scorer:
             dist.all_reduce(values_ND, group=group)
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(model)
-        model.train(was_training)
         return values_ND.cpu().numpy()
 
     def batches(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> Iterator[Batch]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from olmo_core.nn.transformer import Transformer
+from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train.train_module import TransformerTrainModule
 
 from open_instruct.config.training import LearnerConfig
@@ -41,6 +42,14 @@ class ShardedModule(TransformerTrainModule):
     @property
     def computing_model(self) -> Transformer:
         return self.model
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def leaves_out_outliers(self) -> bool:
+        return isinstance(self.optim, SkipStepOptimizer)
 
     @property
     def train_module(self) -> TransformerTrainModule:

@@ -122,14 +122,6 @@ class ZeroBackend(ShardedModule):
         """The engine, which is called like its model; only the engine gathers the weights that stage 3 partitions."""
         return cast(Transformer, self.engine)
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
-
-    @property
-    def leaves_out_outliers(self) -> bool:
-        return False
-
     def weights_changed(self) -> None:
         self.masters.changed()
 

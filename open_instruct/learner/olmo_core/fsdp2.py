@@ -88,10 +88,6 @@ class FSDP2Backend(ShardedModule):
             return self.dp_config.param_dtype.as_pt()
         return next(self.computing_model.parameters()).dtype
 
-    @property
-    def leaves_out_outliers(self) -> bool:
-        return isinstance(self.optim, SkipStepOptimizer)
-
     @contextmanager
     def microbatch(self, index: int, num_microbatches: int) -> Iterator[None]:
         with self._train_microbatch_context(index, num_microbatches):
