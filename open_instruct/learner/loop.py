@@ -23,12 +23,12 @@ from open_instruct.checkpoints.background import in_background
 from open_instruct.checkpoints.resume import load_checkpoint, remove_old_checkpoints, resume, save_checkpoint
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.heldout import Heldout
 from open_instruct.learner.measure.profile import profiling
 from open_instruct.learner.measure.speed import StepClock, flops_of_step, peak_flops_per_second
 from open_instruct.learner.optim.optimizers import SkipStepHistory
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.rows.sample_loader import SampleLoader
+from open_instruct.learner.scoring import Heldout
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import gathered
 from open_instruct.parallel.processes import host_of_cores

@@ -346,14 +346,12 @@ def adams(folder: Path) -> Any:
     import torch
     from olmo_core.optim import AdamWConfig
 
-    from open_instruct.learner.deepspeed import optimizers
+    from open_instruct.learner.deepspeed import build
 
     device, warnings = torch.device("cuda", 0), list[str]()
-    with patch.object(optimizers, "building_problem", lambda adam: None):
+    with patch.object(build, "building_problem", lambda adam: None):
         kinds = [
-            optimizers.choose_adam(
-                AdamWConfig(), optimizers.adam_for(device, adam_offload=offloads), warn=warnings.append
-            )
+            build.choose_adam(AdamWConfig(), build.adam_for(device, adam_offload=offloads), warn=warnings.append)
             for offloads in (False, True)
         ]
     return [kind.optimizer().__name__ for kind in kinds] + warnings

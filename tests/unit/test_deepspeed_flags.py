@@ -251,30 +251,30 @@ class TestAdam:
     def test_it_is_that_of_the_device_that_holds_the_states(
         self, device: torch.device, adam_offload: bool, adam: Any, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from open_instruct.learner.deepspeed import optimizers
+        from open_instruct.learner.deepspeed import build
 
-        monkeypatch.setattr(optimizers, "building_problem", lambda adam: None)
-        assert optimizers.adam_for(device, adam_offload=adam_offload) == adam
+        monkeypatch.setattr(build, "building_problem", lambda adam: None)
+        assert build.adam_for(device, adam_offload=adam_offload) == adam
         optim = config_of("--weight_decay 0.1 --learning_rate 0.5 --adam_beta2 0.95 --adam_epsilon 1e-5").optim
         torchs = build_optimizer_config(optim, device=device)
-        chosen = optimizers.choose_adam(torchs, adam, warn=pytest.fail)
+        chosen = build.choose_adam(torchs, adam, warn=pytest.fail)
         assert chosen.optimizer().__name__ == name
         for one in ("lr", "betas", "eps", "weight_decay", "group_overrides"):
             assert getattr(chosen, one) == getattr(torchs, one)
 
     def test_pytorchs_steps_where_its_kernel_cannot_be_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from open_instruct.learner.deepspeed import optimizers
+        from open_instruct.learner.deepspeed import build
 
-        monkeypatch.setattr(optimizers, "building_problem", lambda adam: COMPILER_IS_MISSING)
+        monkeypatch.setattr(build, "building_problem", lambda adam: COMPILER_IS_MISSING)
         torchs, said = build_optimizer_config(config_of("").optim, device=CPU), list[str]()
-        chosen = optimizers.choose_adam(torchs, "FusedAdam", warn=said.append)
+        chosen = build.choose_adam(torchs, "FusedAdam", warn=said.append)
         assert chosen is torchs
         assert said == [
             "DeepSpeed's FusedAdam cannot be compiled here (RuntimeError: no nvcc); PyTorch's AdamW takes the steps"
         ]
 
     def test_what_its_builder_raises_is_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from open_instruct.learner.deepspeed.optimizers import building_problem, deepspeed
+        from open_instruct.learner.deepspeed.build import building_problem, deepspeed
 
         def load(builder: object) -> None:
             raise RuntimeError("no\n  nvcc")

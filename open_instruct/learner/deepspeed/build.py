@@ -2,27 +2,31 @@
 
 import math
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from olmo_core.distributed import parallel as olmo_core_parallel
+from olmo_core.optim import OptimConfig
 from torch.distributed.device_mesh import DeviceMesh
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.deepspeed.library import deepspeed
-from open_instruct.learner.deepspeed.optimizers import adam_for, choose_adam
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.deepspeed.zero import ZeroBackend
 from open_instruct.learner.model.kernels import choose_kernels
-from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.learner.optim.optimizers import AdamLikeConfig, build_optimizer_config, build_scheduler
 from open_instruct.learner.sharded import unfilled
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.parallel.data_parallel import keep_mesh, mesh_of
+from open_instruct.parallel.process import gathered
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
+
+Adam = Literal["FusedAdam", "CPUAdam", "AdamW"]
 
 
 def set_up(run: Run, config: LearnerConfig) -> tuple[DeviceMesh, dict[str, Any]]:
@@ -76,3 +80,44 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     run.console.say(f"{type(module.optim).__name__} takes the steps")
     dist.barrier()  # no rank is ready before all are
     return module
+
+
+def adam_for(device: torch.device, *, adam_offload: bool) -> Adam:
+    """DeepSpeed's Adam on CUDA, for states on the device or in host memory; PyTorch's on a CPU, without a compiler."""
+    return "AdamW" if device.type != "cuda" else "CPUAdam" if adam_offload else "FusedAdam"
+
+
+def building_problem(adam: Adam) -> str | None:
+    """Why the kernel of DeepSpeed's Adam cannot be compiled here. It takes a minute or two, once a machine."""
+    try:
+        getattr(deepspeed.ops.op_builder, f"{adam}Builder")().load()
+    except Exception as error:  # a compiler, or the lack of one, may raise anything
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+class FusedAdamConfig(AdamLikeConfig):
+    """DeepSpeed's Adam on CUDA."""
+
+    @classmethod
+    def optimizer(cls) -> type[torch.optim.Optimizer]:
+        return deepspeed.ops.adam.FusedAdam
+
+
+class CPUAdamConfig(FusedAdamConfig):
+    """DeepSpeed's Adam for states in host memory."""
+
+    @classmethod
+    def optimizer(cls) -> type[torch.optim.Optimizer]:
+        return deepspeed.ops.adam.DeepSpeedCPUAdam
+
+
+def choose_adam(adamw: OptimConfig[Any], adam: Adam, *, warn: Callable[[str], None]) -> OptimConfig[Any]:
+    """The config of `adam` if every rank can compile its kernel, otherwise PyTorch's `adamw`. Collective."""
+    if adam == "AdamW":
+        return adamw
+    if problems := [why for why in gathered(building_problem(adam)) if why]:
+        warn(f"DeepSpeed's {adam} cannot be compiled here ({problems[0]}); PyTorch's AdamW takes the steps")
+        return adamw
+    kind = FusedAdamConfig if adam == "FusedAdam" else CPUAdamConfig
+    return kind(**{each.name: getattr(adamw, each.name) for each in fields(kind)})
