@@ -31,7 +31,7 @@ from open_instruct.verifiers.registry import known_verifiers
 if TYPE_CHECKING:
     from olmo_core.train.callbacks import Callback
 
-    from open_instruct.cluster.learner_process import LearnerProcess
+    from open_instruct.cluster.learner_group import LearnerProcess
     from open_instruct.packing.rollouts import RankStep
 
 

@@ -22,9 +22,14 @@ GRAD_NORM = "grad_norm"
 """The norm of the whole gradient before it was clipped."""
 
 
+def has_part(names: Iterable[str], part: str) -> bool:
+    """Whether a checkpoint with these `names` has that part."""
+    return any(name.startswith(f"{part}.") for name in names)
+
+
 def refuse_other_backend(names: Iterable[str], *, own: str, part: str) -> None:
     """:raises InputError: a checkpoint with these `names` lacks the `part` that the backend `own` writes."""
-    if not any(name.startswith(f"{part}.") for name in names):
+    if not has_part(names, part):
         raise InputError(
             f"the checkpoints in --output_dir are not of --backend {own}, which cannot go on from them: give the "
             "--backend that they began with, or start in another --output_dir from the hf_model such a run ends with"

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from open_instruct.checkpoints.finite import check_weights
-from open_instruct.checkpoints.resume import last_checkpoint
+from open_instruct.checkpoints.resume import check_weights, last_checkpoint
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.policy import Policy
 from open_instruct.models.lora.adapters import weights_of, whole_adapter

@@ -27,7 +27,7 @@ from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import REFERENCE_TOKENS, TEACHER_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.packing.documents import on_device
 from open_instruct.parallel.process import gathered
-from open_instruct.parallel.reduce import WeightedSums, gather_rows, reduce_metrics
+from open_instruct.parallel.reduce import gather_rows, over_microbatches, reduce_metrics
 from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class Policy:
         step = self.prepared(step)
         self._has_nothing_to_learn = step.counts["rows"] == 0
         self.backend.set_mode("train")
-        sums = WeightedSums()
+        measured: list[Mapping[str, Metric]] = []
         losses: list[float | torch.Tensor] = []
         for index, microbatch in enumerate(step.microbatches):
             with self.backend.microbatch(index, len(step.microbatches)):
@@ -170,13 +170,12 @@ class Policy:
                     outputs = self.microbatch_loss(microbatch, step.counts)
                 with self._clock.timing("backward"):
                     self.backend.backward(outputs.loss)
-            sums.add(outputs.metrics)
             losses.append(outputs.metrics["loss"].value)
-            sums.add(token_fractions(microbatch.packed))
+            measured += [outputs.metrics, token_fractions(microbatch.packed)]
         self.model.post_batch()
 
         maxima = {name: Metric(value=value, reduction="max") for name, value in memory_so_far(self.device).items()}
-        metrics = sums.means() | maxima
+        metrics = over_microbatches(measured) | maxima
         # Clipping here and not in `update` reads the norm together with the loss, in one wait for the device.
         if (norm := self.backend.clip()) is not None:
             metrics[GRAD_NORM] = Metric(value=norm, reduction="max")

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from olmo_core.nn.transformer import Transformer
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.learner.model.replica import build_replica
+from open_instruct.models.hf.names import clean_name
 from open_instruct.models.load import stream_load
 from open_instruct.models.shards import local_part, reshard
 from open_instruct.parallel.peers import doing
@@ -24,9 +23,6 @@ from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.shard_layout import ShardLayout
-
-# The key of a moving reference policy in a checkpoint.
-IN_CHECKPOINT = "reference"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,18 +55,9 @@ class Reference:
         for ours, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
             local_part(ours).lerp_(local_part(theirs).to(ours.dtype), self.alpha)
 
-    def state_to_save(self, options: StateDictOptions) -> dict[str, Any]:
-        if self.update_freq is None:
-            return {}
-        return {IN_CHECKPOINT: get_model_state_dict(self.model, options=options)}
-
-    def state_to_load(self, metadata: Metadata, options: StateDictOptions) -> dict[str, Any]:
-        is_there = any(name.startswith(f"{IN_CHECKPOINT}.") for name in metadata.state_dict_metadata)
-        return self.state_to_save(options) if is_there else {}
-
-    def load(self, state: dict[str, Any], options: StateDictOptions) -> None:
-        if self.update_freq is not None and IN_CHECKPOINT in state:
-            set_model_state_dict(self.model, state[IN_CHECKPOINT], options=options)
+    def state(self) -> dict[str, Any]:
+        """The weights by name, as a checkpoint holds them; they share storage with the reference's own."""
+        return {clean_name(name): tensor for name, tensor in self.model.state_dict().items()}
 
 
 def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) -> Transformer:

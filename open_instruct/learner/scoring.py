@@ -1,5 +1,7 @@
 """Log-probs of a data set's replies under a sharded model with its present weights; those of the start model are kept.
 
+The held-out rows of a run are scored before, during and after training; the results go to `eval.jsonl`.
+
 The name of their file covers the weights, the configuration, the precision, and the layout of rows (padded, packed, or
 with shared prompts), since layouts differ by rounding. It holds sums over the reply: a loss that averages divides by
 the length itself, so all losses share the same file. Sums that leave tokens out have a folder of their own.
@@ -7,8 +9,9 @@ the length itself, so all losses share the same file. Sums that leave tokens out
 Legend: N rows that are asked for, D documents of a row.
 """
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,19 +19,22 @@ import torch
 import torch.distributed as dist
 
 from open_instruct.config.sections import ModelSection
+from open_instruct.config.training import TrainingConfig
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.model.float8 import float8_off
 from open_instruct.learner.policy import Policy
-from open_instruct.learner.rows.ahead import built_ahead
 from open_instruct.learner.rows.row_cache import RowCache, open_row_cache
+from open_instruct.learner.rows.sample_loader import built_ahead
 from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.shards import reshard
+from open_instruct.objectives.objective import Evaluation, Objective
 from open_instruct.packing.documents import on_device
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
 from open_instruct.records import Batch, StepBatch
 from open_instruct.run.console import Console
+from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.wording import counted
 
@@ -55,8 +61,7 @@ class Scorer:
         zeros_ND = torch.zeros(len(rows), num_documents, dtype=torch.float32, device=device)
         columns: list[torch.Tensor] = []
         position_of = {rows[j]: j for j in range(len(rows))}
-        was_training = model.training
-        model.eval()
+        self.policy.backend.set_mode("eval")
         for batch in self.batches(dataset, rows, title=title):
             with float8_off(model):
                 scores = self.policy.scores(batch)
@@ -75,7 +80,6 @@ class Scorer:
             dist.all_reduce(values_ND, group=group)
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(model)
-        model.train(was_training)
         return values_ND.cpu().numpy()
 
     def batches(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> Iterator[Batch]:
@@ -116,3 +120,39 @@ def open_reference_cache(folder: Path, pretrained: Pretrained, *, model: ModelSe
     """The cache file of these weights in this precision and layout; every rank reads what is in it now."""
     laid_out = f"packed-sharing-{shape.prefix_sharing}" if shape.packing else "padded"
     return open_row_cache(folder, pretrained, model.param_dtype, laid_out, str(shape.documents_per_sample))
+
+
+@dataclass
+class Heldout:
+    """The held-out rows of a run. `reference_ND` are the frozen log-probs of their documents, where there are any."""
+
+    dataset: TokenDataset
+    reference_ND: np.ndarray | None
+    scorer: Scorer
+    objective: Objective = field(kw_only=True)
+    config: TrainingConfig = field(kw_only=True)
+    run: Run = field(kw_only=True)
+    _last: tuple[int, Evaluation] | None = field(default=None, init=False)
+
+    def evaluate(self, step: int) -> Evaluation:
+        """Score the model as it is after `step` steps, once. Every rank enters together."""
+        if self._last is not None and self._last[0] == step:
+            return self._last[1]
+        logps_ND = self.reference_ND
+        if step > 0 or logps_ND is None:  # before the first step policy and reference are the same weights
+            title = f"held-out {self.objective.rows.unit}s at step {step}"
+            logps_ND = self.scorer.score(self.dataset, range(len(self.dataset)), title=title)
+        assert self.objective.evaluate is not None, "or there are no held-out rows"
+        evaluation = self.objective.evaluate(self.dataset, logps_ND, self.reference_ND, self.config)
+        if self.run.process.rank == 0:
+            self.run.directory.write_evaluation({"step": step} | dict(evaluation.row))
+        self.run.console.say(evaluation.sentence.format(when=f"at step {step}"))
+        self._last = step, evaluation
+        return evaluation
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """The entries of an evaluation in a row of metrics.jsonl: its numbers, and the seconds that it took."""
+        began_s = time.perf_counter()
+        row = self.evaluate(step).row
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        return numbers | {"time/evaluation": time.perf_counter() - began_s}

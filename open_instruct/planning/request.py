@@ -9,7 +9,7 @@ from open_instruct.config.parser import flags_given
 from open_instruct.config.plan import ASSUMED, PlanSection
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
-from open_instruct.objectives.described import described_run
+from open_instruct.objectives.registry import described_run
 from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.planning.plan import Setting
 from open_instruct.planning.subject.devices import Device, device_named

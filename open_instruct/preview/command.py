@@ -11,9 +11,8 @@ from rich.console import Console
 
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.sections import flag
-from open_instruct.objectives.described import described_run
 from open_instruct.objectives.objective import Objective
-from open_instruct.objectives.registry import objective_names
+from open_instruct.objectives.registry import described_run, objective_names
 from open_instruct.whole_file import write_asked
 
 # Flags that a run cannot do without and that say nothing of its rows.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from open_instruct.cluster.learner_call import LearnerLost, watching
-from open_instruct.cluster.learner_process import LearnerMethod, LearnerProcess, P, R
+from open_instruct.cluster.learner_group import LearnerMethod, LearnerProcess, P, R
 from open_instruct.errors import RunError
 from open_instruct.packing.rollouts import RankStep
 from open_instruct.parallel.peers import activity

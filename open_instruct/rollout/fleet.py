@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-from open_instruct.cluster.learner_group import LearnerGroup
-from open_instruct.cluster.learner_process import LearnerProcess
+from open_instruct.cluster.actor_host import allocator_environment, without_growing_segments
+from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
 from open_instruct.cluster.placement import FleetShape, Placement
-from open_instruct.cluster.process_environment import allocator_environment, without_growing_segments
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.data.prompts import PromptStream
 from open_instruct.engines.engine_host import RayEngine

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from open_instruct.cluster.learner_call import LearnerCall, LearnerLost
-from open_instruct.cluster.learner_group import LearnerGroup
-from open_instruct.cluster.learner_process import LearnerProcess
+from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.engine_pool import EnginePool

@@ -233,7 +233,7 @@ def process(folder: Path) -> Any:
     flags = f"--model_name_or_path {folder} --output_dir {folder / 'run'} --mixer_list none 1.0 --max_seq_length 64"
     config = parse(DPOConfig, [*flags.split(), "--activation_checkpointing", "auto"])
     with (
-        patch("olmo_core.distributed.utils.init_distributed", init),
+        patch("open_instruct.parallel.process.init_distributed", init),
         patch.dict(os.environ, {"LOCAL_RANK": "0"}),
         contextlib.redirect_stdout(io.StringIO()) as said,
         open_run(config, "dpo") as run,
@@ -346,14 +346,12 @@ def adams(folder: Path) -> Any:
     import torch
     from olmo_core.optim import AdamWConfig
 
-    from open_instruct.learner.deepspeed import optimizers
+    from open_instruct.learner.deepspeed import build
 
     device, warnings = torch.device("cuda", 0), list[str]()
-    with patch.object(optimizers, "building_problem", lambda adam: None):
+    with patch.object(build, "building_problem", lambda adam: None):
         kinds = [
-            optimizers.choose_adam(
-                AdamWConfig(), optimizers.adam_for(device, adam_offload=offloads), warn=warnings.append
-            )
+            build.choose_adam(AdamWConfig(), build.adam_for(device, adam_offload=offloads), warn=warnings.append)
             for offloads in (False, True)
         ]
     return [kind.optimizer().__name__ for kind in kinds] + warnings

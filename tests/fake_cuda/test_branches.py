@@ -49,7 +49,7 @@ FOUND: dict[str, Any] = {
         },
         "limits_threads": False,
     },
-    "adams": ["HeldFusedAdam", "HeldCPUAdam"],
+    "adams": ["FusedAdam", "DeepSpeedCPUAdam"],
     "callbacks": ["memory_history", "step_profiler"],
     "plans": True,
     **{f"step_{name}": True for name in STEPS},

@@ -5,8 +5,7 @@ A wrong call is one that mypy refuses. It stands beside an `ignore`, and mypy re
 
 from typing import Any, assert_type
 
-from open_instruct.cluster.learner_group import LearnerGroup
-from open_instruct.cluster.learner_process import LearnerProcess
+from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool

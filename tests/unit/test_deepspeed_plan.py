@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from open_instruct.config.parser import parse
-from open_instruct.learner.deepspeed.planned_zero import BUCKET, MOST_AT_ONCE, SMALL
+from open_instruct.learner.deepspeed.planned import BUCKET, MOST_AT_ONCE, SMALL
 from open_instruct.objectives.registry import objective_named
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, plan_of

@@ -11,8 +11,7 @@ from typing import Any, cast
 import pytest
 
 from open_instruct.cluster.learner_call import LearnerLost
-from open_instruct.cluster.learner_group import LearnerGroup
-from open_instruct.cluster.learner_process import LearnerProcess
+from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.errors import RunError
