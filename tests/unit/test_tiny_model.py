@@ -16,8 +16,14 @@ from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.families import FAMILIES
 from open_instruct.models.family import transformer_config
 from open_instruct.models.hf.hf_config import load_hf_config
-from open_instruct.toys.tiny import SIZES, built_in_corpus, tiny_config, train_tokenizer, write_tiny_model
-from open_instruct.toys.tiny_command import tiny_model_command
+from open_instruct.toys.tiny import (
+    SIZES,
+    built_in_corpus,
+    tiny_config,
+    tiny_model_command,
+    train_tokenizer,
+    write_tiny_model,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
