@@ -20,7 +20,8 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import objective_named, objective_names
-from open_instruct.run.run_directory import RunDirectory, card_of
+from open_instruct.run.card import card_of
+from open_instruct.run.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from olmo_core.nn.transformer import Transformer
