@@ -206,8 +206,12 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
 
 
 @dataclass(kw_only=True)
-class TinyModelSection:
-    """Model"""
+class TinyModelFlags:
+    """Write a small random checkpoint in Hugging Face format to DIR, a new or empty folder, with a byte-level BPE
+    tokenizer and a chat template: for tests, demos and trying things out.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = ("open-instruct tiny-model tiny --family olmo2",)
 
     family: str = flag("architecture", choices=FAMILIES)
     size: str = flag(", ".join(f"{name} ({size.roughly})" for name, size in SIZES.items()), "tiny", choices=SIZES)
@@ -220,17 +224,6 @@ class TinyModelSection:
     dtype: str = flag("dtype of the weights", "float32", choices=DTYPES)
 
 
-@dataclass(kw_only=True)
-class TinyModelFlags:
-    """Write a small random checkpoint in Hugging Face format to DIR, a new or empty folder, with a byte-level BPE
-    tokenizer and a chat template: for tests, demos and trying things out.
-    """
-
-    examples: ClassVar[tuple[str, ...]] = ("open-instruct tiny-model tiny --family olmo2",)
-
-    model: TinyModelSection
-
-
 def tiny_model_command(args: Sequence[str]) -> int:
     """Write the checkpoint that `args` describe; returns the exit code. Torch is loaded only to write it.
 
@@ -241,7 +234,7 @@ def tiny_model_command(args: Sequence[str]) -> int:
         print_help(TinyModelFlags, "open-instruct tiny-model DIR")
         return 0
     name, words = _folder(args)
-    flags = parse(TinyModelFlags, words).model
+    flags = parse(TinyModelFlags, words)
     folder = write_tiny_model(
         name,
         family=flags.family,
