@@ -82,16 +82,16 @@ class DataReport:
     """Counts over distinct rows, but for `num_pairs` and `num_tokens`, which count repeated rows again.
 
     `unit` names what a kept row becomes, such as "pair"; `num_pairs` counts these units.
-    `num_rows` is always `num_bad + num_kept` and the sum of `filtered`. `sources` has, for each data set of the
-    mixture, its name, the rows it has, and the rows taken (with repeats).
+    `num_rows` is always `num_bad + num_kept` and the sum of `filtered`. `sources` says, for each data set of the
+    mixture, how many rows are taken (with repeats), and how many it has.
 
     Example: of `rows.jsonl 2.0`, 10 rows, one of them malformed and one with a prompt too long::
 
-        DataReport(sources=[("rows.jsonl", 10, 20)], num_rows=10, bad={"empty_reply": 1},
+        DataReport(sources=["rows.jsonl: 20 taken of 10 rows"], num_rows=10, bad={"empty_reply": 1},
                    filtered={"prompt_too_long": 1}, num_truncated=3, num_kept=8, num_pairs=16, num_tokens=5120)
     """
 
-    sources: list[tuple[str, int, int]]
+    sources: list[str]
     num_rows: int
     bad: dict[str, int] = field(default_factory=dict)
     bad_rows: list[str] = field(default_factory=list)
@@ -112,8 +112,3 @@ class DataReport:
     def lines(self) -> list[str]:
         """The report in lines of text."""
         return macro_text(REPORT, "read", self).split("\n")
-
-    @classmethod
-    def of_fields(cls, fields: Mapping[str, Any]) -> DataReport:
-        """The report whose fields JSON has kept, which knows no tuples."""
-        return cls(**{**fields, "sources": [tuple(source) for source in fields["sources"]]})

@@ -170,7 +170,10 @@ class RowBuilder(ABC):
         order_N = np.concatenate(order)
         arrays = self._arrays(order_N)
         return arrays, DataReport(
-            sources=[(form.name, len(form), len(indices)) for form, indices in zip(forms, selected, strict=True)],
+            sources=[
+                f"{form.name}: {len(indices):,} taken of {counted(len(form), 'row')}"
+                for form, indices in zip(forms, selected, strict=True)
+            ],
             num_rows=num_rows,
             bad=dict(self.bad.counts),
             bad_rows=self.bad.lines(),
