@@ -11,10 +11,10 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import provenance, write_config
 from open_instruct.entry import run_entry
+from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.run.card import card_of
 from open_instruct.run.run_directory import RunDirectory
 from tests.unit.fake_hub import FakeHub, fake_hub

@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from open_instruct.cli import main
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
@@ -19,6 +18,7 @@ from open_instruct.config.suites.upstream_flags import upstream_defaults, upstre
 from open_instruct.errors import InputError
 from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, read_launch
 from open_instruct.migrate.migration import Migration, migrate
+from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.objectives.registry import objective_named
 
 DPO = "--model_name_or_path m --mixer_list rows.jsonl 1.0 --max_seq_length 512"

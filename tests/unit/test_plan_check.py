@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
+from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process
 from open_instruct.planning import plan
