@@ -33,7 +33,7 @@ COMMANDS = {
     "migrate-args": ("translate a launch of allenai's open-instruct into our flags", "migrate.command:migrate_args"),
     "replay": ("take one step of a GRPO run again, under its own or another loss", "replay:main"),
     "export": ("write a checkpoint of a run as a Hugging Face folder", "run.export_command:main"),
-    "tiny-model": ("write a small random checkpoint, to try things on", "toys.tiny_command:tiny_model_command"),
+    "tiny-model": ("write a small random checkpoint, to try things on", "toys.tiny:tiny_model_command"),
 }
 
 

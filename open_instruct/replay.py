@@ -50,17 +50,6 @@ MISSING = "-"
 
 
 @dataclass(kw_only=True)
-class ReplaySection:
-    """What is replayed"""
-
-    step: int = flag("the step to take again; 1 is the first", minimum=1)
-    weights: str | None = flag(
-        "Hugging Face folder of the weights; default: the run's checkpoint of the step before, or an older one", None
-    )
-    json: str | None = flag("file to write the numbers to, as JSON", None)
-
-
-@dataclass(kw_only=True)
 class ReplayFlags:
     """Take one step of a GRPO run again, on one process: the same completions (from the run's traces) and the same
     weights. Prints loss, gradient norm and metrics beside those that the run recorded, and once more under the
@@ -74,12 +63,18 @@ class ReplayFlags:
         "open-instruct replay runs/first --step 200 --weights runs/first/hf_model",
     )
 
-    replay: ReplaySection
+    step: int = flag("the step to take again; 1 is the first", minimum=1)
+    weights: str | None = flag(
+        "Hugging Face folder of the weights; default: the run's checkpoint of the step before, or an older one", None
+    )
+    json: str | None = flag("file to write the numbers to, as JSON", None)
 
 
 @dataclass(kw_only=True)
-class ReplayConfig(ReplayFlags, GRPOConfig):
+class ReplayConfig(GRPOConfig):
     """The run's own settings, those given in their place, and what is replayed of it."""
+
+    replay: ReplayFlags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

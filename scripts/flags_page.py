@@ -80,7 +80,8 @@ def _section_tables(config_class: type) -> Iterator[str]:
             for flag in flags_of(config_class).values()
             if flag.section == section
         )
-        yield f"### {title_of(section_class)}\n\n| flag | value | default | meaning |\n|---|---|---|---|\n{rows}\n"
+        title = title_of(section_class) if section else "Flags"
+        yield f"### {title}\n\n| flag | value | default | meaning |\n|---|---|---|---|\n{rows}\n"
 
 
 def _escaped(text: str) -> str:

@@ -34,7 +34,10 @@ def help_page(config_class: type, program: str, width: int, usage: str = "") -> 
         usage=usage,
         required=[f"--{flag.name} {flag.metavar}" for flag in flags_of(config_class).values() if flag.required],
         description=inspect.getdoc(config_class),
-        sections=[(title_of(each), flags_of_section(each).values()) for each in sections_of(config_class).values()],
+        sections=[
+            (title_of(each) if name else "Flags", flags_of_section(each).values())
+            for name, each in sections_of(config_class).items()
+        ],
         examples=getattr(config_class, "examples", ()),
     )
     return Text.from_markup(page.rstrip(), emoji=False)

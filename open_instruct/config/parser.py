@@ -60,9 +60,8 @@ def parse(
     by_section: dict[str, dict[str, Any]] = {section: {} for section in sections_of(config_class)}
     for name, value in values.items():
         by_section[reader.flags[name].section][name] = value
-    return config_class(
-        **{section: made_of(**by_section[section]) for section, made_of in sections_of(config_class).items()}
-    )
+    made = {section: made_of(**by_section[section]) for section, made_of in sections_of(config_class).items()}
+    return made[""] if "" in made else config_class(**made)
 
 
 def flags_given(config_class: type, argv: Sequence[str]) -> KeysView[str]:

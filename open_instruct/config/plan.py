@@ -7,8 +7,19 @@ from open_instruct.config.sections import flag
 
 
 @dataclass(kw_only=True)
-class PlanSection:
-    """The machines, and the form of the plan"""
+class PlanFlags:
+    """Say what a run would need before it is started: the layout, where each GPU's memory goes in every phase, what
+    travels within a node and across, a lower bound of a step's time, and which flags would make it fit or make it
+    faster. Takes the run's own flags or YAML file (`open-instruct dpo --help`, and sft, grpo); those of its data and
+    its folder need not be given. --model_name_or_path is a folder, a config.json alone, or the name of a public model
+    of a family that can be trained, whose shape is built in. Nothing is started or downloaded.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "open-instruct plan dpo --model_name_or_path allenai/OLMo-2-1124-7B --num_nodes 2 --gpus_per_node 8",
+        "open-instruct plan dpo configs/dpo/olmo2_32b_32gpu_tp.yaml --gpus_per_node 4x8 --gpu h200 --html plan.html",
+        "open-instruct plan grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --json",
+    )
 
     num_nodes: int | None = flag("nodes of --gpus_per_node GPUs each; default: as many as that lists", None, minimum=1)
     gpus_per_node: list[str] = flag(
@@ -25,24 +36,6 @@ class PlanSection:
     cross_node_gb_s: float | None = flag("GB/s that a GPU sends to other nodes; default: the GPU's", None, above=0)
     json: bool = flag("print the whole plan as JSON", False)
     html: str | None = flag("also write the plan as a page to this file", None)
-
-
-@dataclass(kw_only=True)
-class PlanFlags:
-    """Say what a run would need before it is started: the layout, where each GPU's memory goes in every phase, what
-    travels within a node and across, a lower bound of a step's time, and which flags would make it fit or make it
-    faster. Takes the run's own flags or YAML file (`open-instruct dpo --help`, and sft, grpo); those of its data and
-    its folder need not be given. --model_name_or_path is a folder, a config.json alone, or the name of a public model
-    of a family that can be trained, whose shape is built in. Nothing is started or downloaded.
-    """
-
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct plan dpo --model_name_or_path allenai/OLMo-2-1124-7B --num_nodes 2 --gpus_per_node 8",
-        "open-instruct plan dpo configs/dpo/olmo2_32b_32gpu_tp.yaml --gpus_per_node 4x8 --gpu h200 --html plan.html",
-        "open-instruct plan grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --json",
-    )
-
-    plan: PlanSection
 
 
 # Flags that a run cannot do without and a plan does not read.

@@ -8,13 +8,13 @@ much each verifier counts, 1 where it is not given.
 there is none, `tools` may be the JSON schemas of tools that the prompt tells of.
 """
 
-import difflib
 import json
 import math
 from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from open_instruct.config.parser import nearest
 from open_instruct.data.files.rows import MalformedRow, kind_of
 from open_instruct.data.messages import Message, keys_of, prompt_of
 from open_instruct.data.tool_turns import schemas_of
@@ -162,12 +162,10 @@ def _verifier(name: Any, known: Mapping[str, Verifier], remapped: Mapping[str, s
     for spelling in (name, name.lower()):  # published rows write "MATH" beside "gsm8k"
         if spelling in known:
             return spelling
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    meant = f"did you mean {near[0]!r}? " if near else ""
     raise MalformedRow(
         "unknown_verifier",
-        f"'dataset': there is no verifier {name!r}; {meant}Known are {', '.join(sorted(known))}; add your own by "
-        "--verifier FILE.py:Class",
+        f"'dataset': there is no verifier {name!r}{nearest(name, known) or ';'} Known are "
+        f"{', '.join(sorted(known))}; add your own by --verifier FILE.py:Class",
     )
 
 

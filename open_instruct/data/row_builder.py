@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.files.rows import BadRow, RawRow, RowSource
+from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.messages import ReadRow, unread_of_messages
 from open_instruct.data.mixer import MixerEntry, Renamed, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
@@ -170,7 +170,10 @@ class RowBuilder(ABC):
         order_N = np.concatenate(order)
         arrays = self._arrays(order_N)
         return arrays, DataReport(
-            sources=[(form.name, len(form), len(indices)) for form, indices in zip(forms, selected, strict=True)],
+            sources=[
+                f"{form.name}: {len(indices):,} taken of {counted(len(form), 'row')}"
+                for form, indices in zip(forms, selected, strict=True)
+            ],
             num_rows=num_rows,
             bad=dict(self.bad.counts),
             bad_rows=self.bad.lines(),
@@ -188,7 +191,7 @@ class RowBuilder(ABC):
         """Whether a bad row has made the build fail, so that further rows are read only to be counted."""
         return bool(self.bad.counts) and self.on_bad_row == "error"
 
-    def _add(self, rows: Sequence[RawRow | BadRow]) -> list[int]:
+    def _add(self, rows: Sequence[RawRow]) -> list[int]:
         """Add rows; returns the place of each among the kept rows, -1 of one that is not kept."""
         rendered = [self.bad.reading(row, self._rendered) for row in rows]
         if self._only_counts:
@@ -209,7 +212,7 @@ class RowBuilder(ABC):
         self.unread.update({*read.unread(), *unread_of_messages(value, self.chat.reads_reasoning)})
         return rendered
 
-    def _is_kept(self, row: RawRow | BadRow, item: RenderedRow, pieces: list[list[int]]) -> bool:
+    def _is_kept(self, row: RawRow, item: RenderedRow, pieces: list[list[int]]) -> bool:
         """Keep a row, cut to the length limit, unless nothing of it can be learned."""
         replies = range(1, 1 if self.reads_ends else len(pieces), self._pieces_a_reply)
 

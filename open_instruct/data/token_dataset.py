@@ -190,7 +190,7 @@ def _kept(path: Path) -> tuple[dict[str, np.ndarray], DataReport] | None:
     """The arrays in the file `path` and their report; None if it is not there, damaged or of another version."""
     try:
         arrays, metadata = read_arrays(path)
-        return arrays, replace(DataReport.of_fields(metadata["report"]), from_cache=True)
+        return arrays, replace(DataReport(**metadata["report"]), from_cache=True)
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError) as error:

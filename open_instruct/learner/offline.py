@@ -78,13 +78,15 @@ class _Learning:
         if (teacher := objective.teacher(config)) is not None:
             opened = Comparison.of(teacher, pretrained, config=config, layout=run.layout)
         self.rows, self.heldout_rows = load_datasets(objective, config, pretrained.tokenizer, run.console)
-        self.shape = BatchShape.of(
-            config.optim,
-            config.data,
-            run.layout,
+        self.shape = BatchShape(
             documents_per_sample=objective.rows_of(config).documents_per_row,
+            max_samples_per_microbatch=config.optim.per_device_train_batch_size,
+            max_microbatches=config.optim.gradient_accumulation_steps,
+            max_seq_length=config.data.max_seq_length,
+            packing=config.data.packing,
             pad_token_id=pretrained.pad_token_id,
-            prefix_sharing=objective.prefix_sharing(config),
+            pad_to_multiple_of=run.layout.model_parallel_degree,
+            prefix_sharing=objective.prefix_sharing(config) if config.data.packing else "off",
         )
         self.samples: Sequence[Sequence[int]] = [(row,) for row in range(len(self.rows))]  # each the rows of one
         if objective.fills_packs(config):

@@ -42,4 +42,4 @@ def migrate_args(words: Sequence[str]) -> int:
         pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
         names = {"command": command, "migration": migration, "spelled": spelled, "shlex": shlex}
         print(pages.get_template("migration.txt.jinja").render(names))
-    return 0 if migration.is_equivalent else EXIT_INPUT
+    return EXIT_INPUT if migration.refused else 0

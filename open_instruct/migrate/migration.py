@@ -22,7 +22,7 @@ class Migration:
     Attributes:
         arguments: the words behind `open-instruct COMMAND`; also what brings upstream's defaults.
         deepspeed: the words after these that make it a run on DeepSpeed, where the launch names a stage of that.
-        renamed, dropped, refused: a sentence for each of upstream's flags.
+        renamed, dropped, refused: a sentence for each of upstream's flags. Where none is refused, the run is the same.
         defaults: of our flags that the launch leaves out, the default `upstream` and `here`, where they differ; and
             what differs by no flag.
     """
@@ -33,10 +33,6 @@ class Migration:
     dropped: Mapping[str, str]
     refused: Mapping[str, str]
     defaults: Mapping[str, Mapping[str, Any]]
-
-    @property
-    def is_equivalent(self) -> bool:
-        return not self.refused
 
 
 def migrate(command: str, sheet: Sheet) -> Migration:

@@ -169,24 +169,18 @@ def plan_steps_of_ranks(
     """
     sampled = [i for i, sample in enumerate(samples) if any(sample.weights_of("rl"))]
     given = [i for i, sample in enumerate(samples) if not any(sample.weights_of("rl"))]
-
-    documents = [sample.document for sample in samples]
-
-    def plan_of(chosen: Sequence[int], count: int) -> tuple[tuple[Microbatches, ...], ...]:
-        return plan_rollouts(
-            documents,
-            chosen,
-            num_ranks=num_ranks,
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-            num_mini_batches=count,
-            prefix_sharing=prefix_sharing,
-        )
-
-    plan = plan_of(sampled, num_mini_batches)
+    plan_of = partial(
+        plan_rollouts,
+        [sample.document for sample in samples],
+        num_ranks=num_ranks,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+        prefix_sharing=prefix_sharing,
+    )
+    plan = plan_of(sampled, num_mini_batches=num_mini_batches)
     if given:
         plan = tuple(
             tuple(first + second for first, second in zip_longest(*planned, fillvalue=()))
-            for planned in zip(plan, plan_of(given, len(plan[0])), strict=True)
+            for planned in zip(plan, plan_of(given, num_mini_batches=len(plan[0])), strict=True)
         )
     samples_of_minibatch = [
         [samples[i] for microbatches in minibatch for microbatch in microbatches for i in microbatch]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from open_instruct.config.flags import spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import flags_given
-from open_instruct.config.plan import ASSUMED, PlanSection
+from open_instruct.config.plan import ASSUMED, PlanFlags
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import described_run
@@ -23,7 +23,7 @@ class PlanRequest:
 
     setting: Setting
     warnings: tuple[str, ...]
-    asked: PlanSection
+    asked: PlanFlags
 
 
 def parse_request(words: Sequence[str]) -> PlanRequest:
@@ -33,8 +33,8 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         InputError: a flag is wrong, of the plan or of the run; there is no such model or GPU.
     """
     example = "open-instruct plan dpo --gpus_per_node 8"
-    config, objective, unneeded = described_run(words, assumed=ASSUMED, example=example, plan=PlanSection)
-    asked: PlanSection = config.plan
+    config, objective, unneeded = described_run(words, assumed=ASSUMED, example=example, plan=PlanFlags)
+    asked: PlanFlags = config.plan
     refuse(limit_problems(asked))
     sizes = _sizes_of_nodes(asked)
     nodes = _nodes(config, sizes, frozenset(flags_given(type(config), words[1:])))
@@ -54,7 +54,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     return PlanRequest(setting=setting, warnings=warnings, asked=asked)
 
 
-def _sizes_of_nodes(asked: PlanSection) -> list[int]:
+def _sizes_of_nodes(asked: PlanFlags) -> list[int]:
     """GPUs of each node, from --gpus_per_node and --num_nodes."""
     sizes = read_node_sizes(asked.gpus_per_node)
     if (num_nodes := asked.num_nodes) is not None:
@@ -125,6 +125,6 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
         raise InputError(f"{given}: must be at least 1 and at most {longest} ({flag})")
 
 
-def _device(asked: PlanSection) -> Device:
+def _device(asked: PlanFlags) -> Device:
     given = {name: getattr(asked, name) for name in ("in_node_gb_s", "cross_node_gb_s")}
     return replace(device_named(asked.gpu), **{name: rate for name, rate in given.items() if rate is not None})

@@ -20,15 +20,6 @@ ASSUMED = {"output_dir": "preview"}
 
 
 @dataclass(kw_only=True)
-class PreviewSection:
-    """What is shown"""
-
-    rows: int = flag("rows to show, from the whole of what is read", 3, minimum=1)
-    read: int = flag("rows to read and measure, of each data set at most", 1000, minimum=2)
-    out: str | None = flag("write a page to this file (.html), with every token, in place of the terminal", None)
-
-
-@dataclass(kw_only=True)
 class PreviewFlags:
     """Show rows as the model will see them: rendered, cut, with the tokens that are learned set apart, and how long
     they are. Takes the flags or the YAML file of the training command, whose first rows of --mixer_list (of GRPO:
@@ -43,7 +34,9 @@ class PreviewFlags:
         "1.0",
     )
 
-    preview: PreviewSection
+    rows: int = flag("rows to show, from the whole of what is read", 3, minimum=1)
+    read: int = flag("rows to read and measure, of each data set at most", 1000, minimum=2)
+    out: str | None = flag("write a page to this file (.html), with every token, in place of the terminal", None)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,13 +69,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_request(words: Sequence[str]) -> tuple[Any, Objective, list[str]]:
-    """The run's config with a `PreviewSection`, its objective, and warnings.
+    """The run's config with a `PreviewFlags`, its objective, and warnings.
 
     Raises:
         InputError: there is no such run, or a flag is wrong.
     """
     example = "open-instruct preview dpo --mixer_list"
-    config, objective, unneeded = described_run(words, assumed=ASSUMED, example=example, preview=PreviewSection)
+    config, objective, unneeded = described_run(words, assumed=ASSUMED, example=example, preview=PreviewFlags)
     return config, objective, [*objective.validate(config), *unneeded]
 
 

@@ -28,16 +28,6 @@ HOST = "127.0.0.1"
 
 
 @dataclass(kw_only=True)
-class ReportSection:
-    """The page"""
-
-    out: str | None = flag("file to write; default: report.html in RUN, or here where there are several", None)
-    follow: bool = flag("write no file: serve the page to this machine alone, and refresh it as the run goes on", False)
-    port: int = flag("port on 127.0.0.1 for --follow; 0 takes a free one", 0, minimum=0, maximum=65535)
-    max_rollouts: int = flag("saved rollouts of each run that the page may hold; 0 leaves them out", 10_000, minimum=0)
-
-
-@dataclass(kw_only=True)
 class ReportFlags:
     """Make one page of what runs have left in their folders, finished or not: curves, held-out scores, memory, time,
     layout, what is wrong and what to do, and the saved rollouts to read. The page is one file that needs no server and
@@ -50,7 +40,10 @@ class ReportFlags:
         "open-instruct report runs/grpo --follow",
     )
 
-    report: ReportSection
+    out: str | None = flag("file to write; default: report.html in RUN, or here where there are several", None)
+    follow: bool = flag("write no file: serve the page to this machine alone, and refresh it as the run goes on", False)
+    port: int = flag("port on 127.0.0.1 for --follow; 0 takes a free one", 0, minimum=0, maximum=65535)
+    max_rollouts: int = flag("saved rollouts of each run that the page may hold; 0 leaves them out", 10_000, minimum=0)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     if not names:
         raise InputError(f"the first words are the folders of runs: {PROGRAM} RUN [RUN ...] [--flag value ...]")
     folders = [Path(name).expanduser() for name in names]
-    flags = parse(ReportFlags, argv[len(names) :]).report
+    flags = parse(ReportFlags, argv[len(names) :])
     refuse(limit_problems(flags))
     if flags.follow:
         if flags.out is not None:

@@ -20,7 +20,8 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import objective_named, objective_names
-from open_instruct.run.run_directory import RunDirectory, card_of
+from open_instruct.run.card import card_of
+from open_instruct.run.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from olmo_core.nn.transformer import Transformer
@@ -28,15 +29,6 @@ if TYPE_CHECKING:
     from open_instruct.models.shards import Held
     from open_instruct.objectives.objective import Objective
     from open_instruct.run.pretrained import Pretrained
-
-
-@dataclass(kw_only=True)
-class ExportSection:
-    """What is written, and where"""
-
-    output_dir: str = flag("where the model goes: a new folder, or an earlier export, which is replaced")
-    step: int | None = flag("step of the checkpoint; default: the newest", None, minimum=0)
-    export_dtype: ExportDtype | None = flag("dtype of the model that is written; default: the run's", None)
 
 
 @dataclass(kw_only=True)
@@ -48,7 +40,9 @@ class ExportFlags:
 
     examples: ClassVar[tuple[str, ...]] = ("open-instruct export runs/first --step 200 --output_dir step200",)
 
-    export: ExportSection
+    output_dir: str = flag("where the model goes: a new folder, or an earlier export, which is replaced")
+    step: int | None = flag("step of the checkpoint; default: the newest", None, minimum=0)
+    export_dtype: ExportDtype | None = flag("dtype of the model that is written; default: the run's", None)
 
 
 def main(words: Sequence[str]) -> int:
@@ -58,7 +52,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     if not words or words[0].startswith("-"):
         raise InputError("the first word is the folder of a run: open-instruct export RUN --output_dir DIR")
-    run, flags = Path(words[0]), parse(ExportFlags, words[1:]).export
+    run, flags = Path(words[0]), parse(ExportFlags, words[1:])
     step_name = "" if flags.step is None else f"step{flags.step}"
     if not step_name and run.match("step[0-9]*") and not RunDirectory(path=run).config.exists():
         run, step_name = run.parent, run.name

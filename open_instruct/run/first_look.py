@@ -18,7 +18,7 @@ from open_instruct.data.files.opening import refuse_missing_file
 from open_instruct.data.mixer import parse_mixer_list, select_rows
 from open_instruct.data.report import BadRowLog
 from open_instruct.data.row_builder import RowBuilder
-from open_instruct.data.tokenizer import check_tokenizer_folder
+from open_instruct.data.tokenizer import check_tokenizer_folder, given_folder
 from open_instruct.errors import InputError
 from open_instruct.models.hf.hf_config import config_fields, weights_file
 from open_instruct.whole_file import read_whole
@@ -79,24 +79,6 @@ def look_at_rows(
             bad.reading(row, check)
         if bad.counts:
             raise bad.error(len(taken), wanted=form.wanted, columns=form.columns, page=form.page)
-
-
-def given_folder(name_or_path: str, *, revision: str | None = None) -> Path | None:
-    """The folder itself; None for the name of a hub repository.
-
-    Raises:
-        InputError: it is neither, or a revision is asked of a folder.
-    """
-    path = Path(name_or_path).expanduser()
-    if path.exists():
-        if revision not in (None, "main"):
-            raise InputError(
-                f"--model_revision {revision}: {name_or_path} is a folder, which has none; leave the flag out"
-            )
-        return path
-    if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
-        raise InputError(f"{name_or_path}: there is no such folder; give the folder that holds config.json")
-    return None
 
 
 def local_folder(name_or_path: str, *, revision: str | None = None) -> Path:

@@ -1,12 +1,12 @@
 """Every training run first opens its process group, its layout, its run directory and its console, and is planned."""
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import psutil
 import torch
 
 from open_instruct.checkpoints.step_folder import latest_step, refuse_another_format
@@ -159,7 +159,7 @@ def memory_of(device: torch.device, *, num_sharing: int) -> int:
     """Bytes of a GPU; without CUDA `num_sharing` processes share the host's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return _host_bytes() // num_sharing
+    return psutil.virtual_memory().total // num_sharing
 
 
 def _refuse_another_run(
@@ -198,7 +198,3 @@ def _refuse_another_run(
             "steps of a run: the learning rate is from now on that of a run of the new length, which is higher than it "
             "was at the end"
         )
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,16 +1,23 @@
-"""Small random checkpoints in Hugging Face format, with a real tokenizer: for tests, demos and newcomers."""
+"""Small random checkpoints in Hugging Face format, with a real tokenizer: for tests, demos and newcomers.
+
+`open-instruct tiny-model DIR` writes one.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from open_instruct.config.help import asks_for_help, print_help
+from open_instruct.config.parser import parse
+from open_instruct.config.sections import flag
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES
+from open_instruct.whole_file import read_asked
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -23,32 +30,10 @@ SPECIAL_TOKENS = (PAD, BOS, EOS, *ROLE_TOKENS)
 NUM_BYTES = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """The shape of a small model; `window` is the sliding window of OLMo 3.
-
-    Heads have 32 dims at least, which is what vLLM's attention on a CPU begins with.
-
-    Example: less than a million parameters in four layers::
-
-        Size(
-            roughly="0.7M parameters", hidden=128, mlp=256, layers=4, heads=4, kv_heads=2, vocab_size=512, window=16
-        )
-    """
-
-    roughly: str
-    hidden: int
-    mlp: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab_size: int
-    window: int
-    max_position_embeddings: int = 4096
-
-
-_SIZES_FILE = files("open_instruct.toys") / "sizes.json"
-SIZES = {name: Size(**fields) for name, fields in json.loads(_SIZES_FILE.read_text("utf-8")).items()}
+_TABLE = json.loads((files("open_instruct.toys") / "sizes.json").read_text("utf-8"))
+# The shape of each size, in the words of transformers' configs; the window is that of families that have one.
+# Heads have 32 dims at least, which is what vLLM's attention on a CPU begins with.
+SIZES: dict[str, dict[str, int]] = {name: size["shape"] for name, size in _TABLE.items()}
 
 
 def write_tiny_model(
@@ -80,10 +65,10 @@ def write_tiny_model(
     Raises:
         InputError: the folder is not empty, or an argument cannot work.
     """
-    for flag, value, known in (("family", family, FAMILIES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
+    for name, value, known in (("family", family, FAMILIES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
         if value not in known:
-            raise InputError(f"--{flag} {value}: unknown; choose from {', '.join(known)}")
-    vocab_size = SIZES[size].vocab_size if vocab_size is None else vocab_size
+            raise InputError(f"--{name} {value}: unknown; choose from {', '.join(known)}")
+    vocab_size = SIZES[size]["vocab_size"] if vocab_size is None else vocab_size
     smallest = NUM_BYTES + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise InputError(
@@ -108,28 +93,23 @@ def _empty_folder(folder: Path) -> Path:
     return folder
 
 
-def tiny_config(family: str, size: Size, *, vocab_size: int, tie: bool) -> PretrainedConfig:
-    """The transformers config of a model of `size`; its token ids are those of `train_tokenizer`."""
+def tiny_config(family: str, shape: Mapping[str, int], *, vocab_size: int, tie: bool) -> PretrainedConfig:
+    """The transformers config of a model like one of `SIZES`; its token ids are those of `train_tokenizer`."""
     import transformers
 
     fields: dict[str, Any] = {
+        **shape,
         "vocab_size": vocab_size,
-        "hidden_size": size.hidden,
-        "intermediate_size": size.mlp,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
-        "max_position_embeddings": size.max_position_embeddings,
         "tie_word_embeddings": tie,
         "pad_token_id": SPECIAL_TOKENS.index(PAD),
         "bos_token_id": SPECIAL_TOKENS.index(BOS),
         "eos_token_id": SPECIAL_TOKENS.index(EOS),
     }
-    if FAMILIES[family].has_windows:
-        fields["sliding_window"] = size.window
+    if not FAMILIES[family].has_windows:
+        del fields["sliding_window"]
     if FAMILIES[family].default_head_dim is not None:
         # As in the released models, all heads together are wider than the residual stream.
-        fields["head_dim"] = 2 * size.hidden // size.heads
+        fields["head_dim"] = 2 * shape["hidden_size"] // shape["num_attention_heads"]
     config: PretrainedConfig = getattr(transformers, FAMILIES[family].config_class)(**fields)
     return config
 
@@ -196,3 +176,64 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     # A turn is its role token, a line break and the text; an assistant's turn ends with the eos token.
     tokenizer.chat_template = (files("open_instruct.toys") / "chat_template.jinja").read_text("utf-8")
     return tokenizer
+
+
+@dataclass(kw_only=True)
+class TinyModelFlags:
+    """Write a small random checkpoint in Hugging Face format to DIR, a new or empty folder, with a byte-level BPE
+    tokenizer and a chat template: for tests, demos and trying things out.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = ("open-instruct tiny-model tiny --family olmo2",)
+
+    family: str = flag("architecture", choices=FAMILIES)
+    size: str = flag(", ".join(f"{name} ({size['roughly']})" for name, size in _TABLE.items()), "tiny", choices=SIZES)
+    seed: int = flag("random seed of the weights", 0)
+    vocab_size: int | None = flag("rows of the embedding; default: the size's", None)
+    text: list[str] | None = flag(
+        "text files to train the tokenizer on; default: a few pages that come with the package", None
+    )
+    tie_word_embeddings: bool = flag("use the embedding as the head too", False)
+    dtype: str = flag("dtype of the weights", "float32", choices=DTYPES)
+
+
+def tiny_model_command(args: Sequence[str]) -> int:
+    """Write the checkpoint that `args` describe; returns the exit code. Torch is loaded only to write it.
+
+    Raises:
+        InputError: a flag is wrong, or the folder is not empty.
+    """
+    if asks_for_help(args):
+        print_help(TinyModelFlags, "open-instruct tiny-model DIR")
+        return 0
+    name, words = _folder(args)
+    flags = parse(TinyModelFlags, words)
+    folder = write_tiny_model(
+        name,
+        family=flags.family,
+        size=flags.size,
+        seed=flags.seed,
+        vocab_size=flags.vocab_size,
+        corpus=list(_texts(flags.text)) if flags.text else None,
+        tie=flags.tie_word_embeddings,
+        dtype=flags.dtype,
+    )
+    print(f"wrote a random {flags.family} model ({flags.size}) and its tokenizer to {folder}")
+    return 0
+
+
+def _folder(args: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The first word, or the last one if that is no flag's value, and the words of the flags."""
+    if args and not args[0].startswith("-"):
+        return args[0], args[1:]
+    if len(args) > 2 and not any(word.startswith("-") for word in args[-2:]):
+        return args[-1], args[:-1]
+    raise InputError("the first word is the folder to write: open-instruct tiny-model DIR --family olmo2")
+
+
+def _texts(files: Sequence[str]) -> Iterator[str]:
+    for file in files:
+        text = read_asked(file, where=f"--text {file}")
+        if not text:
+            raise InputError(f"--text {file}: the file is empty")
+        yield from text.splitlines(keepends=True)

@@ -216,8 +216,8 @@ def process(folder: Path) -> Any:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from open_instruct.config.dpo import DPOConfig
     from open_instruct.config.parser import parse
+    from open_instruct.objectives.dpo import DPOConfig
     from open_instruct.parallel.launch import num_to_start
     from open_instruct.run.opened import open_run, planned_run
     from tests.fake_cuda.memory import CASES

@@ -24,7 +24,7 @@ from open_instruct.preview.command import PreviewFlags
 from open_instruct.replay import ReplayFlags
 from open_instruct.report.command import ReportFlags
 from open_instruct.run.export_command import ExportFlags
-from open_instruct.toys.tiny_command import TinyModelFlags
+from open_instruct.toys.tiny import TinyModelFlags
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))

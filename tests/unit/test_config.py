@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from open_instruct.config import resolved
-from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.flags import LARGEST_INT, NONE_WORDS, Flag, flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import help_page
@@ -22,6 +21,7 @@ from open_instruct.config.resolved import _git_state, as_flat_dict, refuse_confl
 from open_instruct.config.suites.upstream_flags import taken, upstream_table
 from open_instruct.errors import InputError
 from open_instruct.losses.preference import PREFERENCE_LOSSES
+from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.objectives.sft import SFTConfig
 from open_instruct.parallel.layout_command import LayoutFlags
 

@@ -12,7 +12,6 @@ import torch
 
 from open_instruct import grpo_fast
 from open_instruct.cluster.placement import FleetShape
-from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.errors import EXIT_INPUT, InputError
@@ -22,6 +21,7 @@ from open_instruct.learner.deepspeed.versions import refuse_unfit
 from open_instruct.learner.model import kernels
 from open_instruct.learner.model.kernels import kernel_warnings
 from open_instruct.learner.optim.optimizers import build_optimizer_config
+from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.parallel.layout import layout_of
 from open_instruct.rollout import checked_run
 from open_instruct.run.opened import shared_by

@@ -10,7 +10,7 @@ import pytest
 
 from open_instruct.config.flags import Flag, flags_of
 from open_instruct.config.parser import parse
-from open_instruct.config.plan import PlanSection
+from open_instruct.config.plan import PlanFlags
 from open_instruct.config.resolved import as_flat_dict, refuse_conflicts, write_config
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import config_class_of, objective_named
@@ -110,7 +110,7 @@ def test_every_refusal_is_an_input_error(
     for seed in range(block * 400, (block + 1) * 400):
         draw = random.Random(seed)
         name, walk = draw.choice([*RUNS]), draw.choice([run, run, run, run, from_yaml, plan, None])
-        more = {"plan": PlanSection} if walk is plan else {}
+        more = {"plan": PlanFlags} if walk is plan else {}
         line = line_of(config_class_of(name, **more), draw)
         try:
             if walk is None:

@@ -9,13 +9,13 @@ import torch
 from torch.nn import attention as torch_attention
 from torch.nn.attention import _registry
 
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import MemorySection
 from open_instruct.errors import InputError
 from open_instruct.learner.model import kernels, replica
 from open_instruct.learner.model.kernels import FA3, compiler_problem, compiles, kernel_warnings, try_fa3
 from open_instruct.models.build import build_model
+from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
 from tests.unit.small_models import hf_config
 

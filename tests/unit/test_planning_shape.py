@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
+from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.subject.model import model_shape, public_models
 from open_instruct.planning.subject.workload import Scoring, workload_of

@@ -13,7 +13,7 @@ from open_instruct.errors import InputError
 from open_instruct.objectives.sft import SFTConfig
 from open_instruct.replay import (
     Replay,
-    ReplaySection,
+    ReplayFlags,
     as_decided,
     differences,
     flags_that_may_differ,
@@ -54,7 +54,7 @@ def refusal(*words: str) -> str:
 
 def test_a_replay_keeps_the_settings_of_the_run(run: Path) -> None:
     replay = asked(run)
-    assert (replay.run, replay.asked.replay, replay.changes) == (run, ReplaySection(step=3), {})
+    assert (replay.run, replay.asked.replay, replay.changes) == (run, ReplayFlags(step=3), {})
     assert replay.settings.loss.clip_higher == 0.3
 
 

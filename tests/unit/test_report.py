@@ -25,12 +25,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from open_instruct.cli import main
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.report import health, page
