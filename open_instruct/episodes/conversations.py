@@ -17,8 +17,7 @@ from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import GenerationRequest, Home, sampling_seed
-from open_instruct.environments.adapters import called, make_environment
-from open_instruct.environments.environment import ChatMessage, Environment, Factory, Reply
+from open_instruct.environments.environment import ChatMessage, Environment, Factory, Reply, called, make_environment
 from open_instruct.episodes.bridge import Conversation, TurnTemplate
 from open_instruct.episodes.tool_calls import ToolCallError, form_of_template, tool_calls
 from open_instruct.errors import RunError
