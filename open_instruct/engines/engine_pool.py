@@ -167,7 +167,13 @@ class EnginePool:
     def fail_waiting(self, failure: RunError) -> None:
         """Fail all completions that are waited for now; those asked for later come as ever."""
         with self._lock:
-            left = self._take_all()
+            left = list(self._homeless.values())
+            self._homeless = {}
+            for member in self._members:
+                if member.is_alive:
+                    member.handle.tell(Engine.cancel, list(member.asked))
+                left += member.asked.values()
+                member.asked = {}
         for each in left:
             set_outcome(each.future, failure)
 
@@ -201,16 +207,6 @@ class EnginePool:
     def _fail(self, failure: RunError) -> None:
         self._failure = self._failure or failure
         self.fail_waiting(failure)
-
-    def _take_all(self) -> list[InFlight]:
-        left = list(self._homeless.values())
-        self._homeless = {}
-        for member in self._members:
-            if member.is_alive:
-                member.handle.tell(Engine.cancel, list(member.asked))
-            left += member.asked.values()
-            member.asked = {}
-        return left
 
     def _forget_cancelled(self, key: int, future: Future[Completion]) -> None:
         if not future.cancelled():
