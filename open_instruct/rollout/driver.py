@@ -22,7 +22,7 @@ from open_instruct.rollout.view import FleetView
 from open_instruct.run.alarms import slowest
 from open_instruct.run.cadence import Noted, cadence_of, noting_signals, stopped_by
 from open_instruct.run.metrics_log import MetricsLog
-from open_instruct.verifiers.judge_server import JUDGE_COSTS
+from open_instruct.verifiers.judge import JUDGE_COSTS
 
 # The metrics of a step without anything to learn from.
 NOTHING_LEARNED = {

@@ -18,8 +18,7 @@ from open_instruct.errors import InputError
 from open_instruct.records import Check, Prompt
 from open_instruct.rollout import checked_run
 from open_instruct.toys.tiny import write_tiny_model
-from open_instruct.verifiers.judge import judge_prompts, parse_rubrics
-from open_instruct.verifiers.judge_server import CACHE_FILE, JUDGE_COSTS
+from open_instruct.verifiers.judge import CACHE_FILE, JUDGE_COSTS, judge_prompts, parse_rubrics
 from open_instruct.verifiers.pool import Outcome, VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.reward import RewardManager
