@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
@@ -12,19 +11,8 @@ from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, write_config
 from open_instruct.errors import InputError
 from open_instruct.objectives.sft import SFTConfig
-from open_instruct.replay import (
-    TABLE_WIDTH,
-    Replay,
-    ReplaySection,
-    as_decided,
-    differences,
-    flags_that_may_differ,
-    on_one_process,
-    parse_replay,
-    recorded_row,
-    table,
-    weights_before,
-)
+from open_instruct.replay import Replay, ReplaySection, flags_that_may_differ, parse_replay
+from open_instruct.rollout.replay import as_decided, differences, on_one_process, recorded_row, table, weights_before
 from open_instruct.run.run_directory import RunDirectory
 
 REQUIRED = ["--model_name_or_path", "start", "--dataset_mixer_list", "prompts.jsonl", "1.0"]
@@ -166,23 +154,16 @@ def test_the_row_of_a_step(tmp_path: Path) -> None:
     assert recorded_row(file, 1) is None  # cut short by a crash
 
 
-def lines_of(columns: dict[str, dict[str, float] | None]) -> list[str]:
-    console = Console(width=TABLE_WIDTH)
-    with console.capture() as shown:
-        console.print(table(columns))
-    return shown.get().splitlines()
-
-
 def test_the_table() -> None:
     recorded, recomputed = {"loss": 0.5, "reward": 1.0}, {"loss": 0.25, "kl": 1e-7}
-    lines = lines_of({"recorded": recorded, "recomputed": recomputed, "changed": None})
+    lines = table({"recorded": recorded, "recomputed": recomputed, "changed": None}).splitlines()
     assert [line.split() for line in lines] == [
         ["recorded", "recomputed"],
         ["loss", "0.5", "0.25"],
         ["kl", "-", "1e-07"],
     ]
     assert len({len(line) for line in lines}) == 1
-    assert lines_of({"recorded": None, "recomputed": recomputed})[1].split() == ["loss", "0.25"]
+    assert table({"recorded": None, "recomputed": recomputed}).splitlines()[1].split() == ["loss", "0.25"]
 
 
 def test_differences() -> None:
