@@ -181,7 +181,7 @@ class Driver:
         if self.step != self.fleet.publisher.version or not begins_as_the_engines:
             with self.view.phase("sending weights"):
                 self.fleet.publisher.publish(self.step)
-        self.conductor.start(self.step)
+        self.conductor.weights_published(self.step)
 
     def _restart_learners(self, lost: LearnerLost) -> None:
         self.num_restarts += 1

@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -98,7 +99,7 @@ class VerifierPool:
             "prompt": prompt,
         }
         answer = self._ask_worker(name, asked) if verifier.isolated else verdicts(verifier, **asked)
-        low, high = verifier.bounds
+        low, high = (0.0, 1.0) if verifier.is_bounded else (-sys.float_info.max, sys.float_info.max)
         outcomes = []
         for score in answer.get("scores", [answer] * len(completions)):
             if isinstance(score, dict):
