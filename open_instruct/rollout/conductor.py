@@ -29,8 +29,8 @@ from open_instruct.episodes.walk import Answer, AskedGroup, Episodes, samples_of
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.records import Prompt, RolloutGroup
-from open_instruct.rollout.learning_signal import refuse_failed_verdicts
 from open_instruct.rollout.samples import RolloutStepBatch, num_right
+from open_instruct.rollout.step_checks import refuse_failed_verdicts
 from open_instruct.wording import counted
 
 STALL_TIMEOUT_S = 3600.0
