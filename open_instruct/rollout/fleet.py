@@ -67,8 +67,7 @@ class Fleet:
             make_engine=self._make_engine,
             on_restart=self._engine_restarted,
             on_failure=self.publisher.engines_failed,
-            timeout_s=fleet.engine_timeout_s,
-            max_restarts=fleet.max_restarts,
+            fleet=fleet,
             say=run.console.warn,
         )
         self.publisher.attach(self.engines)
