@@ -127,8 +127,7 @@ class Setting:
             make_engine=lambda index: sys.exit("the engine died"),
             on_restart=lambda index: None,
             on_failure=lambda error: None,
-            timeout_s=60.0,
-            max_restarts=0,
+            fleet=FleetSection(engine_timeout_s=60, max_restarts=0),
             say=lambda text: print(text, file=sys.stderr),
         )
         self.noted = Noted(self._pool)

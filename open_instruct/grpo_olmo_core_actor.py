@@ -79,10 +79,8 @@ def train(
     """The whole run, as the driver walks it, which tells `callbacks` of every step. Returns the exit code."""
     # torch, Ray, and all that hangs on them, load only once the flags are known to be good.
     from open_instruct.cluster.ray_cluster import refuse_imported_ray
-    from open_instruct.rollout.callbacks import Listener
-    from open_instruct.rollout.checked_run import open_rollout_run
-    from open_instruct.rollout.driver import Driver
-    from open_instruct.rollout.finished import export_finished
+    from open_instruct.rollout.checked_run import export_finished, open_rollout_run
+    from open_instruct.rollout.driver import Driver, Listener
     from open_instruct.rollout.fleet import start_fleet
 
     listening = [Listener(*each) for each in (callbacks or {}).items()]

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Concatenate, TypeVar
 
-from open_instruct.engines.requests import EngineAnswers, EngineSettings, GenerationRequest
+from open_instruct.engines.requests import EngineSettings, GenerationRequest
 from open_instruct.engines.vllm_core import P, VLLMCore, WeightWorker
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
 
 R = TypeVar("R")
+Outcomes = Mapping[int, Completion | str]
+"""Completions by the key of their request; a sentence with the reason in place of one that cannot be."""
 
 SECONDS_BETWEEN_LOOKS = 0.02
 
@@ -72,16 +74,21 @@ class Engine:
                 self._waiting.pop(key, None)
                 self._outcomes.pop(key, None)
 
-    def poll(self, wait_s: float) -> EngineAnswers:
-        """The outcomes that no earlier poll returned; waits up to `wait_s` for one."""
+    def poll(self, wait_s: float) -> Outcomes:
+        """The outcomes that no earlier poll returned, by their keys; waits up to `wait_s` for one.
+
+        Raises:
+            RunError: the engine failed, or one step lasts longer than --engine_timeout_s.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._outcomes or self._failure, wait_s)
             self._check()
             began_s = self._step_began_s
-            seconds_in_step = 0.0 if began_s is None else time.monotonic() - began_s
-            answers = EngineAnswers(seconds_in_step=seconds_in_step, outcomes=self._outcomes)
+            if began_s is not None and time.monotonic() - began_s > self._settings.fleet.engine_timeout_s:
+                raise RunError(f"it has been in one step for {time.monotonic() - began_s:.0f} s")
+            outcomes = self._outcomes
             self._outcomes = {}
-        return answers
+        return outcomes
 
     # Weights
 
@@ -224,7 +231,7 @@ class Engine:
             core.abort(key)
             self._ended({key: "cancelled"})
 
-    def _ended(self, outcomes: Mapping[int, Completion | str]) -> None:
+    def _ended(self, outcomes: Outcomes) -> None:
         """Remove finished requests, and keep the outcomes of those that were not cancelled for `poll`."""
         if not outcomes:
             return

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.data.files.opening import open_rows
-from open_instruct.environments.adapters import called
-from open_instruct.environments.environment import ToolServer, text_tool
+from open_instruct.environments.environment import ToolServer, called, text_tool
 from open_instruct.errors import InputError
 from open_instruct.whole_file import read_asked
 

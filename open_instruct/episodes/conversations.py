@@ -6,7 +6,6 @@ All episodes of a run are coroutines of one thread. One that waits for its envir
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,12 +16,12 @@ from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import GenerationRequest, Home, sampling_seed
-from open_instruct.environments.adapters import called, make_environment
-from open_instruct.environments.environment import ChatMessage, Environment, Factory, Reply
+from open_instruct.environments.environment import ChatMessage, Environment, Factory, Reply, called, make_environment
 from open_instruct.episodes.bridge import Conversation, TurnTemplate
 from open_instruct.episodes.tool_calls import ToolCallError, form_of_template, tool_calls
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Episode, EpisodeStatus, Prompt, Span
+from open_instruct.verifiers.event_loop import lasting_loop
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 10.0
@@ -49,9 +48,7 @@ class Conversations:
         self._max_prompt_tokens = max_prompt_tokens
         is_auto = flags.tool_call_form == "auto"
         self._form = form_of_template(chat.template.text) if is_auto else flags.tool_call_form
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
-        self._thread.start()
+        self._loop = lasting_loop("episodes")
 
     def ask(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:
         """The future completion of an episode that begins with `request`."""
@@ -61,8 +58,6 @@ class Conversations:
         """Return once the environments of all episodes in flight are closed, or have not closed in time."""
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._give_up(), self._loop).result(2 * CLOSE_TIMEOUT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_TIMEOUT_S)
 
     async def _give_up(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

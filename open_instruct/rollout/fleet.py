@@ -23,7 +23,6 @@ from open_instruct.rollout.checked_run import RolloutRun
 from open_instruct.rollout.conductor import Conductor
 from open_instruct.run.console import Console
 from open_instruct.verifiers.pool import VerifierPool
-from open_instruct.verifiers.reward import RewardManager
 from open_instruct.weights.folder import folder_of_run, make_folder
 from open_instruct.weights.publisher import WeightPublisher
 from open_instruct.weights.ways import FOLDER, choose_backend
@@ -57,7 +56,7 @@ class Fleet:
         fleet = run.config.fleet
         self.run = run
         self.learners = learners
-        self.rewards = RewardManager(verifiers, run.config.reward)
+        self.verifiers = verifiers
         self.engines_share_cores = not placement.on_gpus and len(placement.whereabouts().engines) == 1
         self._placement = placement
         self._environment = environment
@@ -67,8 +66,7 @@ class Fleet:
             make_engine=self._make_engine,
             on_restart=self._engine_restarted,
             on_failure=self.publisher.engines_failed,
-            timeout_s=fleet.engine_timeout_s,
-            max_restarts=fleet.max_restarts,
+            fleet=fleet,
             say=run.console.warn,
         )
         self.publisher.attach(self.engines)
@@ -89,7 +87,7 @@ class Fleet:
 
     def new_episodes(self) -> Episodes:
         """What asks the engines and judges their answers, until it is closed."""
-        return Episodes(self.engines, self.rewards, self.conversations)
+        return Episodes(self.engines, self.verifiers, self.conversations)
 
     def restart_learners(self) -> None:
         """Start new learners in the same places; they hold the start model.

@@ -1,7 +1,6 @@
 """The base class of verifiers, which score a completion against a row's ground truth, from 0 to 1."""
 
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
@@ -38,11 +37,6 @@ class Verifier(ABC):
     """Whether it is asked once about all completions of a prompt, by `judge_all`."""
     start_timeout_s: ClassVar[float] = 60.0
     """The time that `load` may take."""
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest valid score."""
-        return (0.0, 1.0) if self.is_bounded else (-sys.float_info.max, sys.float_info.max)
 
     @property
     def needs_ground_truth(self) -> bool:

@@ -75,7 +75,7 @@ def poll_all(engine: Engine, num_keys: int) -> list[Completion]:
     deadline = time.monotonic() + TIMEOUT_S
     while len(told) < num_keys:
         answers = engine.poll(1.0)
-        for key, outcome in answers.outcomes.items():
+        for key, outcome in answers.items():
             if isinstance(outcome, str):
                 raise ValueError(outcome)
             told[key] = outcome

@@ -6,10 +6,9 @@ A wrong call is one that mypy refuses. It stands beside an `ignore`, and mypy re
 from typing import Any, assert_type
 
 from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
-from open_instruct.engines.engine import Engine
+from open_instruct.engines.engine import Engine, Outcomes
 from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool
-from open_instruct.engines.requests import EngineAnswers
 from open_instruct.engines.vllm_core import VLLMCore, WeightWorker
 from open_instruct.grpo_olmo_core_actor import PolicyTrainerOLMoCoreProcess
 from open_instruct.packing.rollouts import RankStep
@@ -30,7 +29,7 @@ def to_learners(learners: LearnerGroup[LearnerProcess], work: list[RankStep]) ->
 
 
 def to_engines(pool: EnginePool, engine: RayEngine) -> None:
-    assert_type(engine.ask(1.0, Engine.poll, 0.5), EngineAnswers)
+    assert_type(engine.ask(1.0, Engine.poll, 0.5), Outcomes)
     assert_type(pool.call_all(1.0, Engine.begin_update, True), list[None])
     engine.tell(Engine.cancel, 7)  # type: ignore[arg-type]
     pool.start_all(1.0, Engine.finish_update)  # type: ignore[call-arg]

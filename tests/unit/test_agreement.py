@@ -5,7 +5,7 @@ import math
 import pytest
 
 from open_instruct.errors import RunError
-from open_instruct.rollout.logprob_agreement import check_agreement
+from open_instruct.rollout.step_checks import check_agreement
 
 
 def agrees(mean: float, largest: float, dtypes: tuple[str, str]) -> bool:

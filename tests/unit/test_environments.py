@@ -17,9 +17,8 @@ from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
 from open_instruct.environments import built_in
-from open_instruct.environments.adapters import make_environment
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
-from open_instruct.environments.environment import Opening, Reply, ToolAnswer, ToolCall, Turn
+from open_instruct.environments.environment import Opening, Reply, ToolAnswer, ToolCall, Turn, make_environment
 from open_instruct.environments.registry import factory_named
 from open_instruct.episodes.conversations import Conversations
 from open_instruct.errors import InputError

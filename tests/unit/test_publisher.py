@@ -83,8 +83,7 @@ class Stage:
             make_engine=self._make,
             on_restart=self.publisher.engine_restarted,
             on_failure=self.publisher.engines_failed,
-            timeout_s=TIMEOUT_S,
-            max_restarts=max_restarts,
+            fleet=fleet,
             say=lambda text: None,
         )
         self.publisher.attach(self.pool)
