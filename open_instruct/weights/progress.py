@@ -183,5 +183,5 @@ def abandon(info: Mapping[str, Any], reason: str) -> None:
         info: as `WeightSender.open` gave it.
         reason: the message of their errors: "engine 1 died".
     """
-    with suppress(RunError):  # learner 0 is gone, and with it the channel
-        SyncProgress.join(info, member="the driver").fail(reason)
+    with suppress(RunError):  # learner 0 is gone, and with it the channel; engines are not called meanwhile
+        SyncProgress.join({**info, "timeout_s": SECONDS_FOR_LAST_WORDS}, member="the driver").fail(reason)
