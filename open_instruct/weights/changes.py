@@ -30,15 +30,15 @@ WHOLE, PLACES, RUNS = range(3)
 # Of a part's values. Below, the bytes of all three forms decide. Above, no form takes fewer bytes than the whole where
 # changes lie at random; where they lie together runs would save less than half, and places take memory to be found.
 MOST_CHANGED = 0.5
-BLOCK_VALUES, BLOCK_VALUES_ON_DEVICE = 2**19, 2**22
+BLOCK_VALUES = 2**19
+BLOCK_VALUES_ON_DEVICE = 2**22  # for each, its host waits some times
 ALIGNMENT = 8  # bytes; of whatever is read as a tensor of its own
 NOTHING = torch.empty(0, dtype=torch.int32)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 Message = list[torch.Tensor]
 """Pieces of bytes, to be read one behind the other."""
-Told = tuple[int, torch.Tensor, torch.Tensor]
-"""Of a part: the form, the entries, the values."""
+Told = tuple[int, torch.Tensor, torch.Tensor]  # of a part: the form, the entries, the values
 
 
 class SentParts:
@@ -55,16 +55,14 @@ class SentParts:
         Args:
             local_of: returns the rank's local tensor of a name.
         """
-        for index in range(len(self._manifest.buckets)):
-            yield self._message(index, local_of, has_digests=has_digests)
+        return (self._message(index, local_of, has_digests=has_digests) for index in range(len(self._manifest.buckets)))
 
     @torch.no_grad()
     def _message(self, index: int, local_of: LocalOf, *, has_digests: bool) -> Message:
         rows: list[tuple[int, int, int, int]] = []
         told: Message = []
         for name, part in self._manifest.buckets[index].parts.get(self._rank, {}).items():
-            values_N = local_of(name)[part.own].reshape(-1)
-            form, entries, values_C = self._changed((index, name), values_N)
+            form, entries, values_C = self._changed((index, name), local_of(name)[part.own].reshape(-1))
             digest = digest_of(self._sent[index, name]) if has_digests else 0
             rows.append((form, len(entries), len(values_C), digest))
             told += [_aligned(entries), _aligned(values_C)]
@@ -120,8 +118,7 @@ def renew(sent_N: torch.Tensor, values_N: torch.Tensor, *, dtype: torch.dtype) -
 
     Example: [1, 2, 3, 4, 5, 6] is renewed by [1, 2, 9, 4, 5, 6] with a value at one of its PLACES, 2: the bits of 9.
     """
-    places: list[np.ndarray] = []
-    values: list[np.ndarray] = []
+    found: list[tuple[np.ndarray, np.ndarray]] = []
     num_changed = start = 0
     size = BLOCK_VALUES_ON_DEVICE if values_N.is_cuda else BLOCK_VALUES
     for now_N, before_N in zip(values_N.split(size), sent_N.split(size), strict=True):
@@ -132,11 +129,11 @@ def renew(sent_N: torch.Tensor, values_N: torch.Tensor, *, dtype: torch.dtype) -
             sent_N.view(dtype).copy_(values_N)
             return WHOLE, NOTHING, sent_N
         before_N.numpy()[places_C] = values_C
-        places.append((places_C + start).astype(np.int32))
-        values.append(values_C)
+        found.append(((places_C + start).astype(np.int32), values_C))
         start += len(bits_N)
-    form, entries = form_of(np.concatenate(places), num_values=len(sent_N), itemsize=sent_N.itemsize)
-    return form, entries, sent_N if form == WHOLE else torch.from_numpy(np.concatenate(values))
+    places_C, values_C = map(np.concatenate, zip(*found, strict=True))
+    form, entries = form_of(places_C, num_values=len(sent_N), itemsize=sent_N.itemsize)
+    return form, entries, sent_N if form == WHOLE else torch.from_numpy(values_C)
 
 
 def changes_on_host(now_N: torch.Tensor, before_N: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
