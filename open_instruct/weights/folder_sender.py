@@ -18,8 +18,6 @@ from open_instruct.weights.progress import HOST_RANK
 from open_instruct.weights.sender import WeightSender
 from open_instruct.whole_file import replace_text
 
-NO_BYTES = torch.empty(0, dtype=torch.uint8)
-
 
 class FolderSender(WeightSender):
     """One rank's part in writing the weights of `model`. Without `changes_alone` every version is an anchor.
@@ -75,7 +73,7 @@ class FolderSender(WeightSender):
             return written
         with Path(f"{self._chain}-{version}.{self._rank}").open("wb") as file:
             for message in messages:
-                told = torch.cat(message or [NO_BYTES]).numpy().data
+                told = torch.cat(message).numpy().data
                 file.write(told)
                 written.append((len(told), xxhash.xxh3_64_hexdigest(told)))
         return written

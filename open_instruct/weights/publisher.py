@@ -157,13 +157,12 @@ class WeightPublisher:
         engines = self._engines
         version = self._learners_version
         assert version is not None, "the learners were lost"
-        is_connected = self._is_connected
         # Learners write on into a folder as long as all goes well, whatever engines are new to it.
         goes_on = self.version is not None and self._channel.get("backend") == FOLDER
         self.version = None
-        self._is_connected = False  # unless all goes well
-        if not is_connected:
+        if not self._is_connected:
             self._connect(engines, timeout_s, goes_on=goes_on)
+        self._is_connected = False  # unless all goes well
         is_delta = self._channel["changes_alone"]
         # Between hosts changes come while engines generate; on a GPU's own way they would compete with its steps.
         is_staged = is_delta and not is_on_device(self._channel["backend"])

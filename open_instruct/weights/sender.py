@@ -31,10 +31,8 @@ from open_instruct.parallel.process import on_main_process
 from open_instruct.weights.changes import SentParts, bucket_of_changes, manifest_of_changes
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import HOST_RANK, SyncProgress, learner_name, receivers_of
-from open_instruct.weights.way import NUM_SLOTS, LocalOf, Outgoing
+from open_instruct.weights.way import CPU, NUM_SLOTS, LocalOf, Outgoing
 from open_instruct.weights.ways import WAYS, is_on_device
-
-CPU = torch.device("cpu")
 
 
 class WeightSender:

@@ -22,8 +22,9 @@ FOUND: dict[str, Any] = {
     "weights_gloo": {"is_all": True, "kinds": ["torch.bfloat16 cpu"], "sent": ["cpu"], "waits": [COPIES]},
     "weights_shm": {"is_all": True, "kinds": ["torch.bfloat16 cpu"], "sent": [], "waits": [COPIES]},
     "changes": {
-        "compared": ["torch.bfloat16 cpu [8] True"],
-        "waits": [f"{COPIES}, of (4, 2)"],
+        "compared": ["torch.int16 cuda:0 [8], before torch.int16 cpu"],
+        "waits": [[f"{COPIES}, of (8,)"], ["blocking copy, cpu to cuda, of (8,)", "nonzero", f"{COPIES}, of (8,)"]],
+        "are_pinned": True,
         "staged": ["cuda:1", "version 5"],
     },
     "export": {"problems": [], "first": ["cuda:0"], "is_whole": True},

@@ -165,12 +165,13 @@ class Moments:
     def copies(self) -> dict[str, int]:
         """Bytes that a process keeps in its host's memory beside a GPU's, and in its own without one.
 
-        Of a weight sync by changes (`SentParts`) they are a rank's part as engines have it, of one bucket also as it is
-        now, and messages about as many buckets as there are slots and one more, at most.
+        Of a weight sync by changes (`SentParts`) they are a rank's part as engines have it, pinned beside a GPU, of one
+        bucket what changed, and messages about as many buckets as there are slots and one more, at most.
         """
         is_delta = self.workload.sync_choice[0] == "delta"
         own = [each for each, _ in sync_buckets(self.shape, self.layout, self.workload)] if is_delta else [0]
-        return {CHECKPOINT: self.checkpoint_copy(), SENT: sum(own) + (NUM_SYNC_SLOTS + 2) * max(own)}
+        kept = sum(map(pinned if self.workload.on_cuda else int, own))
+        return {CHECKPOINT: self.checkpoint_copy(), SENT: kept + (NUM_SYNC_SLOTS + 2) * max(own)}
 
     def _frozen_bytes(self, frozen: Scoring) -> int:
         """Bytes of a frozen model: sharded as the policy is; on a single device in --param_dtype alone."""

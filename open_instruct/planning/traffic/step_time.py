@@ -24,7 +24,8 @@ ON_THE_PATH = {"tensor": "tensor groups", "context": "context groups", "sync": "
 
 # Changed values of a step: in bfloat16 some hundredths of all, at a learning rate of 1e-6 (docs/weights.md).
 SHARES = (0.01, 0.04, 0.1)
-# Weights in bfloat16 that one thread casts and compares (benchmarks/weight_sync.py --changes).
+# Weights in bfloat16 that one thread casts and compares (benchmarks/weight_sync.py --changes). A GPU compares what was
+# sent as fast as that comes to it.
 COMPARED_GB_S = 1.5
 # From a host to its GPU, over 16 lanes of PCIe 5.0.
 LOADED_GB_S = 64.0
@@ -108,11 +109,12 @@ def sync_costs(
     own_bytes, all_bytes = map(sum, zip(*sync_buckets(shape, layout, work), strict=True))
     travel_s = seconds_of((exchange for exchange in exchanges if exchange.axis == "sync"), device)
     yield SyncCost(changed=1.0, num_bytes=all_bytes, seconds=travel_s)
+    compared_gb_s = LOADED_GB_S if work.on_cuda else COMPARED_GB_S
     load_s = all_bytes / work.engine_tensor_degree / (LOADED_GB_S * GIGA) if work.on_cuda else 0.0
     num_parts = len(shape.parameters) * layout.shard_group_size * layout.tensor_parallel_degree
     for share in SHARES:
         num_bytes = num_parts * ROW_BYTES + round(all_bytes * share * (1 + PLACE_BYTES / work.sync_bytes_per_param))
-        seconds = max(own_bytes / (COMPARED_GB_S * GIGA), travel_s * num_bytes / all_bytes) + load_s
+        seconds = max(own_bytes / (compared_gb_s * GIGA), travel_s * num_bytes / all_bytes) + load_s
         yield SyncCost(changed=share, num_bytes=num_bytes, seconds=seconds)
 
 
