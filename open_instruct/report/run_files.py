@@ -10,6 +10,7 @@ import base64
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -264,16 +265,10 @@ def _texts_of_tokens(run: RunFiles, token_ids: Sequence[int]) -> dict[int, str]:
     from tokenizers import Tokenizer
 
     folders = [run.folder / "hf_model", run.folder / "adapter"]
-    for name in ("tokenizer_name_or_path", "model_name_or_path"):
-        if isinstance(run.config.get(name), str):
-            folders.append(Path(run.config[name]))
-    for folder in folders:
-        if not (folder / "tokenizer.json").is_file():
-            continue
-        try:
+    names = [run.config.get(name) for name in ("tokenizer_name_or_path", "model_name_or_path")]
+    for folder in [*folders, *(Path(name) for name in names if isinstance(name, str))]:
+        with suppress(Exception):  # a file that is not there, or damaged: the library's errors have no class
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception:  # the library's errors have no class of their own
-            continue
-        known = tokenizer.get_vocab_size()
-        return {each: tokenizer.decode([each], skip_special_tokens=False) for each in token_ids if each < known}
+            known = tokenizer.get_vocab_size()
+            return {each: tokenizer.decode([each], skip_special_tokens=False) for each in token_ids if each < known}
     return {}
