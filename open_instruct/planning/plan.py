@@ -11,7 +11,7 @@ from typing import Any
 
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.training import TrainingConfig, backend_named
+from open_instruct.config.training import backend_named
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
@@ -289,8 +289,14 @@ def _chosen(setting: Setting) -> Plan:
     return best
 
 
-def smaller_microbatches(config: TrainingConfig) -> Iterator[dict[str, Any]]:
-    """The flags of fewer rows in each microbatch and more microbatches, which leave the global batch as it is."""
+def smaller_microbatches(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """The flags of smaller microbatches and more of them, so that the global batch stays; of GRPO shorter packs."""
+    if isinstance(config, GRPOConfig):
+        tokens = config.max_tokens_per_microbatch
+        while tokens > config.data.max_seq_length:
+            tokens = max(tokens // 2, config.data.max_seq_length)
+            yield {"pack_length": tokens}
+        return
     rows, num_microbatches = config.optim.per_device_train_batch_size, config.optim.gradient_accumulation_steps
     for fewer in reversed(divisors(rows)[:-1]):
         yield dict(zip(BATCH, (fewer, num_microbatches * (rows // fewer)), strict=True))
