@@ -121,10 +121,6 @@ class Workload:
         modules = {"none": (), "selected_modules": self.checkpointing_modules}
         return modules.get(self.checkpointing, ("blocks.*",))
 
-    def recomputes(self, module: str) -> bool:
-        """Whether `module` of all blocks ("attention", "feed_forward", or "" for whole blocks) is recomputed."""
-        return any(is_wrapped(self.recomputed_modules, 0, name) for name in ("", module))
-
     @property
     def merges_adapters(self) -> bool:
         """Whether the engines are sent the weights with any adapters merged into them."""
