@@ -41,7 +41,9 @@ def along(axis: Axis, calls: Iterable[Calls], layout: ShardLayout, num_passes: i
 
 def is_recomputed(workload: Workload, module: str) -> bool:
     """Whether `module` of all blocks ("attention", "feed_forward", or "" for whole blocks) is recomputed."""
-    return any(is_wrapped(workload.recomputed_modules, 0, name) for name in ("", module))
+    if workload.checkpointing == "selected_modules":
+        return any(is_wrapped(workload.checkpointing_modules, 0, name) for name in ("", module))
+    return workload.checkpointing in ("full", "offload")
 
 
 def num_head_positions(layout: ShardLayout, workload: Workload) -> int:
