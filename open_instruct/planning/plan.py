@@ -311,26 +311,25 @@ def _with_checkpointing(setting: Setting) -> Plan:
     kept = plan_of(setting.with_flags({"activation_checkpointing": "none"}))
     if not setting.on_cuda or setting.config.memory.activation_memory_budget < 1 or kept.leaves(ROOM_OF_AUTO):
         return kept
-    full = plan_of(setting.with_flags({"activation_checkpointing": "full"}))
-    plans = [full]
-    for modules in _modules_to_recompute(setting.shape, setting.layout):
-        selected = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": modules}
-        plans.append(plan_of(setting.with_flags(selected)))
-    with_room = [plan for plan in plans if plan.leaves(ROOM_OF_AUTO)]
+    ways = _recomputations(setting.shape, setting.layout)
+    full, *selected = (plan_of(setting.with_flags(flags)) for flags in ways)
+    with_room = [plan for plan in (full, *selected) if plan.leaves(ROOM_OF_AUTO)]
     return min(with_room, key=lambda plan: (plan.time.step_s, plan.time.compute_s, plan.peak.total_bytes), default=full)
 
 
-def _modules_to_recompute(shape: ModelShape, layout: ShardLayout) -> Iterator[list[str]]:
-    """Norms alone, norms with attention, norms with the feed-forward.
+def _recomputations(shape: ModelShape, layout: ShardLayout) -> Iterator[dict[str, Any]]:
+    """The flags to recompute whole blocks, norms alone, norms with attention, norms with the feed-forward.
 
     Float32 copies in norms are most of what a block keeps, and cost next to no arithmetic. Norms within attention are
     not recomputed where tensor ranks exchange their inputs.
     """
+    yield {"activation_checkpointing": "full"}
     norms = ["attention_norm", "feed_forward_norm"]
     has_inner = shape.qk_norm != "none" and layout.tensor_parallel_degree == 1
     inner = ["attention.q_norm", "attention.k_norm"] if has_inner else []
     for modules in ([*norms, *inner], [*norms, "attention"], [*norms, *inner, "feed_forward"]):
-        yield [f"blocks.*.{module}" for module in modules]
+        patterns = [f"blocks.*.{module}" for module in modules]
+        yield {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": patterns}
 
 
 def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:
