@@ -7,7 +7,7 @@ from open_instruct.config.flags import spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import flags_given
 from open_instruct.config.plan import ASSUMED, PlanSection
-from open_instruct.config.validation import limit_problems
+from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
 from open_instruct.objectives.described import described_run
 from open_instruct.parallel.node_sizes import read_node_sizes
@@ -35,8 +35,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     example = "open-instruct plan dpo --gpus_per_node 8"
     config, objective, unneeded = described_run(words, assumed=ASSUMED, example=example, plan=PlanSection)
     asked: PlanSection = config.plan
-    for problem in limit_problems(asked):
-        raise InputError(problem)
+    refuse(limit_problems(asked))
     sizes = _sizes_of_nodes(asked)
     nodes = _nodes(config, sizes, frozenset(flags_given(type(config), words[1:])))
     if isinstance(config, GRPOConfig) and not config.parallel.single_gpu_mode:

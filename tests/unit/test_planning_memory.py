@@ -23,7 +23,7 @@ from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
-from open_instruct.planning.memory.activations import Pass, profile_of
+from open_instruct.planning.memory.activations import profile_of
 from open_instruct.planning.memory.phases import NUM_SYNC_SLOTS, READ_CHUNK_BYTES, Moments, memory_by_phase
 from open_instruct.planning.memory.state import local_size
 from open_instruct.planning.subject.model import ModelShape, model_shape, shape_of_fields
@@ -157,19 +157,17 @@ def compare_block(
         output.backward(gradient)
         backward_peak = live.peak - output.untyped_storage().nbytes()
 
-    sizes = Pass(
-        num_tokens=sum(LENGTHS),
-        num_rows=sum(LENGTHS),
-        longest_document=max(LENGTHS),
-        num_labels=sum(LENGTHS),
-        compute_bytes=dtype.itemsize,
+    workload = replace(
+        WORKLOAD,
+        tokens_per_microbatch=sum(LENGTHS),
+        longest_sequence=max(LENGTHS),
+        param_dtype=str(dtype).removeprefix("torch."),
         on_cuda=False,
-        tensor_degree=1,
-        recomputed_modules=recomputed,
-        casts_adapters=dtype == torch.bfloat16,
+        checkpointing="selected_modules",
+        checkpointing_modules=recomputed,
     )
     shape = adapted(shape_of(hf_config), lora)
-    profile = profile_of("block", shape, sizes)
+    profile = profile_of("block", shape, ALONE, workload, splits_rows=True)
     assert profile.kept_bytes == pytest.approx(kept, rel=0.01)
     assert profile.forward_peak.total == pytest.approx(forward_peak, rel=0.02)
     assert profile.backward_peak.total == pytest.approx(backward_peak, rel=0.05)
@@ -288,7 +286,7 @@ def test_keys_are_gathered_as_the_row_has_them(prefixes: tuple[int, ...]) -> Non
     )
     row = Segments.of(tuple(50 - prefix for prefix in prefixes) * 2, prefixes * 2, device=torch.device("cpu"))
     assert row.key_index_K is not None
-    assert activations.pass_of(LAYOUT, workload).num_gathered_keys == len(row.key_index_K) == 400
+    assert activations.gathered_keys(LAYOUT, workload) == len(row.key_index_K) == 400
 
 
 def test_a_step_of_muon_needs_what_it_really_does() -> None:

@@ -22,7 +22,7 @@ from open_instruct.planning.memory.state import ADAMW_MOMENTS, GRADIENT_BYTES, M
 from open_instruct.planning.subject.model import ModelShape, ParameterShape, Unit
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Collective, Exchange, exchange_in
-from open_instruct.planning.traffic.model_parallel import Calls, along, context_calls, is_recomputed
+from open_instruct.planning.traffic.model_parallel import Calls, along, context_calls
 from open_instruct.planning.traffic.per_step import forward_passes
 from open_instruct.shard_layout import ShardLayout
 
@@ -140,7 +140,7 @@ class ZeroPasses(Passes):
         """
         run = self.run
         sizes = [run.sizes[each.name] for unit in units for each in unit.parameters]
-        wanted = max(MOST_AT_ONCE, sum(sizes) if keeps and not is_recomputed(self.workload, "") else 0)
+        wanted = max(MOST_AT_ONCE, sum(sizes) if keeps and not self.workload.recomputes("") else 0)
         sizes += [run.sizes[each.name] for each in self.embeddings.parameters]
         num_values = next((together for together in accumulate(sizes) if together >= wanted), sum(sizes))
         nearby = sum(run.sizes.values()) // zpg_of(run.flags) if zpg_of(run.flags) > 1 else 0
@@ -247,7 +247,7 @@ def _of_activations(run: ZeroMoments, num_passes: int, num_values: int, *, train
     num_rows = (work.tokens_per_microbatch, work.label_tokens_per_microbatch)
     num_tokens, num_labels = (run.c * num // layout.context_parallel_degree for num in num_rows)
     cut = Counter(each.tensor_axis for each in shape.parameters if each.layer == 0 and len(each.shape) == 2)
-    num_sums = shape.num_layers * (cut[1] * (1 + trains * is_recomputed(work, "")) + cut[0] * trains)
+    num_sums = shape.num_layers * (cut[1] * (1 + trains * work.recomputes("")) + cut[0] * trains)
     calls: list[Calls] = [("activations of split matrices", "all_reduce", num_tokens * shape.d_model, num_sums)]
     if num_values and values_of(head, layout.tensor_parallel_degree) < head.num_params:
         calls.append(("activations of split matrices", "all_reduce", num_labels * shape.d_model, int(trains)))

@@ -19,7 +19,6 @@ features. The input of the first block needs no gradient then; the block is coun
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -46,25 +45,6 @@ BLOCK_MODULES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """The sizes of one microbatch on one rank, and the modules that are recomputed."""
-
-    num_tokens: int
-    num_rows: int  # tokens between tensor-parallel matrices; each tensor rank has a part of them
-    longest_document: int
-    num_labels: int
-    compute_bytes: int
-    on_cuda: bool
-    tensor_degree: int
-    recomputed_modules: tuple[str, ...]
-    casts_adapters: bool = False  # they are float32, and copied to the dtype that is computed in
-    temperature: float = 1.0
-    records_entropy: bool = False
-    multiplies_in_float8: bool = False  # matrices of blocks
-    num_gathered_keys: int | None = None  # with those of a shared prefix before each document; None: nothing is shared
-
-
 def logit_chunks(shape: ModelShape, num_positions: int) -> tuple[int, ...]:
     """Positions in each chunk of the head; with more than one chunk, logits are recomputed in the backward pass."""
     most = max(1, MAX_LOGITS_BYTES // (FLOAT32 * shape.vocab_size))
@@ -79,42 +59,8 @@ def num_kept_chunks(shape: ModelShape, chunks: Sequence[int], bytes_per_number: 
     return min(len(chunks), MAX_KEPT_BYTES // (chunks[0] * shape.vocab_size * bytes_per_number))
 
 
-def pass_of(layout: ShardLayout, workload: Workload, *, splits_rows: bool = True) -> Pass:
-    """The sizes of one microbatch of `workload`, whose rows are taken to be full; a context degree splits its tokens.
-
-    Between matrices that tensor ranks split, they may have a part of the tokens each.
-    """
-    workload, tensor_degree = workload.with_full_rows(), layout.tensor_parallel_degree
-    num_tokens = -(-workload.tokens_per_microbatch // layout.context_parallel_degree)
-    some = {"none": (), "selected_modules": workload.checkpointing_modules}
-    num_labels = -(-workload.label_tokens_per_microbatch // layout.context_parallel_degree)
-    num_rows = -(-num_tokens // tensor_degree) if splits_rows else num_tokens
-    return Pass(
-        num_tokens=num_tokens,
-        num_rows=num_rows,
-        longest_document=min(num_tokens, workload.longest_sequence),
-        # Where tokens are split the head runs at every position.
-        num_labels=num_labels if num_rows == num_tokens else num_rows,
-        compute_bytes=workload.compute_bytes,
-        on_cuda=workload.on_cuda,
-        tensor_degree=tensor_degree,
-        recomputed_modules=some.get(workload.checkpointing, ("blocks.*",)),
-        # FSDP gathers them in the dtype that is computed in.
-        casts_adapters=layout.single_device and workload.compute_bytes < FLOAT32,
-        temperature=workload.temperature,
-        records_entropy=workload.records_entropy,
-        multiplies_in_float8=workload.multiplies_in_float8,
-        num_gathered_keys=_gathered_keys(layout, workload),
-    )
-
-
-def _gathered_keys(layout: ShardLayout, workload: Workload) -> int | None:
-    """Keys of a row with those of a shared prefix before each of its documents but the first, which follows it.
-
-    None where none is shared.
-    """
-    if not workload.shared_prefix_tokens:
-        return None
+def gathered_keys(layout: ShardLayout, workload: Workload) -> int:
+    """Keys of a row with those of a shared prefix before each of its documents but the first, which follows it."""
     num_documents = workload.documents_per_group
     keys_of_group = num_documents * workload.longest_sequence
     num_keys = workload.tokens_per_microbatch * keys_of_group // workload.rows.tokens_of(num_documents)
@@ -122,29 +68,37 @@ def _gathered_keys(layout: ShardLayout, workload: Workload) -> int | None:
 
 
 @lru_cache(maxsize=512)
-def profile_of(piece: Literal["block", "head"], shape: ModelShape, sizes: Pass) -> Profile:
-    """One block, from the residual stream to itself; or last norm and head, from there to the labels' log-probs."""
-    run: _Block | _Head = _Block(shape, sizes) if piece == "block" else _Head(shape, sizes)
+def profile_of(
+    piece: Literal["block", "head"], shape: ModelShape, layout: ShardLayout, workload: Workload, *, splits_rows: bool
+) -> Profile:
+    """One block, from the residual stream to itself; or last norm and head, from there to the labels' log-probs.
+
+    Args:
+        workload: of one microbatch, whose rows are taken to be full; a context degree splits its tokens.
+        splits_rows: tensor ranks have a part of the tokens each between the matrices that they split.
+    """
+    sizes = (shape, layout, workload.with_full_rows(), splits_rows)
+    run = _Block(*sizes) if piece == "block" else _Head(*sizes)
     return run.tape.profile(run.record())
-
-
-def _split(count: int, sizes: Pass) -> int:
-    """A tensor rank's share of `count`."""
-    return -(-count // sizes.tensor_degree)
 
 
 class _Piece:
     """Operations shared by a block and the head, recorded on a tape."""
 
-    def __init__(self, shape: ModelShape, sizes: Pass) -> None:
-        self.shape, self.sizes, self.c = shape, sizes, sizes.compute_bytes
+    def __init__(self, shape: ModelShape, layout: ShardLayout, workload: Workload, splits_rows: bool) -> None:
+        self.shape, self.layout, self.workload, self.c = shape, layout, workload, workload.compute_bytes
         self.kind: Kind = "weight" if shape.adapters is None else "frozen"  # of the model's own parameters
-        self.stream_bytes = sizes.num_rows * shape.d_model * self.c
-        self.tape = Tape(Tensor(self.stream_bytes, kind="source"))
+        self.num_tokens = -(-workload.tokens_per_microbatch // layout.context_parallel_degree)
+        self.num_rows = self.split(self.num_tokens) if splits_rows else self.num_tokens  # tokens between matrices
+        self.tape = Tape(Tensor(self.num_rows * shape.d_model * self.c, kind="source"))
+
+    def split(self, count: int) -> int:
+        """A tensor rank's share of `count`."""
+        return -(-count // self.layout.tensor_parallel_degree)
 
     def recomputed(self, module: str) -> AbstractContextManager[None]:
         """Within runs a module of the block, which may be checkpointed; "" is the block itself. All are alike."""
-        return self.tape.recomputed(is_wrapped(self.sizes.recomputed_modules, 0, module))
+        return self.tape.recomputed(is_wrapped(self.workload.recomputed_modules, 0, module))
 
     def cast(self, tensor: Tensor, num_elements: int, to_bytes: int) -> Tensor:
         """A copy of `num_elements` in another dtype; the tensor itself if it has that size."""
@@ -153,14 +107,14 @@ class _Piece:
 
     def linear(self, module: str, x: Tensor, num_inputs: int, num_outputs: int) -> Tensor:
         """The output of a matrix of the block for all tokens, with that of its adapter."""
-        adapters, num_tokens = self.shape.adapters, self.sizes.num_tokens
+        adapters, num_tokens = self.shape.adapters, self.num_tokens
         given = x
         output = self.product(x, num_inputs, num_outputs, self.kind)
         if adapters is None or module not in adapters.modules:
             return output
         if adapters.drops:
             # Dropout's mask is one byte a value on CUDA, elsewhere one factor.
-            mask = self.tape.run(num_tokens * num_inputs * (1 if self.sizes.on_cuda else self.c), gradients=())
+            mask = self.tape.run(num_tokens * num_inputs * (1 if self.workload.on_cuda else self.c), gradients=())
             x = self.tape.run(num_tokens * num_inputs * self.c, x, mask, saved=[mask], gradients=[_whole(x)])
         low = self.product(x, num_inputs, adapters.rank)
         added = self.product(low, adapters.rank, num_outputs)
@@ -170,12 +124,13 @@ class _Piece:
 
     def product(self, x: Tensor, num_inputs: int, num_outputs: int, kind: Kind = "weight") -> Tensor:
         """x W^T: keeps x. Its backward makes the gradient of W first, then that of x."""
-        num_tokens = self.sizes.num_tokens
         weight = Tensor(num_inputs * num_outputs * self.c, kind=kind)
-        if self.sizes.casts_adapters and kind != self.kind:
+        # A single device has them in float32; FSDP gathers them in the dtype that is computed in.
+        if self.layout.single_device and self.c < FLOAT32 and kind != self.kind:
             weight = self.tape.run(weight.num_bytes, weight, gradients=[Gradient(of=weight, num_bytes=None)])
-        in_bytes, out_bytes = (num_tokens * size * self.c for size in (num_inputs, num_outputs))
-        cast_bytes = BYTES_OF_CAST * num_tokens * max(num_inputs, num_outputs) * self.sizes.multiplies_in_float8
+        in_bytes, out_bytes = (self.num_tokens * size * self.c for size in (num_inputs, num_outputs))
+        num_cast = self.num_tokens * max(num_inputs, num_outputs) if self.workload.multiplies_in_float8 else 0
+        cast_bytes = BYTES_OF_CAST * num_cast
         gradients = [_whole(weight), Gradient(of=x, num_bytes=in_bytes, scratch_bytes=cast_bytes)]
         saved = [x, weight]
         return self.tape.run(out_bytes, x, weight, saved=saved, gradients=gradients, scratch_bytes=cast_bytes)
@@ -222,28 +177,28 @@ class _Block(_Piece):
 
     def _normed(self, module: str, x: Tensor) -> Tensor:
         with self.recomputed(module):
-            return self.norm(x, self.sizes.num_rows, self.shape.d_model)
+            return self.norm(x, self.num_rows, self.shape.d_model)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         d_model = self.shape.d_model
-        width = _split(self.shape.d_ff, self.sizes)
+        width = self.split(self.shape.d_ff)
         with self.recomputed("feed_forward"):
             # All tokens, where tensor ranks hold a part each between matrices; of their sum this rank's part.
-            x = self.cast(x, self.sizes.num_tokens * d_model, self.c)
+            x = self.cast(x, self.num_tokens * d_model, self.c)
             gate = self.linear("feed_forward.w1", x, d_model, width)
             active = self.tape.run(gate.num_bytes, gate, saved=[gate])
             up = self.linear("feed_forward.w3", x, d_model, width)
             product = self.tape.run(gate.num_bytes, active, up, saved=[active, up])
             output = self.linear("feed_forward.w2", product, width, d_model)
             self.tape.hold(x)
-            return self.cast(output, self.sizes.num_rows * d_model, self.c)
+            return self.cast(output, self.num_rows * d_model, self.c)
 
     def _attention(self, x: Tensor) -> Tensor:
         d_model = self.shape.d_model
-        q_width = _split(self.shape.q_width, self.sizes)
-        kv_width = _split(self.shape.kv_width, self.sizes)
+        q_width = self.split(self.shape.q_width)
+        kv_width = self.split(self.shape.kv_width)
         with self.recomputed("attention"):
-            x = self.cast(x, self.sizes.num_tokens * d_model, self.c)
+            x = self.cast(x, self.num_tokens * d_model, self.c)
             query = self.linear("attention.w_q", x, d_model, q_width)
             key = self.linear("attention.w_k", x, d_model, kv_width)
             value = self.linear("attention.w_v", x, d_model, kv_width)
@@ -254,17 +209,17 @@ class _Block(_Piece):
             attended = self._attend(query, key, value, q_width)
             self.tape.hold(x, query, key, value)
             output = self.linear("attention.w_out", attended, q_width, d_model)
-            return self.cast(output, self.sizes.num_rows * d_model, self.c)
+            return self.cast(output, self.num_rows * d_model, self.c)
 
     def _qk_norm(self, module: str, x: Tensor, width: int) -> Tensor:
         """Over all features (OLMo), or head by head with one weight for all heads (Qwen 3)."""
         with self.recomputed(module):
             num_parts = 1 if self.shape.qk_norm == "full" else width // self.shape.head_dim
-            return self.norm(x, self.sizes.num_tokens * num_parts, width // num_parts)
+            return self.norm(x, self.num_tokens * num_parts, width // num_parts)
 
     def _rotated(self, query: Tensor, key: Tensor, q_width: int, kv_width: int) -> tuple[Tensor, Tensor]:
         """RoPE; cosine and sine of every token are kept, once for both."""
-        num_tokens = self.sizes.num_tokens
+        num_tokens = self.num_tokens
         b = FLOAT32 if self.shape.traits.in_float32 else self.c
         angles = [self.tape.run(num_tokens * self.shape.head_dim * b, gradients=()) for _ in ("sine", "cosine")]
         rotated = []
@@ -286,10 +241,11 @@ class _Block(_Piece):
 
         Both keep queries, keys, values, their output, and one float32 a head and token.
         """
-        num_tokens, run = self.sizes.num_tokens, self.tape.run
+        num_tokens, run = self.num_tokens, self.tape.run
         num_bytes = num_tokens * (q_width // self.shape.head_dim) * FLOAT32
-        if self.sizes.on_cuda and self.c < FLOAT32:
-            if (num_keys := self.sizes.num_gathered_keys) is not None:
+        if self.workload.on_cuda and self.c < FLOAT32:
+            if self.workload.shared_prefix_tokens:
+                num_keys = gathered_keys(self.layout, self.workload)
                 key, value = (run(tensor.num_bytes * num_keys // num_tokens, tensor) for tensor in (key, value))
             weights = run(num_bytes, query, gradients=())
             # The kernel makes all three gradients, and needs its own memory beside them.
@@ -304,12 +260,12 @@ class _Block(_Piece):
         return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
 
     def _scratch(self, key: Tensor, q_width: int) -> int:
-        sizes, dim = self.sizes, self.shape.head_dim
-        kv_width = _split(self.shape.kv_width, sizes)
+        dim, longest_document = self.shape.head_dim, min(self.num_tokens, self.workload.longest_sequence)
+        kv_width = self.split(self.shape.kv_width)
         return attention_scratch(
-            num_queries=sizes.num_tokens,
+            num_queries=self.num_tokens,
             num_keys=key.num_bytes // (kv_width * self.c),
-            num_documents=-(-sizes.num_tokens // sizes.longest_document),
+            num_documents=-(-self.num_tokens // longest_document),
             heads=(q_width // dim, kv_width // dim),
             dim=dim,
         )
@@ -318,20 +274,21 @@ class _Block(_Piece):
 class _Head(_Piece):
     def record(self) -> Tensor:
         """Chunks of at most `MAX_LOGITS_BYTES` of logits, recomputed where there is more than one."""
-        shape, sizes, run = self.shape, self.sizes, self.tape.run
-        d_model = shape.d_model
-        hidden = normed = self.norm(self.tape.source, sizes.num_rows, d_model)
-        if sizes.num_rows == sizes.num_tokens:
-            index = run(sizes.num_labels * 8, gradients=())
+        shape, workload, run, d_model = self.shape, self.workload, self.tape.run, self.shape.d_model
+        hidden = normed = self.norm(self.tape.source, self.num_rows, d_model)
+        num_positions = self.num_rows
+        # Where tokens are split the head runs at every position.
+        if is_whole := self.num_rows == self.num_tokens:
+            num_positions = -(-workload.label_tokens_per_microbatch // self.layout.context_parallel_degree)
+            index = run(num_positions * 8, gradients=())
             saved = [normed, index]
-            hidden = run(sizes.num_labels * d_model * self.c, normed, index, saved=saved, gradients=[_whole(normed)])
-        all_chunks = logit_chunks(shape, sizes.num_labels)
+            hidden = run(num_positions * d_model * self.c, normed, index, saved=saved, gradients=[_whole(normed)])
+        all_chunks = logit_chunks(shape, num_positions)
         kind: Kind = "weight" if shape.scores else self.kind
-        stays_whole = shape.is_tied and sizes.num_rows == sizes.num_tokens
-        num_words = shape.vocab_size if stays_whole else _split(1 if shape.scores else shape.vocab_size, sizes)
+        stays_whole = shape.is_tied and is_whole
+        num_words = shape.vocab_size if stays_whole else self.split(1 if shape.scores else shape.vocab_size)
         weight = Tensor(num_words * d_model * self.c, kind=kind)
-        keeps = sizes.on_cuda and sizes.num_rows == sizes.num_tokens
-        num_kept = num_kept_chunks(shape, all_chunks, self.c if keeps else 0)
+        num_kept = num_kept_chunks(shape, all_chunks, self.c if workload.on_cuda and is_whole else 0)
         # Of chunks that keep nothing any two will do; of those that do, the last, beside which all others are kept.
         last_are_kept = num_kept == len(all_chunks)
         others = all_chunks[:-CHUNKS_RECORDED] if last_are_kept else all_chunks[:num_kept]
@@ -347,17 +304,16 @@ class _Head(_Piece):
                 product = run(num_bytes, view, hidden, weight, saved=[hidden], gradients=gradients)
                 with self.tape.recomputed(len(all_chunks) > 1):
                     losses.append(self._losses(product, num_labels))
-        return run(sizes.num_labels * FLOAT32, *losses)
+        return run(num_positions * FLOAT32, *losses)
 
     def _losses(self, product: Tensor, num_labels: int) -> Tensor:
-        shape, sizes, run = self.shape, self.sizes, self.tape.run
-        num_logits = num_labels * shape.vocab_size
+        run, num_logits = self.tape.run, num_labels * self.shape.vocab_size
         logits = self.cast(product, num_logits, FLOAT32)
-        if sizes.temperature != 1.0:
+        if self.workload.temperature != 1.0:
             logits = run(logits.num_bytes, logits)
         logprobs = run(logits.num_bytes, logits, saves_output=True)
         losses = run(num_labels * FLOAT32, logprobs, saved=[logprobs])
-        if sizes.records_entropy:
+        if self.workload.records_entropy:
             # The probabilities exist only within the operation.
             run(num_labels * FLOAT32, logprobs, scratch_bytes=logits.num_bytes, gradients=())
         self.tape.hold(product)  # the caller's

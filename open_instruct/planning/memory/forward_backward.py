@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
-from open_instruct.planning.memory.activations import FLOAT32, Pass, pass_of, profile_of
+from open_instruct.planning.memory.activations import FLOAT32, profile_of
 from open_instruct.planning.memory.autograd_sizes import Profile, Usage
 from open_instruct.planning.memory.state import MASTER_BYTES, gathered_params, local_size, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, Unit
@@ -46,14 +46,14 @@ class Passes:
         self.shape = shape
         self.layout = layout
         self.workload = workload
-        self.sizes: Pass = pass_of(layout, workload, splits_rows=self.splits_rows)
-        self.block: Profile = _with_budget(shape, self.sizes, workload)
-        self.head: Profile = profile_of("head", shape, self.sizes)
+        block = profile_of("block", shape, layout, workload, splits_rows=self.splits_rows)
+        self.block = _with_budget(block, workload)
+        self.head = profile_of("head", shape, layout, workload, splits_rows=self.splits_rows)
         self.head_gradient = self.head.backward[-1].weight_gradients
         self.c = workload.compute_bytes
         self.is_sharded = not layout.single_device
         self.has_copy = layout.single_device and self.c < MASTER_BYTES  # of the trained parameters
-        self.stream_bytes = self.sizes.num_rows * shape.d_model * self.c
+        self.stream_bytes = block.source_bytes
         self.kept_by_block = self.block.kept_bytes + (self.stream_bytes if self.block.keeps_source else 0)
         self.offloads = workload.checkpointing == "offload" and workload.on_cuda
         self.root, self.embeddings, self.one_block = shape.units
@@ -212,13 +212,11 @@ class Passes:
         return sum(local_size(parameter, self.layout).padded for parameter in unit.trained) * MASTER_BYTES
 
 
-def _with_budget(shape: ModelShape, sizes: Pass, workload: Workload) -> Profile:
-    """One block's profile. A memory budget keeps that share of what a block would keep beyond its input.
+def _with_budget(block: Profile, workload: Workload) -> Profile:
+    """The profile of a block with a memory budget, which keeps that share of what it would keep beyond its input.
 
     Source: `torch._functorch.config.activation_memory_budget`: 0 is recomputing everything, 1 keeping everything.
     """
-    profile = profile_of("block", shape, sizes)
     if workload.activation_memory_budget >= 1.0:
-        return profile
-    kept_bytes = round(profile.kept_bytes * workload.activation_memory_budget)
-    return replace(profile, kept_bytes=kept_bytes, keeps_source=True)
+        return block
+    return replace(block, kept_bytes=round(block.kept_bytes * workload.activation_memory_budget), keeps_source=True)

@@ -116,6 +116,16 @@ class Workload:
         return replace(self, tokens_per_microbatch=self.pack_tokens, label_tokens_per_microbatch=num_labels)
 
     @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """Patterns of the modules of the blocks that run again in the backward pass."""
+        modules = {"none": (), "selected_modules": self.checkpointing_modules}
+        return modules.get(self.checkpointing, ("blocks.*",))
+
+    def recomputes(self, module: str) -> bool:
+        """Whether `module` of all blocks ("attention", "feed_forward", or "" for whole blocks) is recomputed."""
+        return any(is_wrapped(self.recomputed_modules, 0, name) for name in ("", module))
+
+    @property
     def merges_adapters(self) -> bool:
         """Whether the engines are sent the weights with any adapters merged into them."""
         return self.num_engines > 0 and not self.sends_adapter

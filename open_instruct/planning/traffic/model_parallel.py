@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from open_instruct.planning.memory.activations import logit_chunks
 from open_instruct.planning.subject.model import ModelShape
-from open_instruct.planning.subject.workload import Workload, is_wrapped
+from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Axis, Collective, Exchange, exchange_in, span_of
 from open_instruct.shard_layout import ShardLayout
 
@@ -39,13 +39,6 @@ def along(axis: Axis, calls: Iterable[Calls], layout: ShardLayout, num_passes: i
             yield exchange_in(layout, axis, what, collective, num_bytes, num_passes * num_calls)
 
 
-def is_recomputed(workload: Workload, module: str) -> bool:
-    """Whether `module` of all blocks ("attention", "feed_forward", or "" for whole blocks) is recomputed."""
-    if workload.checkpointing == "selected_modules":
-        return any(is_wrapped(workload.checkpointing_modules, 0, name) for name in ("", module))
-    return workload.checkpointing in ("full", "offload")
-
-
 def num_head_positions(layout: ShardLayout, workload: Workload) -> int:
     """Positions of a microbatch at which this rank computes logits: its labels; a part of all under a tensor degree."""
     if layout.tensor_parallel_degree > 1:
@@ -64,7 +57,7 @@ def _tensor(
     # Embeddings that are frozen: no gradient goes below the first adapters.
     to_embeddings = backward if shape.adapters is None else 0
     attention_again, feed_forward_again, blocks_again = (
-        backward * layers * is_recomputed(workload, module) for module in ("attention", "feed_forward", "")
+        backward * layers * workload.recomputes(module) for module in ("attention", "feed_forward", "")
     )
 
     # Each sublayer gathers its input, and scatters the sum of what its ranks put out; backwards the other way round.
@@ -106,7 +99,7 @@ def context_calls(
     At the end of a forward pass every rank gets the losses of the whole row, and the entropies if they are recorded.
     """
     num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
-    num_calls = shape.num_layers * (2 + is_recomputed(workload, "attention") if trains else 1)
+    num_calls = shape.num_layers * (2 + workload.recomputes("attention") if trains else 1)
     # Queries, keys and values, and what attention puts out. Heads are split between tensor ranks already.
     for width in (shape.q_width + 2 * shape.kv_width, shape.q_width):
         num_bytes = num_tokens * width * workload.compute_bytes // layout.tensor_parallel_degree

@@ -13,7 +13,7 @@ from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Exchange
-from open_instruct.planning.traffic.model_parallel import is_recomputed, num_head_positions
+from open_instruct.planning.traffic.model_parallel import num_head_positions
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.weight_sync import PLACE_BYTES, ROW_BYTES
 
@@ -146,7 +146,7 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     keeps = workload.on_cuda and layout.tensor_parallel_degree == 1
     num_kept = num_kept_chunks(shape, chunks, workload.compute_bytes if keeps else 0)
     again = head * sum(chunks[num_kept:]) // sum(chunks) if len(chunks) > 1 else 0
-    again += sum(flops for module, flops in blocks.items() if is_recomputed(workload, module))
+    again += sum(flops for module, flops in blocks.items() if workload.recomputes(module))
     frozen = [each.num_params for each in _matrices(shape) if not each.is_trained]
     unmade = 2 * workload.tokens_per_microbatch * shape.num_layers * sum(frozen)
     unmade += head if frozen and not shape.scores else 0
