@@ -117,23 +117,21 @@ def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 def _num_steps(config: Mapping[str, Any]) -> int | None:
     """The number of steps of the whole run; None if the flags alone do not say it."""
-    try:
+    with suppress(KeyError, TypeError, ZeroDivisionError):
         num_steps = config.get("max_train_steps")
         if config.get("total_episodes"):
             per_step = config["num_unique_prompts_rollout"] * config["num_samples_per_prompt_rollout"]
             num_steps = max(1, config["total_episodes"] // per_step)
         return num_steps if is_number(num_steps) else None
-    except (KeyError, TypeError, ZeroDivisionError):
-        return None
+    return None
 
 
 def _object_in(path: Path, key: str) -> dict[str, Any]:
     """The JSON object in a file; empty if the file is missing or damaged, or is another, without `key`."""
-    try:
+    with suppress(OSError, ValueError):
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) and key in value else {}
+        return value if isinstance(value, dict) and key in value else {}
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
