@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import cache_from_source
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,12 +167,10 @@ def _keeping(texts: Mapping[Path, str]) -> Iterator[None]:
         yield
     except InputError:
         for file in [file for file in new if not RunDirectory(path=file.parent).metrics.exists()]:
-            compiled = Path(cache_from_source(str(file)))  # of a reward that has been looked at
-            for left in (file, compiled):
-                left.unlink(missing_ok=True)
-            for folder in (compiled.parent, file.parent):
-                with suppress(OSError):  # there is something else in it
-                    folder.rmdir()
+            file.unlink(missing_ok=True)
+            shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)  # of a reward that has been looked at
+            with suppress(OSError):  # there is something else in it
+                file.parent.rmdir()
         raise
 
 

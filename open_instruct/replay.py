@@ -293,10 +293,9 @@ def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | Non
 
 def check_trace_fits(groups: Sequence[RolloutGroup], vocab_size: int) -> None:
     """Raises InputError where a trace has a token that the model does not know."""
-    largest = 0
-    for group in groups:
-        for token_ids in (group.prompt.token_ids, *(completion.token_ids for completion in group.completions)):
-            largest = max(largest, *token_ids, 0)
+    prompts = (group.prompt.token_ids for group in groups)
+    completions = (completion.token_ids for group in groups for completion in group.completions)
+    largest = max(chain(*prompts, *completions), default=0)
     if largest >= vocab_size:
         raise InputError(
             f"the trace has token {largest}, and the model has vocab_size {vocab_size}: they do not belong together"

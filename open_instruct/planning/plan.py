@@ -11,7 +11,7 @@ from typing import Any
 
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.training import TrainingConfig, backend_named
+from open_instruct.config.training import backend_named
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
@@ -289,8 +289,14 @@ def _chosen(setting: Setting) -> Plan:
     return best
 
 
-def smaller_microbatches(config: TrainingConfig) -> Iterator[dict[str, Any]]:
-    """The flags of fewer rows in each microbatch and more microbatches, which leave the global batch as it is."""
+def smaller_microbatches(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """The flags of smaller microbatches and more of them, so that the global batch stays; of GRPO shorter packs."""
+    if isinstance(config, GRPOConfig):
+        tokens = config.max_tokens_per_microbatch
+        while tokens > config.data.max_seq_length:
+            tokens = max(tokens // 2, config.data.max_seq_length)
+            yield {"pack_length": tokens}
+        return
     rows, num_microbatches = config.optim.per_device_train_batch_size, config.optim.gradient_accumulation_steps
     for fewer in reversed(divisors(rows)[:-1]):
         yield dict(zip(BATCH, (fewer, num_microbatches * (rows // fewer)), strict=True))
@@ -305,26 +311,25 @@ def _with_checkpointing(setting: Setting) -> Plan:
     kept = plan_of(setting.with_flags({"activation_checkpointing": "none"}))
     if not setting.on_cuda or setting.config.memory.activation_memory_budget < 1 or kept.leaves(ROOM_OF_AUTO):
         return kept
-    full = plan_of(setting.with_flags({"activation_checkpointing": "full"}))
-    plans = [full]
-    for modules in _modules_to_recompute(setting.shape, setting.layout):
-        selected = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": modules}
-        plans.append(plan_of(setting.with_flags(selected)))
-    with_room = [plan for plan in plans if plan.leaves(ROOM_OF_AUTO)]
+    ways = _recomputations(setting.shape, setting.layout)
+    full, *selected = (plan_of(setting.with_flags(flags)) for flags in ways)
+    with_room = [plan for plan in (full, *selected) if plan.leaves(ROOM_OF_AUTO)]
     return min(with_room, key=lambda plan: (plan.time.step_s, plan.time.compute_s, plan.peak.total_bytes), default=full)
 
 
-def _modules_to_recompute(shape: ModelShape, layout: ShardLayout) -> Iterator[list[str]]:
-    """Norms alone, norms with attention, norms with the feed-forward.
+def _recomputations(shape: ModelShape, layout: ShardLayout) -> Iterator[dict[str, Any]]:
+    """The flags to recompute whole blocks, norms alone, norms with attention, norms with the feed-forward.
 
     Float32 copies in norms are most of what a block keeps, and cost next to no arithmetic. Norms within attention are
     not recomputed where tensor ranks exchange their inputs.
     """
+    yield {"activation_checkpointing": "full"}
     norms = ["attention_norm", "feed_forward_norm"]
     has_inner = shape.qk_norm != "none" and layout.tensor_parallel_degree == 1
     inner = ["attention.q_norm", "attention.k_norm"] if has_inner else []
     for modules in ([*norms, *inner], [*norms, "attention"], [*norms, *inner, "feed_forward"]):
-        yield [f"blocks.*.{module}" for module in modules]
+        patterns = [f"blocks.*.{module}" for module in modules]
+        yield {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": patterns}
 
 
 def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:

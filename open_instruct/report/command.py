@@ -68,10 +68,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     began_s = time.monotonic()
     page = report_page(folders, max_rollouts=flags.max_rollouts)
-    if flags.out:
-        out = Path(flags.out).expanduser()
-    else:
-        out = (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    folder = folders[0] if len(folders) == 1 else Path()
+    out = Path(flags.out).expanduser() if flags.out else folder / "report.html"
     write_asked(out, page, flag="--out")
     print(f"{out} ({len(page) / 1e6:.2f} MB, in {time.monotonic() - began_s:.1f} s)")
     return 0
@@ -113,17 +111,15 @@ def _changed_ns(path: Path) -> int:
 def server_of(pages: Pages, *, port: int) -> ThreadingHTTPServer:
     """:raises InputError: the port is taken."""
 
+    answers = {pages.path: (pages.page, "text/html"), f"{pages.path}mark": (pages.mark, "text/plain")}
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path == f"{pages.path}mark":
-                self._send(pages.mark(), "text/plain")
-            elif self.path == pages.path:
-                self._send(pages.page(), "text/html")
-            else:
+            if self.path not in answers:
                 self.send_error(404)
-
-        def _send(self, text: str, kind: str) -> None:
-            content = text.encode()
+                return
+            answer, kind = answers[self.path]
+            content = answer().encode()
             with suppress(ConnectionError):  # a reader may leave in the middle of a page
                 self.send_response(200)
                 self.send_header("Content-Type", f"{kind}; charset=utf-8")

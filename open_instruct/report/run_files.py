@@ -10,6 +10,7 @@ import base64
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,23 +117,21 @@ def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 def _num_steps(config: Mapping[str, Any]) -> int | None:
     """The number of steps of the whole run; None if the flags alone do not say it."""
-    try:
+    with suppress(KeyError, TypeError, ZeroDivisionError):
         num_steps = config.get("max_train_steps")
         if config.get("total_episodes"):
             per_step = config["num_unique_prompts_rollout"] * config["num_samples_per_prompt_rollout"]
             num_steps = max(1, config["total_episodes"] // per_step)
         return num_steps if is_number(num_steps) else None
-    except (KeyError, TypeError, ZeroDivisionError):
-        return None
+    return None
 
 
 def _object_in(path: Path, key: str) -> dict[str, Any]:
     """The JSON object in a file; empty if the file is missing or damaged, or is another, without `key`."""
-    try:
+    with suppress(OSError, ValueError):
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) and key in value else {}
+        return value if isinstance(value, dict) and key in value else {}
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,16 +263,10 @@ def _texts_of_tokens(run: RunFiles, token_ids: Sequence[int]) -> dict[int, str]:
     from tokenizers import Tokenizer
 
     folders = [run.folder / "hf_model", run.folder / "adapter"]
-    for name in ("tokenizer_name_or_path", "model_name_or_path"):
-        if isinstance(run.config.get(name), str):
-            folders.append(Path(run.config[name]))
-    for folder in folders:
-        if not (folder / "tokenizer.json").is_file():
-            continue
-        try:
+    names = [run.config.get(name) for name in ("tokenizer_name_or_path", "model_name_or_path")]
+    for folder in [*folders, *(Path(name) for name in names if isinstance(name, str))]:
+        with suppress(Exception):  # a file that is not there, or damaged: the library's errors have no class
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception:  # the library's errors have no class of their own
-            continue
-        known = tokenizer.get_vocab_size()
-        return {each: tokenizer.decode([each], skip_special_tokens=False) for each in token_ids if each < known}
+            known = tokenizer.get_vocab_size()
+            return {each: tokenizer.decode([each], skip_special_tokens=False) for each in token_ids if each < known}
     return {}

@@ -94,7 +94,7 @@ def test_a_plan_that_does_not_fit_is_said_in_colour_with_the_change_that_fits(
 def test_a_model_that_cannot_be_read_has_no_plan_and_runs_all_the_same(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     verdict = checked(folder, memory_gib=0.001)
-    assert verdict.line.startswith("plan: none (InputError: ") and not verdict.cannot_fit
+    assert verdict.line.startswith("plan: none (InputError: ") and not verdict.warning
 
 
 def test_so_has_one_whose_layers_differ(folder: Path) -> None:
@@ -102,7 +102,7 @@ def test_so_has_one_whose_layers_differ(folder: Path) -> None:
     words = ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules"]
     verdict = checked(folder, *words, "blocks.0.feed_forward", memory_gib=80)
     assert verdict.line.startswith("plan: none (InputError: ") and "treats layers differently" in verdict.line
-    assert not verdict.cannot_fit
+    assert not verdict.warning
     assert checked(folder, *words, "blocks.*.feed_forward", memory_gib=80).line.startswith("plan: needs")
 
 
