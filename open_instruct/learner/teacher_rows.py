@@ -13,10 +13,9 @@ from olmo_core.nn.transformer import Transformer
 from open_instruct.config.training import TrainingConfig
 from open_instruct.data.token_dataset import TokenDataset, cache_root
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.learner.reference import build_teacher
+from open_instruct.learner.reference import Comparison, build_teacher
 from open_instruct.learner.rows.row_cache import RowCache, open_row_cache
 from open_instruct.learner.scoring import Scorer
-from open_instruct.learner.teacher import Comparison
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard, whole_of
