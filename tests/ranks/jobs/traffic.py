@@ -21,7 +21,7 @@ from open_instruct.learner.loop import Loop
 from open_instruct.learner.olmo_core.build import build_backend
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.reference import Comparison, Reference, build_reference
-from open_instruct.learner.teacher_rows import compare_with
+from open_instruct.learner.scoring import compare_with
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import weights_of
