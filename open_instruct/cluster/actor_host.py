@@ -40,8 +40,7 @@ class ActorHost:
     side by side.
     """
 
-    def __init__(self) -> None:
-        self._held: Any = None
+    _held: Any = None
 
     def facts(self) -> HostFacts:
         import ray

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from open_instruct.cluster.actor_host import HostFacts
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel import peers
-from open_instruct.parallel.peers import LOST_PEER_WORDS, Signs
 from open_instruct.parallel.processes import is_stopped
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class LearnerCall(Generic[Result]):
     what: str
     refs: Sequence[ObjectRef]
     facts: Sequence[HostFacts]
-    signs: Signs
+    signs: peers.Signs
 
     def result(self, timeout_s: float) -> list[Result]:
         """The return values of all learners, in rank order.
@@ -172,7 +171,7 @@ def _distance_from_cause(error: Exception) -> int:
     cause = getattr(error, "cause", None)
     if cause is None or isinstance(cause, InputError):  # without a cause: the process itself is gone
         return 0
-    if any(words in str(cause) for words in LOST_PEER_WORDS):
+    if any(words in str(cause) for words in peers.LOST_PEER_WORDS):
         return 2
     return 1
 

@@ -47,9 +47,8 @@ class Backend(Protocol):
     """The reference policy, for losses with a penalty for leaving it. Set it before the first step, and before a
     checkpoint is loaded: one that moves is part of the checkpoints."""
 
-    @property
-    def model(self) -> Transformer:
-        """The trained model: this rank's shards, in the parameters' own dtype."""
+    model: Transformer
+    """The trained model: this rank's shards, in the parameters' own dtype."""
 
     @property
     def computing_model(self) -> Transformer:
@@ -58,8 +57,7 @@ class Backend(Protocol):
     @property
     def compute_dtype(self) -> torch.dtype: ...
 
-    @property
-    def device(self) -> torch.device: ...
+    device: torch.device
 
     @property
     def dp_process_group(self) -> dist.ProcessGroup | None:

@@ -15,11 +15,10 @@ from open_instruct.errors import InputError
 from open_instruct.learner.export import export_policy
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.policy import Policy
+from open_instruct.learner.reference import Comparison
 from open_instruct.learner.rows.datasets import load_datasets
 from open_instruct.learner.rows.sample_loader import SampleLoader
-from open_instruct.learner.scoring import Heldout, Scorer, open_reference_cache, reference_logprobs
-from open_instruct.learner.teacher import Comparison
-from open_instruct.learner.teacher_rows import compare_with
+from open_instruct.learner.scoring import Heldout, Scorer, compare_with, open_reference_cache, reference_logprobs
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.objectives.objective import REFERENCE, Objective
 from open_instruct.packing.balance import best_fit

@@ -20,7 +20,7 @@ from open_instruct.errors import RunError
 from open_instruct.learner.backend import GRAD_NORM, Backend, Metrics
 from open_instruct.learner.measure.speed import OwnPace, StepClock, memory_so_far
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.learner.teacher import Comparison
+from open_instruct.learner.reference import Comparison
 from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard

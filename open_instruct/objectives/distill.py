@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from open_instruct.config.sections import SFTOptimSection, flag
@@ -88,7 +87,7 @@ def _problems(config: DistillConfig) -> Iterator[str]:
 def teacher_of(config: DistillConfig) -> Teacher:
     """The teacher that the flags name, with the comparison of the student's distribution with it."""
     section = config.distillation
-    k = section.teacher_top_k
+    k = section.teacher_top_k or 0
     settings = {
         "beta": {"forward": 0.0, "reverse": 1.0, "jsd": section.kd_beta}[section.kd_loss],
         "temperature": section.kd_temperature,
@@ -98,9 +97,9 @@ def teacher_of(config: DistillConfig) -> Teacher:
         """`teacher` are its logits (N, V) or, of its most likely tokens, what was kept (N, C)."""
         from open_instruct.losses.distillation import divergence, top_k_divergence
 
-        return (divergence if k is None else top_k_divergence)(logits_NV, teacher, **settings)
+        return (top_k_divergence if k else divergence)(logits_NV, teacher, **settings)
 
-    def keep(logits_NV: torch.Tensor, k: int) -> torch.Tensor:
+    def keep(logits_NV: torch.Tensor) -> torch.Tensor:
         from open_instruct.losses.distillation import keep_top_k
 
         return keep_top_k(logits_NV, k, section.kd_temperature)
@@ -108,9 +107,9 @@ def teacher_of(config: DistillConfig) -> Teacher:
     return Teacher(
         model_name_or_path=section.teacher_model_name_or_path,
         compare=compare,
-        keep=None if k is None else partial(keep, k=k),
+        keep=keep if k else None,
         kept_as=f"top{k}-temperature{section.kd_temperature!r}",
-        num_kept=k or 0,
+        num_kept=k,
     )
 
 

@@ -325,10 +325,9 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
 
     from open_instruct.learner.loop import Loop
     from open_instruct.learner.policy import Policy
-    from open_instruct.learner.reference import build_reference
+    from open_instruct.learner.reference import Comparison, build_reference
     from open_instruct.learner.rows.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
-    from open_instruct.learner.teacher import Comparison
     from open_instruct.objectives.objective import REFERENCE
     from open_instruct.objectives.registry import objective_named
     from open_instruct.packing.steps import BatchShape

@@ -14,7 +14,7 @@ from benchmarks.memory_runs.tracked import track
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import MemorySection, OptimSection
 from open_instruct.learner.model.kernels import build_activation_checkpointing
-from open_instruct.learner.olmo_core.fsdp2 import CastCopy
+from open_instruct.learner.olmo_core.fsdp2 import hand_gradients_over
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
@@ -200,7 +200,7 @@ def test_the_passes_of_a_whole_model(
     if lora is not None:
         adapt(model, lora, dtype=torch.bfloat16)
     elif dtype == "bfloat16":
-        CastCopy(model, build_model(hf_config, init_device="cpu"))
+        hand_gradients_over(model, build_model(hf_config, init_device="cpu"))
     model.lm_head.max_logits_bytes = max_logits_bytes
     monkeypatch.setattr(activations, "MAX_LOGITS_BYTES", max_logits_bytes)
     activations.profile_of.cache_clear()

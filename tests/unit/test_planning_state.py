@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.config.sections import OptimSection
 from open_instruct.families import FAMILIES
-from open_instruct.learner.olmo_core.fsdp2 import CastCopy
+from open_instruct.learner.olmo_core.fsdp2 import hand_gradients_over
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import clean_name
@@ -220,7 +220,7 @@ def test_state_of_one_gpu_without_sharding(param_dtype: str) -> None:
     copy = None
     if param_dtype == "bfloat16":
         copy = build_model(hf_config, init_device="cpu").to(torch.bfloat16)
-        CastCopy(copy, masters)
+        hand_gradients_over(copy, masters)
     layout = resolve_layout([1], single_device=True)
     parameters, gradients, optimizer = held_after_a_step(masters, "adamw", computing=copy)
     parameters += storage_bytes(copy.parameters()) if copy else 0

@@ -192,7 +192,7 @@ class ZeroPasses(Passes):
 
 
 def values_of(parameter: ParameterShape, degree: int) -> int:
-    """Values of `parameter` on each of `degree` ranks, split as by `tensor_parallel.py`: embeddings and norms whole."""
+    """Values of `parameter` on each of `degree` ranks, split as by `split_matrices`: embeddings and norms whole."""
     axis = parameter.tensor_axis
     is_whole = axis is None or parameter.name.startswith("embeddings") or parameter.shape[axis] % degree > 0
     return parameter.num_params // (1 if is_whole else degree)

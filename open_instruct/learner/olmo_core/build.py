@@ -7,9 +7,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.model.float8 import float8_config
 from open_instruct.learner.model.kernels import choose_kernels, compiles
-from open_instruct.learner.model.replica import build_replica, sharding
 from open_instruct.learner.olmo_core.fsdp2 import FSDP2Backend
 from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.learner.reference import build_replica, sharding
 from open_instruct.learner.sharded import unfilled
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,34 +27,25 @@ from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
 
-class CastCopy:
-    """A copy of the model in the compute dtype: `model` computes for `masters`, the trained float32 model.
+def hand_gradients_over(copy: Transformer, masters: Transformer) -> None:
+    """Have the gradients of `copy`, which computes in another dtype, go to `masters`, the trained float32 model.
 
     FSDP casts a sharded model unit by unit. On a single device the whole copy stays, and the masters are updated, saved
-    and exported: an update that is small beside a weight would be lost in bfloat16, but not in float32. Gradients of
-    `model` go to the masters as soon as each is whole, and add up there in float32.
+    and exported: an update that is small beside a weight would be lost in bfloat16, but not in float32. Gradients go
+    over as soon as each is whole, and add up there in float32.
     """
+    for parameter, master in zip(copy.parameters(), masters.parameters(), strict=True):
+        parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))
 
-    def __init__(self, model: Transformer, masters: Transformer) -> None:
-        self.model = model
-        self._master_of = dict(zip(model.parameters(), masters.parameters(), strict=True))
-        for parameter in self._master_of:
-            parameter.register_post_accumulate_grad_hook(self._hand_over)
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the masters' values into `model`."""
-        for parameter, master in self._master_of.items():
-            local_part(parameter).copy_(local_part(master))
-
-    def _hand_over(self, parameter: torch.Tensor) -> None:
-        master, gradient = self._master_of[parameter], parameter.grad  # type: ignore[index]
-        assert gradient is not None
-        parameter.grad = None
-        if master.grad is None:
-            master.grad = gradient.to(master.dtype)
-        else:
-            master.grad.add_(gradient)
+def _hand_over(master: torch.Tensor, parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    assert gradient is not None
+    parameter.grad = None
+    if master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    else:
+        master.grad.add_(gradient)
 
 
 class FSDP2Backend(ShardedModule):
@@ -69,18 +61,19 @@ class FSDP2Backend(ShardedModule):
         # Tensors are copied from a GPU while the training goes on, not when they are listed.
         self.state_dict_save_opts.cpu_offload = False
         self.reduces_last = reduces_last
-        self._copy: CastCopy | None = None
+        self._copy: Transformer | None = None
         # FSDP averages gradients over the ranks that split rows too, though each has only its own tokens' part.
         context = context_of(self.model)
         self._num_averaged = get_world_size(self.dp_process_group) * (1 if context is None else context.degree)
 
     def compute_with(self, model: Transformer) -> None:
         """Run the passes with `model`, a copy of the trained `self.model` in another dtype; fill the copy next."""
-        self._copy = CastCopy(model, self.model)
+        self._copy = model
+        hand_gradients_over(model, self.model)
 
     @property
     def computing_model(self) -> Transformer:
-        return self.model if self._copy is None else self._copy.model
+        return self.model if self._copy is None else self._copy
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -120,10 +113,12 @@ class FSDP2Backend(ShardedModule):
     def moving_reference(self, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any) -> Reference:
         return Reference(model=build_reference(pretrained, run=run, config=config), **moves)
 
+    @torch.no_grad()
     def weights_changed(self) -> None:
         """Update the copy that computes; call it after every change of the weights of `model`."""
         if self._copy is not None:
-            self._copy.refresh()
+            for parameter, master in zip(self._copy.parameters(), self.model.parameters(), strict=True):
+                local_part(parameter).copy_(local_part(master))
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
         if optim is False or self.optim is None or not self.optim.state:
