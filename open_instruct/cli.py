@@ -1,10 +1,10 @@
 """`open-instruct COMMAND ...`: each command's module is imported only when it is called."""
 
-import importlib
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NoReturn
 
 from open_instruct import __version__
@@ -62,8 +62,7 @@ def _run(name: str, words: Sequence[str]) -> int:
         from open_instruct.train import run_objective
 
         return run_objective(objective_named(name), words)
-    module, _, function = COMMANDS[name][1].partition(":")
-    return getattr(importlib.import_module(f"open_instruct.{module}"), function)(words)
+    return resolve_name(f"open_instruct.{COMMANDS[name][1]}")(words)
 
 
 def program() -> NoReturn:

@@ -111,8 +111,6 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
 
 
 def _data_problems(data: PromptDataSection) -> Iterator[str]:
-    if not data.dataset_mixer_list:
-        yield "--dataset_mixer_list is empty: give 'NAME AMOUNT', such as 'prompts.jsonl 1.0'"
     if bool(data.sft_mixer_list) != bool(data.sft_rows_per_step):
         yield "--sft_mixer_list says which conversations, --sft_rows_per_step how many a step: give both, or neither"
 

@@ -107,11 +107,6 @@ class TokenDataset:
         edges = [self.edges_E[first_N + 1 + document] for document in range(self.documents_per_row + 1)]
         return np.diff(np.stack(edges, axis=1), axis=1)
 
-    @property
-    def has_values(self) -> bool:
-        """Whether rows come with numbers for the loss."""
-        return len(self.details_C) > 0
-
     def values(self, index: int) -> np.ndarray:
         """The numbers of row `index` for the loss, float32; most forms of rows have none."""
         return np.frombuffer(self.details(index), dtype=np.float32)

@@ -107,7 +107,7 @@ def sample_of(config: LearnerConfig, objective: Objective, *, num_read: int, num
         learned=tuple(document.num_label_tokens for document in documents),
         limit_flag=builder.limit(),
         report=report,
-        refusal=builder.refusal(report.num_rows) if report.num_bad and data.on_bad_row == "error" else None,
+        refusal=builder.refusal(report.num_rows) if report.bad and data.on_bad_row == "error" else None,
     )
 
 
