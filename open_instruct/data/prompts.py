@@ -116,7 +116,6 @@ def load_prompt_dataset(
     *,
     known_verifiers: Mapping[str, Verifier],
     known_environments: Collection[str] = (),
-    flag: str = "--dataset_mixer_list",
     **arguments: Any,
 ) -> tuple[Prompts, DataReport]:
     """`load_token_dataset` with `max_prompt_token_length` and the known verifiers.
@@ -130,7 +129,7 @@ def load_prompt_dataset(
     )
     # Both, so that caches of other names are not read.
     facts = {"names_of_verifiers": sorted(known_verifiers), "environments": sorted(known_environments)}
-    dataset, report = load_token_dataset(builder_of, flag=flag, facts=facts, **arguments)
+    dataset, report = load_token_dataset(builder_of, facts=facts, **arguments)
     return Prompts(dataset), report
 
 
