@@ -432,12 +432,7 @@ def flags_that_are(resume: str) -> list[str]:
 
 class TestResume:
     def conflicts(self, before: list[str], after: list[str], worlds: tuple[int, int] = (4, 4)) -> list[str]:
-        return resume_conflicts(
-            as_flat_dict(config_of(*before)),
-            config_of(*after),
-            saved_data_parallel_world_size=worlds[0],
-            data_parallel_world_size=worlds[1],
-        )
+        return resume_conflicts(as_flat_dict(config_of(*before)), config_of(*after), worlds=worlds)
 
     @pytest.mark.parametrize("name", flags_that_are("same"))
     def test_another_identity_is_another_run(self, name: str) -> None:
