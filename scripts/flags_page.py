@@ -11,8 +11,8 @@ if __name__ == "__main__":
 
 from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.config.help import title_of
-from open_instruct.config.plan import PlanFlags
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.planning.request import PlanFlags
 from open_instruct.preview.command import PreviewFlags
 
 MARKDOWN_HEAD = """\
