@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
@@ -28,13 +28,13 @@ DEFAULT_PACK_LENGTH = 4096
 
 @dataclass(kw_only=True)
 class GRPOConfig(LearnerConfig):
-    """Train a policy on verifiable rewards: vLLM engines generate, sharded learners train, weights flow back."""
+    """Train a policy on verifiable rewards: vLLM engines generate, sharded learners train, weights flow back.
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "python open_instruct/grpo_olmo_core_actor.py configs/grpo/tiny_cpu.yaml --model_name_or_path MODEL_DIR "
-        "--dataset_mixer_list prompts.jsonl 1.0 --output_dir runs/first",
-        "open-instruct grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --ray_address auto --output_dir runs/olmo3",
-    )
+    Examples:
+        python open_instruct/grpo_olmo_core_actor.py configs/grpo/tiny_cpu.yaml --model_name_or_path MODEL_DIR
+            --dataset_mixer_list prompts.jsonl 1.0 --output_dir runs/first
+        open-instruct grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --ray_address auto --output_dir runs/olmo3
+    """
 
     data: PromptDataSection
     rollout: RolloutSection

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.grpo import GRPOConfig
@@ -25,13 +24,12 @@ class PlanFlags:
     faster. Takes the run's own flags or YAML file (`open-instruct dpo --help`, and sft, grpo); those of its data and
     its folder need not be given. --model_name_or_path is a folder, a config.json alone, or the name of a public model
     of a family that can be trained, whose shape is built in. Nothing is started or downloaded.
-    """
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct plan dpo --model_name_or_path allenai/OLMo-2-1124-7B --num_nodes 2 --gpus_per_node 8",
-        "open-instruct plan dpo configs/dpo/olmo2_32b_32gpu_tp.yaml --gpus_per_node 4x8 --gpu h200 --html plan.html",
-        "open-instruct plan grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --json",
-    )
+    Examples:
+        open-instruct plan dpo --model_name_or_path allenai/OLMo-2-1124-7B --num_nodes 2 --gpus_per_node 8
+        open-instruct plan dpo configs/dpo/olmo2_32b_32gpu_tp.yaml --gpus_per_node 4x8 --gpu h200 --html plan.html
+        open-instruct plan grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --json
+    """
 
     num_nodes: int | None = flag("nodes of --gpus_per_node GPUs each; default: as many as that lists", None, minimum=1)
     gpus_per_node: list[str] = flag(

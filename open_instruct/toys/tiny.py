@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
@@ -182,9 +182,10 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
 class TinyModelFlags:
     """Write a small random checkpoint in Hugging Face format to DIR, a new or empty folder, with a byte-level BPE
     tokenizer and a chat template: for tests, demos and trying things out.
-    """
 
-    examples: ClassVar[tuple[str, ...]] = ("open-instruct tiny-model tiny --family olmo2",)
+    Examples:
+        open-instruct tiny-model tiny --family olmo2
+    """
 
     family: str = flag("architecture", choices=FAMILIES)
     size: str = flag(", ".join(f"{name} ({size['roughly']})" for name, size in _TABLE.items()), "tiny", choices=SIZES)
