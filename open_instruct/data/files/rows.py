@@ -1,7 +1,7 @@
 """Raw rows with their places in files, the base of the sources that read them, and the sources of JSON.
 
 A source knows the number and the hash of its rows before any row is parsed, so that the mixer and the cache decide
-first. The other kinds of files have a file each in this folder.
+first. Tables are read in tables.py.
 """
 
 from __future__ import annotations
