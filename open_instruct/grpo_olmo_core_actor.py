@@ -59,15 +59,9 @@ def look_at_run(config: GRPOConfig) -> None:
     """:raises InputError: what the flags name, or the first of the prompts, will not do."""
     verifiers = known_verifiers(config.reward)
     look_at(config)
-    data, changes = config.data, row_changes(config)
-    changes.pop("system_prompt", None)  # of which the rows need not know
     environments = known_environments(config.environment)
-    check = partial(parse_prompt_row, known_verifiers=verifiers, known_environments=environments, **changes)
-    for flag, listed, splits in (
-        ("--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits),
-        ("--dataset_mixer_eval_list", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits),
-    ):
-        look_at_rows(PromptBuilder, config, flag, listed, splits, check=check)
+    check = partial(parse_prompt_row, known_verifiers=verifiers, known_environments=environments, **row_changes(config))
+    look_at_rows(PromptBuilder, config, "dataset_mixer_list", "dataset_mixer_eval_list", check=check)
 
 
 def train(

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
@@ -55,13 +55,12 @@ class ReplayFlags:
     weights. Prints loss, gradient norm and metrics beside those that the run recorded, and once more under the
     settings given here: the flags of the loss (`open-instruct grpo --help`), --temperature, --advantages,
     --filter_zero_std_samples and --mask_truncated_completions may be others than the run's. Nothing in RUN is changed.
-    """
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct replay runs/first --step 12",
-        "open-instruct replay runs/first --step 12 --loss_fn gspo --clip_higher 0.0004 --json gspo.json",
-        "open-instruct replay runs/first --step 200 --weights runs/first/hf_model",
-    )
+    Examples:
+        open-instruct replay runs/first --step 12
+        open-instruct replay runs/first --step 12 --loss_fn gspo --clip_higher 0.0004 --json gspo.json
+        open-instruct replay runs/first --step 200 --weights runs/first/hf_model
+    """
 
     step: int = flag("the step to take again; 1 is the first", minimum=1)
     weights: str | None = flag(

@@ -140,11 +140,11 @@ class _Reader:
         translated: set[str] = set()  # flags of ours that a flag of upstream's sets
         for given in all_given:
             fate = taken(given.name, given.words, self.flags)
-            if fate is not None and fate.ours is None:
-                self._leave_out(given, fate)
-                continue
             name = given.name
-            if fate is not None and fate.ours is not None:
+            if fate is not None:
+                if fate.ours is None:
+                    self._leave_out(given, fate)
+                    continue
                 name = fate.ours
                 translated.add(name)
                 given = replace(given, words=fate.words, is_null=False)

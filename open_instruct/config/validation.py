@@ -180,6 +180,8 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     yield from limit_problems(*sections)
     yield from idle_problems(*sections)
     for flag, words, splits in _mixers(config):
+        if not words and flags_of(type(config))[flag].required:
+            yield f"--{flag} is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
         yield from mixer_problems(flag, words, splits)
     yield from column_problems(config.data.columns)
     yield from parallel_problems(config.parallel)
@@ -216,8 +218,6 @@ def training_problems(config: TrainingConfig) -> Iterator[str]:
     asked = config.parallel.num_processes
     if asked not in (None, "auto") and not (asked.isdecimal() and 1 <= int(asked) <= MAX_PROCESSES):
         yield f"--num_processes {asked}: takes 'auto', or a whole number from 1 to {MAX_PROCESSES}"
-    if not config.data.mixer_list:
-        yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
     shares_prompts = isinstance(config.data, PreferenceDataSection) and config.data.prefix_sharing == "on"
     if shares_prompts and not config.data.packing:
         yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from open_instruct.config.sections import RowsSection
 from open_instruct.data.files.opening import open_rows
 from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.messages import reach
@@ -75,6 +76,11 @@ def parse_mixer_list(
         MixerEntry(name=name, amount=float(amount) if "." in amount else int(amount), split=split, flag=flag)
         for name, amount, split in zip(names, words[1::2], splits, strict=True)
     )
+
+
+def entries_of(data: RowsSection, flag: str) -> tuple[MixerEntry, ...]:
+    """The entries of the mixer list that a run has under `flag`, such as "mixer_list"."""
+    return parse_mixer_list(getattr(data, flag), getattr(data, f"{flag}_splits"), flag=f"--{flag}")
 
 
 def select_rows(entry: MixerEntry, num_rows: int, seed: int) -> np.ndarray:

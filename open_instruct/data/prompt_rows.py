@@ -45,16 +45,22 @@ def parse_prompt_row(
     remapped: Mapping[str, str] = MappingProxyType({}),
     environment: str | None = None,
     known_environments: Container[str] = (),
+    system_prompt: str | None = None,
 ) -> ParsedPrompt:
     """Check one row, and read it.
 
     `judges` judge a row that names no verifier; without any, a row is refused unless an environment answers it, see
-    `environment_of`. `remapped` gives the verifier for a name in lower case.
+    `environment_of`. `remapped` gives the verifier for a name in lower case. `system_prompt` is the text of the system
+    turn in place of the row's own.
 
     Raises:
         MalformedRow: with the kind and the reason.
     """
     messages, names = prompt_of(row), row.get("dataset")
+    if system_prompt is not None:
+        has_own = messages[0]["role"] == "system"
+        own, turns = (messages[0], messages[1:]) if has_own else (Message(role="system", content=""), messages)
+        messages = ({**own, "content": system_prompt}, *turns)
     answered_by = environment_of(row, default=environment, known=known_environments)
     if names is None and not judges and answered_by is not None:
         return ParsedPrompt(messages, (), answered_by)

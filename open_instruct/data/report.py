@@ -82,7 +82,7 @@ class DataReport:
     """Counts over distinct rows, but for `num_pairs` and `num_tokens`, which count repeated rows again.
 
     `unit` names what a kept row becomes, such as "pair"; `num_pairs` counts these units.
-    `num_rows` is always `num_bad + num_kept` and the sum of `filtered`. `sources` says, for each data set of the
+    `num_rows` is always the sum of `bad`, `filtered` and `num_kept`. `sources` says, for each data set of the
     mixture, how many rows are taken (with repeats), and how many it has.
 
     Example: of `rows.jsonl 2.0`, 10 rows, one of them malformed and one with a prompt too long::
@@ -104,10 +104,6 @@ class DataReport:
     unit: str = "pair"
     cache_file: str = ""
     from_cache: bool = False
-
-    @property
-    def num_bad(self) -> int:
-        return sum(self.bad.values())
 
     def lines(self) -> list[str]:
         """The report in lines of text."""

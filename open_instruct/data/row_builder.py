@@ -53,6 +53,9 @@ class RowBuilder(ABC):
 
     A subclass renders a row and cuts its tokens. In a row with one document, context and learned pieces alternate. In a
     row with several documents the first piece is their common prompt, and each further piece is one reply to it.
+
+    It may have a static `check(row)`, which raises MalformedRow as far as that needs no tokenizer. A subclass that
+    renders such rows says so again: only a class's own `check` is called.
     """
 
     unit: ClassVar[str]  # the name of a kept row in reports, such as "pair"
@@ -94,17 +97,6 @@ class RowBuilder(ABC):
     def rows_in(cls, source: RowSource) -> RowSource:
         """The rows of a source in this builder's form."""
         return source
-
-    @staticmethod
-    def check(row: Mapping[str, Any]) -> object:
-        """Check the parts of a row that need no tokenizer; the result is not used.
-
-        Called only for a class that defines it itself, since a subclass may render other rows.
-
-        Raises:
-            MalformedRow: with the kind and the reason.
-        """
-        return row
 
     def end_source(self, name: str, first: int) -> None:
         """Called after the last row of a source of which rows were kept: those from the number `first` on."""

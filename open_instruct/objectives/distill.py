@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from open_instruct.config.sections import SFTOptimSection, flag
 from open_instruct.config.training import TrainingConfig
@@ -67,13 +67,12 @@ class DistillationSection:
 class DistillConfig(TrainingConfig):
     """Train a model on conversations towards a larger one: its distribution at every token of the replies, mixed with
     their cross-entropy. Both are sharded as HSDP.
-    """
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct distill configs/distill/olmo2_1b_from_7b_8gpu.yaml --num_processes 8 --output_dir runs/small",
-        "open-instruct distill --model_name_or_path SMALL --teacher_model_name_or_path LARGE "
-        "--mixer_list chats.jsonl 1.0 --output_dir runs/small",
-    )
+    Examples:
+        open-instruct distill configs/distill/olmo2_1b_from_7b_8gpu.yaml --num_processes 8 --output_dir runs/small
+        open-instruct distill --model_name_or_path SMALL --teacher_model_name_or_path LARGE --mixer_list chats.jsonl
+            1.0 --output_dir runs/small
+    """
 
     distillation: DistillationSection
     optim: SFTOptimSection

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.sections import PreferenceDataSection, PreferenceLossSection
@@ -53,12 +53,12 @@ CHANGING_FLAGS = {
 
 @dataclass(kw_only=True)
 class DPOConfig(TrainingConfig):
-    """Train a model on preference pairs with DPO or one of its relatives, sharded as HSDP, and export it."""
+    """Train a model on preference pairs with DPO or one of its relatives, sharded as HSDP, and export it.
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct dpo configs/dpo/olmo3_7b_8gpu.yaml --num_processes 8 --output_dir runs/olmo3",
-        "open-instruct dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir runs/first",
-    )
+    Examples:
+        open-instruct dpo configs/dpo/olmo3_7b_8gpu.yaml --num_processes 8 --output_dir runs/olmo3
+        open-instruct dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir runs/first
+    """
 
     data: PreferenceDataSection
     loss: PreferenceLossSection

@@ -264,18 +264,13 @@ def _streams(samples: Sequence[RolloutSample]) -> dict[str, torch.Tensor]:
 
 def rollout_minibatches(step: RankStep, *, pad_token_id: int, pad_to_multiple_of: int = 1) -> tuple[StepBatch, ...]:
     """The tensors of a rank's part of a step: one `StepBatch` for each optimizer update."""
+    batch_of = partial(
+        rollout_batch,
+        pad_token_id=pad_token_id,
+        pad_to_multiple_of=pad_to_multiple_of,
+        prefix_sharing=step.prefix_sharing,
+    )
     return tuple(
-        StepBatch(
-            microbatches=tuple(
-                rollout_batch(
-                    samples,
-                    pad_token_id=pad_token_id,
-                    pad_to_multiple_of=pad_to_multiple_of,
-                    prefix_sharing=step.prefix_sharing,
-                )
-                for samples in minibatch.microbatches
-            ),
-            counts=minibatch.counts,
-        )
+        StepBatch(microbatches=tuple(map(batch_of, minibatch.microbatches)), counts=minibatch.counts)
         for minibatch in step.minibatches
     )

@@ -125,7 +125,7 @@ def step_batch(
                 row_ids,
                 shape=shape,
                 scores=scores,
-                row_values=[dataset.values(row) for row in row_ids] if dataset.has_values else None,
+                row_values=[dataset.values(row) for row in row_ids] if len(dataset.details_C) else None,
             )
         )
     return StepBatch(

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 from rich.console import Console
 
@@ -21,15 +20,14 @@ from open_instruct.parallel.picture import draw_layout
 class LayoutFlags(DegreesSection):
     """Show how a model would be sharded: which GPUs share one copy of it (a shard group), which hold
     the same shard of it (a replica group), and which of the traffic leaves a node. Nothing is started.
-    """
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct layout --gpus_per_node 8 8",
-        "open-instruct layout --gpus_per_node 2 4",
-        "open-instruct layout --gpus_per_node 128x8 --fsdp_shard_degree 16",
-        "open-instruct layout --gpus_per_node 4x8 --tensor_parallel_degree 8",
-        "open-instruct layout --gpus_per_node 8 8 --json",
-    )
+    Examples:
+        open-instruct layout --gpus_per_node 8 8
+        open-instruct layout --gpus_per_node 2 4
+        open-instruct layout --gpus_per_node 128x8 --fsdp_shard_degree 16
+        open-instruct layout --gpus_per_node 4x8 --tensor_parallel_degree 8
+        open-instruct layout --gpus_per_node 8 8 --json
+    """
 
     gpus_per_node: list[str] = flag(
         "GPUs that train on each node, one number for each node; 4x8 stands for four nodes of 8"

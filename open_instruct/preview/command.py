@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.console import Console
 
@@ -24,15 +24,14 @@ class PreviewFlags:
     """Show rows as the model will see them: rendered, cut, with the tokens that are learned set apart, and how long
     they are. Takes the flags or the YAML file of the training command, whose first rows of --mixer_list (of GRPO:
     --dataset_mixer_list) are read. Ends with exit code 2 where that command would refuse its rows.
-    """
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct preview dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --out pairs.html",
-        "open-instruct preview sft --model_name_or_path MODEL_DIR --mixer_list chats.csv 1.0 --columns "
-        "messages=dialogue",
-        "open-instruct preview grpo configs/grpo/tiny_cpu.yaml --model_name_or_path DIR --dataset_mixer_list p.jsonl "
-        "1.0",
-    )
+    Examples:
+        open-instruct preview dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --out pairs.html
+        open-instruct preview sft --model_name_or_path MODEL_DIR --mixer_list chats.csv 1.0 --columns
+            messages=dialogue
+        open-instruct preview grpo configs/grpo/tiny_cpu.yaml --model_name_or_path DIR --dataset_mixer_list p.jsonl
+            1.0
+    """
 
     rows: int = flag("rows to show, from the whole of what is read", 3, minimum=1)
     read: int = flag("rows to read and measure, of each data set at most", 1000, minimum=2)

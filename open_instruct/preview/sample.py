@@ -18,7 +18,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.foreign_json import shortened
-from open_instruct.data.mixer import parse_mixer_list
+from open_instruct.data.mixer import entries_of
 from open_instruct.data.prompts import PromptBuilder, row_changes
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
@@ -95,7 +95,7 @@ def sample_of(config: LearnerConfig, objective: Objective, *, num_read: int, num
     """
     data: Any = config.data
     flag = "dataset_mixer_list" if isinstance(config, GRPOConfig) else "mixer_list"
-    entries = parse_mixer_list(getattr(data, flag), getattr(data, f"{flag}_splits"), flag=f"--{flag}")
+    entries = entries_of(data, flag)
     sources = [entry.open(data.columns) for entry in entries]
     model = config.model
     name = model.tokenizer_name_or_path or model.model_name_or_path
@@ -117,7 +117,7 @@ def sample_of(config: LearnerConfig, objective: Objective, *, num_read: int, num
         learned=tuple(document.num_label_tokens for document in documents),
         limit_flag=builder.limit(),
         report=report,
-        refusal=builder.refusal(report.num_rows) if report.num_bad and data.on_bad_row == "error" else None,
+        refusal=builder.refusal(report.num_rows) if report.bad and data.on_bad_row == "error" else None,
     )
 
 

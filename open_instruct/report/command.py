@@ -13,7 +13,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from pathlib import Path
 from threading import Lock
-from typing import ClassVar
 
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
@@ -32,13 +31,12 @@ class ReportFlags:
     """Make one page of what runs have left in their folders, finished or not: curves, held-out scores, memory, time,
     layout, what is wrong and what to do, and the saved rollouts to read. The page is one file that needs no server and
     fetches nothing. `open-instruct report RUN [RUN ...]` takes the folders (--output_dir) of the runs.
-    """
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct report runs/dpo",
-        "open-instruct report runs/a runs/b --out compared.html",
-        "open-instruct report runs/grpo --follow",
-    )
+    Examples:
+        open-instruct report runs/dpo
+        open-instruct report runs/a runs/b --out compared.html
+        open-instruct report runs/grpo --follow
+    """
 
     out: str | None = flag("file to write; default: report.html in RUN, or here where there are several", None)
     follow: bool = flag("write no file: serve the page to this machine alone, and refresh it as the run goes on", False)

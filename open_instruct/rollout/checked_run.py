@@ -7,7 +7,6 @@ from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -133,25 +132,24 @@ def _read_prompts(
     data = config.data
     changes = row_changes(config)
 
-    def read(title: str, *listed: Any) -> Prompts:
+    def read(title: str, flag: str) -> Prompts:
         with console.counting(title) as on_progress:
             prompts, report = load_prompt_dataset(
                 max_prompt_token_length=data.max_prompt_token_length,
                 known_verifiers=verifiers,
                 known_environments=environments,
                 on_progress=on_progress,
-                **reading(config, pretrained.tokenizer, *listed),
+                **reading(config, pretrained.tokenizer, flag),
                 **changes,
             )
         console.report(title, report.lines())
         return prompts
 
     doing("reading the prompts")
-    prompts = read("prompts", "--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits)
+    prompts = read("prompts", "dataset_mixer_list")
     if not data.dataset_mixer_eval_list:
         return prompts, None
-    listed = data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits
-    return prompts, read("held-out prompts", "--dataset_mixer_eval_list", *listed)
+    return prompts, read("held-out prompts", "dataset_mixer_eval_list")
 
 
 def _look_at_programs(

@@ -199,7 +199,7 @@ def load_conversations(
     data = config.data
     if not data.sft_mixer_list:
         return None
-    given = reading(config, tokenizer, "--sft_mixer_list", data.sft_mixer_list, data.sft_mixer_list_splits)
+    given = reading(config, tokenizer, "sft_mixer_list")
     dataset, report = load_token_dataset(SFTBuilder, max_seq_length=data.max_seq_length, **given)
     if console is not None:
         console.report("conversations", report.lines())

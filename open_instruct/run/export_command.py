@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -36,9 +36,10 @@ class ExportFlags:
     """Write the weights in a checkpoint of RUN, the --output_dir of a run, as a Hugging Face folder; adapters are added
     to the model. RUN/stepN is that with --step N. Needs one process, whatever the run had, and no more memory than the
     largest tensor.
-    """
 
-    examples: ClassVar[tuple[str, ...]] = ("open-instruct export runs/first --step 200 --output_dir step200",)
+    Examples:
+        open-instruct export runs/first --step 200 --output_dir step200
+    """
 
     output_dir: str = flag("where the model goes: a new folder, or an earlier export, which is replaced")
     step: int | None = flag("step of the checkpoint; default: the newest", None, minimum=0)

@@ -176,13 +176,10 @@ def _refuse_another_run(
             f"{directory.config}, the settings of the run in that folder, cannot be read: {error}. Remove that file to "
             "go on without comparing them, or give another --output_dir"
         ) from error
-    refuse_conflicts(
-        saved,
-        config,
-        saved_data_parallel_world_size=directory.saved_data_parallel_world_size() or layout.data_parallel_world_size,
-        data_parallel_world_size=layout.data_parallel_world_size,
-        ended_after=step if directory.hf_model.is_dir() or directory.adapter.is_dir() else None,
-    )
+    world = layout.data_parallel_world_size
+    has_ended = directory.hf_model.is_dir() or directory.adapter.is_dir()
+    worlds = (directory.saved_data_parallel_world_size() or world, world)
+    refuse_conflicts(saved, config, worlds=worlds, ended_after=step if has_ended else None)
     was = backend_named(before.parallel.backend).sharing(before.parallel, layout)
     now = backend_named(config.parallel.backend).sharing(config.parallel, layout)
     if was != now:

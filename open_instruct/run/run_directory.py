@@ -13,7 +13,7 @@ from typing import Any
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.shard_layout import ShardLayout
-from open_instruct.whole_file import kind_of_other, remove_partials, replace_text
+from open_instruct.whole_file import kind_of_other, replace_text
 
 OWN_FILES = (
     *("config.yaml", "layout.json", "run.log", "metrics.jsonl", "eval.jsonl", "pids.json", "plan.json"),
@@ -61,7 +61,8 @@ class RunDirectory:
     def remove_partials(self) -> None:
         """Remove files that a killed run left half written."""
         for name in OWN_FILES:
-            remove_partials(self.path / name)
+            for leftover in self.path.glob(f".{name}.*-*.partial"):
+                leftover.unlink(missing_ok=True)
 
     def remove_earlier_run(self) -> None:
         """Remove only names that a run writes, as the folder may hold the user's own files. The held lock stays.

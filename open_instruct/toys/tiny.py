@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
@@ -30,10 +30,32 @@ SPECIAL_TOKENS = (PAD, BOS, EOS, *ROLE_TOKENS)
 NUM_BYTES = 256
 
 
-_TABLE = json.loads((files("open_instruct.toys") / "sizes.json").read_text("utf-8"))
-# The shape of each size, in the words of transformers' configs; the window is that of families that have one.
-# Heads have 32 dims at least, which is what vLLM's attention on a CPU begins with.
-SIZES: dict[str, dict[str, int]] = {name: size["shape"] for name, size in _TABLE.items()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """The shape of a small model; `window` is the sliding window of OLMo 3.
+
+    Heads have 32 dims at least, which is what vLLM's attention on a CPU begins with.
+
+    Example: less than a million parameters in four layers::
+
+        Size(
+            roughly="0.7M parameters", hidden=128, mlp=256, layers=4, heads=4, kv_heads=2, vocab_size=512, window=16
+        )
+    """
+
+    roughly: str
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab_size: int
+    window: int
+    max_position_embeddings: int = 4096
+
+
+_SIZES_FILE = files("open_instruct.toys") / "sizes.json"
+SIZES = {name: Size(**fields) for name, fields in json.loads(_SIZES_FILE.read_text("utf-8")).items()}
 
 
 def write_tiny_model(
@@ -68,7 +90,7 @@ def write_tiny_model(
     for name, value, known in (("family", family, FAMILIES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
         if value not in known:
             raise InputError(f"--{name} {value}: unknown; choose from {', '.join(known)}")
-    vocab_size = SIZES[size]["vocab_size"] if vocab_size is None else vocab_size
+    vocab_size = SIZES[size].vocab_size if vocab_size is None else vocab_size
     smallest = NUM_BYTES + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise InputError(
@@ -93,23 +115,28 @@ def _empty_folder(folder: Path) -> Path:
     return folder
 
 
-def tiny_config(family: str, shape: Mapping[str, int], *, vocab_size: int, tie: bool) -> PretrainedConfig:
-    """The transformers config of a model like one of `SIZES`; its token ids are those of `train_tokenizer`."""
+def tiny_config(family: str, size: Size, *, vocab_size: int, tie: bool) -> PretrainedConfig:
+    """The transformers config of a model of `size`; its token ids are those of `train_tokenizer`."""
     import transformers
 
     fields: dict[str, Any] = {
-        **shape,
         "vocab_size": vocab_size,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.mlp,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "max_position_embeddings": size.max_position_embeddings,
         "tie_word_embeddings": tie,
         "pad_token_id": SPECIAL_TOKENS.index(PAD),
         "bos_token_id": SPECIAL_TOKENS.index(BOS),
         "eos_token_id": SPECIAL_TOKENS.index(EOS),
     }
-    if not FAMILIES[family].has_windows:
-        del fields["sliding_window"]
+    if FAMILIES[family].has_windows:
+        fields["sliding_window"] = size.window
     if FAMILIES[family].default_head_dim is not None:
         # As in the released models, all heads together are wider than the residual stream.
-        fields["head_dim"] = 2 * shape["hidden_size"] // shape["num_attention_heads"]
+        fields["head_dim"] = 2 * size.hidden // size.heads
     config: PretrainedConfig = getattr(transformers, FAMILIES[family].config_class)(**fields)
     return config
 
@@ -182,12 +209,13 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
 class TinyModelFlags:
     """Write a small random checkpoint in Hugging Face format to DIR, a new or empty folder, with a byte-level BPE
     tokenizer and a chat template: for tests, demos and trying things out.
+
+    Examples:
+        open-instruct tiny-model tiny --family olmo2
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("open-instruct tiny-model tiny --family olmo2",)
-
     family: str = flag("architecture", choices=FAMILIES)
-    size: str = flag(", ".join(f"{name} ({size['roughly']})" for name, size in _TABLE.items()), "tiny", choices=SIZES)
+    size: str = flag(", ".join(f"{name} ({size.roughly})" for name, size in SIZES.items()), "tiny", choices=SIZES)
     seed: int = flag("random seed of the weights", 0)
     vocab_size: int | None = flag("rows of the embedding; default: the size's", None)
     text: list[str] | None = flag(

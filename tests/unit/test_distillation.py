@@ -258,7 +258,7 @@ def test_the_cache_gives_back_what_was_put_in(tmp_path: Path) -> None:
     again.add(dataset.key(1), numbers[1])
     rows = again.beside(dataset)
     assert all(np.array_equal(rows.values(row), numbers[row]) for row in range(3))
-    assert rows.fingerprint == dataset.fingerprint and rows[1] == dataset[1] and not dataset.has_values
+    assert rows.fingerprint == dataset.fingerprint and rows[1] == dataset[1] and not len(dataset.details_C)
     cache.path.write_bytes(cache.path.read_bytes()[:-3])
     damaged = RowCache(cache.path)
     assert len(damaged) == 0

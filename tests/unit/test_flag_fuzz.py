@@ -10,12 +10,12 @@ import pytest
 
 from open_instruct.config.flags import Flag, flags_of
 from open_instruct.config.parser import parse
-from open_instruct.config.plan import PlanFlags
 from open_instruct.config.resolved import as_flat_dict, refuse_conflicts, write_config
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import config_class_of, objective_named
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.layout_command import layout_command
+from open_instruct.planning.request import PlanFlags
 from open_instruct.report import plan_command
 
 RUNS = {name: objective_named(name) for name in ("dpo", "kto", "sft", "grpo")}

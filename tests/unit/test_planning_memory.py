@@ -29,18 +29,11 @@ from open_instruct.planning.memory.state import local_size
 from open_instruct.planning.subject.model import ModelShape, model_shape, shape_of_fields
 from open_instruct.planning.subject.workload import Scoring, Workload, adapted
 from open_instruct.shard_layout import ShardLayout
-from open_instruct.toys.tiny import SIZES, tiny_config
+from open_instruct.toys.tiny import Size, tiny_config
 from open_instruct.weights.way import NUM_SLOTS
 from tests.ranks.fork_server import Forked
 
-SIZE = SIZES["tiny"] | {
-    "hidden_size": 256,
-    "intermediate_size": 640,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "sliding_window": 4096,
-}
+SIZE = Size(roughly="", hidden=256, mlp=640, layers=1, heads=8, kv_heads=4, vocab_size=512, window=4096)
 LENGTHS = (160, 224)
 DEFAULT_MODULES = tuple(MemorySection().activation_checkpointing_modules)
 WORKLOAD = Workload(
@@ -151,7 +144,7 @@ def compare_block(
         assert config is not None
         model.apply_activation_checkpointing(config.mode, modules=config.modules)
     block = model.blocks["0"]
-    x = torch.randn(1, sum(LENGTHS), SIZE["hidden_size"], dtype=dtype, requires_grad=True)
+    x = torch.randn(1, sum(LENGTHS), SIZE.hidden, dtype=dtype, requires_grad=True)
     row = Segments.of(LENGTHS, (0,) * len(LENGTHS), device=x.device)
     block.attention.rope.warmup_cache(sum(LENGTHS), torch.device("cpu"))
 
@@ -195,7 +188,7 @@ def test_the_passes_of_a_whole_model(
     dtype: Any, max_logits_bytes: int, lora: LoRASection | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without FSDP, and with logits in one piece or in chunks of 64 positions; in bfloat16 a copy runs the passes."""
-    hf_config = tiny_config("olmo2", SIZE | {"num_hidden_layers": 3}, vocab_size=512, tie=False)
+    hf_config = tiny_config("olmo2", replace(SIZE, layers=3), vocab_size=512, tie=False)
     model = build_model(hf_config, init_device="cpu").to(getattr(torch, dtype))
     if lora is not None:
         adapt(model, lora, dtype=torch.bfloat16)

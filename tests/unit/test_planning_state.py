@@ -30,21 +30,14 @@ from open_instruct.planning.memory.state import state_bytes
 from open_instruct.planning.subject.model import Adapters, ModelShape, shape_of_fields
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.shard_layout import ShardLayout
-from open_instruct.toys.tiny import SIZES, tiny_config
+from open_instruct.toys.tiny import SIZES, Size, tiny_config
 from tests.unit.conftest import JoinAs
 from tests.unit.test_planning_memory import phases_of
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 16
 # Nothing in it is a multiple of 8, 24, 64 or 1,024 shards, and no dimension equals another.
-UNEVEN = SIZES["tiny"] | {
-    "hidden_size": 132,
-    "intermediate_size": 214,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "vocab_size": 502,
-    "sliding_window": 8,
-}
+UNEVEN = Size(roughly="", hidden=132, mlp=214, layers=2, heads=6, kv_heads=2, vocab_size=502, window=8)
 TIED_OR_NOT = [
     ("olmo2", False),
     ("olmo3", False),
@@ -85,8 +78,8 @@ LAYOUTS = {
 }
 
 
-def config_of(family: str, is_tied: bool, size: dict[str, int] = UNEVEN) -> Any:
-    return tiny_config(family, size, vocab_size=size["vocab_size"], tie=is_tied)  # type: ignore[arg-type]
+def config_of(family: str, is_tied: bool, size: Size = UNEVEN) -> Any:
+    return tiny_config(family, size, vocab_size=size.vocab_size, tie=is_tied)  # type: ignore[arg-type]
 
 
 def shape_of(hf_config: Any, adapters: Adapters | None = None) -> ModelShape:

@@ -126,7 +126,7 @@ def test_replies_are_cut_on_the_right_and_prompts_never(load: Load, tokenizer: A
     assert max(len(document) for documents in dataset for document in documents) <= room
     assert report.filtered == {"same_tokens": 1, "prompt_too_long": 2}
     assert (report.num_truncated, report.num_kept) == (2, 4)
-    assert report.num_rows == report.num_bad + sum(report.filtered.values()) + report.num_kept == 7
+    assert report.num_rows == sum(report.bad.values()) + sum(report.filtered.values()) + report.num_kept == 7
 
 
 def test_everything_filtered_says_what_would_work(load: Load, tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_long_prompts_are_left_out_and_counted(load: Load, tmp_path: Path) -> No
     assert [len(prompt.token_ids) for prompt in dataset] == [HEAD + 8, HEAD + 1]
     assert [prompt.row_id for prompt in dataset] == [0, 1]
     assert report.filtered == {"long_prompt": 1}
-    assert report.num_rows == report.num_bad + sum(report.filtered.values()) + report.num_kept
+    assert report.num_rows == sum(report.bad.values()) + sum(report.filtered.values()) + report.num_kept
     told = "\n".join(report.lines())
     assert "1 row left out: the prompt is longer than --max_prompt_token_length" in told
     assert f"2 prompts, {2 * HEAD + 9} tokens, {HEAD + 4} tokens a prompt" in told

@@ -239,7 +239,7 @@ def test_margins_are_read_with_the_flag_alone(folder: Path, tmp_path: Path) -> N
     assert [dataset.values(row).tolist() for row in range(4)] == [[1.5], [0.0], [0.0], [3.0]]
     assert all(document.reads_ends for documents in dataset for document in documents)
     plain, _ = loaded(folder, tmp_path, [pair(margin="much")], margin=False)
-    assert not plain.has_values
+    assert not len(plain.details_C)
 
 
 @pytest.mark.parametrize(

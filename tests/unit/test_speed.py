@@ -117,9 +117,7 @@ def test_flops_are_six_a_weight_and_those_of_attention() -> None:
     assert flops(1000, 300, 1) == pytest.approx(6 * (1000 * of_blocks + 300 * of_head), rel=0.01)
     # Two products of a query with the keys up to its own, forward and twice backward: 12 a layer, width and key.
     of_attention = flops(1000, 300, 64) - flops(1000, 300, 1)
-    assert of_attention == pytest.approx(
-        12 * size["num_hidden_layers"] * size["hidden_size"] * (65 / 2 - 1) * 1000, rel=0.02
-    )
+    assert of_attention == pytest.approx(12 * size.layers * size.hidden * (65 / 2 - 1) * 1000, rel=0.02)
 
     model.requires_grad_(False)
     assert flops(1000, 300, 1) == pytest.approx(4 * (1000 * of_blocks + 300 * of_head), rel=0.01)

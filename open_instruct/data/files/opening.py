@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from open_instruct.data.files.columnar import column_file
 from open_instruct.data.files.rows import RawRow, RowSource, is_json_lines, json_lines, json_list
-from open_instruct.data.files.tables import text_table
+from open_instruct.data.files.tables import column_file, text_table
 from open_instruct.errors import InputError
 from open_instruct.whole_file import near_files
 

@@ -1,7 +1,7 @@
 """Raw rows with their places in files, the base of the sources that read them, and the sources of JSON.
 
 A source knows the number and the hash of its rows before any row is parsed, so that the mixer and the cache decide
-first. The other kinds of files have a file each in this folder.
+first. Tables are read in tables.py.
 """
 
 from __future__ import annotations
@@ -73,22 +73,17 @@ class RowSource(ABC):
         """One item for each of `indices`, which must be ascending and distinct, in that order."""
 
 
+# Gives the line of each row and what is there.
+Reader = Callable[[], Iterable[tuple[int, Any]]]
+# Makes a row of what is there; it may raise MalformedRow.
+Parser = Callable[[Any], dict[str, Any]]
+
+
 class FileRows(RowSource):
     """The rows of one file, read from its start each time, so that memory holds one of them."""
 
-    def __init__(
-        self,
-        path: Path,
-        name: str,
-        *,
-        read: Callable[[], Iterable[tuple[int, Any]]],
-        parse: Callable[[Any], dict[str, Any]],
-        num_rows: int | None = None,
-    ) -> None:
-        """`read` gives the line of each row and what is there, and `parse` makes a row of that.
-
-        `parse` may raise MalformedRow. Without `num_rows`, all is read once to be counted.
-        """
+    def __init__(self, path: Path, name: str, *, read: Reader, parse: Parser, num_rows: int | None = None) -> None:
+        """Without `num_rows`, all is read once to be counted."""
         with unpacked(path) as file:
             fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
         super().__init__(name, fingerprint, sum(1 for _ in read()) if num_rows is None else num_rows)
