@@ -195,12 +195,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         learners = LearnerGroup(
             learner_class,
             placement,
-            arguments={
-                "config": config,
-                "weight_sync_backend": backend,
-                "weight_sync": sync,
-                "engine_dtype": config.engine_dtype,
-            },
+            arguments={"config": config, "weight_sync_backend": backend, "weight_sync": sync},
             environment=environment | _allocator_of_learners(placement, backend, console),
             say=console.say,
         )
