@@ -94,14 +94,13 @@ class PolicyTrainerOLMoCoreProcess:
     calls it on all ranks at once.
     """
 
-    def __init__(self, config: GRPOConfig, *, weight_sync_backend: str, weight_sync: str, engine_dtype: str) -> None:
+    def __init__(self, config: GRPOConfig, *, weight_sync_backend: str, weight_sync: str) -> None:
         """Join the other learners and load the start model.
 
         Args:
             config: of the run.
             weight_sync_backend: as `choose_backend` gives it, once it is known where the engines are.
             weight_sync: "dense", or "delta" where only what has changed is sent.
-            engine_dtype: that weights travel in.
         """
         import torch
 
@@ -123,7 +122,7 @@ class PolicyTrainerOLMoCoreProcess:
             self.learner.policy.model,
             self.pretrained.names,
             backend=weight_sync_backend,
-            dtype=getattr(torch, engine_dtype),
+            dtype=getattr(torch, config.engine_dtype),
             bucket_bytes=fleet.weight_sync_bucket_mib << 20,
             timeout_s=fleet.weight_sync_timeout_s,
             adapter_alone=config.sent_adapter is not None,

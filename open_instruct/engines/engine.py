@@ -13,9 +13,10 @@ from concurrent.futures import Future
 from typing import Any, Concatenate, TypeVar
 
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
-from open_instruct.engines.vllm_core import P, VLLMCore, WeightWorker
+from open_instruct.engines.vllm_core import P, VLLMCore
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
+from open_instruct.weights.receiver import WeightReceiver
 
 R = TypeVar("R")
 Outcomes = Mapping[int, Completion | str]
@@ -94,12 +95,12 @@ class Engine:
 
     def open_channel(self, info: dict[str, Any]) -> None:
         """Connect to the sender of weights."""
-        self._between_steps(lambda core: core.call_workers(WeightWorker.open_channel, info))
+        self._between_steps(lambda core: core.call_workers(WeightReceiver.open_channel, info))
 
     def stage_weights(self, version: int) -> None:
         """Receive what has changed of the weights while steps go on; `receive_weights` puts it in place."""
-        self._between_steps(lambda core: core.call_workers(WeightWorker.start_staging, version))
-        while not all(self._between_steps(lambda core: core.call_workers(WeightWorker.has_staged))):
+        self._between_steps(lambda core: core.call_workers(WeightReceiver.start_staging, version))
+        while not all(self._between_steps(lambda core: core.call_workers(WeightReceiver.has_staged))):
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def begin_update(self, drain: bool) -> None:
@@ -120,19 +121,19 @@ class Engine:
         def prepare(core: VLLMCore) -> None:
             # A step that is on its way while weights change would make tokens of neither version.
             self._ended(core.settle())
-            core.call_workers(WeightWorker.start_update)
+            core.call_workers(WeightReceiver.start_update)
 
         self._between_steps(prepare)
 
     def receive_weights(self) -> None:
         """Take one set of weights from the channel, or what was staged of it; returns when it is complete."""
-        self._between_steps(lambda core: core.call_workers(WeightWorker.receive_weights))
+        self._between_steps(lambda core: core.call_workers(WeightReceiver.receive_weights))
 
     def finish_update(self, version: int) -> None:
         """Go on with the weights received. Running requests are recomputed from their prompt and tokens so far."""
 
         def go_on(core: VLLMCore) -> None:
-            core.call_workers(WeightWorker.finish_update)
+            core.call_workers(WeightReceiver.finish_update)
             core.weights_changed(version)
             self._is_admitting = self._is_stepping = True
 

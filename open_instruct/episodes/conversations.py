@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from open_instruct.config.rollout_sections import EnvironmentSection
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.chat import ChatFormat
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import GenerationRequest, Home, sampling_seed
@@ -33,21 +33,15 @@ class Conversations:
     """Runs episodes in environments; thread-safe. `close` gives up those in flight, and closes their environments."""
 
     def __init__(
-        self,
-        pool: EnginePool,
-        chat: ChatFormat,
-        factories: Mapping[str, Factory],
-        *,
-        flags: EnvironmentSection,
-        max_prompt_tokens: int,
+        self, pool: EnginePool, chat: ChatFormat, factories: Mapping[str, Factory], config: GRPOConfig
     ) -> None:
         self._pool = pool
         self._template = TurnTemplate(chat)
         self._factories = factories
-        self._flags = flags
-        self._max_prompt_tokens = max_prompt_tokens
-        is_auto = flags.tool_call_form == "auto"
-        self._form = form_of_template(chat.template.text) if is_auto else flags.tool_call_form
+        self._flags = config.environment
+        self._max_prompt_tokens = config.data.max_prompt_token_length
+        is_auto = self._flags.tool_call_form == "auto"
+        self._form = form_of_template(chat.template.text) if is_auto else self._flags.tool_call_form
         self._loop = lasting_loop("episodes")
 
     def ask(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:

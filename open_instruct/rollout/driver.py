@@ -143,9 +143,7 @@ class Driver:
             with self.view.phase("sending weights"):
                 sync_time_s = self.fleet.publisher.publish(self.step)
         if not self._agrees:
-            self._agrees = check_agreement(
-                learned, param_dtype=self.config.model.param_dtype, engine_dtype=self.config.engine_dtype
-            )
+            self._agrees = check_agreement(learned, self.config)
         self.conductor.weights_published(self.step)
         self.num_tokens += work[0].num_tokens_global
         return learned | {"num_tokens": self.num_tokens, "time/train": train_time_s, "time/sync": sync_time_s}

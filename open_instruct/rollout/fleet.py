@@ -21,10 +21,10 @@ from open_instruct.parallel.launch import threads_of_each
 from open_instruct.parallel.peers import doing
 from open_instruct.rollout.checked_run import RolloutRun
 from open_instruct.rollout.conductor import Conductor
+from open_instruct.rollout.publisher import WeightPublisher
 from open_instruct.run.console import Console
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.weights.folder import folder_of_run, make_folder
-from open_instruct.weights.publisher import WeightPublisher
 from open_instruct.weights.ways import FOLDER, choose_backend
 from open_instruct.wording import counted
 
@@ -72,13 +72,7 @@ class Fleet:
         self.publisher.attach(self.engines)
         self.conversations: Conversations | None = None
         if run.environments is not None:
-            self.conversations = Conversations(
-                self.engines,
-                run.chat,
-                run.environments,
-                flags=run.config.environment,
-                max_prompt_tokens=run.config.data.max_prompt_token_length,
-            )
+            self.conversations = Conversations(self.engines, run.chat, run.environments, run.config)
 
     def new_conductor(self) -> Conductor:
         """A new conductor at the start of the run; it may load another state."""
@@ -194,12 +188,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         learners = LearnerGroup(
             learner_class,
             placement,
-            arguments={
-                "config": config,
-                "weight_sync_backend": backend,
-                "weight_sync": sync,
-                "engine_dtype": config.engine_dtype,
-            },
+            arguments={"config": config, "weight_sync_backend": backend, "weight_sync": sync},
             environment=environment | _allocator_of_learners(placement, backend, console),
             say=console.say,
         )

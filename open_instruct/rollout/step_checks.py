@@ -76,7 +76,7 @@ def refuse_failed_verdicts(groups: Sequence[RolloutGroup]) -> None:
         )
 
 
-def check_agreement(metrics: Mapping[str, float], *, param_dtype: str, engine_dtype: str) -> bool:
+def check_agreement(metrics: Mapping[str, float], config: GRPOConfig) -> bool:
     """Compare the log-probs of the first step's tokens, which both sides took with the same weights.
 
     Returns:
@@ -85,7 +85,7 @@ def check_agreement(metrics: Mapping[str, float], *, param_dtype: str, engine_dt
     Raises:
         RunError: they differ by more than rounding explains: temperature, template, weights or positions disagree.
     """
-    dtype = "float32" if param_dtype == engine_dtype == "float32" else "bfloat16"
+    dtype = "float32" if config.model.param_dtype == config.engine_dtype == "float32" else "bfloat16"
     if "logprob_diff/max" not in metrics:
         return False
     largest = metrics["logprob_diff/max"]

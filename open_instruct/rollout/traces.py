@@ -136,7 +136,8 @@ def read_traces(run_folder: Path, step: int) -> list[RolloutGroup]:
         rows = [row for row in rows if not row["rejected"]]
         for row in rows:
             _check_row(row)
-        return [_group_of(list(ticket_rows)) for _, ticket_rows in groupby(rows, key=lambda row: row["ticket"])]
+        groups = [_group_of(list(ticket_rows)) for _, ticket_rows in groupby(rows, key=lambda row: row["ticket"])]
+        return TypeAdapter(list[RolloutGroup]).validate_python(groups)
     except Exception as error:  # pyarrow's kinds of errors have no common ancestor, nor have those of a damaged row
         raise InputError(
             f"{path} cannot be read as a trace of ours: {one_line(error)}; copy it again, or take another step"
@@ -182,16 +183,15 @@ def _rows_of_group(step: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
         }
 
 
-def _group_of(rows: list[dict[str, Any]]) -> RolloutGroup:
+def _group_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     first = rows[0]
     prompt = {field: first[column] for column, field in OF_PROMPT.items()}
-    group = {
+    return {
         "ticket": first["ticket"],
         "prompt": {**prompt, "checks": json.loads(first["checks"])},
         "completions": list(map(_completion_of, rows)),
         "verdicts": [row | {"scores": json.loads(row["scores"])} for row in rows],  # other columns are passed over
     }
-    return TypeAdapter(RolloutGroup).validate_python(group)
 
 
 def _at_all_tokens(completion: Completion, values: Sequence[float], filling: float) -> list[float]:

@@ -77,9 +77,6 @@ class Judge(Verifier):
     def begin_run(self, cache: Path) -> None:
         self._server.begin(cache)
 
-    async def score(self, completion: str, ground_truth: Any) -> float:
-        return await self.judge("", completion, ground_truth, is_truncated=False)
-
     async def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
         label = ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth, ensure_ascii=False)
         answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()

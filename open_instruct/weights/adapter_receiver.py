@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from open_instruct.engines.vllm_core import ADAPTER_ID
 from open_instruct.errors import RunError
 from open_instruct.weights.receiver import WeightReceiver, Weights
+
+ADAPTER_ID = 1
 
 
 class AdapterReceiver(WeightReceiver):

@@ -76,10 +76,10 @@ FLOORS = [
     {"report"},
     {"learner"},
     {"cluster"},
+    {"weights"},
     {"engines"},
     {"environments"},
     {"episodes"},
-    {"weights"},
     {"rollout"},
     {
         "entry",

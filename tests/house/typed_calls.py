@@ -9,13 +9,12 @@ from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
 from open_instruct.engines.engine import Engine, Outcomes
 from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool
-from open_instruct.engines.vllm_core import VLLMCore, WeightWorker
+from open_instruct.engines.vllm_core import VLLMCore
 from open_instruct.grpo_olmo_core_actor import PolicyTrainerOLMoCoreProcess
 from open_instruct.packing.rollouts import RankStep
 from open_instruct.weights.receiver import WeightReceiver
 
 LEARNER: type[LearnerProcess] = PolicyTrainerOLMoCoreProcess
-WORKER: type[WeightWorker] = WeightReceiver
 
 
 def to_learners(learners: LearnerGroup[LearnerProcess], work: list[RankStep]) -> None:
@@ -37,5 +36,5 @@ def to_engines(pool: EnginePool, engine: RayEngine) -> None:
 
 
 def to_weight_workers(core: VLLMCore) -> None:
-    core.call_workers(WeightWorker.receive_weights)
-    core.call_workers(WeightWorker.open_channel)  # type: ignore[call-arg]
+    core.call_workers(WeightReceiver.receive_weights)
+    core.call_workers(WeightReceiver.open_channel)  # type: ignore[call-arg]

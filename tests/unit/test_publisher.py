@@ -15,8 +15,8 @@ from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.errors import RunError
-from open_instruct.weights import publisher as publisher_module
-from open_instruct.weights.publisher import WeightPublisher
+from open_instruct.rollout import publisher as publisher_module
+from open_instruct.rollout.publisher import WeightPublisher
 from tests.unit.fake_engine import TIMEOUT_S, InProcessEngine, eventually, request
 
 SEND = "broadcast_to_vllm"

@@ -478,6 +478,7 @@ def assert_ends(process_id: int) -> None:
         ("no_such_module:X", "cannot be loaded"),
         ("odd_verifiers:NoSuchClass", "cannot be loaded"),
         ("odd_verifiers:NotOne", "is neither a function nor a verifier"),
+        ("odd_verifiers:Silent", "a name and a score method"),
         ("odd_verifiers:Clash", "'gsm8k', as another verifier is"),
         ("odd_verifiers:ifeval", "'ifeval', as another verifier is"),
     ],
