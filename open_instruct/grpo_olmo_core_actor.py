@@ -10,7 +10,7 @@ an actor of `PolicyTrainerOLMoCoreProcess`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -117,7 +117,10 @@ class PolicyTrainerOLMoCoreProcess:
         self.pretrained = open_pretrained(config, self.run.directory.hf_model)
         self.learner = GRPOLearner(self.pretrained, run=self.run, config=config)
         fleet = config.fleet
-        kind = FolderSender if weight_sync_backend == FOLDER else WeightSender
+        kind: Callable[..., WeightSender] = WeightSender
+        if weight_sync_backend == FOLDER:
+            folder = folder_of_run(fleet.weight_sync_folder, self.run.directory.path)
+            kind = partial(FolderSender, folder=folder, anchor_every=fleet.weight_sync_anchor_every)
         self.sender = kind(
             self.learner.policy.model,
             self.pretrained.names,
@@ -128,8 +131,6 @@ class PolicyTrainerOLMoCoreProcess:
             adapter_alone=config.sent_adapter is not None,
             changes_alone=weight_sync == "delta",
             check_every=fleet.weight_sync_check,
-            folder=folder_of_run(fleet.weight_sync_folder, self.run.directory.path),
-            anchor_every=fleet.weight_sync_anchor_every,
         )
 
     def step(self, work: RankStep) -> dict[str, float]:

@@ -24,7 +24,16 @@ class FolderSender(WeightSender):
 
     With it, an anchor begins a chain of `anchor_every` versions, or of fewer: once those behind it have as many bytes
     as it has, a new one is less to read for an engine that comes late.
+
+    Args:
+        folder: where to write.
+        anchor_every: of how many versions one is whole; all else is a `WeightSender`'s.
     """
+
+    def __init__(self, *arguments: Any, folder: Path, anchor_every: int = 16, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._folder = folder
+        self._anchor_every = anchor_every
 
     def open(self, num_receivers: int) -> dict[str, Any]:
         """Begin a chain, and remove all others; returns the facts that receivers need, however many there are."""
