@@ -252,6 +252,9 @@ class DegreesSection:
     context_parallel_degree: int = free_flag(
         "GPUs that split every packed row (also: --sequence_parallel_size)", 1, minimum=1
     )
+    expert_parallel_degree: int = free_flag(
+        "GPUs that split the experts of each layer, to which tokens are sent: 1, or the shard degree", 1, minimum=1
+    )
 
     @property
     def splitting(self) -> dict[str, int]:

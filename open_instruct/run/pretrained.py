@@ -33,7 +33,7 @@ from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import Head, TensorNames
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.files import check_base, open_adapter
-from open_instruct.parallel.layout import check_heads
+from open_instruct.parallel.layout import check_experts, check_heads
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
 from open_instruct.run.first_look import local_folder
@@ -157,12 +157,10 @@ def open_pretrained(
         tokenizer_folder = local_folder(model.tokenizer_name_or_path, revision=model.revision_of_tokenizer)
     hf_config = load_hf_config(str(folder))
     if layout is not None:
-        check_heads(
-            layout,
-            num_heads=hf_config.num_attention_heads,
-            num_kv_heads=hf_config.num_key_value_heads,
-            model=f"the model in {folder}",
-        )
+        num_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+        check_heads(layout, num_heads=num_heads, num_kv_heads=num_kv_heads, model=f"the model in {folder}")
+        num_experts = getattr(hf_config, "num_experts", None) or 0
+        check_experts(layout, num_experts=num_experts, model=f"the model in {folder}")
     tokenizer = load_tokenizer(str(tokenizer_folder))
     names = TensorNames(hf_config, head=head)
     if head == "score":
