@@ -1,8 +1,9 @@
 """Which part of a tensor each rank holds, and how the parts come together on one rank."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
 
 import torch
@@ -97,10 +98,34 @@ class Held:
     beside: Callable[[int], Mapping[int, Box]]
     num_slabs: int = 1
 
+    def row(self, index: int) -> "Held":
+        """The part of one row of the tensor, a tensor of one dim less, such as one matrix of a stack."""
+        assert self.num_slabs == 1
+        num_values = math.prod(self.shape[1:])
+        if len(self.box) == 1:
+            start = index * num_values - self.box[0].start
+            local = self.local.view(-1)[max(start, 0) : max(start + num_values, 0)]
+        else:
+            at_row = index - self.box[0].start
+            local = self.local[at_row] if 0 <= at_row < len(self.local) else self.local[:0].flatten(0, 1)
+
+        def beside(owner: int) -> Mapping[int, Box]:
+            return {rank: _of_row(box, index, num_values) for rank, box in self.beside(owner).items()}
+
+        return Held(local=local, shape=self.shape[1:], box=_of_row(self.box, index, num_values), beside=beside)
+
     def values(self, whole: torch.Tensor) -> torch.Tensor:
         """The values of the contiguous tensor `whole` that belong in `local`."""
         slabs = whole.unflatten(-1, (self.num_slabs, -1)).movedim(-2, 0)
         return at(slabs.reshape(whole.shape), self.box)
+
+
+def _of_row(box: Box, index: int, num_values: int) -> Box:
+    """The part of one row, of so many values, that a box of the tensor has; an empty box if none."""
+    if len(box) == 1:
+        start, stop = (min(max(end - index * num_values, 0), num_values) for end in (box[0].start, box[0].stop))
+        return (slice(start, stop),)
+    return box[1:] if box[0].start <= index < box[0].stop else (slice(0, 0), *box[2:])
 
 
 def in_order(values: torch.Tensor, num_slabs: int) -> torch.Tensor:
@@ -134,12 +159,22 @@ def held_run(
 
 
 def held_of(model: nn.Module, *, adapters_only: bool = False) -> dict[str, Held]:
-    """`held` of each parameter, by OLMo-core's names.
+    """`held` of each tensor, by OLMo-core's names: of each parameter, or of each matrix of a stack of them.
 
     A checkpoint is read into, and written from, the model without its adapters; with `adapters_only`, theirs alone.
     """
     parameters = model.named_parameters()
-    return {clean_name(name): held(each) for name, each in parameters if is_of_adapter(name) == adapters_only}
+    whole = {clean_name(name): held(each) for name, each in parameters if is_of_adapter(name) == adapters_only}
+    return dict(pair for name, each in whole.items() for pair in unstacked(name, each))
+
+
+def unstacked(name: str, tensor: Held) -> Iterator[tuple[str, Held]]:
+    """The tensors of files that a parameter is: itself, or the matrices of a stack by their numbers."""
+    if len(tensor.shape) < 3:
+        yield name, tensor
+    else:
+        tensor = replace(tensor, beside=cache(tensor.beside))
+        yield from ((f"{name}.{index}", tensor.row(index)) for index in range(tensor.shape[0]))
 
 
 def whole_of(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
