@@ -28,9 +28,12 @@ from open_instruct.models.attention.attention import SegmentAttention
 from open_instruct.models.attention.context_parallel import ContextGroup
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.compiled import prepare_compiler
+from open_instruct.models.experts.routed import Experts
 from open_instruct.models.heads.logprob_head import HeadSettings
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.shards import local_part
+
+DTYPES = ("param_dtype", "reduce_dtype")
 
 
 @runtime_checkable
@@ -46,7 +49,11 @@ class SegmentTransformer(Transformer):
     """OLMo-core's model, which takes the `segments` of its rows; without them each row is one document.
 
     `build_model` makes it. It also takes OLMo-core's `doc_lens`.
+
+    :ivar splits_experts: whether `apply_fsdp` splits experts over the ranks of a shard group.
     """
+
+    splits_experts = False
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -146,7 +153,13 @@ class SegmentTransformer(Transformer):
             parameter.requires_grad_(is_trained[name])  # OLMo-core makes norms anew, to be trained
 
     def apply_fsdp(self, dp_mesh: DeviceMesh | None = None, **style: Any) -> None:  # type: ignore[override]
-        """Shard parameters. The matrix of a score is a unit of its own, gathered in float32."""
+        """Shard parameters. The matrix of a score is a unit of its own, gathered in float32.
+
+        Experts are left whole, each on a rank of the shard group, if they are to be split and as many for every rank.
+        """
+        for experts in self.modules() if self.splits_experts and dp_mesh is not None else ():
+            if isinstance(experts, Experts) and experts.num_experts % dp_mesh["dp_shard"].size() == 0:
+                experts.split(dp_mesh, MixedPrecisionPolicy(**{name: style[name] for name in DTYPES}))
         if isinstance(self.lm_head, ValueHead):
             in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
             fully_shard(self.lm_head.w_out, mesh=dp_mesh, mp_policy=in_float32)

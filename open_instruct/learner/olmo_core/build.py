@@ -34,6 +34,7 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     model, optim, memory = config.model, config.optim, config.memory
     device = run.process.device
     transformer = pretrained.build(init_device=model.init_device)
+    transformer.splits_experts = run.layout.expert_parallel_degree > 1
     lora = config.adapters
     if lora is not None:
         adapt(transformer, lora, dtype=getattr(torch, model.param_dtype))

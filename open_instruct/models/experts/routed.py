@@ -8,12 +8,17 @@ model, H width of an expert.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from olmo_core.nn.feed_forward import FeedForward, FeedForwardConfig
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from open_instruct.models.experts.exchange import ExpertGroup, split_stacks
 
 
 @dataclass(kw_only=True)
@@ -80,6 +85,7 @@ class Experts(nn.Module):
     def __init__(self, num_experts: int, d_model: int, width: int, *, dtype: torch.dtype | None, device: str) -> None:
         super().__init__()
         self.num_experts = num_experts
+        self.group: ExpertGroup | None = None  # of ranks that split them
         self.w1, self.w3 = (
             nn.Parameter(torch.empty(num_experts, width, d_model, dtype=dtype, device=device)) for _ in range(2)
         )
@@ -87,8 +93,26 @@ class Experts(nn.Module):
 
     def forward(self, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Expert by expert: expert e has the rows from `ends_E[e - 1]` to `ends_E[e]`."""
-        gate_SH, up_SH = (_products(x_SD, weight, ends_E) for weight in (self.w1, self.w3))
-        return _products(F.silu(gate_SH) * up_SH, self.w2, ends_E)
+        if self.group is None:
+            return _mlps(self.w1, self.w3, self.w2, x_SD, ends_E)
+        return self._at_experts(self.group, x_SD, ends_E)
+
+    # PyTorch's compiler would give up a whole block with an all-to-all in it.
+    @torch.compiler.disable
+    def _at_experts(self, group: ExpertGroup, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        own = (group.own(stack) for stack in (self.w1, self.w3, self.w2))
+        return group.at_experts(partial(_mlps, *own), x_SD, ends_E)
+
+    def split(self, dp_mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+        """Split the experts over the ranks of each shard group, to which tokens are then sent."""
+        self.group = split_stacks(self, dp_mesh, policy)
+
+
+def _mlps(
+    w1: torch.Tensor, w3: torch.Tensor, w2: torch.Tensor, x_SD: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    gate_SH, up_SH = (_products(x_SD, weight, ends_E) for weight in (w1, w3))
+    return _products(F.silu(gate_SH) * up_SH, w2, ends_E)
 
 
 def _products(x: torch.Tensor, weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:

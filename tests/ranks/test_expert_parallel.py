@@ -1,0 +1,92 @@
+"""Experts split over ranks learn what experts that are gathered learn, and what one process does."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import transformers
+
+from open_instruct.families import FAMILIES
+from scripts.demo_data.pairs import write_synthetic_preferences
+from tests.ranks.launch import run_ranks as start
+from tests.ranks.shallow import write_shallow_model
+from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
+
+RunRanks = Callable[..., list[Any]]
+
+JOB = "tests.ranks.jobs.train_runs:run_each"
+SPLIT = {"expert_parallel_degree": 2}
+# Below every gradient's norm, so that each step is clipped.
+CLIPPED = {"max_grad_norm": 0.05, "lr_scheduler_type": "constant"}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
+    """A tiny Qwen 3 MoE, trained by one process: the trajectory that every other must follow."""
+    folder = tmp_path_factory.mktemp("experts")
+
+    def of_few_experts(**fields: Any) -> Any:
+        return transformers.Qwen3MoeConfig(
+            **fields,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            mlp_only_layers=[1],
+            initializer_range=0.1,  # so that experts have a large part in the gradient
+        )
+
+    transformers.FewExperts = of_few_experts
+    few = replace(FAMILIES["qwen3_moe"], config_class="FewExperts")
+    with patch.dict(FAMILIES, {"qwen3_moe": few}):
+        model = write_shallow_model(folder / "model", layers=3, family="qwen3_moe")
+    rows = folder / "rows.jsonl"
+    write_synthetic_preferences(rows, num_rows=NUM_ROWS, seed=1)
+    case = TrainCase(model=model, rows=rows, folder=folder, own_flags={"loss_type": "dpo"} | CLIPPED)
+    run(start, case, 1, {"base": {"max_train_steps": 4}})
+    return case
+
+
+def run(run_ranks: RunRanks, case: TrainCase, num_ranks: int, runs: dict[str, dict[str, Any]]) -> None:
+    commands = [case.command(name, ranks=num_ranks, **{"max_train_steps": 3} | flags) for name, flags in runs.items()]
+    run_ranks(num_ranks, JOB, commands=commands, ports=free_ports(len(commands)))
+
+
+def assert_same(case: TrainCase, names: dict[str, Any]) -> None:
+    base = case.trajectory("base")
+    assert base[-1][0] < base[0][0] - 0.005 and min(norm for _, norm in base) > CLIPPED["max_grad_norm"]
+    for name in names:
+        ours = case.trajectory(name)
+        for step, (a, b) in enumerate(zip(ours, base, strict=False), start=1):
+            assert a == pytest.approx(b, rel=1e-5), f"{name} differs at step {step}"
+
+
+def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
+    runs: dict[str, dict[str, Any]] = {
+        "gathered": {},
+        "split": SPLIT,
+        "split, recomputed": SPLIT | {"activation_checkpointing": "full", "batch": 2},
+        "split, reduced last": SPLIT | {"gradient_reduction": "last", "batch": 2},
+    }
+    run(run_ranks, one_process, 2, runs)
+    assert_same(one_process, runs)
+
+
+def test_replicas_of_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
+    runs = {"2x2": SPLIT | {"fsdp_num_replicas": 2}, "4": {"expert_parallel_degree": 4}}
+    run(run_ranks, one_process, 4, runs)
+    assert_same(one_process, runs)
+
+
+def test_a_run_goes_on_with_experts_split_or_not(one_process: TrainCase, run_ranks: RunRanks) -> None:
+    gathered: dict[str, Any] = {}
+    first = {"split": SPLIT, "to be gathered": SPLIT, "to be split": gathered}
+    then = {"split": SPLIT, "to be gathered": gathered, "to be split": SPLIT, "undisturbed": SPLIT}
+    both = [(first, {"max_train_steps": 2}), (then, {"max_train_steps": 4})]
+    for runs, steps in both:
+        run(run_ranks, one_process, 2, {f"{name}, saved": flags | steps for name, flags in runs.items()})
+    assert_same(one_process, {f"{name}, saved": flags for name, flags in then.items()})
+    resumed, undisturbed = "split, saved", "undisturbed, saved"
+    assert one_process.trajectory(resumed) == one_process.trajectory(undisturbed)
+    assert one_process.weights_digest(resumed) == one_process.weights_digest(undisturbed)
