@@ -33,8 +33,6 @@ from open_instruct.models.heads.logprob_head import HeadSettings
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.shards import local_part
 
-DTYPES = ("param_dtype", "reduce_dtype")
-
 
 @runtime_checkable
 class HasAdapter(Protocol):
@@ -157,9 +155,12 @@ class SegmentTransformer(Transformer):
 
         Experts are left whole, each on a rank of the shard group, if they are to be split and as many for every rank.
         """
-        for experts in self.modules() if self.splits_experts and dp_mesh is not None else ():
-            if isinstance(experts, Experts) and experts.num_experts % dp_mesh["dp_shard"].size() == 0:
-                experts.split(dp_mesh, MixedPrecisionPolicy(**{name: style[name] for name in DTYPES}))
+        if self.splits_experts:
+            assert dp_mesh is not None
+            policy = MixedPrecisionPolicy(param_dtype=style["param_dtype"], reduce_dtype=style["reduce_dtype"])
+            for module in self.modules():
+                if isinstance(module, Experts) and module.num_experts % dp_mesh["dp_shard"].size() == 0:
+                    module.split(dp_mesh, policy)
         if isinstance(self.lm_head, ValueHead):
             in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
             fully_shard(self.lm_head.w_out, mesh=dp_mesh, mp_policy=in_float32)

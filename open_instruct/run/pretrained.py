@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from olmo_core.nn.transformer import Transformer
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -33,6 +32,7 @@ from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import Head, TensorNames
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.files import check_base, open_adapter
+from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.layout import check_experts, check_heads
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
@@ -59,7 +59,7 @@ class Pretrained:
     adapter_folder: Path | None = None  # which the adapter is read from
     chat_template: str | None = None  # in place of the tokenizer's own
 
-    def build(self, *, init_device: str) -> Transformer:
+    def build(self, *, init_device: str) -> SegmentTransformer:
         """The model, without weights."""
         return build_model(self.hf_config, init_device=init_device, head=self.names.head)
 
