@@ -98,9 +98,14 @@ class Held:
     beside: Callable[[int], Mapping[int, Box]]
     num_slabs: int = 1
 
-    def row(self, index: int) -> "Held":
-        """The part of one row of the tensor, a tensor of one dim less, such as one matrix of a stack."""
-        assert self.num_slabs == 1
+    def as_in_files(self, name: str) -> Iterator[tuple[str, "Held"]]:
+        """The part of each of `rows_of` a parameter."""
+        stack = replace(self, beside=cache(self.beside))
+        for own_name, index in rows_of(name, self.shape).items():
+            yield own_name, self if index is None else stack._row(index)
+
+    def _row(self, index: int) -> "Held":
+        assert self.num_slabs == 1, "stacks are not cut along their columns"
         num_values = math.prod(self.shape[1:])
         if len(self.box) == 1:
             start = index * num_values - self.box[0].start
@@ -164,17 +169,13 @@ def held_of(model: nn.Module, *, adapters_only: bool = False) -> dict[str, Held]
     A checkpoint is read into, and written from, the model without its adapters; with `adapters_only`, theirs alone.
     """
     parameters = model.named_parameters()
-    whole = {clean_name(name): held(each) for name, each in parameters if is_of_adapter(name) == adapters_only}
-    return dict(pair for name, each in whole.items() for pair in unstacked(name, each))
+    by_name = {clean_name(name): held(each) for name, each in parameters if is_of_adapter(name) == adapters_only}
+    return {own_name: row for name, each in by_name.items() for own_name, row in each.as_in_files(name)}
 
 
-def unstacked(name: str, tensor: Held) -> Iterator[tuple[str, Held]]:
-    """The tensors of files that a parameter is: itself, or the matrices of a stack by their numbers."""
-    if len(tensor.shape) < 3:
-        yield name, tensor
-    else:
-        tensor = replace(tensor, beside=cache(tensor.beside))
-        yield from ((f"{name}.{index}", tensor.row(index)) for index in range(tensor.shape[0]))
+def rows_of(name: str, shape: Sequence[int]) -> dict[str, int | None]:
+    """The tensors that a parameter is in files: itself, or of a stack of matrices each, with its number."""
+    return {name: None} if len(shape) < 3 else {f"{name}.{index}": index for index in range(shape[0])}
 
 
 def whole_of(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -33,6 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen2": {},
         "qwen3": {"tie": True, "dtype": "bfloat16"},
         "llama": {},
+        "qwen3_moe": {},
     }
     return {family: write_tiny_model(root / family, family=family, **kind) for family, kind in kinds.items()}  # type: ignore[arg-type]
 
@@ -57,6 +58,8 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("olmo2", FSDP_2, "files", "bfloat16", CHANGES),
         ("llama", "ranges", "files", "float32", CHANGES),
         ("qwen2", FSDP_2, "files", "bfloat16", ALONE),
+        ("qwen3_moe", FSDP_2, "gloo", "bfloat16"),
+        ("qwen3_moe", FSDP_2, "shm", "float32", CHANGES),
     ],
     4: [
         ("llama", HSDP_2X2, "gloo", "bfloat16"),
@@ -72,6 +75,8 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("olmo2", "ranges", "gloo", "bfloat16", CHANGES),
         ("llama", HSDP_2X2, "files", "bfloat16", CHANGES),
         ("qwen3", FSDP_2_TP_2, "files", "bfloat16", CHANGES),
+        ("qwen3_moe", HSDP_2X2, "shm", "bfloat16"),
+        ("qwen3_moe", "ranges", "gloo", "float32"),
     ],
 }
 

@@ -257,7 +257,7 @@ def test_fingerprint_follows_the_bytes_alone(tmp_path):
 
 
 @pytest.mark.parametrize("tie", [False, True])
-# OLMo-core's own conversion knows no biases, and experts otherwise: those families are held against transformers' logits.
+# OLMo-core's own conversion knows no biases, and experts otherwise: these are held against transformers' logits.
 @pytest.mark.parametrize(
     "family", [name for name, family in FAMILIES.items() if not (family.qkv_bias or family.expert_size)]
 )

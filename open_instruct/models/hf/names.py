@@ -88,8 +88,8 @@ def is_harmless_extra(hf_name: str) -> bool:
 def _sparse(num_experts: int) -> dict[str, str]:
     each = (
         (f"feed_forward.experts.{ours}.{expert}", f"mlp.experts.{expert}.{theirs}.weight")
-        for expert in range(num_experts)
         for ours, theirs in _EXPERTS.items()
+        for expert in range(num_experts)
     )
     return _ROUTER | dict(each)
 
