@@ -15,6 +15,7 @@ KILLS_JOB = "tests.ranks.jobs.delta_kills"
 FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}
 TP_2 = {"replicas": 1, "shards": 1, "tensor": 2, "checkpointing": False}
 HSDP_2X2 = {"replicas": 2, "shards": 2, "tensor": 1, "checkpointing": True}
+EXPERTS = {"splits_experts": True}
 FSDP_2_TP_2 = {"replicas": 1, "shards": 2, "tensor": 2, "checkpointing": False}
 CONTEXT_2_REPLICAS_2 = {"replicas": 2, "shards": 1, "tensor": 1, "context": 2, "checkpointing": False}
 ALONE = "the adapter alone"
@@ -59,6 +60,7 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("llama", "ranges", "files", "float32", CHANGES),
         ("qwen2", FSDP_2, "files", "bfloat16", ALONE),
         ("qwen3_moe", FSDP_2, "gloo", "bfloat16"),
+        ("qwen3_moe", FSDP_2 | EXPERTS, "gloo", "bfloat16"),
         ("qwen3_moe", FSDP_2, "shm", "float32", CHANGES),
     ],
     4: [
@@ -76,6 +78,7 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("llama", HSDP_2X2, "files", "bfloat16", CHANGES),
         ("qwen3", FSDP_2_TP_2, "files", "bfloat16", CHANGES),
         ("qwen3_moe", HSDP_2X2, "shm", "bfloat16"),
+        ("qwen3_moe", HSDP_2X2 | EXPERTS, "shm", "float32", CHANGES),
         ("qwen3_moe", "ranges", "gloo", "float32"),
     ],
 }

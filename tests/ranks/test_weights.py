@@ -36,6 +36,7 @@ REPLICAS_2_TP_2 = {"replicas": 2, "shards": 1, "tensor": 2, "checkpointing": Fal
 RANGES = "ranges"
 FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}
 TP_2 = {"replicas": 1, "shards": 1, "tensor": 2, "checkpointing": False}
+EXPERTS = {"splits_experts": True}
 
 ODD_VOCABULARY = 263  # shards of 66, 66, 66 and 65 rows
 
@@ -112,6 +113,7 @@ IMPORTS: dict[int, list[tuple[str, Any]]] = {
         ("qwen3_tied_bf16", TP_2),
         ("olmo3_tied_fp16", RANGES),
         ("qwen3_moe_bf16", FSDP_2),
+        ("qwen3_moe_bf16", FSDP_2 | EXPERTS),
         ("packed_fp32", RANGES),
     ],
     4: [
@@ -125,6 +127,7 @@ IMPORTS: dict[int, list[tuple[str, Any]]] = {
         ("llama_fp32", REPLICAS_2_TP_2),
         ("olmo2_odd_bf16", RANGES),
         ("packed_fp32", HSDP_2X2),
+        ("packed_fp32", HSDP_2X2 | EXPERTS),
         ("qwen3_moe_bf16", RANGES),
     ],
 }

@@ -49,11 +49,13 @@ def sharded(
     tensor: int,
     checkpointing: bool,
     context: int = 1,
+    splits_experts: bool = False,
     dtype: str = "float32",
     compute_dtype: str = "float32",
     lora: LoRASection | None = None,
 ) -> Any:
     model = build_model(hf_config).to(getattr(torch, dtype))
+    model.splits_experts = splits_experts
     if lora is not None:
         adapt(model, lora, dtype=getattr(torch, dtype))
     dp = TransformerDataParallelConfig(
