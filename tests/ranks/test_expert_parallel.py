@@ -77,3 +77,19 @@ def test_a_run_goes_on_with_experts_split_or_not(one_process: TrainCase, run_ran
     resumed, undisturbed = "split, saved", "undisturbed, saved"
     assert one_process.trajectory(resumed) == one_process.trajectory(undisturbed)
     assert one_process.weights_digest(resumed) == one_process.weights_digest(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("ends", "replicas"),
+    [
+        ([[3, 3, 5, 9], [0, 7, 7, 8]], 1),
+        ([[4, 6, 6, 6], [2, 5, 5, 5]], 1),  # nothing arrives at the second rank
+        ([[0, 0, 0, 0], [1, 2, 2, 4]], 1),  # nothing is sent by the first
+        ([[1, 2, 3, 3], [2, 2, 2, 2], [0, 0, 3, 4], [1, 1, 2, 6]], 2),
+    ],
+)
+def test_rows_come_back_from_their_experts(run_ranks: RunRanks, ends: list[list[int]], replicas: int) -> None:
+    job = "tests.ranks.jobs.experts:differences"
+    for of_rank in run_ranks(len(ends), job, ends=ends, replicas=replicas):
+        assert set(of_rank) == {"output", "input", "w1", "w2", "w3"}
+        assert max(of_rank.values()) < 1e-5, of_rank
