@@ -48,6 +48,8 @@ class SegmentTransformer(Transformer):
     `build_model` makes it. It also takes OLMo-core's `doc_lens`.
     """
 
+    balance_coefficient = 0.0  # of the loss that has routers spread tokens over experts evenly
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         tables = BufferCache()
