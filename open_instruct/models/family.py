@@ -158,7 +158,7 @@ def _check_experts(hf_config: PretrainedConfig, expert_size: str) -> None:
                 "with their experts takes rows of 16 bytes and multiples of that"
             )
     if hf_config.output_router_logits:
-        raise InputError(f"{where}: output_router_logits = True adds a loss that is not supported; set it to false")
+        _number(hf_config.router_aux_loss_coef, "router_aux_loss_coef (output_router_logits = true)")
 
 
 def _layer_types(hf_config: PretrainedConfig, family: Family) -> list[str]:

@@ -52,6 +52,7 @@ class SegmentTransformer(Transformer):
     """
 
     splits_experts = False
+    balance_coefficient = 0.0  # of the loss that has routers spread tokens over experts evenly
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

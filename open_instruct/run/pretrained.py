@@ -22,6 +22,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat_templates import choose_chat_template
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
+from open_instruct.families import family_of
 from open_instruct.models.build import build_model
 from open_instruct.models.export import ExportReport, check_destination, check_exportable, export_hf
 from open_instruct.models.family import unknown_fields
@@ -161,6 +162,8 @@ def open_pretrained(
         check_heads(layout, num_heads=num_heads, num_kv_heads=num_kv_heads, model=f"the model in {folder}")
         num_experts = getattr(hf_config, "num_experts", None) or 0
         check_experts(layout, num_experts=num_experts, model=f"the model in {folder}")
+    if family_of(hf_config.model_type).expert_size is not None:
+        _check_experts(hf_config, config)
     tokenizer = load_tokenizer(str(tokenizer_folder))
     names = TensorNames(hf_config, head=head)
     if head == "score":
@@ -186,6 +189,27 @@ def open_pretrained(
         return opened
     adapter_folder = local_folder(lora.adapter_name_or_path)
     return replace(opened, adapter=open_adapter(adapter_folder, bare, names, lora), adapter_folder=adapter_folder)
+
+
+def _check_experts(hf_config: PretrainedConfig, config: LearnerConfig) -> None:
+    """:raises InputError: a flag asks for what a model with experts cannot do here."""
+    parallel, balances = config.parallel, hf_config.output_router_logits
+    problems = {
+        f"--tensor_parallel_degree {parallel.tensor_parallel_degree}: experts are not split over tensor parallel "
+        "ranks; FSDP shards them, so use 1": parallel.tensor_parallel_degree > 1,
+        "--optimizer muon: it orthogonalises matrices, and experts lie in stacks of them; use adamw": (
+            config.optim.optimizer == "muon"
+        ),
+        f"--float8_linears {config.model.float8_linears}: experts multiply in --param_dtype alone; use off": (
+            config.model.float8_linears != "off"
+        ),
+        "--context_parallel_degree above 1: the loss that output_router_logits = true in config.json adds is of whole "
+        "rows; set it to false there": balances and parallel.context_parallel_degree > 1,
+        "--no_packing: the loss that output_router_logits = true in config.json adds would count the padding; leave "
+        "it out, or set that field to false": balances and not getattr(config.data, "packing", True),
+    }
+    for problem in (problem for problem, is_there in problems.items() if is_there):
+        raise InputError(problem)
 
 
 def start_model_of(pretrained: Pretrained, run: Run) -> str:

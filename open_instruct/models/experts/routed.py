@@ -7,6 +7,7 @@ Legend: T tokens, K experts of each token, S = T * K pairs of both in the order 
 model, H width of an expert.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,13 +47,17 @@ class RoutedFeedForward(nn.Module):
     def __init__(self, config: ExpertsConfig, *, d_model: int, dtype: torch.dtype | None, device: str) -> None:
         super().__init__()
         self.top_k, self.normalized = config.top_k, config.normalized
+        self.note: Callable[[torch.Tensor], None] | None = None  # is given the router's logits
         self.router = nn.Linear(d_model, config.num_experts, bias=False, dtype=dtype, device=device)
         self.experts = Experts(config.num_experts, d_model, config.hidden_size, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """From and to shape (..., D)."""
         x_TD = x.flatten(0, -2)
-        weights_TK, experts_TK = self.route(self.router(x_TD))
+        logits_TE = self.router(x_TD)
+        if self.note is not None:
+            self.note(logits_TE)
+        weights_TK, experts_TK = self.route(logits_TE)
         in_order_S, order_S = experts_TK.flatten().sort(stable=True)
         experts_E = torch.arange(self.experts.num_experts, device=x.device)
         ends_E = torch.searchsorted(in_order_S, experts_E, right=True).int()
