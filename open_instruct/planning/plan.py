@@ -252,7 +252,7 @@ class Backend:
 
 def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...]:
     """The tensor degrees that leave every rank whole heads, which context ranks share out too."""
-    num_shares = gcd(shape.num_heads, shape.num_kv_heads)
+    num_shares = 1 if shape.num_experts else gcd(shape.num_heads, shape.num_kv_heads)
     return divisors(num_shares // context_degree) if num_shares % context_degree == 0 else ()
 
 
@@ -267,6 +267,8 @@ def plan_of(setting: Setting) -> Plan:
     layout = setting.layout
     shape = setting.shape
     check_heads(layout, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, model=shape.name)
+    if shape.num_experts and layout.tensor_parallel_degree > 1:
+        raise InputError("--tensor_parallel_degree: experts are not split over tensor parallel ranks; use 1")
     workload = setting.workload(layout)
     _check_layers_alike(shape, workload)
     moments = setting.backend.moments(shape, layout, workload)

@@ -29,7 +29,7 @@ def case(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> Train
 def balanced(case: TrainCase) -> TrainCase:
     """Of a model whose config.json asks for the balance loss."""
     file = case.model / "config.json"
-    fields = json.loads(file.read_text()) | {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    fields = json.loads(file.read_text()) | {"output_router_logits": True, "router_aux_loss_coef": 10.0}
     file.write_text(json.dumps(fields))
     return case
 
@@ -92,7 +92,7 @@ def test_the_balance_loss_is_learned_beside_the_objective(
     write_conversations(tmp_path / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
     model = write_shallow_model(tmp_path / "model", family="qwen3_moe")
     sft = replace(case, model=model, rows=tmp_path / "rows.jsonl", folder=tmp_path, own_flags={})
-    rates = {**CONSTANT, "learning_rate": 1e-2, "per_device_train_batch_size": 1}
+    rates = {**CONSTANT, "learning_rate": 1e-3, "per_device_train_batch_size": 1}
     run_ranks(1, JOB, commands=[sft.command("without", batch=1, **rates)], ports=free_ports(1), entry="sft")
     balanced(sft)
     run_ranks(1, JOB, commands=[sft.command("alone", batch=1, **rates)], ports=free_ports(1), entry="sft")

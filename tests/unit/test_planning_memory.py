@@ -116,6 +116,10 @@ def test_a_block_is_what_it_really_keeps_and_needs(
         ("qwen3", FLOAT32, (), {"lora_target_modules": ["v_proj", "down_proj"]}),
         ("qwen3", BFLOAT16, (FEED_FORWARD,), {"lora_dropout": 0.1}),
         ("llama", BFLOAT16, ("blocks.*.attention", NORMS), {}),
+        ("qwen3_moe", FLOAT32, (), None),
+        ("qwen3_moe", BFLOAT16, (), None),
+        ("qwen3_moe", BFLOAT16, (FEED_FORWARD,), None),
+        ("qwen3_moe", BFLOAT16, (), {}),
     ],
 )
 def test_so_is_another_block(
