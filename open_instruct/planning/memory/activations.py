@@ -59,6 +59,7 @@ class Pass:
     tensor_degree: int
     recomputed_modules: tuple[str, ...]
     casts_adapters: bool = False  # they are float32, and copied to the dtype that is computed in
+    expert_degree: int = 1  # of ranks that split experts
     temperature: float = 1.0
     records_entropy: bool = False
     multiplies_in_float8: bool = False  # matrices of blocks
@@ -101,6 +102,7 @@ def pass_of(layout: ShardLayout, workload: Workload, *, splits_rows: bool = True
         recomputed_modules=some.get(workload.checkpointing, ("blocks.*",)),
         # FSDP gathers them in the dtype that is computed in.
         casts_adapters=layout.single_device and workload.compute_bytes < FLOAT32,
+        expert_degree=layout.expert_parallel_degree,
         temperature=workload.temperature,
         records_entropy=workload.records_entropy,
         multiplies_in_float8=workload.multiplies_in_float8,
@@ -250,6 +252,7 @@ class _Block(_Piece):
         """`models/experts/routed.py`: tokens, each as often as it has experts, in the order of these."""
         run, num_tokens, c = self.tape.run, self.sizes.num_tokens, self.c
         num, chosen = self.shape.num_experts, self.shape.experts_per_token
+        own, is_split = num // self.sizes.expert_degree, self.sizes.expert_degree > 1
         pairs = num_tokens * chosen
         logits = self.product(x, d_model, num, self.kind)
         probs = run(num_tokens * num * FLOAT32, self.cast(logits, num_tokens * num, FLOAT32), saves_output=True)
@@ -258,14 +261,22 @@ class _Block(_Piece):
         weights = self.cast(run(weights.num_bytes, weights, saved=[weights]), pairs, c)
         sorted_by, order, back = (run(pairs * 8, gradients=()) for _ in range(3))
         repeated = run(pairs * d_model * c, x, gradients=[_whole(x)])
-        given = run(repeated.num_bytes, repeated, saved=[order])
-        gate, up = (self.product(given, d_model, width, self.kind, of=num, num_rows=pairs) for _ in range(2))
+        sent = given = run(repeated.num_bytes, repeated, saved=[order])
+        if is_split:  # rows arrive, as many as were sent, and are put in another order
+            order_there, back_there = (run(pairs * 8, gradients=()) for _ in range(2))
+            arrived = run(sent.num_bytes, sent)
+            given = run(sent.num_bytes, arrived, saved=[order_there])
+        gate, up = (self.product(given, d_model, width, self.kind, of=own, num_rows=pairs) for _ in range(2))
         active = run(gate.num_bytes, gate, saved=[gate])
         product = run(gate.num_bytes, active, up, saved=[active, up])
         self.tape.hold(gate, up)
-        by_expert = self.product(product, width, d_model, self.kind, of=num, num_rows=pairs)
+        by_expert = self.product(product, width, d_model, self.kind, of=own, num_rows=pairs)
+        if is_split:
+            self.tape.hold(given)
+            by_expert = run(by_expert.num_bytes, run(by_expert.num_bytes, by_expert, saved=[back_there]))
+            self.tape.hold(arrived)
         by_token = run(by_expert.num_bytes, by_expert, saved=[back])
-        self.tape.hold(x, given, by_expert, sorted_by, logits)
+        self.tape.hold(x, sent, by_expert, sorted_by, logits)
         both = [weights, by_token]
         return run(num_tokens * d_model * c, *both, saved=both, gradients=[_whole(each) for each in both])
 

@@ -64,7 +64,8 @@ def rows_of_ranks(layout: ShardLayout, parameter: ParameterShape) -> Iterator[tu
     degree = layout.tensor_parallel_degree
     if parameter.row_of is not None:
         row, number = parameter.row_of
-        if row >= chunk_rows(number, layout.shard_group_size, 0):
+        num_shards = layout.world_size if layout.expert_parallel_degree > 1 else layout.shard_group_size
+        if row >= chunk_rows(number, num_shards, 0):
             yield 1, 0, 0
         yield 1, *parameter.shape  # type: ignore[misc]
         return
