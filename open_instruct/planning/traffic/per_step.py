@@ -73,9 +73,11 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
         num_bytes = width * (REDUCE_BYTES if adds_up else workload.compute_bytes)
         yield exchange_in(layout, "tensor", "gradients of norms", "all_reduce", num_bytes, num_reductions * count)
     # One norm for every parameter, which DTensor stacks and adds up along each axis that cuts some of them.
-    degrees: dict[Axis, int] = {"shard": layout.shard_group_size, "tensor": layout.tensor_parallel_degree}
-    for axis, degree in degrees.items():
-        if degree > 1:
+    # Replicas that have parts of experts are among them.
+    cutting: Axis = "world" if layout.expert_parallel_degree > 1 else "shard"
+    axes: tuple[Axis, ...] = (cutting, "tensor")
+    for axis in axes:
+        if span_of(layout, axis)[0] > 1:
             num_bytes = NORM_BYTES * sum(each.is_trained for each in shape.parameters)
             yield exchange_in(layout, axis, "norm of the gradient", "all_reduce", num_bytes, num_updates)
     yield from _muon(shape, layout, workload)
