@@ -21,6 +21,7 @@ from open_instruct.families import FAMILIES
 from open_instruct.learner.olmo_core.fsdp2 import CastCopy
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
+from open_instruct.models.experts import exchange
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.load import parameter_shapes
 from open_instruct.models.lora.adapters import adapt
@@ -91,6 +92,7 @@ def sharded_model(hf_config: Any, layout: ShardLayout, *, lora: LoRASection | No
     configs = parallel_configs(layout, param_dtype="bfloat16")
     dp, tp = configs["dp"], configs["tp"]
     model = build_model(hf_config)
+    model.splits_experts = layout.expert_parallel_degree > 1
     if lora is not None:
         adapt(model, lora, dtype=torch.bfloat16)
     return parallelize_model(
@@ -137,6 +139,20 @@ def test_state_is_what_the_sharded_model_holds(join_as: JoinAs, family: str, is_
         join_as(rank, layout.world_size)
         held = held_after_a_step(sharded_model(hf_config, layout), "adamw")
         assert state_bytes(shape_of(hf_config), layout, WORKLOAD, rank=rank) == held, f"rank {rank}"
+
+
+@pytest.mark.parametrize("shard_degree", [2, 8])  # of the last 2 experts of a rank, or of one, replicas have a part
+def test_state_of_experts_that_are_split(join_as: JoinAs, shard_degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "all_to_all_single", lambda counts, *_: counts)
+    monkeypatch.setattr(exchange, "all_to_all_single_autograd", lambda rows, *_: rows.clone())
+    layout = layout_of(24, fsdp_shard_degree=shard_degree, expert_parallel_degree=shard_degree)
+    hf_config = config_of("qwen3_moe", False, SIZES["tiny"])
+    for rank in (0, 1, 10, 23):
+        join_as(rank, layout.world_size)
+        model = sharded_model(hf_config, layout)
+        stacks = [each for each in model.parameters() if each.ndim == 3]
+        assert stacks and all("Strided" in str(each.placements) for each in stacks)
+        assert state_bytes(shape_of(hf_config), layout, WORKLOAD, rank=rank) == held_after_a_step(model, "adamw")
 
 
 # Fewer rows of a half than there are shards, and more.
