@@ -73,7 +73,8 @@ def uses_muon(parameter: ParameterShape, workload: Workload) -> bool:
 
 def is_split_stack(parameter: ParameterShape, layout: ShardLayout) -> bool:
     """Whether ranks of a shard group have some of the matrices of a stack each."""
-    return layout.expert_parallel_degree > 1 and len(parameter.shape) == 3
+    degree = layout.expert_parallel_degree
+    return degree > 1 and len(parameter.shape) == 3 and parameter.shape[0] % degree == 0
 
 
 def gathered_shape(parameter: ParameterShape, layout: ShardLayout, *, rank: int = 0) -> tuple[int, ...]:

@@ -121,7 +121,8 @@ def expert_calls(shape: ModelShape, workload: Workload, *, trains: bool) -> Iter
     How many go to each is told first, in 32 bits.
     """
     again = int(trains and is_recomputed(workload, "feed_forward"))
+    num_layers = shape.num_layers if shape.num_experts else 0  # a teacher may be dense
     num_pairs = workload.tokens_per_microbatch * shape.experts_per_token
     num_bytes = num_pairs * shape.d_model * workload.compute_bytes
-    yield "tokens at their experts", "all_to_all", num_bytes, shape.num_layers * 2 * (1 + trains + again)
-    yield "numbers of tokens", "all_to_all", 4 * shape.num_experts, shape.num_layers * (1 + again)
+    yield "tokens at their experts", "all_to_all", num_bytes, num_layers * 2 * (1 + trains + again)
+    yield "numbers of tokens", "all_to_all", 4 * shape.num_experts, num_layers * (1 + again)
