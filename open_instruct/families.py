@@ -44,9 +44,10 @@ class Family:
 
     def is_sparse(self, hf_config: Any, layer: int) -> bool:
         """Whether the MLP of a layer is many experts, a few of which compute each token."""
-        every = getattr(hf_config, "decoder_sparse_step", 1)
-        dense = getattr(hf_config, "mlp_only_layers", None) or ()
-        return self.expert_size is not None and layer not in dense and (layer + 1) % every == 0
+        if self.expert_size != "moe_intermediate_size":  # without a size of its own there is no other MLP
+            return self.expert_size is not None
+        is_dense = layer in (getattr(hf_config, "mlp_only_layers", None) or ())
+        return not is_dense and (layer + 1) % getattr(hf_config, "decoder_sparse_step", 1) == 0
 
     def default_windows(self, num_layers: int, window: int | None) -> tuple[int | None, ...]:
         """The window of each layer where config.json names none: three layers with `window`, then one without."""

@@ -21,7 +21,7 @@ from open_instruct.errors import RunError
 from open_instruct.learner.backend import GRAD_NORM, Backend, Metrics
 from open_instruct.learner.measure.speed import OwnPace, StepClock, memory_so_far
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.learner.model.routing import balance, routing_of
+from open_instruct.learner.model.routing import balance, noted_routers
 from open_instruct.learner.teacher import Comparison
 from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.lora.adapters import adapters_off
@@ -169,10 +169,10 @@ class Policy:
         num_ranks = dist.get_world_size(self.dp_process_group) if dist.is_initialized() else 1
         for index, microbatch in enumerate(step.microbatches):
             with self.backend.microbatch(index, len(step.microbatches)):
-                with self._clock.timing("forward"), routing_of(self.computing_model) as routing:
+                with self._clock.timing("forward"), noted_routers(self.computing_model) as routers:
                     outputs = self.microbatch_loss(microbatch, step.counts)
                 share = 1 / (len(step.microbatches) * num_ranks)
-                added, of_routers = balance(self.model, routing, microbatch.packed, share=share)
+                added, of_routers = balance(self.model, routers, microbatch.packed, share=share)
                 with self._clock.timing("backward"):
                     self.backend.backward(outputs.loss + added)
             sums.add(outputs.metrics)

@@ -93,7 +93,7 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
     wanted = {
         own_name: tuple(tensor[part].shape)
         for hf_name, tensor in theirs.items()
-        for own_name, part in (unpacked(hf_name, tensor.shape) or {hf_name: ()}).items()
+        for own_name, part in unpacked(hf_name, tensor.shape).items()
         if not (names.tied and hf_name == HF_LM_HEAD)
     }
     hf_name_of = dict(names)

@@ -41,20 +41,11 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("clip_qkv", "attn_logit_softcapping", "final_logit_softcapping"), (None,)),
     **dict.fromkeys(("attention_multiplier", "quantization_config", "dual_chunk_attention_config"), (None,)),
 }
-# Of families that have no experts, or none of their layers dense.
+# Of families that have no experts.
 NO_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts"), (0, None))
-ALL_SPARSE: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)}
 # Fields that no config class of transformers has but that are known: those of any file, and those read or written here.
-KNOWN = {
-    "model_type",
-    "tokenizer_class",
-    "head_dim",
-    "layer_types",
-    "score_mean",
-    "score_std",
-    *REQUIRED_VALUES,
-    *NO_EXPERTS,
-}
+KNOWN = {"model_type", "tokenizer_class", "head_dim", "layer_types", "score_mean", "score_std"}
+KNOWN |= {*REQUIRED_VALUES, *NO_EXPERTS}
 
 # The numbers that a type of RoPE is computed from, and those that config.json may leave out.
 ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
@@ -128,7 +119,6 @@ def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
         required = required | NO_EXPERTS
     else:
         _check_experts(hf_config, family.expert_size)
-        required = required if family.expert_size == "moe_intermediate_size" else required | ALL_SPARSE
     for field, supported in required.items():
         value = getattr(hf_config, field, supported[0])
         if value not in supported:

@@ -193,21 +193,21 @@ def open_pretrained(
 
 def _check_experts(hf_config: PretrainedConfig, config: LearnerConfig) -> None:
     """:raises InputError: a flag asks for what a model with experts cannot do here."""
-    parallel, balances = config.parallel, hf_config.output_router_logits
+    balances = "the loss that output_router_logits = true in config.json adds"
     problems = {
-        f"--tensor_parallel_degree {parallel.tensor_parallel_degree}: experts are not split over tensor parallel "
-        "ranks; FSDP shards them, so use 1": parallel.tensor_parallel_degree > 1,
-        "--optimizer muon: it orthogonalises matrices, and experts lie in stacks of them; use adamw": (
+        "--tensor_parallel_degree: experts are not split over tensor parallel ranks, FSDP shards them; use 1": (
+            config.parallel.tensor_parallel_degree > 1
+        ),
+        "--optimizer muon: it takes matrices, and experts lie in stacks of them; use adamw": (
             config.optim.optimizer == "muon"
         ),
-        f"--float8_linears {config.model.float8_linears}: experts multiply in --param_dtype alone; use off": (
-            config.model.float8_linears != "off"
-        ),
-        "--context_parallel_degree above 1: the loss that output_router_logits = true in config.json adds is of whole "
-        "rows; set it to false there": balances and parallel.context_parallel_degree > 1,
-        "--no_packing: the loss that output_router_logits = true in config.json adds would count the padding; leave "
-        "it out, or set that field to false": balances and not getattr(config.data, "packing", True),
+        "--float8_linears: experts multiply in --param_dtype alone; use off": config.model.float8_linears != "off",
     }
+    if hf_config.output_router_logits:
+        is_packed = getattr(config.data, "packing", True)
+        problems[f"--no_packing: {balances} would count padding; leave one of them out"] = not is_packed
+        is_split = config.parallel.context_parallel_degree > 1
+        problems[f"--context_parallel_degree: {balances} is of whole rows; leave one of them out"] = is_split
     for problem in (problem for problem, is_there in problems.items() if is_there):
         raise InputError(problem)
 

@@ -88,10 +88,12 @@ def test_adapters_stand_beside_attention_alone(runs: TrainCase) -> None:
 def test_the_balance_loss_is_learned_beside_the_objective(
     case: TrainCase, tmp_path: Path, run_ranks: Callable[..., list[Any]]
 ) -> None:
-    """The same with one row a rank and with one row a microbatch; SFT, from the command line."""
-    write_conversations(tmp_path / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
+    """SFT on one process and on two. A step's is the mean over its microbatches; here all rows are alike."""
+    rows = tmp_path / "rows.jsonl"
+    write_conversations(rows, num_rows=NUM_ROWS, seed=1)
+    rows.write_text(rows.read_text().splitlines(keepends=True)[0] * NUM_ROWS)
     model = write_shallow_model(tmp_path / "model", family="qwen3_moe")
-    sft = replace(case, model=model, rows=tmp_path / "rows.jsonl", folder=tmp_path, own_flags={})
+    sft = replace(case, model=model, rows=rows, folder=tmp_path, own_flags={})
     rates = {**CONSTANT, "learning_rate": 1e-3, "per_device_train_batch_size": 1}
     run_ranks(1, JOB, commands=[sft.command("without", batch=1, **rates)], ports=free_ports(1), entry="sft")
     balanced(sft)
@@ -99,7 +101,7 @@ def test_the_balance_loss_is_learned_beside_the_objective(
     run_ranks(2, JOB, commands=[sft.command("two", ranks=2, batch=1, **rates)], ports=free_ports(1), entry="sft")
     for ours, theirs in zip(sft.metrics("two"), sft.metrics("alone"), strict=True):
         for name in ("loss", "grad_norm", "router/balance_loss"):
-            assert ours[name] == pytest.approx(theirs[name], rel=2e-5), name
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
     loads = {name: sft.metrics(name)[-1]["router/max_load"] for name in ("without", "alone")}
     assert loads["alone"] < loads["without"]
     assert "router/balance_loss" not in sft.metrics("without")[0]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode
 
-from open_instruct.learner.model.routing import balance, routing_of
+from open_instruct.learner.model.routing import balance, noted_routers
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import TensorNames, unpacked
 from open_instruct.models.shards import held_of
@@ -48,7 +48,7 @@ def gradients_of_transformers(reference: torch.nn.Module) -> dict[str, torch.Ten
     return {
         name: parameter.grad[part]  # type: ignore[index]
         for hf_name, parameter in reference.named_parameters()
-        for name, part in (unpacked(hf_name, parameter.shape) or {hf_name: ()}).items()
+        for name, part in unpacked(hf_name, parameter.shape).items()
     }
 
 
@@ -94,10 +94,10 @@ def test_the_balance_loss_is_that_of_transformers() -> None:
     assert theirs.aux_loss > 1.01
 
     packed = packed_of(ids[0].tolist(), pad_to_multiple_of=32)
-    with routing_of(model) as routing:
+    with noted_routers(model) as routers:
         logits_BTV = model(packed.input_ids_BT, doc_lens=torch.tensor([packed.document_lengths]))
     ours = F.cross_entropy(logits_BTV[0, : ids.shape[1] - 1], ids[0, 1:])
-    added, metrics = balance(model, routing, packed, share=1.0)
+    added, metrics = balance(model, routers, packed, share=1.0)
     torch.testing.assert_close(float(metrics["router/balance_loss"].value), theirs.aux_loss.item(), rtol=1e-6, atol=0)
     torch.testing.assert_close(ours + added, theirs.loss, rtol=1e-6, atol=0)
     (ours + added).backward()
@@ -115,11 +115,11 @@ def test_recomputed_blocks_note_their_routers_once_and_have_the_same_gradient() 
         if is_recomputed:
             model.apply_activation_checkpointing(TransformerActivationCheckpointingMode.full)
         packed = packed_of(list(range(3, 40)))
-        with routing_of(model) as routing:
+        with noted_routers(model) as routers:
             logits_BTV = model(packed.input_ids_BT, doc_lens=torch.tensor([packed.document_lengths]))
-        added, _ = balance(model, routing, packed, share=0.5)
+        added, _ = balance(model, routers, packed, share=0.5)
         (logits_BTV.square().mean() + added).backward()
-        assert len(routing.of_tokens(packed)) == config.num_hidden_layers
+        assert not any(layer.taken() for layer in routers), "once, and not again in the backward pass"
         gradients.append(gradients_by_hf_name(model, TensorNames(config)))
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
@@ -131,9 +131,9 @@ def test_metrics_of_routers_by_hand(logits: list[float], max_load: float, entrop
     """Two of four experts get all tokens: twice the mean. The entropy is that of as many equal choices."""
     model = build_model(hf_config("olmoe", num_experts=4, num_experts_per_tok=2, num_hidden_layers=1))
     packed = packed_of([5, 6, 7])
-    with routing_of(model) as routing:
-        routing.note(torch.tensor([logits] * 3))
-    loss, metrics = balance(model, routing, packed, share=1.0)
+    with noted_routers(model) as routers:
+        routers[0]._note(torch.tensor([logits] * 3))
+    loss, metrics = balance(model, routers, packed, share=1.0)
     assert loss == 0.0 and metrics.keys() == {"router/entropy", "router/max_load"}
     assert float(metrics["router/max_load"].value) == max_load
     assert float(metrics["router/entropy"].value) == pytest.approx(math.log(entropy), abs=1e-6)

@@ -67,7 +67,7 @@ def files_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {
         name: tensor[part]
         for hf_name, tensor in model.state_dict().items()
-        for name, part in (unpacked(hf_name, tensor.shape) or {hf_name: ()}).items()
+        for name, part in unpacked(hf_name, tensor.shape).items()
     }
 
 

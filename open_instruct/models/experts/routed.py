@@ -7,10 +7,8 @@ Legend: T tokens, K experts of each token, S = T * K pairs of both in the order 
 model, H width of an expert.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +45,8 @@ class RoutedFeedForward(nn.Module):
     def __init__(self, config: ExpertsConfig, *, d_model: int, dtype: torch.dtype | None, device: str) -> None:
         super().__init__()
         self.top_k, self.normalized = config.top_k, config.normalized
-        self.note: Callable[[torch.Tensor], None] | None = None  # is given the router's logits
+        self.is_noted = False  # whether the router's logits are kept for `taken`
+        self._noted: list[torch.Tensor] = []
         self.router = nn.Linear(d_model, config.num_experts, bias=False, dtype=dtype, device=device)
         self.experts = Experts(config.num_experts, d_model, config.hidden_size, dtype=dtype, device=device)
 
@@ -55,8 +54,8 @@ class RoutedFeedForward(nn.Module):
         """From and to shape (..., D)."""
         x_TD = x.flatten(0, -2)
         logits_TE = self.router(x_TD)
-        if self.note is not None:
-            self.note(logits_TE)
+        if self.is_noted:
+            self._note(logits_TE)
         weights_TK, experts_TK = self.route(logits_TE)
         in_order_S, order_S = experts_TK.flatten().sort(stable=True)
         experts_E = torch.arange(self.experts.num_experts, device=x.device)
@@ -80,8 +79,14 @@ class RoutedFeedForward(nn.Module):
         met = self.top_k / self.experts.num_experts
         return 6 * (self.router.weight.numel() + int(met * sum(each.numel() for each in self.experts.parameters())))
 
-    def apply_tp(self, *_: object, **style: Any) -> None:
-        raise NotImplementedError("experts are not split over tensor parallel ranks")
+    @torch.compiler.disable  # a compiled block would be another one for every list
+    def _note(self, logits_TE: torch.Tensor) -> None:
+        self._noted.append(logits_TE)
+
+    def taken(self) -> list[torch.Tensor]:
+        """The logits noted since the last call, with their gradient."""
+        noted, self._noted = self._noted, []
+        return noted
 
 
 class Experts(nn.Module):
@@ -120,5 +125,10 @@ def _mlps(
     return _products(F.silu(gate_SH) * up_SH, w2, ends_E)
 
 
+# PyTorch 2.13 compiles it in bfloat16 alone.
+_uncompiled_grouped_mm = torch.compiler.disable(F.grouped_mm)
+
+
 def _products(x: torch.Tensor, weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends_E)
+    grouped_mm = F.grouped_mm if x.dtype == torch.bfloat16 else _uncompiled_grouped_mm
+    return grouped_mm(x, weight.transpose(-2, -1), offs=ends_E)

@@ -123,12 +123,9 @@ class CheckpointFiles:
 
 
 def _unpacked(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    parts = unpacked(name, tensor.shape)
-    if not parts:
-        yield name, tensor
-    for own_name, (expert, rows) in parts.items():
-        shape = (rows.stop - rows.start, *tensor.shape[2:])
-        yield own_name, replace(tensor, part=(expert, rows), shape=shape)
+    for own_name, part in unpacked(name, tensor.shape).items():
+        shape = tuple(torch.empty(tensor.shape, device="meta")[part].shape)
+        yield own_name, replace(tensor, part=part, shape=shape)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -146,9 +143,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 tensor = file.get_slice(name)
                 if (dtype := tensor.get_dtype()) not in DTYPES:
                     raise InputError(f"{path}: tensor {name!r} has dtype {dtype!r}; known: {', '.join(DTYPES)}")
-                tensors[name] = StoredTensor(
-                    path=path, dtype=DTYPES[dtype], shape=tuple(tensor.get_shape()), stored=name
-                )
+                shape = tuple(tensor.get_shape())
+                tensors[name] = StoredTensor(path=path, dtype=DTYPES[dtype], shape=shape, stored=name)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:

@@ -95,7 +95,7 @@ def _sparse(num_experts: int) -> dict[str, str]:
 
 
 def unpacked(hf_name: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
-    """The experts' matrices in a tensor that packs them: the name of each, and its place there. {} of another tensor.
+    """The experts' matrices in a tensor that packs them: the name of each, and its place. Another tensor is itself.
 
     Example: `unpacked("model.layers.0.mlp.experts.down_proj", (2, 64, 32))` is
     `{"model.layers.0.mlp.experts.0.down_proj.weight": (0, slice(0, 64)), ...}`.
@@ -103,7 +103,7 @@ def unpacked(hf_name: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
     prefix, _, packed = hf_name.rpartition(".")
     parts = _PACKED.get(packed, ())
     if not prefix.endswith(".mlp.experts") or len(shape) != 3 or not parts:
-        return {}
+        return {hf_name: ()}
     rows = shape[1] // len(parts)
     return {
         f"{prefix}.{expert}.{part}.weight": (expert, slice(number * rows, (number + 1) * rows))

@@ -75,12 +75,12 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
     for block in model.blocks.values():
         for name in sorted(wanted):
             if isinstance(block.feed_forward, RoutedFeedForward) and name.startswith("feed_forward."):
-                if ALL_LINEAR in lora.lora_target_modules:
-                    continue
-                raise InputError(
-                    f"--lora_target_modules {' '.join(lora.lora_target_modules)}: experts have no adapters, as their "
-                    "matrices lie in one tensor; leave out gate_proj, up_proj and down_proj, or name all-linear"
-                )
+                if ALL_LINEAR not in lora.lora_target_modules:
+                    raise InputError(
+                        "--lora_target_modules: experts have no adapters, as they lie in stacks; leave out gate_proj, "
+                        "up_proj and down_proj, or name all-linear"
+                    )
+                continue
             adapted = AdaptedLinear(block.get_submodule(name), lora)  # type: ignore[arg-type]
             block.set_submodule(name, adapted)
     for name, parameter in model.named_parameters():
