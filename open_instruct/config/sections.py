@@ -324,7 +324,7 @@ class MemorySection:
         "below 1.0: the share of activations to keep, chosen by the compiler", 1.0, above=0, maximum=1
     )
     compile_model: bool | None = free_flag(
-        "torch.compile each block (CUDA only); default: where a compiler works and no row, matrix or stack of experts is split",
+        "torch.compile each block (CUDA only); default: where a compiler works and no row, matrix or expert is split",
         None,
     )
     plan_check: bool = free_flag(

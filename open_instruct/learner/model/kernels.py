@@ -100,8 +100,8 @@ def compiler_problem(device: torch.device) -> str | None:
 def compiles(memory: MemorySection, *, layout: ShardLayout, device: torch.device) -> bool:
     """Whether blocks are compiled. On CUDA they are, unless --no_compile_model is given.
 
-    Under tensor, context or expert parallelism they are compiled only on request. --activation_memory_budget is a request too,
-    since the compiler is what spends that budget.
+    Under tensor, context or expert parallelism they are compiled only on request. --activation_memory_budget is a
+    request too, since the compiler is what spends that budget.
 
     :raises InputError: compilation was requested, and the compiler does not work.
     """
