@@ -232,10 +232,9 @@ class _Block(_Piece):
     def _feed_forward(self, x: Tensor) -> Tensor:
         d_model = self.shape.d_model
         width = _split(self.shape.d_ff, self.sizes)
-        if self.shape.num_experts:
-            with self.recomputed("feed_forward"):
-                return self._routed(x, d_model, width)
         with self.recomputed("feed_forward"):
+            if self.shape.num_experts:
+                return self._routed(x, d_model, width)
             # All tokens, where tensor ranks hold a part each between matrices; of their sum this rank's part.
             x = self.cast(x, self.sizes.num_tokens * d_model, self.c)
             gate = self.linear("feed_forward.w1", x, d_model, width)
