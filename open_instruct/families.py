@@ -47,7 +47,7 @@ class Family:
         if self.expert_size != "moe_intermediate_size":  # without a size of its own there is no other MLP
             return self.expert_size is not None
         is_dense = layer in (getattr(hf_config, "mlp_only_layers", None) or ())
-        return not is_dense and (layer + 1) % getattr(hf_config, "decoder_sparse_step", 1) == 0
+        return not is_dense and (layer + 1) % (getattr(hf_config, "decoder_sparse_step", 1) or 1) == 0
 
     def default_windows(self, num_layers: int, window: int | None) -> tuple[int | None, ...]:
         """The window of each layer where config.json names none: three layers with `window`, then one without."""

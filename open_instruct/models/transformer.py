@@ -160,7 +160,7 @@ class SegmentTransformer(Transformer):
             assert dp_mesh is not None
             policy = MixedPrecisionPolicy(param_dtype=style["param_dtype"], reduce_dtype=style["reduce_dtype"])
             for module in self.modules():
-                if isinstance(module, Experts) and module.num_experts % dp_mesh["dp_shard"].size() == 0:
+                if isinstance(module, Experts) and len(module.w1) % dp_mesh["dp_shard"].size() == 0:
                     module.split(dp_mesh, policy)
         if isinstance(self.lm_head, ValueHead):
             in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)

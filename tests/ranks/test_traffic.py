@@ -41,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied": {"family": "olmo2", "vocab_size": 515, "tie": False, "layers": 2},
     "tied": {"family": "qwen3", "vocab_size": 512, "tie": True, "layers": 2},
     "deep": {"family": "qwen3", "vocab_size": 512, "tie": True, "layers": 3},
+    "experts": {"family": "qwen3_moe", "vocab_size": 512, "tie": False, "layers": 2},
     "plain": {"family": "llama", "vocab_size": 514, "tie": False, "layers": 2},
     "teacher": {"family": "olmo3", "vocab_size": 512, "tie": False, "layers": 2},
     "experts": {"family": "qwen3_moe", "vocab_size": 512, "tie": False, "layers": 2},
@@ -122,6 +123,7 @@ CASES: dict[str, Case] = {
     "grpo fsdp 4, two updates, reduced last": Case(
         model="tied", num_ranks=4, algorithm="grpo", flags=LAST | {"fsdp_shard_degree": 4, "num_mini_batches": 2}
     ),
+    "grpo fsdp 4, experts": Case(model="experts", num_ranks=4, algorithm="grpo", flags={"fsdp_shard_degree": 4}),
     "grpo hsdp 2x2": Case(model="untied", num_ranks=4, algorithm="grpo", flags=HSDP | {"beta": 0.05}),
     "grpo fsdp 4, six updates": Case(
         model="deep",

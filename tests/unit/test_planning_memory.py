@@ -27,7 +27,8 @@ from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
-from open_instruct.planning.memory.activations import Pass, profile_of
+from open_instruct.planning.memory.activations import profile_of
+from open_instruct.planning.memory.microbatch import Pass
 from open_instruct.planning.memory.phases import NUM_SYNC_SLOTS, READ_CHUNK_BYTES, Moments, memory_by_phase
 from open_instruct.planning.memory.state import local_size
 from open_instruct.planning.subject.model import ModelShape, model_shape, shape_of_fields

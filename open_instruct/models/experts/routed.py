@@ -58,7 +58,7 @@ class RoutedFeedForward(nn.Module):
             self._note(logits_TE)
         weights_TK, experts_TK = self.route(logits_TE)
         in_order_S, order_S = experts_TK.flatten().sort(stable=True)
-        experts_E = torch.arange(self.experts.num_experts, device=x.device)
+        experts_E = torch.arange(logits_TE.shape[-1], device=x.device)
         ends_E = torch.searchsorted(in_order_S, experts_E, right=True).int()
         # Tokens are repeated before they are sorted: so every gradient is a sum in one order, the same each time.
         x_SD = x_TD.repeat_interleave(self.top_k, dim=0).index_select(0, order_S)
@@ -76,8 +76,8 @@ class RoutedFeedForward(nn.Module):
     def num_flops_per_token(self, seq_len: int) -> int:
         """As OLMo-core counts them: 6 for each parameter that a token meets."""
         del seq_len
-        met = self.top_k / self.experts.num_experts
-        return 6 * (self.router.weight.numel() + int(met * sum(each.numel() for each in self.experts.parameters())))
+        of_experts = sum(each.numel() for each in self.experts.parameters())
+        return 6 * (self.router.weight.numel() + of_experts * self.top_k // self.router.out_features)
 
     @torch.compiler.disable  # a compiled block would be another one for every list
     def _note(self, logits_TE: torch.Tensor) -> None:
@@ -94,7 +94,6 @@ class Experts(nn.Module):
 
     def __init__(self, num_experts: int, d_model: int, width: int, *, dtype: torch.dtype | None, device: str) -> None:
         super().__init__()
-        self.num_experts = num_experts
         self.group: ExpertGroup | None = None  # of ranks that split them
         self.w1, self.w3 = (
             nn.Parameter(torch.empty(num_experts, width, d_model, dtype=dtype, device=device)) for _ in range(2)

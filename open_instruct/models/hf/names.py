@@ -36,7 +36,6 @@ _DENSE = {
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
-_ROUTER = {"feed_forward.router.weight": "mlp.gate.weight"}
 _EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # As transformers 5 has experts in memory: all of a layer in one tensor, gates above what they multiply.
 _PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -86,12 +85,11 @@ def is_harmless_extra(hf_name: str) -> bool:
 
 
 def _sparse(num_experts: int) -> dict[str, str]:
-    each = (
-        (f"feed_forward.experts.{ours}.{expert}", f"mlp.experts.{expert}.{theirs}.weight")
+    return {"feed_forward.router.weight": "mlp.gate.weight"} | {
+        f"feed_forward.experts.{ours}.{expert}": f"mlp.experts.{expert}.{theirs}.weight"
         for ours, theirs in _EXPERTS.items()
         for expert in range(num_experts)
-    )
-    return _ROUTER | dict(each)
+    }
 
 
 def unpacked(hf_name: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:

@@ -19,15 +19,14 @@ features. The input of the first block needs no gradient then; the block is coun
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from open_instruct.planning.memory.autograd_sizes import Gradient, Kind, Profile, Tape, Tensor
+from open_instruct.planning.memory.microbatch import Pass
 from open_instruct.planning.memory.scratch import attention_scratch
 from open_instruct.planning.subject.model import ModelShape
-from open_instruct.planning.subject.workload import Workload, is_wrapped
-from open_instruct.shard_layout import ShardLayout
+from open_instruct.planning.subject.workload import is_wrapped
 
 FLOAT32 = 4
 # Those of `models.heads.logprob_head`, which cannot be imported without torch; a test holds them equal.
@@ -46,26 +45,6 @@ BLOCK_MODULES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """The sizes of one microbatch on one rank, and the modules that are recomputed."""
-
-    num_tokens: int
-    num_rows: int  # tokens between tensor-parallel matrices; each tensor rank has a part of them
-    longest_document: int
-    num_labels: int
-    compute_bytes: int
-    on_cuda: bool
-    tensor_degree: int
-    recomputed_modules: tuple[str, ...]
-    casts_adapters: bool = False  # they are float32, and copied to the dtype that is computed in
-    expert_degree: int = 1  # of ranks that split experts
-    temperature: float = 1.0
-    records_entropy: bool = False
-    multiplies_in_float8: bool = False  # matrices of blocks
-    num_gathered_keys: int | None = None  # with those of a shared prefix before each document; None: nothing is shared
-
-
 def logit_chunks(shape: ModelShape, num_positions: int) -> tuple[int, ...]:
     """Positions in each chunk of the head; with more than one chunk, logits are recomputed in the backward pass."""
     most = max(1, MAX_LOGITS_BYTES // (FLOAT32 * shape.vocab_size))
@@ -78,49 +57,6 @@ def num_kept_chunks(shape: ModelShape, chunks: Sequence[int], bytes_per_number: 
     if not bytes_per_number or len(chunks) < 2:
         return 0
     return min(len(chunks), MAX_KEPT_BYTES // (chunks[0] * shape.vocab_size * bytes_per_number))
-
-
-def pass_of(layout: ShardLayout, workload: Workload, *, splits_rows: bool = True) -> Pass:
-    """The sizes of one microbatch of `workload`, whose rows are taken to be full; a context degree splits its tokens.
-
-    Between matrices that tensor ranks split, they may have a part of the tokens each.
-    """
-    workload, tensor_degree = workload.with_full_rows(), layout.tensor_parallel_degree
-    num_tokens = -(-workload.tokens_per_microbatch // layout.context_parallel_degree)
-    some = {"none": (), "selected_modules": workload.checkpointing_modules}
-    num_labels = -(-workload.label_tokens_per_microbatch // layout.context_parallel_degree)
-    num_rows = -(-num_tokens // tensor_degree) if splits_rows else num_tokens
-    return Pass(
-        num_tokens=num_tokens,
-        num_rows=num_rows,
-        longest_document=min(num_tokens, workload.longest_sequence),
-        # Where tokens are split the head runs at every position.
-        num_labels=num_labels if num_rows == num_tokens else num_rows,
-        compute_bytes=workload.compute_bytes,
-        on_cuda=workload.on_cuda,
-        tensor_degree=tensor_degree,
-        recomputed_modules=some.get(workload.checkpointing, ("blocks.*",)),
-        # FSDP gathers them in the dtype that is computed in.
-        casts_adapters=layout.single_device and workload.compute_bytes < FLOAT32,
-        expert_degree=layout.expert_parallel_degree,
-        temperature=workload.temperature,
-        records_entropy=workload.records_entropy,
-        multiplies_in_float8=workload.multiplies_in_float8,
-        num_gathered_keys=_gathered_keys(layout, workload),
-    )
-
-
-def _gathered_keys(layout: ShardLayout, workload: Workload) -> int | None:
-    """Keys of a row with those of a shared prefix before each of its documents but the first, which follows it.
-
-    None where none is shared.
-    """
-    if not workload.shared_prefix_tokens:
-        return None
-    num_documents = workload.documents_per_group
-    keys_of_group = num_documents * workload.longest_sequence
-    num_keys = workload.tokens_per_microbatch * keys_of_group // workload.rows.tokens_of(num_documents)
-    return -(-num_keys // layout.context_parallel_degree)
 
 
 @lru_cache(maxsize=512)
@@ -234,10 +170,9 @@ class _Block(_Piece):
     def _feed_forward(self, x: Tensor) -> Tensor:
         d_model = self.shape.d_model
         width = _split(self.shape.d_ff, self.sizes)
-        if self.shape.num_experts:
-            with self.recomputed("feed_forward"):
-                return self._routed(x, d_model, width)
         with self.recomputed("feed_forward"):
+            if self.shape.num_experts:
+                return self._routed(x, d_model, width)
             # All tokens, where tensor ranks hold a part each between matrices; of their sum this rank's part.
             x = self.cast(x, self.sizes.num_tokens * d_model, self.c)
             gate = self.linear("feed_forward.w1", x, d_model, width)

@@ -22,8 +22,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
-from open_instruct.planning.memory.activations import FLOAT32, Pass, pass_of, profile_of
+from open_instruct.planning.memory.activations import FLOAT32, profile_of
 from open_instruct.planning.memory.autograd_sizes import Profile, Usage
+from open_instruct.planning.memory.microbatch import Pass, pass_of
 from open_instruct.planning.memory.state import MASTER_BYTES, gathered_params, gathered_shape, local_size
 from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Workload
