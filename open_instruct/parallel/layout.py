@@ -32,10 +32,9 @@ def resolve_layout(
 ) -> ShardLayout:
     """Decide which ranks share a copy of the model; the degrees must be within the limits of their flags.
 
-    Neither FSDP flag: the largest shard degree whose groups never straddle a node. For nodes of
-    equal size that is the GPUs of a node divided by the model-parallel degree, and one replica
-    for each node; for nodes of unequal size, the greatest common divisor of the sizes divided
-    by the same. One flag: the other is inferred. Both: their product must be the data-parallel world.
+    Neither FSDP flag: the largest shard degree whose groups never straddle a node. For nodes of equal size that is the
+    GPUs of a node divided by the model-parallel degree, and one replica for each node; for nodes of unequal size, the
+    greatest common divisor divided by the same. One flag: the other is inferred. Both: they make the data-parallel world.
 
     Args:
         gpus_per_node: processes that train on each node, in rank order.
@@ -78,9 +77,8 @@ def resolve_layout(
         context_parallel_degree=context_parallel_degree,
         expert_parallel_degree=expert_parallel_degree,
     )
-    return replace(
-        layout, warnings=find_warnings(layout, fsdp_shard_degree=fsdp_shard_degree, fsdp_num_replicas=fsdp_num_replicas)
-    )
+    warnings = find_warnings(layout, fsdp_shard_degree=fsdp_shard_degree, fsdp_num_replicas=fsdp_num_replicas)
+    return replace(layout, warnings=warnings)
 
 
 def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:

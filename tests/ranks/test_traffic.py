@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {"family": "qwen3_moe", "vocab_size": 512, "tie": False, "layers": 2},
     "plain": {"family": "llama", "vocab_size": 514, "tie": False, "layers": 2},
     "teacher": {"family": "olmo3", "vocab_size": 512, "tie": False, "layers": 2},
-    "experts": {"family": "qwen3_moe", "vocab_size": 512, "tie": False, "layers": 2},
+    "every expert": {"family": "qwen3_moe", "vocab_size": 512, "tie": False, "layers": 2},
 }
 
 HSDP = {"fsdp_shard_degree": 2}
@@ -140,12 +140,12 @@ CASES: dict[str, Case] = {
         algorithm="grpo",
         flags=TENSOR | TEACHER | {"top_entropy_quantile": 0.5, "num_mini_batches": 2, "beta": 0.05},
     ),
-    "experts of 2": Case(model="experts", num_ranks=2, flags=SPLIT | MLP),
-    "experts of 2, replicas": Case(model="experts", num_ranks=4, flags=HSDP | SPLIT),
+    "experts of 2": Case(model="every expert", num_ranks=2, flags=SPLIT | MLP),
+    "experts of 2, replicas": Case(model="every expert", num_ranks=4, flags=HSDP | SPLIT),
     "grpo experts of 4": Case(
-        model="experts", num_ranks=4, algorithm="grpo", flags={"expert_parallel_degree": 4, "beta": 0.05}
+        model="every expert", num_ranks=4, algorithm="grpo", flags={"expert_parallel_degree": 4, "beta": 0.05}
     ),
-    "grpo experts of 2, replicas": Case(model="experts", num_ranks=4, algorithm="grpo", flags=HSDP | SPLIT),
+    "grpo experts of 2, replicas": Case(model="every expert", num_ranks=4, algorithm="grpo", flags=HSDP | SPLIT),
     "updated reference": Case(model="untied", num_ranks=4, flags=HSDP | {"ref_policy_update_freq": 1}),
     "updated reference, weighed pairs": Case(
         model="tied",
@@ -191,7 +191,7 @@ class Counted:
         self.folder = folder
         self.models = {name: write_shallow_model(folder / name, **given) for name, given in MODELS.items()}
         # Each token meets every expert, so that as many go to each rank.
-        config = self.models["experts"] / "config.json"
+        config = self.models["every expert"] / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"num_experts_per_tok": 8}))
         self.of_processes = cache(self._run)
 
