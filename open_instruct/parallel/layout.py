@@ -34,7 +34,7 @@ def resolve_layout(
 
     Neither FSDP flag: the largest shard degree whose groups never straddle a node. For nodes of equal size that is the
     GPUs of a node divided by the model-parallel degree, and one replica for each node; for nodes of unequal size, the
-    greatest common divisor divided by the same. One flag: the other is inferred. Both: they make the data-parallel world.
+    greatest common divisor divided by that. One flag: the other is inferred. Both: they make the data-parallel world.
 
     Args:
         gpus_per_node: processes that train on each node, in rank order.
