@@ -211,7 +211,8 @@ class WeightReceiver:
         model = self.model_runner.get_model()
         for layer in model.modules() if self.device.type == "cpu" else ():
             # vLLM 0.32 lays experts out for its CPU kernel only when it makes that, not when they are loaded anew.
-            if getattr(method := getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+            method: Any = getattr(layer, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
                 method.moe_kernel = None
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
