@@ -84,6 +84,7 @@ CASES = {
     "dpo_uncompiled": Case("--compile_model false"),
     "dpo_compiled_in_parallel": Case("--compile_model --tensor_parallel_degree 2"),
     "dpo_budget": Case("--activation_memory_budget 0.5", family="qwen3"),
+    "dpo_experts": Case(HSDP, family="qwen3_moe"),
     "dpo_unshared": Case("--prefix_sharing off"),
     "dpo_padded": Case("--no_packing"),
     "dpo_hsdp": Case(HSDP, family="olmo3"),
