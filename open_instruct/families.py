@@ -25,6 +25,7 @@ class Family:
         qkv_bias: whether queries, keys and values have a bias each; nothing else ever does.
         has_windows: whether config.json may give layers a sliding window (`layer_types`).
         default_head_dim: of a config.json that gives none; None: hidden_size / num_attention_heads.
+        expert_size: the field of config.json that gives the width of an expert; None: every MLP is dense.
 
     Example: the queries and keys of Qwen 3 are normalised head by head, and its heads may be of any size::
 
@@ -39,6 +40,14 @@ class Family:
     qkv_bias: bool = False
     has_windows: bool = False
     default_head_dim: int | None = None
+    expert_size: str | None = None
+
+    def is_sparse(self, hf_config: Any, layer: int) -> bool:
+        """Whether the MLP of a layer is many experts, a few of which compute each token."""
+        if self.expert_size != "moe_intermediate_size":  # without a size of its own there is no other MLP
+            return self.expert_size is not None
+        is_dense = layer in (getattr(hf_config, "mlp_only_layers", None) or ())
+        return not is_dense and (layer + 1) % (getattr(hf_config, "decoder_sparse_step", 1) or 1) == 0
 
     def default_windows(self, num_layers: int, window: int | None) -> tuple[int | None, ...]:
         """The window of each layer where config.json names none: three layers with `window`, then one without."""
@@ -55,6 +64,10 @@ FAMILIES = {
     ),
     "qwen2": Family(name="Qwen 2.5", config_class="Qwen2Config", qk_norm="none", qkv_bias=True),
     "qwen3": Family(name="Qwen 3", config_class="Qwen3Config", qk_norm="head", default_head_dim=128),
+    "qwen3_moe": Family(
+        name="Qwen 3 MoE", config_class="Qwen3MoeConfig", qk_norm="head", expert_size="moe_intermediate_size"
+    ),
+    "olmoe": Family(name="OLMoE", config_class="OlmoeConfig", qk_norm="full", expert_size="intermediate_size"),
     "llama": Family(name="Llama 3", config_class="LlamaConfig", qk_norm="none"),
 }
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 from olmo_core.train import Trainer
 
@@ -20,6 +21,7 @@ from open_instruct.errors import RunError
 from open_instruct.learner.backend import GRAD_NORM, Backend, Metrics
 from open_instruct.learner.measure.speed import OwnPace, StepClock, memory_so_far
 from open_instruct.learner.model.forward import token_logprobs
+from open_instruct.learner.model.routing import balance, noted_routers
 from open_instruct.learner.reference import Comparison
 from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.lora.adapters import adapters_off
@@ -164,14 +166,17 @@ class Policy:
         self.backend.set_mode("train")
         measured: list[Mapping[str, Metric]] = []
         losses: list[float | torch.Tensor] = []
+        num_ranks = dist.get_world_size(self.dp_process_group) if dist.is_initialized() else 1
         for index, microbatch in enumerate(step.microbatches):
             with self.backend.microbatch(index, len(step.microbatches)):
-                with self._clock.timing("forward"):
+                with self._clock.timing("forward"), noted_routers(self.computing_model) as routers:
                     outputs = self.microbatch_loss(microbatch, step.counts)
+                share = 1 / (len(step.microbatches) * num_ranks)
+                added, of_routers = balance(self.model, routers, microbatch.packed, share=share)
                 with self._clock.timing("backward"):
-                    self.backend.backward(outputs.loss)
+                    self.backend.backward(outputs.loss + added)
             losses.append(outputs.metrics["loss"].value)
-            measured += [outputs.metrics, token_fractions(microbatch.packed)]
+            measured += [outputs.metrics, of_routers, token_fractions(microbatch.packed)]
         self.model.post_batch()
 
         maxima = {name: Metric(value=value, reduction="max") for name, value in memory_so_far(self.device).items()}

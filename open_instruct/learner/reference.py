@@ -79,6 +79,7 @@ def build_replica(pretrained: Pretrained, *, run: Run, config: LearnerConfig, **
     `kernels`: OLMo-core's configs of activation checkpointing and of float8 products; default: neither.
     """
     model = pretrained.build(init_device=config.model.init_device)
+    model.splits_experts = run.layout.expert_parallel_degree > 1
     if run.layout.single_device:
         model = model.to(getattr(torch, config.model.param_dtype))
     return parallelize_model(
@@ -120,6 +121,8 @@ def open_teacher(name: str, student: Pretrained, *, config: LearnerConfig, layou
     """
     model = replace(config.model, model_name_or_path=name, tokenizer_name_or_path=None)
     folder = RunDirectory(path=Path(config.run.output_dir)).hf_model
+    # A teacher may be dense: its experts are split where they divide, see `SegmentTransformer.apply_fsdp`.
+    layout = replace(layout, expert_parallel_degree=1)
     teacher = open_pretrained(replace(config, model=model, lora=LoRASection()), folder, layout=layout)
     ours, theirs = student.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if ours == theirs:

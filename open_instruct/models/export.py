@@ -42,7 +42,7 @@ from open_instruct.models.export_files import (
     writing_rounds,
 )
 from open_instruct.models.hf.hf_config import without_code
-from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames
+from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames, unpacked
 from open_instruct.models.load import listing, parameter_shapes, raise_together
 from open_instruct.models.shards import Delivery, Held, deliver, held_of, reshard
 from open_instruct.parallel.process import on_main_process
@@ -91,7 +91,10 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
             f"{one_line(error)}"
         ) from error
     wanted = {
-        hf_name: tuple(tensor.shape) for hf_name, tensor in theirs.items() if not (names.tied and hf_name == HF_LM_HEAD)
+        own_name: tuple(tensor[part].shape)
+        for hf_name, tensor in theirs.items()
+        for own_name, part in unpacked(hf_name, tensor.shape).items()
+        if not (names.tied and hf_name == HF_LM_HEAD)
     }
     hf_name_of = dict(names)
     written = {hf_name_of.get(name, name): tuple(shape) for name, shape in expected_shapes.items()}

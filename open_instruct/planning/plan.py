@@ -13,7 +13,7 @@ from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.training import backend_named
 from open_instruct.errors import InputError
-from open_instruct.parallel.layout import check_heads, divisors, layout_of
+from open_instruct.parallel.layout import check_experts, check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
 from open_instruct.planning.memory.phases import Moments, Phase, memory_by_phase, phase_of
 from open_instruct.planning.memory.sync_buckets import sync_buckets
@@ -232,15 +232,19 @@ class Backend:
             return
         for tensor in tensor_degrees(setting.shape, parallel.context_parallel_degree):
             ranks, rest = divmod(sum(setting.gpus_per_node), tensor * parallel.context_parallel_degree)
-            degrees = [] if rest else [(shard, ranks // shard, tensor) for shard in divisors(ranks)]
-            yield from (dict(zip(DEGREES, each, strict=True)) for each in degrees)
+            for shard in () if rest else divisors(ranks):
+                values = dict(zip(DEGREES, (shard, ranks // shard, tensor), strict=True))
+                if parallel.expert_parallel_degree == 1:
+                    yield values
+                elif setting.shape.num_experts % shard == 0:
+                    yield values | {"expert_parallel_degree": shard}
 
     def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
         """Larger shard degrees within a node (kind 0) and across (4), then tensor degrees within a node (5)."""
         now = setting.layout
         context = now.context_parallel_degree
         for values in self.others(setting):
-            shard, _, tensor = values.values()
+            shard, _, tensor, *_ = values.values()
             if tensor == now.tensor_parallel_degree and shard > now.shard_degree:
                 straddles = setting.with_flags(values).layout.straddles_nodes
                 yield Way(kind=4 if straddles else 0, strength=shard, values=values)
@@ -252,7 +256,7 @@ class Backend:
 
 def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...]:
     """The tensor degrees that leave every rank whole heads, which context ranks share out too."""
-    num_shares = gcd(shape.num_heads, shape.num_kv_heads)
+    num_shares = 1 if shape.num_experts else gcd(shape.num_heads, shape.num_kv_heads)
     return divisors(num_shares // context_degree) if num_shares % context_degree == 0 else ()
 
 
@@ -267,6 +271,9 @@ def plan_of(setting: Setting) -> Plan:
     layout = setting.layout
     shape = setting.shape
     check_heads(layout, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, model=shape.name)
+    check_experts(layout, num_experts=shape.num_experts, model=shape.name)
+    if shape.num_experts and layout.tensor_parallel_degree > 1:
+        raise InputError("--tensor_parallel_degree: experts are not split over tensor parallel ranks; use 1")
     workload = setting.workload(layout)
     _check_layers_alike(shape, workload)
     moments = setting.backend.moments(shape, layout, workload)

@@ -137,6 +137,8 @@ def tiny_config(family: str, size: Size, *, vocab_size: int, tie: bool) -> Pretr
     if FAMILIES[family].default_head_dim is not None:
         # As in the released models, all heads together are wider than the residual stream.
         fields["head_dim"] = 2 * size.hidden // size.heads
+    if (expert_size := FAMILIES[family].expert_size) is not None:
+        fields |= {"num_experts": 8, "num_experts_per_tok": 2, expert_size: size.mlp // 4, "norm_topk_prob": True}
     config: PretrainedConfig = getattr(transformers, FAMILIES[family].config_class)(**fields)
     return config
 
@@ -146,6 +148,7 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: 
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -158,7 +161,9 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: 
     model.config.architectures, model.config.dtype = [type(model).__name__], dtype
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    stored = {name: each.contiguous() for name, each in model.named_parameters()}  # without a head that is tied
+    # Without a head that is tied; experts matrix by matrix, as on the hub.
+    stored = revert_weight_conversion(model, dict(model.named_parameters()))
+    stored = {name: each.contiguous() for name, each in stored.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -207,8 +207,14 @@ class WeightReceiver:
 
         if getattr(self, "is_update_begun", False):
             self.finish_update()  # its layers are taken apart; this puts them together, complete or not
+        model = self.model_runner.get_model()
+        for layer in model.modules() if self.device.type == "cpu" else ():
+            # vLLM 0.32 lays experts out for its CPU kernel only when it makes that, not when they are loaded anew.
+            method: Any = getattr(layer, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
+                method.moe_kernel = None
         with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self.model_runner.get_model())
+            initialize_layerwise_reload(model)
         self.is_update_begun = True
 
     def receive_weights(self: Any) -> None:

@@ -84,11 +84,13 @@ CASES = {
     "dpo_uncompiled": Case("--compile_model false"),
     "dpo_compiled_in_parallel": Case("--compile_model --tensor_parallel_degree 2"),
     "dpo_budget": Case("--activation_memory_budget 0.5", family="qwen3"),
+    "dpo_experts": Case(HSDP, family="qwen3_moe"),
     "dpo_unshared": Case("--prefix_sharing off"),
     "dpo_padded": Case("--no_packing"),
     "dpo_hsdp": Case(HSDP, family="olmo3"),
     "dpo_tensor_parallel": Case("--tensor_parallel_degree 2", family="llama"),
     "dpo_context_parallel": Case("--context_parallel_degree 2", family="qwen3"),
+    "dpo_experts_split": Case("--expert_parallel_degree 8 --activation_checkpointing full", family="qwen3_moe"),
     "dpo_one_device": Case("--single_gpu_mode", world=1),
     "dpo_float32": Case("--param_dtype float32"),
     "dpo_float8_tensorwise": Case("--float8_linears tensorwise"),
@@ -158,6 +160,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from open_instruct.learner.model.inputs_on_host import InputsOnHost
+    from open_instruct.models.experts import exchange
 
     seen: dict[str, Any] = {"attention": None}
 
@@ -182,8 +185,17 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         seen["on_host"].append([_kind(kept.shown_as), _kind(tensor), [*kept.shown_as.shape]])
         return tensor
 
+    exchanged = exchange.all_to_all_single_autograd
+
+    def exchanged_evenly(rows: Any, received: list[int], sent: list[int], group: Any) -> Any:
+        """Since how many rows go to each rank has no value here."""
+        each, rest = divmod(len(rows), len(sent))
+        sizes = [each + (rank < rest) for rank in range(len(sent))]
+        return exchanged(rows, sizes, sizes, group)
+
     with (
         patch.object(InputsOnHost, "unpack", looked_at_unpack),
+        patch.object(exchange, "all_to_all_single_autograd", exchanged_evenly),
         opened(case, folder, LookAtAttention()) as (policy, take_steps),
     ):
         update = policy.update

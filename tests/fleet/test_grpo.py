@@ -84,6 +84,17 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in rows]
 
 
+def test_engines_and_learners_agree_on_experts(variant: Callable[..., GRPOCase], tmp_path: Path) -> None:
+    """Their sizes are those of vLLM's kernel on a CPU, in which they lie in another order."""
+    model = write_shallow_model(tmp_path / "model", family="qwen3_moe", is_narrow=False)
+    case = variant(model_name_or_path=model, num_learners_per_node=2, total_episodes=3 * 8)
+    case.run()
+    rows = case.rows()
+    assert len(rows) == 3 and all(row["grad_norm"] > 0 for row in rows)
+    assert max(row["logprob_diff/max"] for row in rows) < 1e-4
+    assert all(1 < row["router/max_load"] < 4 for row in rows)
+
+
 def test_what_a_run_leaves_behind(undisturbed: GRPOCase) -> None:
     rows = undisturbed.rows()
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))

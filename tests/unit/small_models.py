@@ -27,6 +27,8 @@ def hf_config(family: str, **fields: Any) -> transformers.PretrainedConfig:
         usual["sliding_window"] = WINDOW
     if FAMILIES[family].default_head_dim is not None:
         usual["head_dim"] = 24
+    if (expert_size := FAMILIES[family].expert_size) is not None:
+        usual |= {"num_experts": 8, "num_experts_per_tok": 3, expert_size: 24}
     return getattr(transformers, FAMILIES[family].config_class)(**(usual | fields))
 
 

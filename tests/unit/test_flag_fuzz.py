@@ -93,7 +93,8 @@ def from_yaml(line: Sequence[str], name: str, draw: random.Random, folder: Path)
 
 
 def show_layout(draw: random.Random) -> None:
-    flags = ["--fsdp_shard_degree", "--fsdp_num_replicas", "--tensor_parallel_degree", "--context_parallel_degree"]
+    flags = [f"--{name}" for name in ("fsdp_shard_degree", "fsdp_num_replicas")]
+    flags += [f"--{what}_parallel_degree" for what in ("tensor", "context", "expert")]
     line = ["--gpus_per_node", *draw.choices(["1", "2", "8", "4x8", *NUMBERS, *ODD], k=draw.randint(1, 3))]
     for flag in draw.sample([*flags, "--json", "--single_gpu_mode"], 2):
         line += [flag, draw.choice([*NUMBERS, *ODD, "7B"])]

@@ -42,6 +42,7 @@ class TestCompiling:
             ({}, {}, CUDA, is_broken, False),
             ({}, {"tensor_parallel_degree": 2}, CUDA, works, False),
             ({}, {"context_parallel_degree": 2}, CUDA, works, False),
+            ({}, {"fsdp_shard_degree": 2, "expert_parallel_degree": 2}, CUDA, works, False),
             ({"compile_model": True}, {"tensor_parallel_degree": 2}, CUDA, works, True),
             ({"activation_memory_budget": 0.5}, {"context_parallel_degree": 2}, CUDA, works, True),
             ({}, {"fsdp_num_replicas": 2}, CUDA, works, True),

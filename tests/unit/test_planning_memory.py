@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,6 +19,9 @@ from open_instruct.learner.olmo_core.fsdp2 import hand_gradients_over
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
+from open_instruct.models.experts import exchange
+from open_instruct.models.experts.exchange import ExpertGroup
+from open_instruct.models.experts.routed import Experts
 from open_instruct.models.heads import logprob_head
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt
@@ -116,6 +120,10 @@ def test_a_block_is_what_it_really_keeps_and_needs(
         ("qwen3", FLOAT32, (), {"lora_target_modules": ["v_proj", "down_proj"]}),
         ("qwen3", BFLOAT16, (FEED_FORWARD,), {"lora_dropout": 0.1}),
         ("llama", BFLOAT16, ("blocks.*.attention", NORMS), {}),
+        ("qwen3_moe", FLOAT32, (), None),
+        ("qwen3_moe", BFLOAT16, (), None),
+        ("qwen3_moe", BFLOAT16, (FEED_FORWARD,), None),
+        ("qwen3_moe", BFLOAT16, (), {}),
     ],
 )
 def test_so_is_another_block(
@@ -125,11 +133,35 @@ def test_so_is_another_block(
     compare_block(family, dtype, recomputed, lora)
 
 
+@pytest.mark.parametrize(("dtype", "recomputed"), [(FLOAT32, ()), (BFLOAT16, ()), (BFLOAT16, (FEED_FORWARD,))])
+def test_so_is_a_block_whose_experts_are_split(
+    dtype: torch.dtype, recomputed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where as many rows arrive as are sent."""
+    monkeypatch.setattr(exchange, "all_to_all_single", lambda counts, *_: counts)
+    monkeypatch.setattr(exchange, "all_to_all_single_autograd", lambda rows, *_: rows.clone())
+    compare_block("qwen3_moe", dtype, recomputed, expert_degree=2)
+
+
+class PretendedGroup(ExpertGroup):
+    """Of ranks with a part of each stack, of which this one is there alone."""
+
+    def __init__(self, experts: Experts, degree: int) -> None:
+        self.group, self.degree = None, degree  # type: ignore[assignment]
+        for name, stack in list(experts.named_parameters()):
+            experts.register_parameter(name, nn.Parameter(stack.detach().chunk(degree)[0].clone()))
+
+    def own(self, stack: torch.Tensor) -> torch.Tensor:
+        return stack
+
+
 def compare_block(
     family: Any,
     dtype: torch.dtype,
     recomputed: tuple[str, ...],
     lora: LoRASection | None = None,
+    *,
+    expert_degree: int = 1,
 ) -> None:
     """What a block of a real model, on a CPU by itself, makes and keeps, with what is planned of it."""
     hf_config = tiny_config(family, SIZE, vocab_size=512, tie=False)
@@ -144,6 +176,9 @@ def compare_block(
         assert config is not None
         model.apply_activation_checkpointing(config.mode, modules=config.modules)
     block = model.blocks["0"]
+    if expert_degree > 1:
+        (experts,) = (each for each in block.modules() if isinstance(each, Experts))
+        experts.group = PretendedGroup(experts, expert_degree)
     x = torch.randn(1, sum(LENGTHS), SIZE.hidden, dtype=dtype, requires_grad=True)
     row = Segments.of(LENGTHS, (0,) * len(LENGTHS), device=x.device)
     block.attention.rope.warmup_cache(sum(LENGTHS), torch.device("cpu"))
@@ -157,6 +192,8 @@ def compare_block(
         output.backward(gradient)
         backward_peak = live.peak - output.untyped_storage().nbytes()
 
+    split = resolve_layout([expert_degree], expert_parallel_degree=expert_degree)
+    layout = split if expert_degree > 1 else ALONE
     workload = replace(
         WORKLOAD,
         tokens_per_microbatch=sum(LENGTHS),
@@ -167,12 +204,14 @@ def compare_block(
         checkpointing_modules=recomputed,
     )
     shape = adapted(shape_of(hf_config), lora)
-    profile = profile_of("block", shape, ALONE, workload, splits_rows=True)
+    profile = profile_of("block", shape, layout, workload, splits_rows=True)
     assert profile.kept_bytes == pytest.approx(kept, rel=0.01)
     assert profile.forward_peak.total == pytest.approx(forward_peak, rel=0.02)
     assert profile.backward_peak.total == pytest.approx(backward_peak, rel=0.05)
     trained = sum(
-        parameter.num_params for parameter in shape.parameters if parameter.layer == 0 and parameter.is_trained
+        parameter.num_params // (expert_degree if len(parameter.shape) == 3 else 1)
+        for parameter in shape.parameters
+        if parameter.layer == 0 and parameter.is_trained
     )
     assert profile.backward[-1].weight_gradients == trained * dtype.itemsize
 

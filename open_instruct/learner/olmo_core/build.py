@@ -27,6 +27,7 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     """FSDP-first: build without weights, parallelize, then stream the checkpoint into the shards."""
     model, optim, device = config.model, config.optim, run.process.device
     transformer = unfilled(pretrained, config, init_device=model.init_device)
+    transformer.splits_experts = run.layout.expert_parallel_degree > 1
     kernels = {
         "ac_config": choose_kernels(transformer, run=run, config=config),
         "float8_config": float8_config(model.float8_linears, model=transformer, device=device),

@@ -16,8 +16,9 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from open_instruct.data.files.foreign_json import one_line, read_object
 from open_instruct.errors import InputError
 from open_instruct.models.hf.hf_config import INDEX_NAME, weights_file
+from open_instruct.models.hf.names import unpacked
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -45,11 +47,13 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """The entry of a tensor in the header of the file at `path`."""
+    """The entry of a tensor in the header of the file at `path`; or of a part of it, `part` of the tensor `stored`."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    stored: str
+    part: tuple[Any, ...] = ()
 
 
 class CheckpointFiles:
@@ -78,7 +82,8 @@ class CheckpointFiles:
         if not folder.is_dir():
             raise InputError(f"{folder} is not a folder: give the folder of a Hugging Face checkpoint")
         path = weights_file(folder)
-        return cls(folder, _read_indexed(path) if path.name == INDEX_NAME else read_header(path))
+        stored = _read_indexed(path) if path.name == INDEX_NAME else read_header(path)
+        return cls(folder, dict(pair for name, tensor in stored.items() for pair in _unpacked(name, tensor)))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -107,7 +112,7 @@ class CheckpointFiles:
         if isinstance(tensor := self.tensors[name], torch.Tensor):
             return tensor[slices]
         with safe_open(tensor.path, framework="pt") as file:
-            view: torch.Tensor = file.get_tensor(name)[slices]
+            view: torch.Tensor = file.get_tensor(tensor.stored)[tensor.part][slices]
         return view
 
     def __contains__(self, name: str) -> bool:
@@ -115,6 +120,12 @@ class CheckpointFiles:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
+
+
+def _unpacked(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    for own_name, part in unpacked(name, tensor.shape).items():
+        shape = tuple(torch.empty(tensor.shape, device="meta")[part].shape)
+        yield own_name, replace(tensor, part=part, shape=shape)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -132,7 +143,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 tensor = file.get_slice(name)
                 if (dtype := tensor.get_dtype()) not in DTYPES:
                     raise InputError(f"{path}: tensor {name!r} has dtype {dtype!r}; known: {', '.join(DTYPES)}")
-                tensors[name] = StoredTensor(path=path, dtype=DTYPES[dtype], shape=tuple(tensor.get_shape()))
+                shape = tuple(tensor.get_shape())
+                tensors[name] = StoredTensor(path=path, dtype=DTYPES[dtype], shape=shape, stored=name)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:

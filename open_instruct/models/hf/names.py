@@ -1,7 +1,7 @@
 """Names of parameters and modules: the one map between OLMo-core's and Hugging Face's, and the patterns of flags."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -30,10 +30,15 @@ _BLOCK = {
     "attention.w_k.weight": "self_attn.k_proj.weight",
     "attention.w_v.weight": "self_attn.v_proj.weight",
     "attention.w_out.weight": "self_attn.o_proj.weight",
+}
+_DENSE = {
     "feed_forward.w1.weight": "mlp.gate_proj.weight",
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
+_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# As transformers 5 has experts in memory: all of a layer in one tensor, gates above what they multiply.
+_PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _QK_NORM = {
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
@@ -79,8 +84,37 @@ def is_harmless_extra(hf_name: str) -> bool:
     return _HARMLESS_EXTRA.search(hf_name) is not None
 
 
+def _sparse(num_experts: int) -> dict[str, str]:
+    return {"feed_forward.router.weight": "mlp.gate.weight"} | {
+        f"feed_forward.experts.{ours}.{expert}": f"mlp.experts.{expert}.{theirs}.weight"
+        for ours, theirs in _EXPERTS.items()
+        for expert in range(num_experts)
+    }
+
+
+def unpacked(hf_name: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
+    """The experts' matrices in a tensor that packs them: the name of each, and its place. Another tensor is itself.
+
+    Example: `unpacked("model.layers.0.mlp.experts.down_proj", (2, 64, 32))` is
+    `{"model.layers.0.mlp.experts.0.down_proj.weight": (0, slice(0, 64)), ...}`.
+    """
+    prefix, _, packed = hf_name.rpartition(".")
+    parts = _PACKED.get(packed, ())
+    if not prefix.endswith(".mlp.experts") or len(shape) != 3 or not parts:
+        return {hf_name: ()}
+    rows = shape[1] // len(parts)
+    return {
+        f"{prefix}.{expert}.{part}.weight": (expert, slice(number * rows, (number + 1) * rows))
+        for expert in range(shape[0])
+        for number, part in enumerate(parts)
+    }
+
+
 class TensorNames:
-    """Both names of every parameter of one model, one to one, in layer order.
+    """Both names of every tensor of one model, one to one, in layer order.
+
+    A tensor is a parameter, or one expert's matrix of a stack of them: matrix 5 of `blocks.3.feed_forward.experts.w1`
+    is `blocks.3.feed_forward.experts.w1.5`. Whoever asks `held_of` for the parameters of a model finds them as these.
 
     With tied embeddings the head is the embedding matrix: it has no pair, and a file may leave
     `lm_head.weight` out or hold a copy equal to the embeddings. A head that gives a score is tied to nothing.
@@ -104,7 +138,9 @@ class TensorNames:
             block |= _QKV_BIAS
         pairs = {EMBEDDINGS: _MODEL[EMBEDDINGS]}
         for layer in range(hf_config.num_hidden_layers):
-            pairs |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in block.items()}
+            mlp = _sparse(hf_config.num_experts) if family.is_sparse(hf_config, layer) else _DENSE
+            both = (block | mlp).items()
+            pairs |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in both}
         pairs |= {ours: theirs for ours, theirs in _MODEL.items() if not (self.tied and ours == LM_HEAD)}
         if head == "score":
             pairs[LM_HEAD] = HF_SCORE

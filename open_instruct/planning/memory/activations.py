@@ -122,14 +122,20 @@ class _Piece:
         self.tape.hold(given, low)
         return output
 
-    def product(self, x: Tensor, num_inputs: int, num_outputs: int, kind: Kind = "weight") -> Tensor:
-        """x W^T: keeps x. Its backward makes the gradient of W first, then that of x."""
-        weight = Tensor(num_inputs * num_outputs * self.c, kind=kind)
+    def product(
+        self, x: Tensor, num_inputs: int, num_outputs: int, kind: Kind = "weight", *, of: int = 1, num_rows: int = 0
+    ) -> Tensor:
+        """x W^T: keeps x. Its backward makes the gradient of W first, then that of x.
+
+        :param of: so many matrices, each of which multiplies some of the rows.
+        """
+        num_tokens = num_rows or self.num_tokens
+        weight = Tensor(of * num_inputs * num_outputs * self.c, kind=kind)
         # A single device has them in float32; FSDP gathers them in the dtype that is computed in.
         if self.layout.single_device and self.c < FLOAT32 and kind != self.kind:
             weight = self.tape.run(weight.num_bytes, weight, gradients=[Gradient(of=weight, num_bytes=None)])
-        in_bytes, out_bytes = (self.num_tokens * size * self.c for size in (num_inputs, num_outputs))
-        num_cast = self.num_tokens * max(num_inputs, num_outputs) if self.workload.multiplies_in_float8 else 0
+        in_bytes, out_bytes = (num_tokens * size * self.c for size in (num_inputs, num_outputs))
+        num_cast = num_tokens * max(num_inputs, num_outputs) if self.workload.multiplies_in_float8 else 0
         cast_bytes = BYTES_OF_CAST * num_cast
         gradients = [_whole(weight), Gradient(of=x, num_bytes=in_bytes, scratch_bytes=cast_bytes)]
         saved = [x, weight]
@@ -183,6 +189,8 @@ class _Block(_Piece):
         d_model = self.shape.d_model
         width = self.split(self.shape.d_ff)
         with self.recomputed("feed_forward"):
+            if self.shape.num_experts:
+                return self._routed(x, d_model, width)
             # All tokens, where tensor ranks hold a part each between matrices; of their sum this rank's part.
             x = self.cast(x, self.num_tokens * d_model, self.c)
             gate = self.linear("feed_forward.w1", x, d_model, width)
@@ -192,6 +200,38 @@ class _Block(_Piece):
             output = self.linear("feed_forward.w2", product, width, d_model)
             self.tape.hold(x)
             return self.cast(output, self.num_rows * d_model, self.c)
+
+    def _routed(self, x: Tensor, d_model: int, width: int) -> Tensor:
+        """`models/experts/routed.py`: tokens, each as often as it has experts, in the order of these."""
+        run, num_tokens, c = self.tape.run, self.num_tokens, self.c
+        num, chosen = self.shape.num_experts, self.shape.experts_per_token
+        own, is_split = num // self.layout.expert_parallel_degree, self.layout.expert_parallel_degree > 1
+        pairs = num_tokens * chosen
+        logits = self.product(x, d_model, num, self.kind)
+        probs = run(num_tokens * num * FLOAT32, self.cast(logits, num_tokens * num, FLOAT32), saves_output=True)
+        which = run(pairs * 8, gradients=())
+        weights = run(pairs * FLOAT32, probs, saved=[which], gradients=[_whole(probs)])
+        weights = self.cast(run(weights.num_bytes, weights, saved=[weights]), pairs, c)
+        sorted_by, order, back = (run(pairs * 8, gradients=()) for _ in range(3))
+        repeated = run(pairs * d_model * c, x, gradients=[_whole(x)])
+        sent = given = run(repeated.num_bytes, repeated, saved=[order])
+        if is_split:  # rows arrive, as many as were sent, and are put in another order
+            order_there, back_there = (run(pairs * 8, gradients=()) for _ in range(2))
+            arrived = run(sent.num_bytes, sent)
+            given = run(sent.num_bytes, arrived, saved=[order_there])
+        gate, up = (self.product(given, d_model, width, self.kind, of=own, num_rows=pairs) for _ in range(2))
+        active = run(gate.num_bytes, gate, saved=[gate])
+        product = run(gate.num_bytes, active, up, saved=[active, up])
+        self.tape.hold(gate, up)
+        by_expert = self.product(product, width, d_model, self.kind, of=own, num_rows=pairs)
+        if is_split:
+            self.tape.hold(given)
+            by_expert = run(by_expert.num_bytes, run(by_expert.num_bytes, by_expert, saved=[back_there]))
+            self.tape.hold(arrived)
+        by_token = run(by_expert.num_bytes, by_expert, saved=[back])
+        self.tape.hold(x, sent, by_expert, sorted_by, logits)
+        both = [weights, by_token]
+        return run(num_tokens * d_model * c, *both, saved=both, gradients=[_whole(each) for each in both])
 
     def _attention(self, x: Tensor) -> Tensor:
         d_model = self.shape.d_model

@@ -24,7 +24,7 @@ from math import prod
 
 from open_instruct.planning.memory.activations import FLOAT32, profile_of
 from open_instruct.planning.memory.autograd_sizes import Profile, Usage
-from open_instruct.planning.memory.state import MASTER_BYTES, gathered_params, local_size, tensor_local_shape
+from open_instruct.planning.memory.state import MASTER_BYTES, gathered_params, gathered_shape, local_size
 from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.shard_layout import ShardLayout
@@ -189,8 +189,7 @@ class Passes:
 
     def _whole(self, unit: Unit) -> int:
         """Bytes of a unit's gradients from the backward pass: a tensor rank's part of each, without padding."""
-        degree = self.layout.tensor_parallel_degree
-        return sum(prod(tensor_local_shape(each, degree, 0)) for each in unit.trained) * self.c
+        return sum(prod(gathered_shape(each, self.layout)) for each in unit.trained) * self.c
 
     def _unreduced(self, num_bytes: int) -> int:
         """Bytes of gradients before their reduction: 0 without FSDP, where the optimizer reads them as they are."""

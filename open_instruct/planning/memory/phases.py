@@ -160,7 +160,9 @@ class Moments:
             trained = (each for each in self.shape.parameters if each.is_trained)
             num_tensors = (num_models + num_moments(each, self.workload) for each in trained)
             copied = sum(num * pinned(size * MASTER_BYTES) for num, size in zip(num_tensors, self.own, strict=True))
-        return copied // self.layout.num_replicas if self.workload.copies_checkpoints else 0
+        # Of experts that are split no replica has another's part.
+        num_writers = 1 if self.layout.expert_parallel_degree > 1 else self.layout.num_replicas
+        return copied // num_writers if self.workload.copies_checkpoints else 0
 
     def copies(self) -> dict[str, int]:
         """Bytes that a process keeps in its host's memory beside a GPU's, and in its own without one.

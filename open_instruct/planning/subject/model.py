@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from open_instruct.data.files.foreign_json import read_object
@@ -45,6 +46,7 @@ class ParameterShape:
     shape: tuple[int, ...]
     layer: int | None = None  # None outside the blocks
     tensor_axis: int | None = None  # the axis that tensor parallelism splits; None: every tensor rank has all of it
+    row_of: tuple[int, int] | None = None  # it is this row of a stack of so many
     is_trained: bool = True  # else it has no gradient, and stays in the dtype that is computed in
 
     @property
@@ -96,6 +98,8 @@ class ModelShape:
     windows: tuple[int | None, ...]  # of each layer: the tokens that a query sees, itself among them; None: all before
     checkpoint_bytes_per_param: int = 2
     scores: bool = False  # its head has one row
+    num_experts: int = 0  # of each layer, d_ff wide each; 0: the feed-forward is dense
+    experts_per_token: int = 1
     adapters: Adapters | None = None
 
     @cached_property
@@ -123,7 +127,7 @@ class ModelShape:
 
     def _block(self) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
         """Names within a block, sizes and tensor axes."""
-        d_model, d_ff, q_width, kv_width = self.d_model, self.d_ff, self.q_width, self.kv_width
+        d_model, q_width, kv_width = self.d_model, self.q_width, self.kv_width
         norm_widths = {"none": (), "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.qk_norm]
         modules: dict[str, tuple[tuple[int, ...], int | None]] = {
             "attention.w_q": ((q_width, d_model), 0),
@@ -132,18 +136,28 @@ class ModelShape:
             "attention.w_out": ((d_model, q_width), 1),
             **{f"attention.{one}_norm": ((width,), None) for one, width in zip("qk", norm_widths, strict=False)},
             "attention_norm": ((d_model,), None),
-            "feed_forward.w1": ((d_ff, d_model), 0),
-            "feed_forward.w2": ((d_model, d_ff), 1),
-            "feed_forward.w3": ((d_ff, d_model), 0),
+            **self._feed_forward(),
             "feed_forward_norm": ((d_model,), None),
         }
         for module, (size, axis) in modules.items():
-            yield f"{module}.weight", size, axis
+            yield module if len(size) == 3 else f"{module}.weight", size, axis
             if self.traits.qkv_bias and axis == 0 and module.startswith("attention."):
                 yield f"{module}.bias", size[:1], axis
             if self.adapters is not None and module in self.adapters.modules:
                 yield f"{module}.{ADAPTER[0]}", (self.adapters.rank, size[1]), axis or None
                 yield f"{module}.{ADAPTER[1]}", (size[0], self.adapters.rank), None if axis else axis
+
+    def _feed_forward(self) -> dict[str, tuple[tuple[int, ...], int | None]]:
+        d_model, d_ff, num = self.d_model, self.d_ff, self.num_experts
+        sizes = {"w1": (d_ff, d_model), "w2": (d_model, d_ff), "w3": (d_ff, d_model)}
+        if num:
+            stacks = {f"feed_forward.experts.{each}": ((num, *sizes[each]), None) for each in ("w1", "w3", "w2")}
+            return {"feed_forward.router": ((num, d_model), None), **stacks}
+        return {f"feed_forward.{each}": (size, 1 if each == "w2" else 0) for each, size in sizes.items()}
+
+    def met(self, parameter: ParameterShape) -> int:
+        """The numbers of a matrix that one token is multiplied with: of experts, those of a few."""
+        return parameter.num_params * self.experts_per_token // (parameter.shape[0] if len(parameter.shape) == 3 else 1)
 
     @cached_property
     def units(self) -> tuple[Unit, Unit, Unit]:
@@ -217,12 +231,19 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
         raise InputError(
             f"{where}: num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = {num_kv_heads}"
         )
+    sparse = [family.is_sparse(SimpleNamespace(**fields), layer) for layer in range(num_layers)]
+    if any(sparse) and not all(sparse):
+        raise InputError(
+            f"{where}: mlp_only_layers or decoder_sparse_step leave layers dense; a plan takes all for alike"
+        )
     dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
     return ModelShape(
         name=name,
         family=fields["model_type"],
         d_model=d_model,
-        d_ff=count("intermediate_size"),
+        d_ff=count(family.expert_size if sparse[0] and family.expert_size else "intermediate_size"),
+        num_experts=count("num_experts", fields.get("num_local_experts")) if sparse[0] else 0,
+        experts_per_token=count("num_experts_per_tok") if sparse[0] else 1,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -337,6 +337,6 @@ def _cache_bytes(fleet: FleetSection, shape: ModelShape, bytes_per_param: int, d
         share = int(fleet.vllm_gpu_memory_utilization * device_memory_bytes)
         return max(0, share - shape.num_params * bytes_per_param)
     tokens = fleet.vllm_max_num_batched_tokens or ENGINE_TOKENS
-    block_bytes = tokens * (3 * shape.d_ff + 4 * shape.d_model) * bytes_per_param
+    block_bytes = tokens * (3 * shape.d_ff * shape.experts_per_token + 4 * shape.d_model) * bytes_per_param
     logit_bytes = 2 * (fleet.vllm_max_num_seqs or ENGINE_SEQS) * shape.vocab_size * 4
     return fleet.vllm_kv_cache_mib * MIB + block_bytes + logit_bytes

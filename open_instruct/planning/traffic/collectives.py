@@ -9,7 +9,7 @@ from typing import Literal
 from open_instruct.shard_layout import ShardLayout
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
-Axis = Literal["shard", "replica", "tensor", "context", "sync", "world", "all"]
+Axis = Literal["shard", "replica", "tensor", "context", "expert", "sync", "world", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

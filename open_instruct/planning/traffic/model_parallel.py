@@ -30,6 +30,7 @@ def activation_exchanges(
     """
     yield from along("tensor", _tensor(shape, layout, workload, num_values, trains=trains), layout, num_passes)
     yield from along("context", context_calls(shape, layout, workload, num_values, trains=trains), layout, num_passes)
+    yield from along("expert", expert_calls(shape, workload, trains=trains), layout, num_passes)
 
 
 def along(axis: Axis, calls: Iterable[Calls], layout: ShardLayout, num_passes: int) -> Iterator[Exchange]:
@@ -105,3 +106,16 @@ def context_calls(
         num_bytes = num_tokens * width * workload.compute_bytes // layout.tensor_parallel_degree
         yield "tokens and heads in attention", "all_to_all", num_bytes, num_calls
     yield "losses of a row", "all_gather", LOSS_BYTES * workload.tokens_per_microbatch, num_values
+
+
+def expert_calls(shape: ModelShape, workload: Workload, *, trains: bool) -> Iterator[Calls]:
+    """Tokens to the ranks of their experts, and back (`models/experts/exchange.py`), where each expert gets as many.
+
+    How many go to each is told first, in 32 bits.
+    """
+    again = int(trains and workload.recomputes("feed_forward"))
+    num_layers = shape.num_layers if shape.num_experts else 0  # a teacher may be dense
+    num_pairs = workload.tokens_per_microbatch * shape.experts_per_token
+    num_bytes = num_pairs * shape.d_model * workload.compute_bytes
+    yield "tokens at their experts", "all_to_all", num_bytes, num_layers * 2 * (1 + trains + again)
+    yield "numbers of tokens", "all_to_all", 4 * shape.num_experts, num_layers * (1 + again)

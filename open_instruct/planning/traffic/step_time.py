@@ -149,7 +149,7 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     num_kept = num_kept_chunks(shape, chunks, workload.compute_bytes if keeps else 0)
     again = head * sum(chunks[num_kept:]) // sum(chunks) if len(chunks) > 1 else 0
     again += sum(flops for module, flops in blocks.items() if workload.recomputes(module))
-    frozen = [each.num_params for each in _matrices(shape) if not each.is_trained]
+    frozen = [shape.met(each) for each in _matrices(shape) if not each.is_trained]
     unmade = 2 * workload.tokens_per_microbatch * shape.num_layers * sum(frozen)
     unmade += head if frozen and not shape.scores else 0
     total = workload.num_updates * workload.num_microbatches * (3 * forward - unmade + again)
@@ -173,7 +173,7 @@ def attended_pairs(length: int, window: int | None) -> int:
 def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
     """Operations of a forward pass of all blocks over a whole microbatch, by module."""
     attention, feed_forward = (
-        shape.num_layers * sum(each.num_params for each in _matrices(shape) if module in each.name)
+        shape.num_layers * sum(shape.met(each) for each in _matrices(shape) if module in each.name)
         for module in (".attention.", ".feed_forward.")
     )
     num_tokens, num_pairs = workload.tokens_per_microbatch, sum(_pairs(workload, window) for window in shape.windows)
@@ -184,8 +184,8 @@ def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
 
 
 def _matrices(shape: ModelShape) -> list[ParameterShape]:
-    """The matrices of one block."""
-    return [parameter for parameter in shape.parameters if parameter.layer == 0 and len(parameter.shape) == 2]
+    """The matrices of one block, and its stacks of them."""
+    return [parameter for parameter in shape.parameters if parameter.layer == 0 and len(parameter.shape) > 1]
 
 
 def _pairs(workload: Workload, window: int | None) -> int:
