@@ -16,6 +16,7 @@ from open_instruct.learner.optim.optimizers import set_learning_rate
 from open_instruct.learner.reference import Reference
 from open_instruct.models.load import parameter_shapes, stream_load
 from open_instruct.models.lora.adapters import adapt, fill_adapter
+from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.peers import doing
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
@@ -25,7 +26,7 @@ from open_instruct.wording import counted
 IN_CHECKPOINT = "reference"
 
 
-def unfilled(pretrained: Pretrained, config: LearnerConfig, *, init_device: str) -> Transformer:
+def unfilled(pretrained: Pretrained, config: LearnerConfig, *, init_device: str) -> SegmentTransformer:
     """The start model without its weights, with the adapters that the flags ask for."""
     doing("loading the start model")
     model = pretrained.build(init_device=init_device)
