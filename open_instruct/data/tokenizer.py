@@ -70,7 +70,8 @@ def given_folder(name_or_path: str, *, revision: str | None = None, flag: str | 
         return path
     if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
         asked = name_or_path if flag is None else f"{flag}: {name_or_path}"
-        raise InputError(f"{asked}: there is no such folder; give the one that holds its files.{near_files(path)}")
+        wanted = "give the one that holds its files (config.json, tokenizer.json)"
+        raise InputError(f"{asked}: there is no such folder; {wanted}.{near_files(path)}")
     return None
 
 
