@@ -224,7 +224,7 @@ class SafeCheckpointer(Checkpointer):
 def unwritten(final: Path) -> Callable[[str], RunError]:
     """The error that a checkpoint cannot be written, as a function of what went wrong."""
     before = f"the checkpoint of step {step_of(final)} cannot be written to {final.parent}"
-    after = "Those written before are unharmed: make room, then give the same command again to go on from the newest"
+    after = "Those written before are unharmed: make room, or mend what is said here, then give the same command again"
     return lambda why: RunError(f"{before} ({why}). {after}")
 
 
