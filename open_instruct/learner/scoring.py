@@ -12,9 +12,9 @@ distribution.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -145,10 +145,8 @@ def compare_with(
     Where only a part of each distribution is kept, the rows carry it, from the cache or from a pass of the teacher,
     which is freed afterwards.
     """
-
-    def build() -> Transformer:
-        return build_teacher(opened.pretrained, student, scorer.policy.computing_model, run=run, config=config)
-
+    computing_model = scorer.policy.computing_model
+    build = partial(build_teacher, opened.pretrained, student, computing_model, run=run, config=config)
     if opened.teacher.keep is None:
         model = build()
         head_VD = whole_of(model.lm_head.w_out.weight, getattr(torch, config.model.param_dtype))
@@ -163,22 +161,16 @@ def compare_with(
         model = build()
         with adapters_off(model):
             for dataset in datasets:
-                _keep(opened, opened.teacher.keep, model, dataset, cache=cache, scorer=scorer)
+                _keep(opened, model, dataset, cache, scorer)
         on_main_process(cache.write)
     return opened, cache.beside(rows), None if heldout is None else cache.beside(heldout)
 
 
 @torch.no_grad()
-def _keep(
-    opened: Comparison,
-    keep: Callable[[torch.Tensor], torch.Tensor],
-    model: Transformer,
-    dataset: TokenDataset,
-    *,
-    cache: RowCache,
-    scorer: Scorer,
-) -> None:
+def _keep(opened: Comparison, model: Transformer, dataset: TokenDataset, cache: RowCache, scorer: Scorer) -> None:
     """Run the teacher over the rows that `cache` lacks, and add the kept numbers to the cache, on every rank."""
+    keep = opened.teacher.keep
+    assert keep is not None
     measure = Measure(lambda logits_NV: keep(opened.shared_logits(logits_NV)))
     for batch in scorer.batches(dataset, cache.missing(dataset), title="teacher's distributions"):
         kept_NC = token_logprobs(model, batch.packed, device=scorer.policy.device, measure=measure).measured_N
@@ -186,10 +178,9 @@ def _keep(
         lengths = dataset.num_label_tokens[list(batch.row_ids)].tolist()
         kept_by_row = zip(batch.row_ids, kept_NC.float().cpu().split(lengths), strict=True)
         own = {dataset.key(row): values_NC.numpy() for row, values_NC in kept_by_row}
-        for key, values_NC in chain.from_iterable(
-            each.items() for each in gathered(own, scorer.policy.dp_process_group)
-        ):
-            cache.add(key, values_NC)
+        for rows_of_rank in gathered(own, scorer.policy.dp_process_group):
+            for key, values_NC in rows_of_rank.items():
+                cache.add(key, values_NC)
     reshard(model)
 
 

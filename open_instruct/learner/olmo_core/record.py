@@ -55,7 +55,7 @@ class OlmoCore:
         return Backend()
 
     def build(self, *pretrained: Any, **run: Any) -> FSDP2Backend:
-        from open_instruct.learner.olmo_core.build import build_backend
+        from open_instruct.learner.olmo_core.fsdp2 import build_backend
 
         return build_backend(*pretrained, **run)
 
