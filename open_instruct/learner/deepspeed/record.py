@@ -69,10 +69,8 @@ class DeepSpeed:
 
     def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
         """All ranks share the weights, on all nodes."""
-        shard_degree, num_replicas = (None, 1) if parallel.deepspeed_stage else (1, None)
-        if parallel.single_gpu_mode:
-            num_replicas = shard_degree = None
-        layout = layout_of_degrees(parallel, gpus_per_node, shard_degree=shard_degree, num_replicas=num_replicas)
+        degree, copies = (None, 1) if parallel.deepspeed_stage else (1, None)
+        layout = layout_of_degrees(parallel, gpus_per_node, fsdp_shard_degree=degree, fsdp_num_replicas=copies)
         check_divides("--deepspeed_zpg", zpg_of(parallel), layout.gpus_per_node)
         # A single rank is a shard group of its own: ZeRO casts its weights to the compute dtype, as for several ranks.
         return replace(layout, single_device=False, warnings=())

@@ -23,14 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
-from open_instruct.learner.backend import GRAD_NORM, Metrics, has_part, refuse_other_backend
+from open_instruct.learner.backend import GRAD_NORM, Metrics, ShardedModule, has_part, refuse_other_backend, unfilled
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
 from open_instruct.learner.model.kernels import choose_kernels
 from open_instruct.learner.optim.optimizers import AdamLikeConfig, build_optimizer_config, build_scheduler
 from open_instruct.learner.reference import Reference
-from open_instruct.learner.sharded import IN_CHECKPOINT, ShardedModule, unfilled
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.parallel.data_parallel import keep_mesh, mesh_of
 from open_instruct.parallel.process import gathered
@@ -303,7 +302,7 @@ class ZeroBackend(ShardedModule):
                 f"the checkpoints in --output_dir are of another --tensor_parallel_degree than {self._split_over}: "
                 "give theirs again, or start in another --output_dir from the hf_model such a run ends with"
             )
-        return self._own_state() | (self.state_of_reference() if has_part(names, IN_CHECKPOINT) else {})
+        return self._own_state() | self.state_of_reference(names)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict whose parts were filled in place."""

@@ -18,12 +18,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FSDPModule
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.backend import Metrics, has_part, refuse_other_backend
+from open_instruct.learner.backend import Metrics, ShardedModule, refuse_other_backend, unfilled
 from open_instruct.learner.model.float8 import float8_config
 from open_instruct.learner.model.kernels import choose_kernels, compiles
 from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.learner.reference import Reference, build_reference, build_replica, sharding
-from open_instruct.learner.sharded import IN_CHECKPOINT, ShardedModule, unfilled
 from open_instruct.models.attention.attention import context_of
 from open_instruct.models.compiled import prepare_compiler
 from open_instruct.models.hf.names import clean_name
@@ -174,7 +173,7 @@ class FSDP2Backend(ShardedModule):
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
         refuse_other_backend(metadata.state_dict_metadata, own="olmo_core", part="model")
         state = super().state_dict_to_load(metadata, optim=optim)
-        return state | (self.state_of_reference() if has_part(metadata.state_dict_metadata, IN_CHECKPOINT) else {})
+        return state | self.state_of_reference(metadata.state_dict_metadata)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -41,9 +41,7 @@ class OlmoCore:
         """OLMo-core is always there."""
 
     def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
-        return layout_of_degrees(
-            parallel, gpus_per_node, shard_degree=parallel.fsdp_shard_degree, num_replicas=parallel.fsdp_num_replicas
-        )
+        return layout_of_degrees(parallel, gpus_per_node)
 
     def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
         splits_experts = ", which splits experts" if layout.expert_parallel_degree > 1 else ""
