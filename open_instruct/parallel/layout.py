@@ -6,7 +6,7 @@ the same numbers and agree. docs/sharding.md explains the vocabulary.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from math import gcd, isqrt, prod
+from math import gcd, prod
 
 from open_instruct.config.sections import DegreesSection, ParallelSection
 from open_instruct.config.training import backend_named
@@ -159,8 +159,7 @@ def _check_experts_axis(degree: int, shard_degree: int, tensor: int, context: in
 
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending: of 12, `(1, 2, 3, 4, 6, 12)`."""
-    low = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
-    return tuple(sorted({*low, *(number // candidate for candidate in low)}))
+    return tuple(candidate for candidate in range(1, number + 1) if number % candidate == 0)
 
 
 def _check_model_parallel(nodes: tuple[int, ...], tensor: int, context: int) -> None:

@@ -33,8 +33,7 @@ from open_instruct.learner.optim.optimizers import (
     build_scheduler,
 )
 from open_instruct.learner.policy import token_fractions
-from open_instruct.learner.rows.row_cache import RowCache
-from open_instruct.learner.scoring import open_reference_cache
+from open_instruct.learner.scoring import RowCache, open_reference_cache
 from open_instruct.models.build import build_model
 from open_instruct.packing.steps import BatchShape, collate, step_batch
 from open_instruct.parallel.reduce import over_microbatches, reduce_metrics
