@@ -15,7 +15,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from open_instruct.dpo import main
-from open_instruct.learner.olmo_core import build as on_fsdp2
+from open_instruct.learner.olmo_core import fsdp2 as on_fsdp2
 from open_instruct.run import pretrained
 from open_instruct.run.metrics_log import MetricsLog
 
@@ -50,7 +50,7 @@ if __name__ == "__main__":
     stamped(seconds["processor_stamps"])
     timed(pretrained, "export_hf", seconds)
     if "--backend" in words:
-        from open_instruct.learner.deepspeed import build as on_deepspeed
+        from open_instruct.learner.deepspeed import zero as on_deepspeed
 
         timed(on_deepspeed, "build_backend", seconds)
     else:

@@ -1,25 +1,42 @@
-"""A backend holds the weights of a policy and steps its optimizer, with one sharding library or another."""
+"""A backend holds the weights of a policy and steps its optimizer, with one sharding library or another.
+
+`Backend` says what a policy asks of it. Our two have in common OLMo-core's train module, filled from a start model.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from math import prod
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
-from olmo_core.train.train_module import TrainModule
+from olmo_core.optim import SkipStepOptimizer
+from olmo_core.train.train_module import TrainModule, TransformerTrainModule
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
+from open_instruct.learner.model.inputs_on_host import offload_inputs
+from open_instruct.learner.optim.optimizers import set_learning_rate
 from open_instruct.learner.reference import Reference
+from open_instruct.models.load import parameter_shapes, stream_load
+from open_instruct.models.lora.adapters import adapt, fill_adapter
+from open_instruct.models.transformer import SegmentTransformer
+from open_instruct.parallel.peers import doing
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
+from open_instruct.wording import counted
 
 Metrics = Mapping[str, float | torch.Tensor]
 """Numbers of an update, the same on every rank; a tensor is one number that the host has not waited for."""
 
 GRAD_NORM = "grad_norm"
 """The norm of the whole gradient before it was clipped."""
+
+IN_CHECKPOINT = "reference"
+"""The part of a checkpoint for a reference policy that moves."""
 
 
 def has_part(names: Iterable[str], part: str) -> bool:
@@ -99,3 +116,64 @@ class Backend(Protocol):
 
     def moving_reference(self, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any) -> Reference:
         """A reference that starts from `pretrained` then follows the policy; `moves` are `Reference`'s arguments."""
+
+
+def unfilled(pretrained: Pretrained, config: LearnerConfig, *, init_device: str) -> SegmentTransformer:
+    """The start model without its weights, with the adapters that the flags ask for."""
+    doing("loading the start model")
+    model = pretrained.build(init_device=init_device)
+    if config.adapters is not None:
+        adapt(model, config.adapters, dtype=getattr(torch, config.model.param_dtype))
+    return model
+
+
+class ShardedModule(TransformerTrainModule):
+    """The common part of two `Backend`s; see there. It is built without weights: call `fill`."""
+
+    reference: Reference | None = None
+
+    @property
+    def computing_model(self) -> Transformer:
+        return self.model
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def leaves_out_outliers(self) -> bool:
+        return isinstance(self.optim, SkipStepOptimizer)
+
+    @property
+    def train_module(self) -> TransformerTrainModule:
+        return self
+
+    def weights_changed(self) -> None:
+        """Have the passes compute with weights that were written from outside."""
+
+    def fill(self, pretrained: Pretrained, *, run: Run, config: LearnerConfig) -> None:
+        """Stream the start model into the shards. Collective."""
+        offload_inputs(self.computing_model, config.memory, run.process.device)
+        report = stream_load(self.model, pretrained.files, pretrained.names)
+        if config.adapters is not None:
+            fill_adapter(self.model, config.adapters, seed=config.optim.seed, start=pretrained.adapter)
+        self.weights_changed()
+        num_params = sum(map(prod, parameter_shapes(self.model).values()))
+        run.console.say(
+            f"loaded {counted(report.num_tensors, 'tensor')} ({num_params / 1e6:,.1f}M parameters) "
+            f"in {report.wall_time_s:.1f} s"
+        )
+
+    def set_mode(self, mode: Literal["train", "eval"]) -> None:
+        self._set_model_mode(mode)
+        self.computing_model.train(mode == "train")
+
+    def set_learning_rate(self) -> float | torch.Tensor:
+        return set_learning_rate(self.optim, self.scheduler, self.trainer)
+
+    def state_of_reference(self, saved: Iterable[str] | None = None) -> dict[str, Any]:
+        """The part of a checkpoint for a reference that moves, which is read in place; none if not among `saved`."""
+        is_wanted = saved is None or has_part(saved, IN_CHECKPOINT)
+        if self.reference is None or self.reference.update_freq is None or not is_wanted:
+            return {}
+        return {IN_CHECKPOINT: self.reference.state()}

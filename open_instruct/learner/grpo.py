@@ -1,6 +1,5 @@
 """One rank's learner of GRPO; a driver brings its steps."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -85,7 +84,7 @@ class GRPOLearner:
 
     def state_dict(self) -> dict[str, Any]:
         """The driver's place among its prompts, which the loop keeps in its checkpoints."""
-        return {"json": json.dumps(self.drivers_state)}
+        return {"drivers_state": self.drivers_state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.drivers_state = json.loads(state_dict["json"])
+        self.drivers_state = state_dict["drivers_state"]

@@ -90,8 +90,9 @@ class _Learning:
         self.samples: Sequence[Sequence[int]] = [(row,) for row in range(len(self.rows))]  # each the rows of one
         if objective.fills_packs(config):
             self.samples = best_fit(range(len(self.rows)), self.rows.num_tokens.tolist(), self.shape.max_seq_length)
-        self.num_steps = self.shape.num_steps(len(self.samples), optim=config.optim, layout=run.layout)
         steps_per_epoch = self.shape.num_steps_per_epoch(len(self.samples), layout=run.layout)
+        # Where that is more steps than the epochs have, the data is gone through again.
+        self.num_steps = config.optim.max_train_steps or config.optim.num_epochs * steps_per_epoch
         self.cadence = Cadence(
             num_steps=self.num_steps,
             save_every=config.run.checkpointing_steps or steps_per_epoch,

@@ -3,18 +3,22 @@
 These are the log-probs of replies under the start model, and what is kept of a teacher's distributions. The held-out
 rows of a run are scored before, during and after training; the results go to `eval.jsonl`.
 
-The name of the file of log-probs covers the weights, the configuration, the precision, and the layout of rows (padded,
-packed, or with shared prompts), since layouts differ by rounding. It holds sums over the reply: a loss that averages
-divides by the length itself, so all losses share the same file. Sums that leave tokens out have a folder of their own.
+A row's key in a cache covers its token ids and spans, so tokenizer, template and truncation. The name of the file of
+log-probs covers the weights, the configuration, the precision, and the layout of rows (padded, packed, or with shared
+prompts), since layouts differ by rounding. It holds sums over the reply: a loss that averages divides by the length
+itself, so all losses share the same file. Sums that leave tokens out have a folder of their own.
 
 Legend: N rows that are asked for, or labelled tokens, D documents of a row, V vocabulary, C numbers kept of a
 distribution.
 """
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +28,14 @@ from olmo_core.nn.transformer import Transformer
 
 from open_instruct.config.sections import ModelSection
 from open_instruct.config.training import TrainingConfig
-from open_instruct.data.token_dataset import TokenDataset, cache_root
+from open_instruct.data.token_dataset import DamagedFile, TokenDataset, cache_root, read_arrays, write_arrays
 from open_instruct.learner.model.float8 import float8_off
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.reference import Comparison, build_teacher
-from open_instruct.learner.rows.row_cache import RowCache, open_row_cache
 from open_instruct.learner.rows.sample_loader import built_ahead
 from open_instruct.losses.logprobs import sum_by_reply
+from open_instruct.models.fingerprint import with_config
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard, whole_of
@@ -45,6 +49,10 @@ from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.wording import counted
+
+log = logging.getLogger(__name__)
+
+KEY_NUM_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +117,81 @@ class Scorer:
                 on_progress(min(done * size, len(order)), len(order))
 
 
+class RowCache:
+    """A file that maps each row's key to any number of float32 values; the same on every rank.
+
+    It is empty where there is no file, or a damaged one, which the next `write` replaces.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._values = np.zeros(0, dtype=np.float32)
+        self._added: list[np.ndarray] = []
+        self._place_of: dict[str, tuple[int, int]] = {}  # start and stop among the values, in the order of the file
+
+        try:
+            arrays, _ = read_arrays(self.path)
+            keys = [key.tobytes().hex() for key in arrays["keys"]]
+            self._place_of = dict(zip(keys, pairwise(arrays["edges"].tolist()), strict=True))
+            self._values = arrays["values"]
+        except FileNotFoundError:
+            return
+        except (DamagedFile, KeyError, ValueError) as error:
+            log.warning("%s cannot be read (%s): computing it again", self.path, error)
+
+    def __len__(self) -> int:
+        return len(self._place_of)
+
+    def missing(self, dataset: TokenDataset) -> list[int]:
+        """The first row of `dataset` for every key that the cache lacks."""
+        first_of = {dataset.key(row): row for row in reversed(range(len(dataset)))}
+        return sorted(row for key, row in first_of.items() if key not in self._place_of)
+
+    def add(self, key: str, values: np.ndarray) -> None:
+        """Add a row, unless the cache has it; `write` puts it on disk."""
+        if key not in self._place_of:
+            start = next(reversed(self._place_of.values()), (0, 0))[1]
+            self._place_of[key] = (start, start + values.size)
+            self._added.append(values.reshape(-1))
+
+    def write(self) -> None:
+        """Put the whole file in place."""
+        keys = np.frombuffer(bytes.fromhex("".join(self._place_of)), dtype=np.uint8).reshape(-1, KEY_NUM_BYTES)
+        edges = np.array([0, *(stop for _, stop in self._place_of.values())], dtype=np.int64)
+        write_arrays(self.path, {"keys": keys, "edges": edges, "values": self._all()}, {})
+
+    def numbers(self, dataset: TokenDataset) -> np.ndarray:
+        """The numbers of all rows of `dataset`, float32 (N, D); the cache must have D numbers for each row."""
+        places_N2, values = self._places(dataset), self._all()
+        return np.array([values[start:stop] for start, stop in places_N2], dtype=np.float32)
+
+    def beside(self, dataset: TokenDataset) -> TokenDataset:
+        """`dataset` with the numbers of its rows as their values; the cache must have all rows."""
+        rows, values = copy(dataset), self._all()
+        rows.details_C = values.view(np.uint8)
+        rows.bounds_N4 = np.concatenate([dataset.bounds_N4[:, :2], self._places(dataset) * values.itemsize], axis=1)
+        return rows
+
+    def _places(self, dataset: TokenDataset) -> np.ndarray:
+        return np.array([self._place_of[dataset.key(row)] for row in range(len(dataset))], dtype=np.int64)
+
+    def _all(self) -> np.ndarray:
+        if self._added:
+            self._values, self._added = np.concatenate([self._values, *self._added]), []
+        return self._values
+
+
+def open_row_cache(folder: Path, model: Pretrained, *words: str) -> RowCache:
+    """Open the cache of a frozen model's numbers; `words` name everything else that the numbers depend on.
+
+    Collective: all ranks see the same rows before any of them writes.
+    """
+    fingerprint = with_config(model.weights_fingerprint, model.hf_config.to_dict())
+    cache = RowCache(folder / f"{'-'.join([fingerprint[:32], *words])}.safetensors")
+    dist.barrier()
+    return cache
+
+
 def reference_logprobs(scorer: Scorer, dataset: TokenDataset, *, cache: RowCache, title: str) -> np.ndarray:
     """Reference log-probs of all rows, float32 (N, D): from the cache, and by a forward pass for those it lacks.
 
@@ -145,10 +228,8 @@ def compare_with(
     Where only a part of each distribution is kept, the rows carry it, from the cache or from a pass of the teacher,
     which is freed afterwards.
     """
-
-    def build() -> Transformer:
-        return build_teacher(opened.pretrained, student, scorer.policy.computing_model, run=run, config=config)
-
+    computing_model = scorer.policy.computing_model
+    build = partial(build_teacher, opened.pretrained, student, computing_model, run=run, config=config)
     if opened.teacher.keep is None:
         model = build()
         head_VD = whole_of(model.lm_head.w_out.weight, getattr(torch, config.model.param_dtype))
@@ -163,22 +244,16 @@ def compare_with(
         model = build()
         with adapters_off(model):
             for dataset in datasets:
-                _keep(opened, opened.teacher.keep, model, dataset, cache=cache, scorer=scorer)
+                _keep(opened, model, dataset, cache, scorer)
         on_main_process(cache.write)
     return opened, cache.beside(rows), None if heldout is None else cache.beside(heldout)
 
 
 @torch.no_grad()
-def _keep(
-    opened: Comparison,
-    keep: Callable[[torch.Tensor], torch.Tensor],
-    model: Transformer,
-    dataset: TokenDataset,
-    *,
-    cache: RowCache,
-    scorer: Scorer,
-) -> None:
+def _keep(opened: Comparison, model: Transformer, dataset: TokenDataset, cache: RowCache, scorer: Scorer) -> None:
     """Run the teacher over the rows that `cache` lacks, and add the kept numbers to the cache, on every rank."""
+    keep = opened.teacher.keep
+    assert keep is not None
     measure = Measure(lambda logits_NV: keep(opened.shared_logits(logits_NV)))
     for batch in scorer.batches(dataset, cache.missing(dataset), title="teacher's distributions"):
         kept_NC = token_logprobs(model, batch.packed, device=scorer.policy.device, measure=measure).measured_N
@@ -186,10 +261,9 @@ def _keep(
         lengths = dataset.num_label_tokens[list(batch.row_ids)].tolist()
         kept_by_row = zip(batch.row_ids, kept_NC.float().cpu().split(lengths), strict=True)
         own = {dataset.key(row): values_NC.numpy() for row, values_NC in kept_by_row}
-        for key, values_NC in chain.from_iterable(
-            each.items() for each in gathered(own, scorer.policy.dp_process_group)
-        ):
-            cache.add(key, values_NC)
+        for rows_of_rank in gathered(own, scorer.policy.dp_process_group):
+            for key, values_NC in rows_of_rank.items():
+                cache.add(key, values_NC)
     reshard(model)
 
 

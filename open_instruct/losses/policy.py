@@ -17,7 +17,7 @@ Legend: N labelled tokens of a microbatch, S sequences (completions). All log-pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from open_instruct.losses.flags_taken import flags_taken, registers, with_flags
@@ -38,6 +38,7 @@ class PolicyLossInputs:
     """The inputs of any policy loss.
 
     Only `logprobs_N` carries a gradient. `sequence_ids_N` (int64, 0..S-1) gives the completion of each token.
+    With `by_completion` the ratio of each token is that of its completion, the geometric mean over its tokens.
     """
 
     logprobs_N: torch.Tensor
@@ -45,14 +46,14 @@ class PolicyLossInputs:
     advantages_N: torch.Tensor
     sequence_ids_N: torch.Tensor
     num_sequences: int
+    by_completion: bool = False
 
     @property
     def log_ratio_N(self) -> torch.Tensor:
-        return self.logprobs_N - self.old_logprobs_N
-
-    def mean_by_sequence(self, values_N: torch.Tensor) -> torch.Tensor:
-        """For each token, the mean over its completion."""
-        return sequence_means(values_N, self.sequence_ids_N, self.num_sequences)[self.sequence_ids_N]
+        log_ratio_N = self.logprobs_N - self.old_logprobs_N
+        if not self.by_completion:
+            return log_ratio_N
+        return sequence_means(log_ratio_N, self.sequence_ids_N, self.num_sequences)[self.sequence_ids_N]
 
     def __post_init__(self) -> None:
         shape = self.logprobs_N.shape
@@ -99,7 +100,7 @@ class PolicyLoss:
 
     def outputs(self, inputs: PolicyLossInputs, flags: object) -> PolicyLossOutputs:
         """The loss of every token, to be summed and divided by the `denominator`; `flags` is the section of flags."""
-        outputs = with_flags(self.function, flags)(inputs)
+        outputs = with_flags(self.function, flags)(replace(inputs, by_completion=self.by_completion))
         return PolicyLossOutputs(
             losses_N=self.shares(outputs.losses_N, inputs),
             is_clipped_N=outputs.is_clipped_N * (inputs.advantages_N != 0),
@@ -117,10 +118,7 @@ class PolicyLoss:
 
     def importance_ratio(self, inputs: PolicyLossInputs) -> torch.Tensor:
         """The ratio by which the loss weighs each token: the token's own, or that of its completion."""
-        log_ratio_N = inputs.log_ratio_N
-        if self.by_completion:
-            log_ratio_N = inputs.mean_by_sequence(log_ratio_N)
-        return clamped_exp(log_ratio_N)
+        return clamped_exp(replace(inputs, by_completion=self.by_completion).log_ratio_N)
 
     def denominator(
         self, *, num_tokens: int, num_completions: int, response_length: int, constant: int | None = None
@@ -145,18 +143,6 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {}
 register = registers(POLICY_LOSSES, PolicyLoss)
 
 
-@register("dr_grpo", "−min(r A, clip(r) A)", "2503.20783 section 3.2", divided_by="response_length")
-@register("grpo", "−min(r A, clip(r) A) / |o|", "2402.03300 eq. 3", divided_by="completions", averaged=True)
-@register("dapo", "−min(r A, clip(r) A)", "2503.14476 eq. 8")
-def clipped_ratio(
-    inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, delta: float | None
-) -> PolicyLossOutputs:
-    """With `delta` the ratio of a negative advantage is at most that: the two-sided clip of INTELLECT-2 (arXiv
-    2505.07291), which above 1 + `clip_higher` is the dual clip of arXiv 1912.09729.
-    """
-    return _clipped(inputs, inputs.log_ratio_N, clip_lower, clip_higher, delta)
-
-
 @register("luspo", "−min(s A, clip(s) A)", "2602.05261", divided_by="completions", by_completion=True)
 @register(
     "gspo",
@@ -166,18 +152,16 @@ def clipped_ratio(
     averaged=True,
     by_completion=True,
 )
-def clipped_completion_ratio(
+@register("dr_grpo", "−min(r A, clip(r) A)", "2503.20783 section 3.2", divided_by="response_length")
+@register("grpo", "−min(r A, clip(r) A) / |o|", "2402.03300 eq. 3", divided_by="completions", averaged=True)
+@register("dapo", "−min(r A, clip(r) A)", "2503.14476 eq. 8")
+def clipped_ratio(
     inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, delta: float | None
 ) -> PolicyLossOutputs:
-    """The clipped ratio with s in place of every r of the completion."""
-    log_ratio_N = inputs.mean_by_sequence(inputs.log_ratio_N)
-    return _clipped(inputs, log_ratio_N, clip_lower, clip_higher, delta)
-
-
-def _clipped(
-    inputs: PolicyLossInputs, log_ratio_N: torch.Tensor, clip_lower: float, clip_higher: float, delta: float | None
-) -> PolicyLossOutputs:
-    ratio_N = clamped_exp(log_ratio_N)
+    """With `delta` the ratio of a negative advantage is at most that: the two-sided clip of INTELLECT-2 (arXiv
+    2505.07291), which above 1 + `clip_higher` is the dual clip of arXiv 1912.09729.
+    """
+    ratio_N = clamped_exp(inputs.log_ratio_N)
     bounded_N = ratio_N if delta is None else ratio_N.clamp(max=delta)
     unclipped_loss_N = -bounded_N * inputs.advantages_N
     clipped_loss_N = -ratio_N.clamp(1 - clip_lower, 1 + clip_higher) * inputs.advantages_N

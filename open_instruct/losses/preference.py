@@ -17,11 +17,11 @@ Legend: P pairs. All log-probs are in nats.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from open_instruct.losses.flags_taken import flags_taken, registers
+from open_instruct.losses.flags_taken import flags_taken, registers, with_flags
 from open_instruct.losses.logprobs import MAX_LOG_RATIO, per_token
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ SHORTER = "ld_alpha"
 DIVERGENCE = "f_divergence_type"
 # Those of --f_divergence_type; the first is DPO's.
 F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+# What each of these flags chooses, and the value that changes nothing.
+CHANGING_FLAGS = {
+    SHORTER: ("sums over replies to desensitize", None),
+    DIVERGENCE: ("divergence to choose", F_DIVERGENCES[0]),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,25 +67,6 @@ class PreferenceLossInputs:
             tensor = getattr(self, name)
             shape = (int(name[-2]), num_pairs)
             assert tensor is None or tensor.shape == shape, f"{name}: {tuple(tensor.shape)}, not {shape}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceLossOutputs:
-    """Per-pair results. Only `losses_P` carries a gradient.
-
-    Rewards are beta * (policy - reference) of the log-probs as the loss sees them (simpo: beta * policy):
-    sums, or means over the reply's tokens for a length-normalised loss. `logps_2P` are those of the policy.
-    Among several losses the leading one decides. `parts` are the separate losses before they are weighted.
-    `is_right_P` says whether the chosen reply has the higher reward, by more than the log-probs' rounding: a policy
-    that equals its reference is right on no pair, even if the reference was computed on ranks that split rows
-    otherwise.
-    """
-
-    losses_P: torch.Tensor
-    rewards_2P: torch.Tensor
-    logps_2P: torch.Tensor
-    is_right_P: torch.Tensor
-    parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +122,22 @@ class PreferenceLoss:
     def reads(self) -> tuple[str, ...]:
         """The flags that not every loss reads."""
         return (*flags_taken(self.function), *self.changed_by)
+
+    def losses(self, inputs: PreferenceLossInputs, flags: Any) -> torch.Tensor:
+        """The loss of every pair; `flags` is the section of flags."""
+        return with_flags(self.function, flags)(self.compared(inputs, flags))
+
+    def compared(self, inputs: PreferenceLossInputs, flags: Any) -> ComparedPairs:
+        """The values of the chosen and of the rejected replies that it compares."""
+        compared_2P = inputs.policy_logps_2P
+        if self.needs_reference:
+            assert inputs.reference_logps_2P is not None, f"{flags.loss_type} needs the reference log-probs"
+            # Policy and reference are close, so subtracting them before chosen and rejected keeps the most digits.
+            compared_2P = compared_2P - inputs.reference_logps_2P
+        if self.per_token:
+            compared_2P = per_token(compared_2P, inputs.lengths_2P)
+        chosen_P, rejected_P = with_flags(divergence_terms, flags)(compared_2P)
+        return ComparedPairs(chosen_P=chosen_P, rejected_P=rejected_P, inputs=inputs, beta=flags.beta)
 
 
 PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {}

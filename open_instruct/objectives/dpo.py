@@ -6,7 +6,7 @@ Legend: P pairs of a microbatch, S = 2P documents of it (chosen first), N pairs 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from open_instruct.config.flags import spelled
@@ -14,18 +14,8 @@ from open_instruct.config.sections import PreferenceDataSection, PreferenceLossS
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import idle_problems, limit_problems, refuse, validated
 from open_instruct.data.preference_rows import PreferenceBuilder
-from open_instruct.losses.flags_taken import with_flags
 from open_instruct.losses.logprobs import ROUNDING, per_token, sum_by_reply
-from open_instruct.losses.preference import (
-    DIVERGENCE,
-    F_DIVERGENCES,
-    PREFERENCE_LOSSES,
-    SHORTER,
-    ComparedPairs,
-    PreferenceLossInputs,
-    PreferenceLossOutputs,
-    divergence_terms,
-)
+from open_instruct.losses.preference import CHANGING_FLAGS, PREFERENCE_LOSSES, PreferenceLossInputs
 from open_instruct.objectives.objective import (
     REFERENCE,
     REFERENCE_TOKENS,
@@ -43,12 +33,6 @@ if TYPE_CHECKING:
     import torch
 
     from open_instruct.data.token_dataset import TokenDataset
-
-# Flags that change the inputs of every loss: what each chooses, and the value that changes nothing.
-CHANGING_FLAGS = {
-    SHORTER: ("sums over replies to desensitize", None),
-    DIVERGENCE: ("divergence to choose", F_DIVERGENCES[0]),
-}
 
 
 @dataclass(kw_only=True)
@@ -141,6 +125,25 @@ def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | 
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceLossOutputs:
+    """Per-pair results. Only `losses_P` carries a gradient.
+
+    Rewards are beta * (policy - reference) of the log-probs as the loss sees them (simpo: beta * policy):
+    sums, or means over the reply's tokens for a length-normalised loss. `logps_2P` are those of the policy.
+    Among several losses the leading one decides. `parts` are the separate losses before they are weighted.
+    `is_right_P` says whether the chosen reply has the higher reward, by more than the log-probs' rounding: a policy
+    that equals its reference is right on no pair, even if the reference was computed on ranks that split rows
+    otherwise.
+    """
+
+    losses_P: torch.Tensor
+    rewards_2P: torch.Tensor
+    logps_2P: torch.Tensor
+    is_right_P: torch.Tensor
+    parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
 def preference_loss(loss: PreferenceLossSection, inputs: PreferenceLossInputs) -> PreferenceLossOutputs:
     """Losses, rewards and log-probs of P pairs (P may be 0) under the loss that the flags name, or the sum of several.
 
@@ -148,15 +151,13 @@ def preference_loss(loss: PreferenceLossSection, inputs: PreferenceLossInputs) -
     """
     import torch
 
-    parts = {}
-    for name in loss.names:
-        function = with_flags(PREFERENCE_LOSSES[name].function, loss)
-        parts[name] = function(compared(name, inputs, loss))
+    parts = {name: PREFERENCE_LOSSES[name].losses(inputs, loss) for name in loss.names}
     weights = loss.loss_weights or [1.0] * len(parts)
     weighted = [weight * part_P for part_P, weight in zip(parts.values(), weights, strict=True)]
-    leading = compared(loss.leading, inputs, loss)
+    deciding = PREFERENCE_LOSSES[loss.leading]
+    leading = deciding.compared(inputs, loss)
     logps_2P = inputs.policy_logps_2P
-    if PREFERENCE_LOSSES[loss.leading].per_token:
+    if deciding.per_token:
         logps_2P = per_token(logps_2P, inputs.lengths_2P)
     rounding_P = ROUNDING * logps_2P.abs().sum(dim=0)
     return PreferenceLossOutputs(
@@ -166,20 +167,6 @@ def preference_loss(loss: PreferenceLossSection, inputs: PreferenceLossInputs) -
         is_right_P=(leading.chosen_P - leading.rejected_P > rounding_P).float(),
         parts={name: part_P.detach() for name, part_P in parts.items()},
     )
-
-
-def compared(name: str, inputs: PreferenceLossInputs, loss: PreferenceLossSection) -> ComparedPairs:
-    """The values of the chosen and of the rejected replies that the loss of that name compares."""
-    known = PREFERENCE_LOSSES[name]
-    compared_2P = inputs.policy_logps_2P
-    if known.needs_reference:
-        assert inputs.reference_logps_2P is not None, f"{name} needs the reference log-probs"
-        # Policy and reference are close, so subtracting them before chosen and rejected keeps the most digits.
-        compared_2P = compared_2P - inputs.reference_logps_2P
-    if known.per_token:
-        compared_2P = per_token(compared_2P, inputs.lengths_2P)
-    chosen_P, rejected_P = with_flags(divergence_terms, loss)(compared_2P)
-    return ComparedPairs(chosen_P=chosen_P, rejected_P=rejected_P, inputs=inputs, beta=loss.beta)
 
 
 def first_loss(loss: PreferenceLossSection) -> float:

@@ -14,7 +14,7 @@ from itertools import chain, islice
 import numpy as np
 import torch
 
-from open_instruct.config.sections import OptimSection, PrefixSharing
+from open_instruct.config.sections import PrefixSharing
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.packing.balance import Microbatches, balanced, best_fit
 from open_instruct.packing.documents import pack_documents
@@ -51,13 +51,8 @@ class BatchShape:
     def max_samples_per_rank(self) -> int:
         return self.max_samples_per_microbatch * self.max_microbatches
 
-    def num_steps(self, num_samples: int, *, optim: OptimSection, layout: ShardLayout) -> int:
-        """Optimizer steps of the whole run."""
-        if optim.max_train_steps is not None:
-            return optim.max_train_steps
-        return optim.num_epochs * self.num_steps_per_epoch(num_samples, layout=layout)
-
     def num_steps_per_epoch(self, num_samples: int, *, layout: ShardLayout) -> int:
+        """Optimizer steps in which each sample comes once; the last may have fewer of them."""
         return -(-num_samples // (self.max_samples_per_rank * layout.data_parallel_world_size))
 
 

@@ -5,10 +5,10 @@ the same numbers and agree. docs/sharding.md explains the vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from math import gcd, isqrt, prod
+from dataclasses import fields, replace
+from math import gcd, prod
 
-from open_instruct.config.sections import ParallelSection
+from open_instruct.config.sections import DegreesSection, ParallelSection
 from open_instruct.config.training import backend_named
 from open_instruct.errors import InputError
 from open_instruct.parallel.wording import group_name, nodes_text, ranks_text
@@ -90,19 +90,10 @@ def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardL
     return backend_named(parallel.backend).layout(parallel, gpus_per_node)
 
 
-def layout_of_degrees(
-    parallel: ParallelSection, gpus_per_node: Sequence[int], *, shard_degree: int | None, num_replicas: int | None
-) -> ShardLayout:
-    """`resolve_layout` for the flags that all backends read."""
-    return resolve_layout(
-        gpus_per_node,
-        fsdp_shard_degree=shard_degree,
-        fsdp_num_replicas=num_replicas,
-        tensor_parallel_degree=parallel.tensor_parallel_degree,
-        context_parallel_degree=parallel.context_parallel_degree,
-        expert_parallel_degree=parallel.expert_parallel_degree,
-        single_device=parallel.single_gpu_mode,
-    )
+def layout_of_degrees(parallel: ParallelSection, gpus_per_node: Sequence[int], **own: int | None) -> ShardLayout:
+    """`resolve_layout` for the degrees that the flags give, but for those that a backend has of its `own`."""
+    degrees = {each.name: getattr(parallel, each.name) for each in fields(DegreesSection)}
+    return resolve_layout(gpus_per_node, **(degrees | own), single_device=parallel.single_gpu_mode)
 
 
 def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> None:
@@ -168,8 +159,7 @@ def _check_experts_axis(degree: int, shard_degree: int, tensor: int, context: in
 
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending: of 12, `(1, 2, 3, 4, 6, 12)`."""
-    low = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
-    return tuple(sorted({*low, *(number // candidate for candidate in low)}))
+    return tuple(candidate for candidate in range(1, number + 1) if number % candidate == 0)
 
 
 def _check_model_parallel(nodes: tuple[int, ...], tensor: int, context: int) -> None:

@@ -1,6 +1,7 @@
 """The spelling of ranks, groups and nodes in warnings, errors and pictures."""
 
 from collections.abc import Sequence
+from string import ascii_uppercase
 
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.wording import counted
@@ -18,12 +19,8 @@ def degrees_of(layout: ShardLayout) -> list[str]:
 
 def group_name(index: int) -> str:
     """The letters of a shard group, as in a spreadsheet: A, B, … Z, AA, AB, …"""
-    name = ""
-    index += 1
-    while index:
-        index, letter = divmod(index - 1, 26)
-        name = chr(ord("A") + letter) + name
-    return name
+    before, letter = divmod(index, 26)
+    return (group_name(before - 1) if before else "") + ascii_uppercase[letter]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

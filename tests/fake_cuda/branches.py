@@ -352,12 +352,12 @@ def adams(folder: Path) -> Any:
     import torch
     from olmo_core.optim import AdamWConfig
 
-    from open_instruct.learner.deepspeed import build
+    from open_instruct.learner.deepspeed import zero
 
     device, warnings = torch.device("cuda", 0), list[str]()
-    with patch.object(build, "building_problem", lambda adam: None):
+    with patch.object(zero, "building_problem", lambda adam: None):
         kinds = [
-            build.choose_adam(AdamWConfig(), build.adam_for(device, adam_offload=offloads), warn=warnings.append)
+            zero.choose_adam(AdamWConfig(), zero.adam_for(device, adam_offload=offloads), warn=warnings.append)
             for offloads in (False, True)
         ]
     return [kind.optimizer().__name__ for kind in kinds] + warnings

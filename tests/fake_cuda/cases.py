@@ -348,7 +348,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     from tests.unit.small_models import VOCAB_SIZE
 
     if config.parallel.backend == "olmo_core":
-        from open_instruct.learner.olmo_core.build import build_backend
+        from open_instruct.learner.olmo_core.fsdp2 import build_backend
     else:
         build_backend = _build_zero
 
@@ -435,7 +435,7 @@ def _build_zero(*arguments: Any, **more: Any) -> Any:
     """DeepSpeed with PyTorch's AdamW: its own optimizers are kernels, which nobody can pretend."""
     import torch
 
-    from open_instruct.learner.deepspeed import build
+    from open_instruct.learner.deepspeed import zero
     from open_instruct.learner.deepspeed.library import deepspeed
 
     os.environ["LOCAL_RANK"] = "0"
@@ -451,10 +451,10 @@ def _build_zero(*arguments: Any, **more: Any) -> Any:
         return module if is_device else move(module, *where, **more)
 
     with (
-        patch.object(build, "adam_for", lambda *_, **__: "AdamW"),
+        patch.object(zero, "adam_for", lambda *_, **__: "AdamW"),
         patch.object(torch.nn.Module, "to", stays),
     ):
-        return build.build_backend(*arguments, **more)
+        return zero.build_backend(*arguments, **more)
 
 
 def _rows(case: Case, form: Any, num_rows: int) -> Any:

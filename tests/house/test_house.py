@@ -114,7 +114,7 @@ WITHOUT_TORCH = [
         "parallel/layout.py",
     ),
     *("run/first_look.py", "parallel/processes.py"),
-    *(f"learner/deepspeed/{name}.py" for name in ("settings", "planned", "versions", "record", "grpo_flags")),
+    *(f"learner/deepspeed/{name}.py" for name in ("settings", "planned", "record", "grpo_flags")),
     "learner/olmo_core/record.py",
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
     *(str(path.relative_to(PACKAGE)) for room in ("planning", "report") for path in (PACKAGE / room).rglob("*.py")),

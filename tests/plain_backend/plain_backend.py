@@ -32,7 +32,7 @@ class Plain:
     def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
         if sum(gpus_per_node) != 1:
             raise InputError(f"--backend plain is one process, not {sum(gpus_per_node)}; use --backend olmo_core")
-        return layout_of_degrees(parallel, gpus_per_node, shard_degree=None, num_replicas=None)
+        return layout_of_degrees(parallel, gpus_per_node)
 
     def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
         return "plain PyTorch"

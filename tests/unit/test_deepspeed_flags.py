@@ -16,8 +16,7 @@ from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.learner.deepspeed.grpo_flags import GRPOFastConfig
-from open_instruct.learner.deepspeed.settings import engine_settings, zpg_of
-from open_instruct.learner.deepspeed.versions import refuse_unfit
+from open_instruct.learner.deepspeed.settings import engine_settings, refuse_unfit, zpg_of
 from open_instruct.learner.model import kernels
 from open_instruct.learner.model.kernels import kernel_warnings
 from open_instruct.learner.optim.optimizers import build_optimizer_config
@@ -251,30 +250,30 @@ class TestAdam:
     def test_it_is_that_of_the_device_that_holds_the_states(
         self, device: torch.device, adam_offload: bool, adam: Any, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from open_instruct.learner.deepspeed import build
+        from open_instruct.learner.deepspeed import zero
 
-        monkeypatch.setattr(build, "building_problem", lambda adam: None)
-        assert build.adam_for(device, adam_offload=adam_offload) == adam
+        monkeypatch.setattr(zero, "building_problem", lambda adam: None)
+        assert zero.adam_for(device, adam_offload=adam_offload) == adam
         optim = config_of("--weight_decay 0.1 --learning_rate 0.5 --adam_beta2 0.95 --adam_epsilon 1e-5").optim
         torchs = build_optimizer_config(optim, device=device)
-        chosen = build.choose_adam(torchs, adam, warn=pytest.fail)
+        chosen = zero.choose_adam(torchs, adam, warn=pytest.fail)
         assert chosen.optimizer().__name__ == name
         for one in ("lr", "betas", "eps", "weight_decay", "group_overrides"):
             assert getattr(chosen, one) == getattr(torchs, one)
 
     def test_pytorchs_steps_where_its_kernel_cannot_be_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from open_instruct.learner.deepspeed import build
+        from open_instruct.learner.deepspeed import zero
 
-        monkeypatch.setattr(build, "building_problem", lambda adam: COMPILER_IS_MISSING)
+        monkeypatch.setattr(zero, "building_problem", lambda adam: COMPILER_IS_MISSING)
         torchs, said = build_optimizer_config(config_of("").optim, device=CPU), list[str]()
-        chosen = build.choose_adam(torchs, "FusedAdam", warn=said.append)
+        chosen = zero.choose_adam(torchs, "FusedAdam", warn=said.append)
         assert chosen is torchs
         assert said == [
             "DeepSpeed's FusedAdam cannot be compiled here (RuntimeError: no nvcc); PyTorch's AdamW takes the steps"
         ]
 
     def test_what_its_builder_raises_is_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from open_instruct.learner.deepspeed.build import building_problem, deepspeed
+        from open_instruct.learner.deepspeed.zero import building_problem, deepspeed
 
         def load(builder: object) -> None:
             raise RuntimeError("no\n  nvcc")
@@ -286,7 +285,7 @@ class TestAdam:
 
 
 def test_nothing_is_said_of_a_compiler_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from open_instruct.learner.deepspeed.build import uncompiled
+    from open_instruct.learner.deepspeed.zero import uncompiled
 
     def warnings(config: DPOConfig) -> list[str]:
         return list(kernel_warnings(config.memory, param_dtype="bfloat16", device=CUDA))

@@ -16,7 +16,7 @@ import torch
 from open_instruct.errors import InputError, RunError
 from open_instruct.learner.model.forward import beside_labels, hidden_at_labels, token_logprobs
 from open_instruct.learner.reference import Comparison
-from open_instruct.learner.rows.row_cache import RowCache
+from open_instruct.learner.scoring import RowCache
 from open_instruct.losses.distillation import divergence, keep_top_k, top_k_divergence
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import LogprobHead, Measure

@@ -14,7 +14,7 @@ from open_instruct.config.sections import MemorySection
 from open_instruct.errors import InputError
 from open_instruct.learner import reference
 from open_instruct.learner.model import kernels
-from open_instruct.learner.model.kernels import FA3, compiler_problem, compiles, kernel_warnings, try_fa3
+from open_instruct.learner.model.kernels import FA3, compiler_problem, compiles, kernel_warnings
 from open_instruct.models.build import build_model
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
@@ -137,75 +137,67 @@ def test_what_leaves_speed_unused_is_warned_of_once(
 
 
 class TestFlashAttention3:
+    @pytest.fixture
+    def pretended(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+        """What happened to a pretended FlashAttention 3, which is installed beside a GPU of the Hopper generation."""
+        happened: list[str] = []
+
+        def register() -> Any:
+            happened.append("registered")
+            return SimpleNamespace(remove=lambda: happened.append("removed"))
+
+        monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, FA3, register)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(kernels, "find_spec", lambda name: "a spec")
+        yield happened
+        if torch_attention.current_flash_attention_impl() is not None:
+            torch_attention.restore_flash_attention_impl()
+
     @pytest.mark.parametrize(
-        ("capability", "has_package", "known", "expected"),
+        ("capability", "has_package", "param_dtype", "said"),
         [
-            ((9, 0), True, ["FA3", "FA4"], "tried"),
-            ((9, 0), False, ["FA3", "FA4"], kernels.WITHOUT_FA3),
-            ((8, 0), True, ["FA3"], None),
-            ((10, 0), True, ["FA3"], None),
-            ((9, 0), True, [], None),
+            ((9, 0), True, "bfloat16", "attention by FlashAttention 3"),
+            ((9, 0), False, "bfloat16", "OPEN_INSTRUCT_FA3=1"),
+            ((9, 0), True, "float32", None),
+            ((8, 0), True, "bfloat16", None),
+            ((10, 0), True, "bfloat16", None),
         ],
     )
     def test_where_it_is_taken(
         self,
         capability: tuple[int, int],
         has_package: bool,
-        known: list[str],
-        expected: str | None,
+        param_dtype: str,
+        said: str | None,
+        pretended: list[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(kernels, "find_spec", lambda name: "a spec" if has_package else None)
-        monkeypatch.setattr(torch_attention, "list_flash_attention_impls", lambda: known)
-        monkeypatch.setattr(kernels, "try_fa3", lambda probe: "tried")
-        assert kernels.choose_attention(CUDA, param_dtype="bfloat16") == expected
+        message = kernels.choose_attention(CUDA, param_dtype=param_dtype)
+        assert message is None if said is None else message is not None and said in message
+        is_taken = message is not None and has_package
+        assert torch_attention.current_flash_attention_impl() == (FA3 if is_taken else None)
+        assert pretended == ["registered"] * is_taken
 
-    def test_pytorch_has_the_door(self) -> None:
+    def test_pytorch_has_the_door(self, pretended: list[str]) -> None:
         assert FA3 in torch_attention.list_flash_attention_impls()
-        assert kernels.choose_attention(CPU, param_dtype="bfloat16") is None
+        assert kernels.choose_attention(CPU, param_dtype="bfloat16") is None and not pretended
 
-    @pytest.mark.parametrize("major", [8, 9, 10])
-    def test_where_it_would_run_and_is_not_there_a_sentence_says_so(
-        self, major: int, monkeypatch: pytest.MonkeyPatch
+    def test_it_is_left_out_where_pytorch_knows_none(
+        self, monkeypatch: pytest.MonkeyPatch, pretended: list[str]
     ) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-        said = kernels.choose_attention(torch.device("cuda", 0), param_dtype="bfloat16")
-        assert (said is not None and "OPEN_INSTRUCT_FA3=1" in said) == (major == 9)
+        monkeypatch.setattr(torch_attention, "list_flash_attention_impls", list)
+        assert kernels.choose_attention(CUDA, param_dtype="bfloat16") is None and not pretended
 
-    @pytest.fixture
-    def pretended(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-        """What happened to a pretended FlashAttention 3."""
-        happened: list[str] = []
-
-        class Handle:
-            def remove(self) -> None:
-                happened.append("removed")
-
-        def register() -> Handle:
-            happened.append("registered")
-            return Handle()
+    @pytest.mark.parametrize("error", [RuntimeError, ImportError])
+    def test_it_is_left_out_if_pytorch_does_not_take_it(
+        self, error: type[Exception], monkeypatch: pytest.MonkeyPatch, pretended: list[str]
+    ) -> None:
+        def register() -> Any:
+            raise error("no backward\nkernels")
 
         monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, FA3, register)
-        yield happened
-        if torch_attention.current_flash_attention_impl() is not None:
-            torch_attention.restore_flash_attention_impl()
-
-    @pytest.mark.parametrize(("off", "is_kept"), [(0.0, True), (1e-3, True), (0.1, False), (float("nan"), False)])
-    def test_it_stays_if_a_trial_gives_the_same(self, off: float, is_kept: bool, pretended: list[str]) -> None:
-        def probe() -> list[torch.Tensor]:
-            is_active = torch_attention.current_flash_attention_impl() == FA3
-            return [torch.ones(4), torch.ones(4) * (1 + off * is_active)]
-
-        said = try_fa3(probe)
-        assert pretended == (["registered"] if is_kept else ["registered", "removed"])
-        assert ("left out" in said) is not is_kept
-
-    def test_it_is_left_out_if_the_trial_fails(self, pretended: list[str]) -> None:
-        def probe() -> list[torch.Tensor]:
-            if torch_attention.current_flash_attention_impl() == FA3:
-                raise RuntimeError("FA3 flash_attention forward unsupported")
-            return [torch.ones(4)]
-
-        assert try_fa3(probe).endswith("left out: RuntimeError: FA3 flash_attention forward unsupported")
+        said = kernels.choose_attention(CUDA, param_dtype="bfloat16")
+        assert said is not None and said.endswith(f"left out: {error.__name__}: no backward kernels")
         assert torch_attention.current_flash_attention_impl() is None

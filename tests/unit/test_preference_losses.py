@@ -11,11 +11,7 @@ import torch
 
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.errors import InputError
-from open_instruct.losses.preference import (
-    PREFERENCE_LOSSES,
-    PreferenceLossInputs,
-    PreferenceLossOutputs,
-)
+from open_instruct.losses.preference import PREFERENCE_LOSSES, PreferenceLossInputs
 from open_instruct.objectives import dpo
 
 CHOSEN, REJECTED = [-3.0, -10.0], [-8.0, -2.0]
@@ -27,7 +23,7 @@ REFERENCE_BASED = [name for name, loss in PREFERENCE_LOSSES.items() if loss.need
 
 def preference_loss(
     name: str, inputs: PreferenceLossInputs, *, beta: float, label_smoothing: float = 0.0, gamma_beta_ratio: float = 0.0
-) -> PreferenceLossOutputs:
+) -> dpo.PreferenceLossOutputs:
     flags = {"beta": beta, "label_smoothing": label_smoothing, "gamma_beta_ratio": gamma_beta_ratio}
     return dpo.preference_loss(section(name, **flags), inputs)
 

@@ -33,8 +33,7 @@ from open_instruct.learner.optim.optimizers import (
     build_scheduler,
 )
 from open_instruct.learner.policy import token_fractions
-from open_instruct.learner.rows.row_cache import RowCache
-from open_instruct.learner.scoring import open_reference_cache
+from open_instruct.learner.scoring import RowCache, open_reference_cache
 from open_instruct.models.build import build_model
 from open_instruct.packing.steps import BatchShape, collate, step_batch
 from open_instruct.parallel.reduce import over_microbatches, reduce_metrics
@@ -420,9 +419,7 @@ print("TOLD", run, [(row["step"], row["rewards/margin"]) for row in SQLiteStorag
 def test_number_of_steps() -> None:
     layout = ShardLayout(gpus_per_node=(2,), shard_degree=2, num_replicas=1)
     shape = shape_of()  # 4 pairs a rank, 8 a step
-    assert shape.num_steps(17, optim=OptimSection(num_epochs=2), layout=layout) == 6
-    # More steps than the epochs have: the data is gone through again.
-    assert shape.num_steps(17, optim=OptimSection(num_epochs=1, max_train_steps=20), layout=layout) == 20
+    assert [shape.num_steps_per_epoch(num_samples, layout=layout) for num_samples in (1, 8, 16, 17)] == [1, 1, 2, 3]
 
 
 def test_a_gpus_memory_is_its_allocators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from open_instruct.learner.deepspeed.versions import refuse_unfit
+from open_instruct.learner.deepspeed.settings import refuse_unfit
 
 
 def _loaded() -> Any:

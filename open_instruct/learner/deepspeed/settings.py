@@ -1,68 +1,31 @@
-"""Flags become DeepSpeed's own configuration, or are refused; neither torch nor DeepSpeed is imported."""
+"""DeepSpeed's own configuration, made of the flags, and its version; neither torch nor DeepSpeed is imported."""
 
-from collections.abc import Iterator
-from math import gcd
+import importlib.metadata
 from typing import Any
 
-from open_instruct.config.flags import flags_of
-from open_instruct.config.rollout_sections import LearnerParallelSection
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from open_instruct.config.sections import ModelSection, OptimizerSection, ParallelSection
-from open_instruct.config.training import LearnerConfig
-from open_instruct.config.validation import changed
+from open_instruct.errors import InputError
 
-# Flags that only the other backend has, with a reason; and the first stage of ZeRO at which a flag has a use.
-NOT_HAD = {
-    **dict.fromkeys(("fsdp_shard_degree", "fsdp_num_replicas", "expert_parallel_degree", "init_device"), ""),
-    **dict.fromkeys(("gradient_reduction", "fsdp_prefetch_factor", "compile_model"), ""),
-    **dict.fromkeys(("activation_memory_budget", "float8_linears"), ""),
-    "optimizer": " (it steps AdamW; its own Muon takes the gradient's norm, and clips, when matrices are orthogonal)",
-}
-FIRST_STAGE = {"adam_offload": 1, "offload": 3, "tensor_parallel_degree": 1}
+WANTED = SpecifierSet(">=0.19.8,<0.20")
 
 
-def settle(config: LearnerConfig) -> None:
-    """Set the defaults of ZeRO's flags. Other backends leave them None, so a flag that was given can be refused."""
-    parallel = config.parallel
-    if parallel.deepspeed_stage is None:
-        parallel.deepspeed_stage = 2
-    if parallel.deepspeed_zpg is None:
-        parallel.deepspeed_zpg = neighbours_of(parallel)
-    if config.memory.activation_checkpointing == "auto":
-        config.memory.activation_checkpointing = "full"
-
-
-def neighbours_of(parallel: ParallelSection) -> int:
-    """The default of `deepspeed_zpg`: the number of ranks that share a second copy of the weights.
-
-    It is 8, as upstream, or the most that a node has room for; and 1 on one node, where a second copy is no nearer.
-    """
-    nodes = parallel.num_learners_per_node if isinstance(parallel, LearnerParallelSection) else [1]
-    has_second = parallel.deepspeed_stage == 3 and parallel.tensor_parallel_degree == 1 and len(nodes) > 1
-    return max(n for n in range(1, 9) if gcd(*nodes) % n == 0) if has_second else 1
+def refuse_unfit() -> None:
+    """:raises InputError: DeepSpeed is missing, or its version is none that the tests were run with."""
+    remedy = "make install puts it in, and so does pip install 'open-instruct[deepspeed]'"
+    try:
+        version = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        raise InputError(f"--backend deepspeed: the package deepspeed is not installed; {remedy}") from None
+    if Version(version) not in WANTED:
+        raise InputError(f"--backend deepspeed: deepspeed {version} is installed, and {WANTED} is needed; {remedy}")
 
 
 def zpg_of(parallel: ParallelSection) -> int:
     """`deepspeed_zpg` at stage 3, and 1 below it, where no weights are gathered."""
     return parallel.deepspeed_zpg if parallel.deepspeed_stage == 3 else 1
-
-
-def problems(config: LearnerConfig) -> Iterator[str]:
-    """The combinations of ZeRO's flags with each other, and with other flags, that cannot work."""
-    stage, flags = config.parallel.deepspeed_stage, flags_of(type(config))
-    for name, why in sorted(NOT_HAD.items()):
-        for given in changed(config, name) if name in flags else ():
-            yield f"{given} cannot go with --backend deepspeed{why}; leave it out, or use --backend olmo_core"
-    if stage == 0 and config.model.param_dtype == "bfloat16":
-        lost = "keeps no float32 weights beside the bfloat16 ones, and small updates are lost"
-        yield f"--deepspeed_stage 0 {lost}; use --deepspeed_stage 1, 2 or 3, or --param_dtype float32"
-    if config.parallel.tensor_parallel_degree > 1 and (zpg := zpg_of(config.parallel)) > 1:
-        yield f"--deepspeed_zpg {zpg}: neighbours that split matrices have no weights in common; leave one of them out"
-    if config.adapters is not None and config.parallel.tensor_parallel_degree > 1:
-        given = f"--backend deepspeed --tensor_parallel_degree {config.parallel.tensor_parallel_degree}"
-        yield f"{given} cannot go with --use_lora: use --backend olmo_core"
-    for name, first in FIRST_STAGE.items():
-        for given in changed(config, name) if stage < first else ():
-            yield f"{given} has no use under --deepspeed_stage {stage}; use {first} or more"
 
 
 def engine_settings(

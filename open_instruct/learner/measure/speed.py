@@ -23,31 +23,38 @@ LEAST_TOKENS = 256  # fewer tokens take a GPU as long, since reading the head's 
 
 
 class StepClock:
-    """Adds up the time of named parts of a step; a GPU's by CUDA events, without a wait for the device."""
+    """Takes the time of named parts of a step; a GPU's by CUDA events, without a wait for the device.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where the parts run.
+        most: spans that are kept until they are read; default: all.
+    """
+
+    def __init__(self, device: torch.device, *, most: int | None = None) -> None:
         self._on_gpu = device.type == "cuda"
-        self._spans: list[tuple[str, Moment, Moment]] = []
+        self._spans = deque[tuple[Any, Moment, Moment]](maxlen=most)
 
     @contextmanager
-    def timing(self, part: str) -> Iterator[None]:
-        began = self.now()
+    def timing(self, part: Any) -> Iterator[None]:
+        began = self._now()
         yield
-        self._spans.append((part, began, self.now()))
+        self._spans.append((part, began, self._now()))
+
+    def finished(self) -> list[tuple[Any, float]]:
+        """Part and seconds of each span that the device has finished since the last call; others come later."""
+        spans = [(span, _seconds_between(*span[1:])) for span in self._spans]
+        self._spans.clear()
+        self._spans.extend(span for span, seconds in spans if seconds is None)
+        return [(span[0], seconds) for span, seconds in spans if seconds is not None]
 
     def read(self) -> dict[str, float]:
-        """Seconds by `time/PART` of the spans that the device has finished since the last call; others come later."""
-        read, left = defaultdict[str, float](float), []
-        for span in self._spans:
-            seconds = _seconds_between(*span[1:])
-            if seconds is None:
-                left.append(span)
-            else:
-                read[f"time/{span[0]}"] += seconds
-        self._spans = left
-        return dict(read)
+        """The sums of what has `finished`, by `time/PART`."""
+        sums = defaultdict[str, float](float)
+        for part, seconds in self.finished():
+            sums[f"time/{part}"] += seconds
+        return dict(sums)
 
-    def now(self) -> Moment:
+    def _now(self) -> Moment:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -63,8 +70,7 @@ class OwnPace:
     """
 
     def __init__(self, head: torch.nn.Module, device: torch.device) -> None:
-        self._clock = StepClock(device)
-        self._spans = deque[tuple[int, Moment, Moment]](maxlen=MOST_PASSES)
+        self._clock = StepClock(device, most=MOST_PASSES)
         if isinstance(head, LogprobHead) and head.tp_enabled:
             head.compute_losses = self._timed(head.compute_losses or losses_of_logits, _num_logits)
         else:
@@ -72,20 +78,14 @@ class OwnPace:
 
     def read(self) -> float | None:
         """Median seconds for a token since the last call; None where all passes are too short to tell."""
-        spans = [(num_tokens, _seconds_between(began, ended)) for num_tokens, began, ended in self._spans]
-        paces = [
-            seconds / num_tokens
-            for num_tokens, seconds in spans
-            if num_tokens >= LEAST_TOKENS and seconds and seconds > SHORT_S
-        ]
-        self._spans.clear()
+        passes = self._clock.finished()
+        paces = [seconds / num for num, seconds in passes if num >= LEAST_TOKENS and seconds > SHORT_S]
         return median(paces) if paces else None
 
     def _timed(self, function: Callable[..., Any], num_tokens: Callable[..., int]) -> Callable[..., Any]:
         def timed(*inputs: Any, **more: Any) -> Any:
-            began, output, ended = self._clock.now(), function(*inputs, **more), self._clock.now()
-            self._spans.append((max(1, num_tokens(*inputs, **more)), began, ended))
-            return output
+            with self._clock.timing(num_tokens(*inputs, **more)):
+                return function(*inputs, **more)
 
         return timed
 

@@ -1,7 +1,8 @@
-"""The backend on FSDP2: OLMo-core's train module, whose model serves any loss."""
+"""The backend on FSDP2: OLMo-core's train module, whose model serves any loss, filled from a checkpoint on disk."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,18 +14,58 @@ from olmo_core.nn.transformer import Transformer
 from olmo_core.optim import SkipStepOptimizer
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FSDPModule
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.backend import Metrics, has_part, refuse_other_backend
-from open_instruct.learner.reference import Reference, build_reference
-from open_instruct.learner.sharded import IN_CHECKPOINT, ShardedModule
+from open_instruct.learner.backend import Metrics, ShardedModule, refuse_other_backend, unfilled
+from open_instruct.learner.model.float8 import float8_config
+from open_instruct.learner.model.kernels import choose_kernels, compiles
+from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.learner.reference import Reference, build_reference, build_replica, sharding
 from open_instruct.models.attention.attention import context_of
 from open_instruct.models.compiled import prepare_compiler
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.shards import local_part
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
+
+# Checkpoints of adapters hold no frozen weights.
+STATE_OF_ADAPTERS = {
+    "state_dict_save_opts": StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True),
+    "state_dict_load_opts": StateDictOptions(
+        flatten_optimizer_state_dict=True, strict=False, ignore_frozen_params=True
+    ),
+}
+
+
+def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int) -> FSDP2Backend:
+    """FSDP-first: build without weights, parallelize, then stream the checkpoint into the shards."""
+    model, optim, device = config.model, config.optim, run.process.device
+    transformer = unfilled(pretrained, config, init_device=model.init_device)
+    transformer.splits_experts = run.layout.expert_parallel_degree > 1
+    kernels = {
+        "ac_config": choose_kernels(transformer, run=run, config=config),
+        "float8_config": float8_config(model.float8_linears, model=transformer, device=device),
+    }
+    # FSDP gathers in the compute dtype; on a single device a copy in that dtype computes, unless the model is frozen.
+    has_copy = run.layout.single_device and model.param_dtype != "float32" and config.adapters is None
+    module = FSDP2Backend(
+        reduces_last=config.parallel.gradient_reduction == "last",
+        model=transformer,
+        optim=build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases),
+        scheduler=build_scheduler(optim, num_steps=num_steps),
+        compile_model=not has_copy and compiles(config.memory, layout=run.layout, device=device),
+        # Infinity clips nothing and still measures the norm.
+        max_grad_norm=optim.max_grad_norm or math.inf,
+        **sharding(run, config),
+        **({} if has_copy else kernels),
+        **({} if config.adapters is None else STATE_OF_ADAPTERS),
+    )
+    if has_copy:
+        module.compute_with(build_replica(pretrained, run=run, config=config, **kernels))
+    module.fill(pretrained, run=run, config=config)
+    return module
 
 
 def hand_gradients_over(copy: Transformer, masters: Transformer) -> None:
@@ -132,7 +173,7 @@ class FSDP2Backend(ShardedModule):
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
         refuse_other_backend(metadata.state_dict_metadata, own="olmo_core", part="model")
         state = super().state_dict_to_load(metadata, optim=optim)
-        return state | (self.state_of_reference() if has_part(metadata.state_dict_metadata, IN_CHECKPOINT) else {})
+        return state | self.state_of_reference(metadata.state_dict_metadata)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -41,9 +41,7 @@ class OlmoCore:
         """OLMo-core is always there."""
 
     def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
-        return layout_of_degrees(
-            parallel, gpus_per_node, shard_degree=parallel.fsdp_shard_degree, num_replicas=parallel.fsdp_num_replicas
-        )
+        return layout_of_degrees(parallel, gpus_per_node)
 
     def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
         splits_experts = ", which splits experts" if layout.expert_parallel_degree > 1 else ""
@@ -55,7 +53,7 @@ class OlmoCore:
         return Backend()
 
     def build(self, *pretrained: Any, **run: Any) -> FSDP2Backend:
-        from open_instruct.learner.olmo_core.build import build_backend
+        from open_instruct.learner.olmo_core.fsdp2 import build_backend
 
         return build_backend(*pretrained, **run)
 

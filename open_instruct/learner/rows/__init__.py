@@ -1,1 +1,1 @@
-"""Rows on their way to a step: loaders, batches built ahead, and caches of numbers for rows."""
+"""Rows on their way to a step: loaders, and batches built ahead."""

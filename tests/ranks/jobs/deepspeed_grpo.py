@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from open_instruct.learner.deepspeed import build
+from open_instruct.learner.deepspeed import zero
 from open_instruct.models.export import export_hf
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.lora.adapters import weights_of as merged_weights_of
@@ -24,13 +24,13 @@ NUM_COMPLETIONS = 9
 
 
 def run_each(**arguments: Any) -> list[list[dict[str, float]]]:
-    build.engine_settings = as_for_large_models
+    zero.engine_settings = as_for_large_models
     return grpo_steps.run_each(**arguments)
 
 
 def sync(cases: list[dict[str, Any]], ports: list[int], num_learners: int, folder: str) -> list[list[str]]:
     """For each case, what the receiver, which is the last rank, got other than an export of the masters."""
-    build.engine_settings = as_for_large_models
+    zero.engine_settings = as_for_large_models
     os.environ.update(WORLD_SIZE=str(num_learners), LOCAL_WORLD_SIZE=str(num_learners))
     differing = []
     for number, (case, port) in enumerate(zip(cases, ports, strict=True)):
@@ -73,7 +73,7 @@ def _send_twice(flags: list[str], way: str, dtype: str, info_path: Path, out: Pa
 
 def stop_and_go_on(flags: list[str], ports: list[int], num_steps: int) -> dict[str, Any]:
     """The rows after a checkpoint in the middle: of the run that wrote it, and of one that began with it."""
-    build.engine_settings = as_for_large_models
+    zero.engine_settings = as_for_large_models
     rows, ends = [], []
     for port, resumes in zip(ports, (False, True), strict=True):
         os.environ["MASTER_PORT"] = str(port)

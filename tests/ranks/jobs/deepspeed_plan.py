@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from open_instruct.config.parser import parse
-from open_instruct.learner.deepspeed import build as built
+from open_instruct.learner.deepspeed import zero as built
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.policy import Policy

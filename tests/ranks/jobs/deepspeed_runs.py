@@ -17,7 +17,7 @@ from open_instruct.errors import InputError, RunError
 
 # What `train` imports when it is called, so that the ranks share it.
 from open_instruct.learner import export, loop  # noqa: F401
-from open_instruct.learner.deepspeed import build
+from open_instruct.learner.deepspeed import zero
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.policy import Policy
@@ -69,7 +69,7 @@ def one(
     callback = None if does is None else CALLBACKS[does]()
     with ExitStack() as held:
         if not persists:
-            held.enter_context(mock.patch.object(build, "engine_settings", as_for_large_models))
+            held.enter_context(mock.patch.object(zero, "engine_settings", as_for_large_models))
         if does == "idle":  # as many chunks as a microbatch needs: ranks differ
             held.enter_context(mock.patch.object(LogprobHead, "max_logits_bytes", SMALL))
         if adam is not None:
@@ -115,7 +115,7 @@ def stepped_by(adam: str) -> Iterator[None]:
     kernels = SimpleNamespace(multi_tensor_adam=fused, adam_update=on_cpu, create_adam=nothing, destroy_adam=nothing)
     builder = getattr(deepspeed.ops.op_builder, f"{adam}Builder")
     with (
-        mock.patch.object(build, "adam_for", return_value=adam),
+        mock.patch.object(zero, "adam_for", return_value=adam),
         mock.patch.object(builder, "load", return_value=kernels),
     ):
         yield

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from open_instruct.config.parser import parse
-from open_instruct.learner.olmo_core.build import build_backend
+from open_instruct.learner.olmo_core.fsdp2 import build_backend
 from open_instruct.learner.policy import Policy
 from open_instruct.models.shards import local_part
 from open_instruct.objectives.dpo import DPO, DPOConfig

@@ -18,7 +18,7 @@ from open_instruct.config.parser import parse
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.learner import policy as policy_module
 from open_instruct.learner.loop import Loop
-from open_instruct.learner.olmo_core.build import build_backend
+from open_instruct.learner.olmo_core.fsdp2 import build_backend
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.reference import Comparison, Reference, build_reference
 from open_instruct.learner.scoring import compare_with
