@@ -1,4 +1,4 @@
-"""What learners send in a weight sync and plans count: runs of tensors that fill buckets, and the bytes of a message about
+"""What learners send in a weight sync and plans count: the tensors of each bucket, and the bytes of a message about
 changed weights.
 
 A learner's message about its parts of some tensors has a row for each part; behind the rows are, of each part, all

@@ -17,12 +17,16 @@ from open_instruct.parallel.layout import check_experts, check_heads, divisors, 
 from open_instruct.planning.memory.activations import BLOCK_MODULES
 from open_instruct.planning.memory.phases import Moments, Phase, memory_by_phase, phase_of
 from open_instruct.planning.memory.sync_buckets import sync_buckets
+from open_instruct.planning.step_time import ON_THE_PATH, StepTime, SyncCost, step_time, sync_costs
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import RunConfig, Workload, adapted, is_wrapped, objective_of, workload_of
-from open_instruct.planning.traffic.collectives import Exchange
-from open_instruct.planning.traffic.per_step import traffic_of_merging, traffic_of_weight_sync, traffic_per_step
-from open_instruct.planning.traffic.step_time import ON_THE_PATH, StepTime, SyncCost, step_time, sync_costs
+from open_instruct.planning.traffic import (
+    Exchange,
+    traffic_of_merging,
+    traffic_of_weight_sync,
+    traffic_per_step,
+)
 from open_instruct.shard_layout import ShardLayout
 
 # The share of a GPU that advice leaves free, and the share that --activation_checkpointing auto leaves free.

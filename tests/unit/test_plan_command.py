@@ -23,8 +23,8 @@ from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.plan import Plan, plan_of, ranked_layouts
 from open_instruct.planning.request import PlanRequest, parse_request
 from open_instruct.planning.shown.summary import LETTERS, PARTS, traffic_rows
+from open_instruct.planning.step_time import flops_per_step
 from open_instruct.planning.subject.units import GIB
-from open_instruct.planning.traffic.step_time import flops_per_step
 from open_instruct.report.plan_command import html_page, print_plan
 from open_instruct.wording import one_of
 from tests.unit.test_plan_check import FIELDS

@@ -7,7 +7,7 @@ from pathlib import Path
 from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.subject.units import GIB
-from open_instruct.planning.traffic.per_step import Exchange
+from open_instruct.planning.traffic import Exchange
 
 # Axes whose groups may leave a node.
 MEANT_TO_CROSS = ("replica", "sync", "world", "all")
