@@ -16,7 +16,6 @@ from open_instruct.errors import InputError
 from open_instruct.parallel.node_sizes import MAX_GPUS
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.plan import Plan, Setting, Way, plan_of, ranked_layouts, smaller_microbatches
-from open_instruct.planning.subject.words import said
 from open_instruct.planning.subject.workload import MIB
 
 # A faster layout is named only if it is faster by more than the error of a plan.
@@ -58,10 +57,6 @@ class Advice:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-
-    def lines(self) -> list[str]:
-        """The advice in sentences."""
-        return said("advice", self)
 
     @cached_property
     def to_fit(self) -> Change | None:

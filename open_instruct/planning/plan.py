@@ -21,12 +21,7 @@ from open_instruct.planning.step_time import ON_THE_PATH, StepTime, SyncCost, st
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import RunConfig, Workload, adapted, is_wrapped, objective_of, workload_of
-from open_instruct.planning.traffic import (
-    Exchange,
-    traffic_of_merging,
-    traffic_of_weight_sync,
-    traffic_per_step,
-)
+from open_instruct.planning.traffic import Exchange, traffic_of_merging, traffic_of_weight_sync, traffic_per_step
 from open_instruct.shard_layout import ShardLayout
 
 # The share of a GPU that advice leaves free, and the share that --activation_checkpointing auto leaves free.
