@@ -1,1 +1,0 @@
-"""Low-rank adapters: in the model, and on disk."""
