@@ -343,7 +343,7 @@ def context_calls(
 
 
 def expert_calls(shape: ModelShape, workload: Workload, *, trains: bool) -> Iterator[Calls]:
-    """Tokens to the ranks of their experts, and back (`models/experts/exchange.py`), where each expert gets as many.
+    """Tokens to the ranks of their experts, and back (`models/experts/routed.py`), where each expert gets as many.
 
     How many go to each is told first, in 32 bits.
     """
