@@ -18,10 +18,11 @@ from olmo_core.nn.transformer import Transformer
 
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, Family
-from open_instruct.models.build import build_model, find_not_finite
+from open_instruct.models.build import build_model
 from open_instruct.models.family import transformer_config, unknown_fields
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames, unpacked
+from open_instruct.models.load import find_not_finite
 from open_instruct.models.shards import held_of
 from tests.unit.small_models import CPU
 from tests.unit.small_models import hf_config as small_config
