@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -337,29 +336,6 @@ def _recomputations(shape: ModelShape, layout: ShardLayout) -> Iterator[dict[str
     for modules in ([*norms, *inner], [*norms, "attention"], [*norms, *inner, "feed_forward"]):
         patterns = [f"blocks.*.{module}" for module in modules]
         yield {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": patterns}
-
-
-def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:
-    """A plan for each way to share: by tokens per second, then those that do not fit.
-
-    The other flags stay as they are, so a tensor degree makes the global batch of DPO and SFT smaller: what is
-    compared is the tokens that all GPUs together learn from in a second. Empty in single_gpu_mode. Left out is what the
-    run itself would refuse.
-    """
-    plans = []
-    for values in setting.backend.others(setting):
-        with suppress(InputError):
-            plans.append(plan_of(setting.with_flags(values)))
-    return tuple(sorted(plans, key=_order))
-
-
-def _order(plan: Plan) -> tuple[bool, float, bool, float]:
-    if not plan.fits:
-        return True, plan.peak.total_bytes, False, 0.0
-    # Where arithmetic bounds them all, the one that stays in its nodes and exchanges least has most to spare.
-    time = plan.time
-    exchanged_s = (time.in_node_s + time.cross_node_s) / plan.tokens_per_step
-    return False, -float(f"{plan.tokens_per_second:.3g}"), plan.layout.straddles_nodes, exchanged_s
 
 
 def _check_layers_alike(shape: ModelShape, workload: Workload) -> None:

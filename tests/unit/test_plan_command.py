@@ -18,9 +18,9 @@ from rich.console import Console
 from open_instruct.cli import main
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import OBJECTIVES
-from open_instruct.planning.advice import Advice, change_to_fit
+from open_instruct.planning.advice import Advice, change_to_fit, ranked_layouts
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
-from open_instruct.planning.plan import Plan, plan_of, ranked_layouts
+from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import PlanRequest, parse_request
 from open_instruct.planning.shown import LETTERS, PARTS, said, traffic_rows
 from open_instruct.planning.step_time import flops_per_step
