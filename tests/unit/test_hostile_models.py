@@ -281,7 +281,7 @@ def test_fields_that_name_code_are_left_out(good: Path, tmp_path: Path, monkeypa
         ("config.json", '"vocab_size": 512', f'"vocab_size": {"9" * 5000}', "not JSON that can be read"),
         ("config.json", '"num_hidden_layers": 4', '"num_hidden_layers": 1000000000', "num_hidden_layers = 1000000000"),
         ("config.json", '"num_attention_heads": 4', '"num_attention_heads": 0', "num_attention_heads = 0"),
-        ("config.json", '"dtype": "float32"', '"dtype": "load"', 'dtype = "load"'),
+        ("config.json", '"dtype": "float32"', '"dtype": "load"', "dtype = 'load'"),
         ("config.json", "{", '{"configuration_files": ["config.4.0.0.json"],', "configuration_files lets readers"),
         ("config.json", "{", '{"per_layer_config": {"0": {"head_dim": 8}},', "per_layer_config gives layers settings"),
         ("generation_config.json", "{", "[", r"generation_config.json is not JSON: .* at line 2, column"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.data.files.foreign_json import check_files, one_line, read_object, shortened
+from open_instruct.data.files.foreign_json import check_files, one_line, read_object
 from open_instruct.errors import InputError
 from open_instruct.families import family_of
 
@@ -94,7 +94,7 @@ def config_fields(folder: Path) -> dict[str, Any]:
             check_size(name, fields[name], largest, str(file))
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
-        raise InputError(f"{file}: dtype = {shortened(dtype)}; use one of {', '.join(DTYPES)}")
+        raise InputError(f"{file}: dtype = {_shown(dtype)}; use one of {', '.join(DTYPES)}")
     return fields
 
 
@@ -123,8 +123,13 @@ def weights_file(folder: Path) -> Path:
 def check_size(name: str, value: Any, largest: int, where: str) -> int:
     """`value`; raises InputError unless it is a whole number from 1 to `largest`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
-        raise InputError(f"{where}: {name} = {shortened(value)}; it must be a whole number from 1 to {largest}")
+        raise InputError(f"{where}: {name} = {_shown(value)}; it must be a whole number from 1 to {largest}")
     return value
+
+
+def _shown(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _built(kind: Any, fields: dict[str, Any], file: Path) -> Any:
