@@ -11,7 +11,7 @@ from open_instruct.config.sections import MemorySection, OptimSection
 from open_instruct.learner.model.kernels import build_activation_checkpointing
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
-from open_instruct.models.lora import adapt
+from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.phases import Moments, memory_by_phase

@@ -15,7 +15,7 @@ from harness.sharding import sharder
 from open_instruct.config.lora import LoRASection
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.lora import adapt
+from open_instruct.models.lora.adapters import adapt
 from open_instruct.toys.tiny import SIZES, tiny_config
 from open_instruct.weights.receiver import IncomingWeights
 from open_instruct.weights.sender import WeightSender

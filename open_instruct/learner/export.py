@@ -7,7 +7,8 @@ from typing import Any
 from open_instruct.checkpoints.resume import check_weights, last_checkpoint
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.policy import Policy
-from open_instruct.models.lora import weights_of, whole_adapter, write_adapter
+from open_instruct.models.lora.adapters import weights_of, whole_adapter
+from open_instruct.models.lora.files import write_adapter
 from open_instruct.parallel.peers import doing
 from open_instruct.run.card import card_of
 from open_instruct.run.opened import Run

@@ -19,7 +19,7 @@ from open_instruct.learner.reference import Comparison
 from open_instruct.learner.rows.datasets import load_datasets
 from open_instruct.learner.rows.sample_loader import SampleLoader
 from open_instruct.learner.scoring import Heldout, Scorer, compare_with, open_reference_cache, reference_logprobs
-from open_instruct.models.lora import adapters_off
+from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.objectives.objective import REFERENCE, Objective
 from open_instruct.packing.balance import best_fit
 from open_instruct.packing.steps import BatchShape

@@ -24,7 +24,7 @@ from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.learner.model.routing import balance, noted_routers
 from open_instruct.learner.reference import Comparison
 from open_instruct.models.compiled import FALLBACKS
-from open_instruct.models.lora import adapters_off
+from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import REFERENCE_TOKENS, TEACHER_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.packing.documents import on_device

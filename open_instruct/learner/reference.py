@@ -26,7 +26,7 @@ from open_instruct.learner.model.kernels import compiles
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.load import stream_load
-from open_instruct.models.lora import adapters_off
+from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import local_part, reshard
 from open_instruct.objectives.objective import Teacher
 from open_instruct.parallel.data_parallel import mesh_of, parallel_configs

@@ -33,7 +33,7 @@ from open_instruct.learner.rows.row_cache import RowCache, open_row_cache
 from open_instruct.learner.rows.sample_loader import built_ahead
 from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.heads.logprob_head import Measure
-from open_instruct.models.lora import adapters_off
+from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard, whole_of
 from open_instruct.objectives.objective import Evaluation, Objective
 from open_instruct.packing.documents import on_device

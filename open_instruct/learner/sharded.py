@@ -15,7 +15,7 @@ from open_instruct.learner.model.inputs_on_host import offload_inputs
 from open_instruct.learner.optim.optimizers import set_learning_rate
 from open_instruct.learner.reference import Reference
 from open_instruct.models.load import parameter_shapes, stream_load
-from open_instruct.models.lora import adapt, fill_adapter
+from open_instruct.models.lora.adapters import adapt, fill_adapter
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.peers import doing
 from open_instruct.run.opened import Run

@@ -36,7 +36,7 @@ from open_instruct.models.shards import local_part
 
 @runtime_checkable
 class HasAdapter(Protocol):
-    """A layer with an adapter beside its matrix; see lora.py."""
+    """A layer with an adapter beside its matrix; see lora/adapters.py."""
 
     def remove_adapter(self) -> None: ...
 

@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> int:
     config, objective = settings_of(run)
 
     from open_instruct.checkpoints.step_folder import step_of
-    from open_instruct.models.lora import adapt
+    from open_instruct.models.lora.adapters import adapt
     from open_instruct.run.pretrained import open_pretrained
 
     folder = checkpoint_of(run, step_name)
@@ -93,7 +93,7 @@ def _trained_weights(
     from open_instruct.checkpoints.saved_weights import SavedWeights
     from open_instruct.checkpoints.step_folder import refuse_another_start_model
     from open_instruct.models.hf.names import LM_HEAD, clean_name
-    from open_instruct.models.lora import MergedWeights
+    from open_instruct.models.lora.adapters import MergedWeights
     from open_instruct.models.shards import held
 
     trained = {clean_name(name): tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}

@@ -32,7 +32,7 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import Head, TensorNames
 from open_instruct.models.load import check_cover, parameter_shapes
-from open_instruct.models.lora import check_base, open_adapter
+from open_instruct.models.lora.files import check_base, open_adapter
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.layout import check_experts, check_heads
 from open_instruct.parallel.peers import doing

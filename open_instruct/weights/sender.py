@@ -23,7 +23,8 @@ from torch import nn
 from open_instruct.cluster.addresses import outward_address
 from open_instruct.errors import RunError
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.lora import file_name_of, layers_of, scaled_adapters, weights_of
+from open_instruct.models.lora.adapters import layers_of, scaled_adapters, weights_of
+from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.shards import Held, held_of, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.weights.changes import SentParts, bucket_of_changes, manifest_of_changes

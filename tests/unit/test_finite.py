@@ -17,7 +17,7 @@ from open_instruct.errors import RunError
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.learner.policy import MAX_LEFT_OUT, Policy
 from open_instruct.models.build import build_model
-from open_instruct.models.lora import adapt
+from open_instruct.models.lora.adapters import adapt
 from open_instruct.models.shards import held_run
 from open_instruct.objectives.objective import BoundLoss, LossOutputs
 from open_instruct.olmo_core_train_modules import ObjectiveTrainModule

@@ -13,19 +13,21 @@ from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import TensorNames, clean_name
-from open_instruct.models.lora import (
+from open_instruct.models.lora.adapters import (
+    adapt,
+    adapters_off,
+    fill_adapter,
+    layers_of,
+    weights_of,
+    whole_adapter,
+)
+from open_instruct.models.lora.files import (
     BASE_FINGERPRINT,
     CONFIG_NAME,
     WEIGHTS_NAME,
-    adapt,
-    adapters_off,
     check_base,
     file_name_of,
-    fill_adapter,
-    layers_of,
     open_adapter,
-    weights_of,
-    whole_adapter,
 )
 from open_instruct.models.shards import held_of, held_run
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo

@@ -23,7 +23,7 @@ from open_instruct.models.experts import exchange
 from open_instruct.models.experts.routed import ExpertGroup, Experts
 from open_instruct.models.heads import logprob_head
 from open_instruct.models.load import CHUNK_BYTES
-from open_instruct.models.lora import adapt
+from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.activations import profile_of

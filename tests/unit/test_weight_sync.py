@@ -13,7 +13,7 @@ from open_instruct.config.lora import LoRASection
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.lora import adapt
+from open_instruct.models.lora.adapters import adapt
 from open_instruct.models.shards import shard_box
 from open_instruct.toys.tiny import SIZES, tiny_config
 from open_instruct.weights.manifest import WeightManifest

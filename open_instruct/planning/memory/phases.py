@@ -4,7 +4,7 @@ Between steps a GPU holds its state (`state.py`); a forward and a backward pass 
 Sources of the rest:
 
 - `models/load.py` reads a chunk of one tensor at a time; `models/export.py` and `weights/manifest.py` are those
-  of the export and of the weight sync, and `models/lora.py` of adapters that are added for both: the first
+  of the export and of the weight sync, and `models/lora/adapters.py` of adapters that are added for both: the first
   half of each is whole, and a rank's part of one matrix is there in float32, without its adapter and with it.
 - `torch.optim.AdamW` on a CPU works on one parameter after the other, with two temporaries of its size; fused, on CUDA,
   with none. OLMo-core's `SkipStepAdamW` updates all at once, with three temporaries of the size of all shards.

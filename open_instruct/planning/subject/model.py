@@ -109,7 +109,7 @@ class ModelShape:
         Source: the modules of OLMo-core's `Transformer` in the order they register parameters, and its `apply_tp`.
         Matrices that put out heads or features of the feed-forward are split by rows, those that take them by columns,
         embeddings and head by vocabulary. Norms are whole on every tensor rank. Of an adapter the half that meets the
-        split side of its matrix is split (`models/lora.py`).
+        split side of its matrix is split (`models/lora/adapters.py`).
         """
 
         def parameter(name: str, size: tuple[int, ...], axis: int | None, layer: int | None = None) -> ParameterShape:

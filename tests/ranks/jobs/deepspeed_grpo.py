@@ -10,7 +10,7 @@ import torch.distributed as dist
 from open_instruct.learner.deepspeed import build
 from open_instruct.models.export import export_hf
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
-from open_instruct.models.lora import weights_of as merged_weights_of
+from open_instruct.models.lora.adapters import weights_of as merged_weights_of
 from open_instruct.parallel.process import stop_process
 from open_instruct.weights.receiver import IncomingWeights
 from open_instruct.weights.sender import WeightSender

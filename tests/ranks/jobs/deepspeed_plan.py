@@ -16,7 +16,7 @@ from open_instruct.learner.deepspeed import build as built
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.policy import Policy
-from open_instruct.models.lora import weights_of
+from open_instruct.models.lora.adapters import weights_of
 from open_instruct.objectives.dpo import DPO
 from open_instruct.parallel.process import stop_process
 from open_instruct.records import StepBatch

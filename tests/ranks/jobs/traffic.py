@@ -24,7 +24,7 @@ from open_instruct.learner.reference import Comparison, Reference, build_referen
 from open_instruct.learner.scoring import compare_with
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.lora import weights_of
+from open_instruct.models.lora.adapters import weights_of
 from open_instruct.objectives.objective import REFERENCE, BoundLoss, Objective
 from open_instruct.objectives.registry import objective_named
 from open_instruct.packing.steps import collate

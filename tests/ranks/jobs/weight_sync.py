@@ -24,7 +24,8 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import SINGLE_NAME, load_hf_config
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import stream_load
-from open_instruct.models.lora import file_name_of, whole_adapter
+from open_instruct.models.lora.adapters import whole_adapter
+from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.shards import held_of, reshard
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Completion, Document, Span

@@ -30,7 +30,7 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames, clean_name
 from open_instruct.models.load import check_cover, parameter_shapes, stream_load
-from open_instruct.models.lora import adapt
+from open_instruct.models.lora.adapters import adapt
 from open_instruct.models.shards import held_of, held_run, own_box, rows_of
 
 CPU = torch.device("cpu")

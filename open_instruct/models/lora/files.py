@@ -1,0 +1,176 @@
+"""An adapter on disk as peft writes it: adapter_config.json and adapter_model.safetensors, of float32.
+
+A matrix is there under `base_model.model.` + the Hugging Face name of its layer + `.lora_A.weight` or `.lora_B.weight`.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from olmo_core.nn.transformer import Transformer
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from open_instruct.config.flags import spelled
+from open_instruct.config.lora import ALL_LINEAR, MODULES_OF_TARGETS, LoRASection
+from open_instruct.data.files.foreign_json import read_object
+from open_instruct.errors import InputError, RunError
+from open_instruct.models.export_files import (
+    CARD_NAME,
+    CHAT_TEMPLATE_NAME,
+    disk_errors,
+    partial_folder_of,
+    prepare_folder,
+    put_in_place,
+    write_texts,
+)
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles, read_header
+from open_instruct.models.hf.names import HF_SCORE, LM_HEAD, Head, TensorNames, clean_name
+from open_instruct.models.load import cover_problem
+from open_instruct.models.lora.adapters import adapt
+from open_instruct.parallel.process import on_main_process
+
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+BASE_FINGERPRINT = "base_fingerprint"  # in the header of the weights, which other readers pass over
+PREFIX = "base_model.model."
+
+# Options of peft that are not supported here, with the values that turn them off.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    **dict.fromkeys(
+        ("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "trainable_token_indices"), (False, None)
+    ),
+    **{name: (None, {}, []) for name in ("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")},
+    "exclude_modules": (None, []),
+}
+
+
+def file_name_of(name: str, names: TensorNames) -> str:
+    """The name in an adapter's file, of a name such as `blocks.3.attention.w_q.lora_A`."""
+    if name == LM_HEAD:
+        return f"{PREFIX}{names.hf_name(name)}"
+    layer, _, leaf = name.rpartition(".")
+    return f"{PREFIX}{names.hf_name(f'{layer}.weight').removesuffix('weight')}{leaf}.weight"
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of `LoRASection` that define an adapter, read from peft's file.
+
+    :raises InputError: the file is missing or damaged, or has an option that is not supported here.
+    """
+    fields = read_object(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else None
+    if fields is None:
+        raise InputError(f"--adapter_name_or_path {folder}: there is no {CONFIG_NAME} in it; give an adapter's folder")
+    for field, values in NEUTRAL.items():
+        if fields.get(field, values[0]) not in values:
+            raise InputError(
+                f"{folder / CONFIG_NAME}: {field} = {fields[field]!r} is not supported; it must be {values[0]!r}"
+            )
+    targets = fields.get("target_modules")
+    if isinstance(targets, str):
+        targets = [targets]
+    if not isinstance(targets, list) or not set(targets) <= {*MODULES_OF_TARGETS, ALL_LINEAR}:
+        raise InputError(
+            f"{folder / CONFIG_NAME}: target_modules = {targets!r}; supported are {', '.join(MODULES_OF_TARGETS)}"
+        )
+    try:
+        return {
+            "lora_r": int(fields["r"]),
+            "lora_alpha": float(fields["lora_alpha"]),
+            "use_rslora": bool(fields.get("use_rslora", False)),
+            "lora_target_modules": list(LoRASection(lora_target_modules=targets).targets),
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{folder / CONFIG_NAME}: r and lora_alpha must be numbers ({error})") from None
+
+
+def open_adapter(folder: Path, model: Transformer, names: TensorNames, lora: LoRASection) -> dict[str, torch.Tensor]:
+    """Views of the file's matrices by OLMo-core's names; nothing is read before it is copied from them.
+
+    :param model: on meta; it gets adapters, which define the matrices to find.
+    :raises InputError: the adapter is missing or damaged, is of another model, or does not fit the flags.
+    """
+    own = vars(lora) | {"lora_target_modules": list(lora.targets)}
+    differing = [f"--{name} {spelled(value)}" for name, value in read_settings(folder).items() if own[name] != value]
+    if differing:
+        raise InputError(f"--adapter_name_or_path {folder} was made with other flags: give {' '.join(differing)}")
+    adapt(model, lora, dtype=torch.float32)
+    shapes = {clean_name(name): tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    path = folder / WEIGHTS_NAME
+    files = CheckpointFiles(folder, read_header(path))
+    wanted = {file_name_of(name, names): name for name in shapes}
+    if problem := cover_problem(files, {file_name: shapes[name] for file_name, name in wanted.items()}):
+        raise InputError(f"{path} {problem}. It is of other --lora_target_modules, or of another model")
+    return {name: files.read(file_name) for file_name, name in wanted.items()}
+
+
+def check_base(folder: Path, base: Path, fingerprint: str) -> str | None:
+    """Check that the adapter in `folder` belongs to `base`, whose weights have this fingerprint; a warning if unknown.
+
+    :raises InputError: the adapter was trained on other weights.
+    """
+    named = str(read_object(folder / CONFIG_NAME).get("base_model_name_or_path"))
+    with safe_open(folder / WEIGHTS_NAME, framework="pt") as adapter:
+        known = (adapter.metadata() or {}).get(BASE_FINGERPRINT)
+    if known is None and Path(named).expanduser().resolve() != base.resolve():
+        return f"{folder} says that it was made beside {named}: whether {base} has those weights cannot be told"
+    if known not in (None, fingerprint):
+        raise InputError(f"{folder} was made beside {named}, and {base} has other weights; give that model")
+    return None
+
+
+def write_adapter(
+    folder: Path,
+    adapter: Iterable[tuple[str, torch.Tensor]],
+    names: TensorNames,
+    lora: LoRASection,
+    *,
+    base: str,
+    fingerprint: str,
+    chat_template: str | None = None,
+    card: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Write `adapter`, whole matrices by OLMo-core's names, in place of an earlier one. Collective; rank 0 writes.
+
+    :param base: the name of the base model, for readers.
+    :param fingerprint: of the weights of `base`, checked when a run goes on from the adapter.
+    :param chat_template: of training, where it is not the base's own.
+    :param card: gives the text of README.md; only rank 0 calls it.
+    :raises RunError: the disk filled up or failed; an earlier one is unharmed.
+    """
+    tensors = {}
+    for name, whole in adapter:
+        if dist.get_rank() == 0:
+            tensors[file_name_of(name, names)] = whole.to("cpu", torch.float32).contiguous()
+
+    def write() -> None:
+        with disk_errors(folder, RunError):
+            prepare_folder(folder, sum(tensor.nbytes for tensor in tensors.values()))
+            beside = partial_folder_of(folder)
+            save_file(tensors, beside / WEIGHTS_NAME, metadata={"format": "pt", BASE_FINGERPRINT: fingerprint})
+            config = _config(lora, base=base, head=names.head)
+            (beside / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            write_texts(beside, {CHAT_TEMPLATE_NAME: chat_template, CARD_NAME: card()})
+        put_in_place(folder)
+
+    on_main_process(write)
+
+
+def _config(lora: LoRASection, *, base: str, head: Head) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if head == "score" else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.lora_r,
+        "lora_alpha": lora.lora_alpha,
+        "lora_dropout": lora.lora_dropout,
+        "use_rslora": lora.use_rslora,
+        "target_modules": list(lora.targets),
+        "modules_to_save": [HF_SCORE.removesuffix(".weight")] if head == "score" else None,
+        "bias": "none",
+        "inference_mode": True,
+    }
