@@ -7,6 +7,7 @@ from open_instruct.models.family import transformer_config
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.hf.names import Head
+from open_instruct.models.shards import held_of
 from open_instruct.models.transformer import SegmentTransformer
 
 
@@ -50,3 +51,21 @@ def build_model(
     if model.tie_word_embeddings:
         model.lm_head.w_out.weight = model.embeddings.weight
     return model
+
+
+@torch.no_grad()
+def find_not_finite(model: torch.nn.Module) -> dict[str, str]:
+    """The parameters with a value that is not finite in this rank's shard, and that value: "NaN" or "inf".
+
+    NaN is also the value where nothing was read.
+    """
+    not_finite = {}
+    for name, held in held_of(model).items():
+        local = held.local
+        if local.numel() == 0:
+            continue
+        # aminmax propagates NaN, and needs no mask of the tensor's size.
+        ends = torch.stack(local.aminmax())
+        if not bool(ends.isfinite().all()):
+            not_finite[name] = "NaN" if bool(ends.isnan().any()) else "inf"
+    return not_finite

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from open_instruct.errors import InputError
+from open_instruct.models.build import find_not_finite
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.names import EMBEDDINGS, HF_LM_HEAD, LM_HEAD, TensorNames, is_harmless_extra
 from open_instruct.models.shards import Held, held_of
@@ -134,24 +135,6 @@ def stream_load(
     return LoadReport(
         num_bytes_read=num_bytes_read, num_tensors=len(loaded), wall_time_s=time.perf_counter() - started_s
     )
-
-
-@torch.no_grad()
-def find_not_finite(model: torch.nn.Module) -> dict[str, str]:
-    """The parameters with a value that is not finite in this rank's shard, and that value: "NaN" or "inf".
-
-    NaN is also the value where nothing was read.
-    """
-    not_finite = {}
-    for name, held in held_of(model).items():
-        local = held.local
-        if local.numel() == 0:
-            continue
-        # aminmax propagates NaN, and needs no mask of the tensor's size.
-        ends = torch.stack(local.aminmax())
-        if not bool(ends.isfinite().all()):
-            not_finite[name] = "NaN" if bool(ends.isnan().any()) else "inf"
-    return not_finite
 
 
 def _chunks(

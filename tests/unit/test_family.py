@@ -18,8 +18,7 @@ from olmo_core.nn.transformer import Transformer
 
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, Family
-from open_instruct.models import load
-from open_instruct.models.build import build_model
+from open_instruct.models.build import build_model, find_not_finite
 from open_instruct.models.family import transformer_config, unknown_fields
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames, unpacked
@@ -84,7 +83,7 @@ def same_model(config: transformers.PretrainedConfig, reference: torch.nn.Module
             held[name].local.copy_(theirs[hf_name])
     else:
         model.load_state_dict(convert_state_from_hf(config, theirs, model_type=config.model_type))
-    assert load.find_not_finite(model) == {}
+    assert find_not_finite(model) == {}
     return model
 
 
@@ -341,18 +340,18 @@ def test_a_fresh_model_is_poisoned_until_it_is_loaded(init_device: str) -> None:
     assert {parameter.device.type for parameter in model.parameters()} == {init_device}
     model.init_weights(device=CPU)
     names = [name for name, _ in model.named_parameters()]
-    assert load.find_not_finite(model) == dict.fromkeys(names, "NaN")
+    assert find_not_finite(model) == dict.fromkeys(names, "NaN")
     assert model.lm_head.w_out.weight is model.embeddings.weight
 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
-    assert load.find_not_finite(model) == {}
+    assert find_not_finite(model) == {}
     with torch.no_grad():
         model.blocks["2"].attention.w_k.weight[-1, -1] = float("nan")
         model.blocks["1"].attention.w_k.weight[0, 0] = float("-inf")
         model.blocks["1"].attention.w_v.weight[0, 0] = float("inf")
-    assert load.find_not_finite(model) == {
+    assert find_not_finite(model) == {
         "blocks.1.attention.w_k.weight": "inf",
         "blocks.1.attention.w_v.weight": "inf",
         "blocks.2.attention.w_k.weight": "NaN",
@@ -364,4 +363,4 @@ def test_the_names_of_a_checkpointed_model_are_plain() -> None:
     names = [name for name, _ in model.named_parameters()]
     model.apply_activation_checkpointing("full")
     model.init_weights(device=CPU)
-    assert load.find_not_finite(model) == dict.fromkeys(names, "NaN")
+    assert find_not_finite(model) == dict.fromkeys(names, "NaN")
