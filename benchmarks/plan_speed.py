@@ -19,7 +19,7 @@ PLAN_BOUND_S, RANKING_BOUND_S, MEMORY_BOUND_GIB = 10.0, 30.0, 4.0
 IMPORTS = """
 import sys
 from open_instruct.planning.plan import plan_of
-from open_instruct.planning.plan import ranked_layouts
+from open_instruct.planning.advice import ranked_layouts
 from open_instruct.planning.request import parse_request
 setting = parse_request(sys.argv[1:]).setting
 """

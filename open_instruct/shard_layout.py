@@ -122,6 +122,5 @@ class ShardLayout:
 
     def as_json(self) -> dict[str, Any]:
         """The keys scripts read: of `open-instruct layout --json` and of `layout.json` in a run."""
-        record = asdict(self) | {"shard_groups": self.shard_groups, "replica_groups": self.replica_groups}
-        record |= {"straddles_nodes": self.straddles_nodes, "warnings": record.pop("warnings")}
-        return record
+        groups = {"shard_groups": self.shard_groups, "replica_groups": self.replica_groups}
+        return asdict(self) | groups | {"straddles_nodes": self.straddles_nodes}

@@ -13,9 +13,9 @@ from harness.rounds import paired_median
 
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.phases import SENT, Moments
+from open_instruct.planning.step_time import COMPARED_GB_S
 from open_instruct.planning.subject.model import model_shape
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.planning.traffic.step_time import COMPARED_GB_S
 from open_instruct.toys.tiny import SIZES, tiny_config
 from sync_runs.measure import NUM_LEARNERS, Sync
 

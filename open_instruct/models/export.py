@@ -44,7 +44,7 @@ from open_instruct.models.export_files import (
 from open_instruct.models.hf.hf_config import without_code
 from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames, unpacked
 from open_instruct.models.load import listing, parameter_shapes, raise_together
-from open_instruct.models.shards import Delivery, Held, deliver, held_of, reshard
+from open_instruct.models.shards import Held, deliver, held_of, reshard
 from open_instruct.parallel.process import on_main_process
 
 MAX_FILE_BYTES = 2 * 2**30
@@ -197,17 +197,11 @@ def _write_weights(folder: Path, plan: Sequence[PlannedFile], weights: Mapping[s
     with ThreadPoolExecutor(max_workers=1) as disk:
         writing: list[Future[None]] = []
         for entries in writing_rounds(plan):
-            whole = deliver(
-                [
-                    Delivery(owner=file.owner, tensor=weights[tensor.name], dtype=tensor.dtype)
-                    for file, tensor in entries
-                ]
-            )
+            whole = deliver({owner: (weights[tensor.name], tensor.dtype) for owner, (_, tensor) in entries.items()})
             for earlier in writing:
                 earlier.result()  # at most one tensor waits for the disk while the next arrives
             if whole is not None:
-                own_file = next(file for file, _ in entries if file.owner == get_rank())
-                writing = [disk.submit(writers[own_file.file_name].write, whole)]
+                writing = [disk.submit(writers[entries[get_rank()][0].file_name].write, whole)]
             del whole
         for last in writing:
             last.result()

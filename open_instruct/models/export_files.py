@@ -92,8 +92,8 @@ def plan_files(
     )
 
 
-def writing_rounds(files: Sequence[PlannedFile]) -> Iterator[list[tuple[PlannedFile, PlannedTensor]]]:
-    """Rounds that all ranks go through together: in each, every owner with tensors left gets its next one.
+def writing_rounds(files: Sequence[PlannedFile]) -> Iterator[dict[int, tuple[PlannedFile, PlannedTensor]]]:
+    """Rounds that all ranks go through together, by owner: in each, every one with tensors left gets its next one.
 
     So all owners write at the same time, each its own files one after the other.
     """
@@ -101,7 +101,7 @@ def writing_rounds(files: Sequence[PlannedFile]) -> Iterator[list[tuple[PlannedF
     for file in files:
         tensors_by_owner.setdefault(file.owner, []).extend((file, tensor) for tensor in file.tensors)
     for entries in zip_longest(*tensors_by_owner.values()):
-        yield [entry for entry in entries if entry is not None]
+        yield {entry[0].owner: entry for entry in entries if entry is not None}
 
 
 class FileWriter:

@@ -190,41 +190,30 @@ def whole_of(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch
     return own.full_tensor() if isinstance(own, DTensor) else own
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
-    """A tensor to be gathered, cast to `dtype`, on the CPU of global rank `owner`."""
-
-    owner: int
-    tensor: Held
-    dtype: torch.dtype
-
-
 @torch.no_grad()
-def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
-    """Gather several tensors at once, each on its own owner; return this rank's, if it owns one.
+def deliver(tensors: Mapping[int, tuple[Held, torch.dtype]]) -> torch.Tensor | None:
+    """Gather tensors, cast to their dtypes, each on the CPU of the rank that owns it; return this rank's, if any.
 
     Shards are cast before they travel, and go point to point from the ranks that share one copy of the
     model with the owner; other replicas do nothing. All sends and receives are posted together, so no
-    order of them can make ranks wait in a circle. Every rank calls this with the same owners, parameters
-    and dtypes. Peak memory beside the shards: the rank's own whole tensor, and its shards of the others.
+    order of them can make ranks wait in a circle. Every rank calls this with the same owners (global ranks),
+    parameters and dtypes. Peak memory beside the shards: the rank's own whole tensor, and its shards of the others.
     """
-    assert len({delivery.owner for delivery in deliveries}) == len(deliveries), "one tensor an owner"
     rank = dist.get_rank() if dist.is_initialized() else 0
     whole: torch.Tensor | None = None
     num_slabs = 1
     posted: list[dist.P2POp] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for delivery in deliveries:
-        tensor = delivery.tensor
-        boxes = tensor.beside(delivery.owner)
+    for owner, (tensor, dtype) in tensors.items():
+        boxes = tensor.beside(owner)
         local = tensor.local
         if rank not in boxes:
             continue
-        if rank != delivery.owner:
+        if rank != owner:
             if local.numel() > 0:
-                posted.append(dist.P2POp(dist.isend, _as_bytes(local.to(delivery.dtype).contiguous()), delivery.owner))
+                posted.append(dist.P2POp(dist.isend, _as_bytes(local.to(dtype).contiguous()), owner))
             continue
-        whole = torch.empty(tensor.shape, dtype=delivery.dtype, device="cpu")
+        whole = torch.empty(tensor.shape, dtype=dtype, device="cpu")
         num_slabs = tensor.num_slabs
         for peer, box in boxes.items():
             part = at(whole, box)

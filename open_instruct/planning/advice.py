@@ -15,8 +15,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel.node_sizes import MAX_GPUS
 from open_instruct.parallel.wording import nodes_text
-from open_instruct.planning.plan import Plan, Setting, Way, plan_of, ranked_layouts, smaller_microbatches
-from open_instruct.planning.subject.words import said
+from open_instruct.planning.plan import Plan, Setting, Way, plan_of, smaller_microbatches
 from open_instruct.planning.subject.workload import MIB
 
 # A faster layout is named only if it is faster by more than the error of a plan.
@@ -58,10 +57,6 @@ class Advice:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-
-    def lines(self) -> list[str]:
-        """The advice in sentences."""
-        return said("advice", self)
 
     @cached_property
     def to_fit(self) -> Change | None:
@@ -122,6 +117,26 @@ def fitting(setting: Setting, values: dict[str, Any]) -> Change | None:
     """The same, None also where it leaves no room."""
     change = changed(setting, values)
     return change if change and change.plan.has_room else None
+
+
+def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:
+    """A plan for each way to share: by tokens per second, then those that do not fit.
+
+    The other flags stay as they are, so a tensor degree makes the global batch of DPO and SFT smaller: what is
+    compared is the tokens that all GPUs together learn from in a second. Empty in single_gpu_mode. Left out is what the
+    run itself would refuse.
+    """
+    changes = (changed(setting, values) for values in setting.backend.others(setting))
+    return tuple(sorted((change.plan for change in changes if change), key=_order))
+
+
+def _order(plan: Plan) -> tuple[bool, float, bool, float]:
+    if not plan.fits:
+        return True, plan.peak.total_bytes, False, 0.0
+    # Where arithmetic bounds them all, the one that stays in its nodes and exchanges least has most to spare.
+    time = plan.time
+    exchanged_s = (time.in_node_s + time.cross_node_s) / plan.tokens_per_step
+    return False, -float(f"{plan.tokens_per_second:.3g}"), plan.layout.straddles_nodes, exchanged_s
 
 
 def change_to_fit(plan: Plan, *, with_more_nodes: bool = True) -> Change | None:

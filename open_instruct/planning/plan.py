@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -17,12 +16,11 @@ from open_instruct.parallel.layout import check_experts, check_heads, divisors, 
 from open_instruct.planning.memory.activations import BLOCK_MODULES
 from open_instruct.planning.memory.phases import Moments, Phase, memory_by_phase, phase_of
 from open_instruct.planning.memory.sync_buckets import sync_buckets
+from open_instruct.planning.step_time import ON_THE_PATH, StepTime, SyncCost, step_time, sync_costs
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import RunConfig, Workload, adapted, is_wrapped, objective_of, workload_of
-from open_instruct.planning.traffic.collectives import Exchange
-from open_instruct.planning.traffic.per_step import traffic_of_merging, traffic_of_weight_sync, traffic_per_step
-from open_instruct.planning.traffic.step_time import ON_THE_PATH, StepTime, SyncCost, step_time, sync_costs
+from open_instruct.planning.traffic import Exchange, traffic_of_merging, traffic_of_weight_sync, traffic_per_step
 from open_instruct.shard_layout import ShardLayout
 
 # The share of a GPU that advice leaves free, and the share that --activation_checkpointing auto leaves free.
@@ -338,29 +336,6 @@ def _recomputations(shape: ModelShape, layout: ShardLayout) -> Iterator[dict[str
     for modules in ([*norms, *inner], [*norms, "attention"], [*norms, *inner, "feed_forward"]):
         patterns = [f"blocks.*.{module}" for module in modules]
         yield {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": patterns}
-
-
-def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:
-    """A plan for each way to share: by tokens per second, then those that do not fit.
-
-    The other flags stay as they are, so a tensor degree makes the global batch of DPO and SFT smaller: what is
-    compared is the tokens that all GPUs together learn from in a second. Empty in single_gpu_mode. Left out is what the
-    run itself would refuse.
-    """
-    plans = []
-    for values in setting.backend.others(setting):
-        with suppress(InputError):
-            plans.append(plan_of(setting.with_flags(values)))
-    return tuple(sorted(plans, key=_order))
-
-
-def _order(plan: Plan) -> tuple[bool, float, bool, float]:
-    if not plan.fits:
-        return True, plan.peak.total_bytes, False, 0.0
-    # Where arithmetic bounds them all, the one that stays in its nodes and exchanges least has most to spare.
-    time = plan.time
-    exchanged_s = (time.in_node_s + time.cross_node_s) / plan.tokens_per_step
-    return False, -float(f"{plan.tokens_per_second:.3g}"), plan.layout.straddles_nodes, exchanged_s
 
 
 def _check_layers_alike(shape: ModelShape, workload: Workload) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,11 @@ MOST_BARS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A token, or a few that only together are characters: `Token(text="é", ids=(195, 169))`."""
+    """A token, or a few that only together are characters: `Token(text="é", ids=(195, 169), is_learned=True)`."""
 
     text: str
     ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Tokens in a row that are all learned, or all not."""
-
     is_learned: bool
-    tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +50,7 @@ class ShownDocument:
     """One document of a row; `title` says which, where there are several, and then the first alone has the prompt."""
 
     title: str
-    pieces: tuple[Piece, ...]
+    tokens: tuple[Token, ...]
     num_tokens: int
     num_learned: int
 
@@ -144,7 +138,7 @@ def _shown(dataset: TokenDataset, row: int, titles: Sequence[str], tokenizer: Pr
         documents=tuple(
             ShownDocument(
                 title=title,
-                pieces=tuple(_pieces(document, tokenizer, start=start)),
+                tokens=tuple(_tokens(document, tokenizer, start=start)),
                 num_tokens=len(document),
                 num_learned=document.num_label_tokens,
             )
@@ -163,25 +157,19 @@ def _note(dataset: TokenDataset, row: int) -> str:
     return f"given to the loss: {', '.join(f'{value:g}' for value in values)}" if values else ""
 
 
-def _pieces(document: Document, tokenizer: PreTrainedTokenizerFast, *, start: int) -> Iterator[Piece]:
+def _tokens(document: Document, tokenizer: PreTrainedTokenizerFast, *, start: int) -> Iterator[Token]:
     """The document from token `start` on."""
     learned = [False] * len(document)
     for span in document.responses:
         first = span.stop - 1 if document.reads_ends else span.start
         learned[first : span.stop] = [True] * (span.stop - first)
-    places = range(start, len(document))
-    for is_learned, piece in groupby(places, key=learned.__getitem__):
-        ids = [document.token_ids[at] for at in piece]
-        yield Piece(is_learned=is_learned, tokens=tuple(_tokens(ids, tokenizer)))
-
-
-def _tokens(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> Iterator[Token]:
     held: list[int] = []
-    for number, token_id in enumerate(ids, start=1):
-        held.append(token_id)
+    for at in range(start, len(document)):
+        held.append(document.token_ids[at])
         text = tokenizer.backend_tokenizer.decode(held, skip_special_tokens=False)
-        if not text.endswith("\ufffd") or number == len(ids):
-            yield Token(text=text, ids=tuple(held))
+        # What no character needs more tokens for; at the latest where learning begins or ends.
+        if not text.endswith("\ufffd") or learned[at : at + 1] != learned[at + 1 : at + 2]:
+            yield Token(text=text, ids=tuple(held), is_learned=learned[at])
             held = []
 
 
@@ -215,9 +203,9 @@ def html_page(sample: Sample, *, title: str) -> str:
 def _text_of(document: ShownDocument, *, is_plain: bool) -> Text:
     """The text of a document, with visible line ends and without control characters; what is learned is set apart."""
     text = Text()
-    for piece in document.pieces:
-        shown = escaped("".join(token.text for token in piece.tokens), "\n\t").replace("\n", "⏎\n")
-        if piece.is_learned:
+    for is_learned, tokens in groupby(document.tokens, key=attrgetter("is_learned")):
+        shown = escaped("".join(token.text for token in tokens), "\n\t").replace("\n", "⏎\n")
+        if is_learned:
             text.append(f"⟦{shown}⟧" if is_plain else shown, style=LEARNED_STYLE)
         else:
             text.append(shown)
@@ -227,10 +215,10 @@ def _text_of(document: ShownDocument, *, is_plain: bool) -> Text:
 def _length_lines(sample: Sample) -> Iterator[str]:
     yield f"\ntokens of {counted(len(sample.lengths), 'document')} ({_summary(sample.lengths)}; {sample.limit_flag})"
     bars = bars_of(sample.lengths)
-    width = len(f"{bars[-1].last:,}")
-    for bar in bars:
-        drawn = "█" * round(bar.share * BAR_WIDTH) or ("▏" if bar.count else "")
-        yield f"  from {bar.first:>{width},}  {drawn} {bar.count:,}"
+    width = len(f"{max(bars):,}")
+    for first, count in bars.items():
+        drawn = "█" * round(BAR_WIDTH * count / max(bars.values())) or ("▏" if count else "")
+        yield f"  from {first:>{width},}  {drawn} {count:,}"
     if any(sample.learned):
         yield f"learned of each: {_summary(sample.learned)}"
 
@@ -241,25 +229,9 @@ def _summary(lengths: Sequence[int]) -> str:
     return f"median {median:,}, 90% up to {high:,}, longest {max(lengths):,}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """How many documents have from `first` to `last` tokens: `Bar(first=0, last=49, count=12, share=0.4)`.
-
-    `share` is that of the highest bar.
-    """
-
-    first: int
-    last: int
-    count: int
-    share: float
-
-
-def bars_of(lengths: Sequence[int]) -> list[Bar]:
-    """Bars of one width from the shortest to the longest."""
+def bars_of(lengths: Sequence[int]) -> dict[int, int]:
+    """The number of documents by the least length of a bar; bars have one width, from the shortest to the longest."""
     low = min(lengths)
     width = max(1, -(-(max(lengths) - low + 1) // MOST_BARS))
     counts = np.bincount((np.asarray(lengths) - low) // width)
-    return [
-        Bar(first=low + index * width, last=low + (index + 1) * width - 1, count=int(count), share=count / counts.max())
-        for index, count in enumerate(counts)
-    ]
+    return {low + index * width: int(count) for index, count in enumerate(counts)}

@@ -13,7 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from open_instruct.metric_table import entry_of, in_order
-from open_instruct.planning.shown.summary import LETTERS
+from open_instruct.planning.shown import LETTERS
 from open_instruct.planning.subject.units import GIB
 from open_instruct.report.charts import histograms_of, series_of
 from open_instruct.report.closing import held_out_words, learned_words

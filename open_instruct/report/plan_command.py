@@ -14,14 +14,12 @@ from rich.text import Text
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.objectives.registry import objective_names
 from open_instruct.parallel.picture import draw_layout, wrapped
+from open_instruct.planning import shown
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import PlanFlags, parse_request
-from open_instruct.planning.shown import summary
-from open_instruct.planning.shown.json_record import as_record
 from open_instruct.planning.subject import units
-from open_instruct.planning.subject.words import said
 from open_instruct.report.templates import nodes_drawn, rendered
 from open_instruct.whole_file import write_asked
 from open_instruct.wording import counted, pages_in
@@ -53,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if (file := request.asked.html) is not None:
         write_asked(file, html_page(plan, advice), flag="--html")
     if request.asked.json:
-        print(json.dumps(as_record(plan, advice), indent=2))
+        print(json.dumps(shown.as_record(plan, advice), indent=2))
     else:
         print_plan(plan, advice, Console(file=sys.stdout))
     return 0
@@ -63,17 +61,17 @@ def html_page(plan: Plan, advice: Advice) -> str:
     """The plan as one HTML file with tables and drawings; it has no script and fetches nothing."""
     layout = plan.layout
     bars = [
-        {"name": phase.name, "total_bytes": phase.total_bytes, "parts": summary.parts_of(phase, plan)}
+        {"name": phase.name, "total_bytes": phase.total_bytes, "parts": shown.parts_of(phase, plan)}
         for phase in plan.phases
     ]
     nodes = list(nodes_drawn(layout.gpus_per_node, layout.shard_groups))
-    return rendered("plan.html.jinja", plan=plan, advice=advice, said=said, summary=summary, bars=bars, nodes=nodes)
+    return rendered("plan.html.jinja", plan=plan, advice=advice, said=shown.said, shown=shown, bars=bars, nodes=nodes)
 
 
 def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
     """Print everything, with colours where the console has them and in plain lines elsewhere."""
     pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
-    pages.globals |= {"said": said, "wrapped": wrapped, "counted": counted, "units": units, "summary": summary}
+    pages.globals |= {"said": shown.said, "wrapped": wrapped, "counted": counted, "units": units, "shown": shown}
     pages.globals |= {"styled": _styled, "drawn": draw_layout, "bar": _bar, "most_layouts": MAX_LAYOUTS_SHOWN}
     text = pages.get_template("plan.txt.jinja").render(plan=plan, advice=advice)
     for line in Text.from_markup(text, emoji=False).split("\n"):
@@ -91,11 +89,11 @@ def _bar(phase: Phase, plan: Plan) -> Text:
     """Letters for what is there, dots for what is free, and a mark where the GPU ends."""
     bar = Text()
     done, scale = 0, max(plan.setting.device.memory_bytes, plan.peak.total_bytes)
-    for label, num_bytes in summary.parts_of(phase, plan):
+    for label, num_bytes in shown.parts_of(phase, plan):
         done += num_bytes
         # By the running sum, so that rounding never makes the row longer or shorter than the whole.
         upto = round(done / scale * BAR_WIDTH)
-        bar.append(summary.LETTERS[label] * (upto - len(bar)), style=summary.PARTS[label]["style"])
+        bar.append(shown.LETTERS[label] * (upto - len(bar)), style=shown.PARTS[label]["style"])
     end = round(plan.setting.device.memory_bytes / scale * BAR_WIDTH)
     if len(bar) <= end:
         bar.append("·" * (end - len(bar)) + "▕", style="dim")

@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from open_instruct.parallel.wording import group_name
-from open_instruct.planning.shown.summary import LETTERS
+from open_instruct.planning.shown import LETTERS
 from open_instruct.planning.subject import units
 from open_instruct.wording import pages_in
 

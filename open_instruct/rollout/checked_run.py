@@ -28,7 +28,7 @@ from open_instruct.losses.advantages import ADVANTAGES
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
-from open_instruct.planning.shown.start_check import check_plan
+from open_instruct.planning.shown import check_plan
 from open_instruct.rollout.samples import load_conversations
 from open_instruct.run import export_command
 from open_instruct.run.console import Console

@@ -20,7 +20,7 @@ from open_instruct.parallel.launch import idle_gpus, refuse_other_number
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, gathered, on_main_process, start_process, stop_process
 from open_instruct.planning.plan import BATCH
-from open_instruct.planning.shown.start_check import StartCheck, check_plan
+from open_instruct.planning.shown import StartCheck, check_plan
 from open_instruct.planning.subject.workload import RunConfig
 from open_instruct.run.console import Console
 from open_instruct.run.run_directory import RunDirectory, log_to

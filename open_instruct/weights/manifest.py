@@ -7,13 +7,14 @@ message, and receivers assemble the tensors.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from open_instruct.models.shards import Box, at, box_shape
+from open_instruct.weight_sync import runs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +146,8 @@ class WeightManifest(Manifest):
         self.slabs = slabs or {}
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
-        super().__init__(self._lay_out(*run) for run in self._runs())
+        sizes = {name: (math.prod(shape) * dtype.itemsize, self._most_rows(name)) for name, shape in shapes.items()}
+        super().__init__(self._lay_out(*run) for run in runs_of(sizes, bucket_bytes))
 
     @property
     def most_bytes_of_wholes(self) -> int:
@@ -155,25 +157,6 @@ class WeightManifest(Manifest):
     def described(self) -> dict[str, Any]:
         """The arguments that build an equal manifest: plain types, to be pickled."""
         return {name: getattr(self, name) for name in ("shapes", "boxes", "dtype", "bucket_bytes", "slabs")}
-
-    def _runs(self) -> Iterator[tuple[list[str], int, int]]:
-        """Yields the names of each bucket's tensors, the index of its piece, and the number of pieces."""
-        run: list[str] = []
-        num_bytes = 0
-        for name, shape in self.shapes.items():
-            more = math.prod(shape) * self.dtype.itemsize
-            if run and num_bytes + more > self.bucket_bytes:
-                yield run, 0, 1
-                run = []
-                num_bytes = 0
-            num_pieces = min(-(-more // self.bucket_bytes), self._most_rows(name))
-            if num_pieces > 1:
-                yield from (([name], piece, num_pieces) for piece in range(num_pieces))
-            else:
-                run.append(name)
-                num_bytes += more
-        if run:
-            yield run, 0, 1
 
     def _most_rows(self, name: str) -> int:
         """The most rows that a rank sends of a tensor; 1 for a scalar."""

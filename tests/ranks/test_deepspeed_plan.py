@@ -17,7 +17,7 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.memory.phases import BUFFERS
 from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.workload import shape_of_run, workload_of
-from open_instruct.planning.traffic.collectives import groups_of
+from open_instruct.planning.traffic import groups_of
 from tests.ranks.jobs.deepspeed_runs import OF_LARGE_MODELS
 from tests.ranks.launch import run_ranks
 from tests.ranks.shallow import write_shallow_model

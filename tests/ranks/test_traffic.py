@@ -17,9 +17,10 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.workload import Scoring, shape_of_run, workload_of
-from open_instruct.planning.traffic.collectives import Exchange, groups_of
-from open_instruct.planning.traffic.per_step import (
-    forward_passes,
+from open_instruct.planning.traffic import (
+    Exchange,
+    groups_of,
+    scoring_pass,
     traffic_of_merging,
     traffic_of_weight_sync,
     traffic_per_step,
@@ -229,7 +230,7 @@ class Counted:
         planned = {"step": traffic_per_step(shape, layout, replace(workload, num_engines=0))}
         if case.algorithm == "dpo":
             once = replace(workload, num_microbatches=1)
-            planned["reference"] = tuple(forward_passes(Scoring(shape=shape), layout, once))
+            planned["reference"] = tuple(scoring_pass(Scoring(shape=shape), layout, once))
         elif case.algorithm == "grpo":
             sent = replace(
                 workload, sync_backend="gloo", sync_bytes_per_param=2, sync_bucket_bytes=bucket_bytes_of(case)

@@ -13,10 +13,7 @@ from open_instruct.objectives.registry import objective_named
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
-from open_instruct.planning.shown.json_record import as_record
-from open_instruct.planning.shown.start_check import check_plan
-from open_instruct.planning.shown.summary import traffic_rows
-from open_instruct.planning.subject.words import said
+from open_instruct.planning.shown import as_record, check_plan, said, traffic_rows
 from open_instruct.report.plan_command import html_page, print_plan
 from open_instruct.toys.tiny import write_tiny_model
 

@@ -16,7 +16,7 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process
 from open_instruct.planning import plan
 from open_instruct.planning.memory.phases import memory_by_phase
-from open_instruct.planning.shown.start_check import StartCheck, check_plan
+from open_instruct.planning.shown import StartCheck, check_plan
 from open_instruct.rollout.checked_run import _planned
 from open_instruct.run import opened
 from open_instruct.run.console import Console

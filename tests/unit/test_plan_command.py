@@ -18,13 +18,13 @@ from rich.console import Console
 from open_instruct.cli import main
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import OBJECTIVES
-from open_instruct.planning.advice import Advice, change_to_fit
+from open_instruct.planning.advice import Advice, change_to_fit, ranked_layouts
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
-from open_instruct.planning.plan import Plan, plan_of, ranked_layouts
+from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import PlanRequest, parse_request
-from open_instruct.planning.shown.summary import LETTERS, PARTS, traffic_rows
+from open_instruct.planning.shown import LETTERS, PARTS, said, traffic_rows
+from open_instruct.planning.step_time import flops_per_step
 from open_instruct.planning.subject.units import GIB
-from open_instruct.planning.traffic.step_time import flops_per_step
 from open_instruct.report.plan_command import html_page, print_plan
 from open_instruct.wording import one_of
 from tests.unit.test_plan_check import FIELDS
@@ -275,10 +275,10 @@ class TestAdvice:
         assert change.flags.startswith("--use_lora true --lora_r 16 --activation_checkpointing full")
         alone = planned(*words, *change.flags.split())
         assert alone.has_room and alone.phases == change.plan.phases
-        assert f"Adapters alone, beside the frozen model, fit on these GPUs: {change.flags}" in advice.lines()
+        assert f"Adapters alone, beside the frozen model, fit on these GPUs: {change.flags}" in said("advice", advice)
         assert Advice(alone).with_adapters is None
         on_one_device = planned(*words, "--single_gpu_mode")
-        assert not any("No flag" in line for line in Advice(on_one_device).lines())
+        assert not any("No flag" in line for line in said("advice", Advice(on_one_device)))
 
     @pytest.mark.parametrize(
         "others",
@@ -300,13 +300,13 @@ class TestAdvice:
         advice = Advice(plan)
         assert advice.to_fit is not None and "tensor_parallel_degree" in advice.to_fit.values
         after = advice.to_fit.plan.tokens_per_step
-        assert f"The global batch becomes {after:,} tokens, from {plan.tokens_per_step:,}." in advice.lines()
-        assert not any("global batch" in line for line in Advice(planned(*DPO_7B)).lines())
+        assert f"The global batch becomes {after:,} tokens, from {plan.tokens_per_step:,}." in said("advice", advice)
+        assert not any("global batch" in line for line in said("advice", Advice(planned(*DPO_7B))))
 
     def test_nothing_helps(self) -> None:
         advice = Advice(planned(*DPO_7B, "--gpu", "memory_gib=1"))
         assert advice.to_fit is None
-        (line,) = advice.lines()
+        (line,) = said("advice", advice)
         assert "No flag makes it fit: take a smaller model" in line
 
     def test_what_barely_fits_is_given_room(self) -> None:
@@ -316,7 +316,7 @@ class TestAdvice:
         advice = Advice(plan)
         assert plan.fits and not plan.has_room and "fits, but barely: needs" in page(plan)
         assert advice.to_fit is not None and advice.to_fit.plan.has_room
-        assert "leaves little room" in next(iter(advice.lines()))
+        assert "leaves little room" in next(iter(said("advice", advice)))
 
     def test_a_faster_layout_is_named_and_the_fastest_is_left_alone(self) -> None:
         words = [*DPO_7B, *FULL, "--fsdp_shard_degree", "1", "--tensor_parallel_degree", "8"]
@@ -328,7 +328,7 @@ class TestAdvice:
         assert set(change.values) == {*SHARDS, "tensor_parallel_degree"}
         assert planned(*DPO_7B, *FULL, *change.flags.split()).phases == fastest.phases == change.plan.phases
         assert fastest.tokens_per_second > plan.tokens_per_second
-        assert change.flags in " ".join(advice.lines())
+        assert change.flags in " ".join(said("advice", advice))
         assert Advice(fastest).faster is None and change_to_fit(fastest) is None
 
     def test_gradients_are_reduced_once_where_memory_allows(self) -> None:
@@ -342,8 +342,8 @@ class TestAdvice:
         # 15 of 16 times all gradients, in float32, to seven of eight ranks.
         in_float32 = plan.setting.shape.num_params * 4
         assert plan.sent_bytes - last.sent_bytes == pytest.approx(15 * in_float32 * 7 / 8, rel=1e-3)
-        said = " ".join(advice.lines())
-        assert "Exchanges less and fits: --gradient_reduction last" in said and "sends 356.9 GiB less." in said
+        text = " ".join(said("advice", advice))
+        assert "Exchanges less and fits: --gradient_reduction last" in text and "sends 356.9 GiB less." in text
 
     @pytest.mark.parametrize(
         "others",
@@ -554,14 +554,14 @@ class TestHtml:
 
 
 def test_what_auto_takes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    said, one_row = "--activation_checkpointing auto takes full", [*ONE_PAIR, "--max_seq_length", "16384"]
+    sentence, one_row = "--activation_checkpointing auto takes full", [*ONE_PAIR, "--max_seq_length", "16384"]
     assert main(["plan", *DPO_7B, *one_row]) == 0
-    assert said in " ".join(capsys.readouterr().out.split())
+    assert sentence in " ".join(capsys.readouterr().out.split())
     assert main(["plan", *DPO_7B, *one_row, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["fits"] and record["workload"]["checkpointing"] == "full"
     assert main(["plan", *DPO_7B, "--per_device_train_batch_size", "1", "--max_seq_length", "256"]) == 0
-    assert said not in capsys.readouterr().out
+    assert sentence not in capsys.readouterr().out
     assert main(["plan", "dpo", *OLMO_7B, "--num_processes", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layout"]["shard_degree"] == 8
 
@@ -580,7 +580,7 @@ def test_free_memory_is_used_and_advised_for_less_arithmetic() -> None:
     assert change is not None and change.flags == "--activation_checkpointing auto"
     assert change.plan.workload == auto.workload
     assert Advice(auto).recomputes_less is None
-    assert "Recomputes less and fits: --activation_checkpointing auto" in list(Advice(full).lines())
+    assert "Recomputes less and fits: --activation_checkpointing auto" in list(said("advice", Advice(full)))
     # Where tensor ranks exchange what norms within attention are given, those keep what they have.
     modules = planned(*words, *TENSOR, "2", "--gpu", "memory_gib=60").workload.checkpointing_modules
     assert modules and not any("q_norm" in module for module in modules)

@@ -12,8 +12,8 @@ from open_instruct.planning.memory.phases import SENT, Moments, pinned
 from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
-from open_instruct.planning.subject.words import said
-from open_instruct.planning.traffic.step_time import SHARES
+from open_instruct.planning.shown import said
+from open_instruct.planning.step_time import SHARES
 from open_instruct.weights.changes import SentParts
 from open_instruct.weights.manifest import WeightManifest
 

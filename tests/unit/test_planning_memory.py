@@ -20,8 +20,7 @@ from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
 from open_instruct.models.experts import exchange
-from open_instruct.models.experts.exchange import ExpertGroup
-from open_instruct.models.experts.routed import Experts
+from open_instruct.models.experts.routed import ExpertGroup, Experts
 from open_instruct.models.heads import logprob_head
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt

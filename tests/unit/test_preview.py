@@ -51,12 +51,11 @@ def sample(name: str, model: Path, rows: Path, *words: str, num_read: int = 1000
 
 
 def text_of(shown: Any, *, learned: bool) -> str:
-    return "".join(token.text for piece in shown.pieces if piece.is_learned == learned for token in piece.tokens)
+    return "".join(token.text for token in shown.tokens if token.is_learned == learned)
 
 
 def ids_of(shown: Any, *, learned: tuple[bool, ...]) -> tuple[int, ...]:
-    tokens = [token for piece in shown.pieces if piece.is_learned in learned for token in piece.tokens]
-    return tuple(token_id for token in tokens for token_id in token.ids)
+    return tuple(token_id for token in shown.tokens if token.is_learned in learned for token_id in token.ids)
 
 
 def test_it_is_what_the_run_would_learn(model: Path, pairs: Path, tmp_path: Path) -> None:
@@ -200,9 +199,12 @@ def test_the_page_is_whole_and_runs_nothing(model: Path, pairs: Path) -> None:
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=50))
 def test_bars_count_every_document_once(lengths: list[int]) -> None:
     bars = bars_of(lengths)
-    assert sum(bar.count for bar in bars) == len(lengths) and len(bars) <= 16
-    assert all(sum(bar.first <= length <= bar.last for length in lengths) == bar.count for bar in bars)
-    assert max(bar.share for bar in bars) == 1
+    assert sum(bars.values()) == len(lengths) and len(bars) <= 16
+    assert min(bars) == min(lengths)
+    stops = [*bars, max(lengths) + 1][1:]
+    assert len({stop - first for first, stop in zip(bars, stops[:-1], strict=False)}) <= 1, "bars have one width"
+    for (first, count), stop in zip(bars.items(), stops, strict=True):
+        assert sum(first <= length < stop for length in lengths) == count
 
 
 def test_the_command_loads_no_torch(model: Path, pairs: Path, tmp_path: Path) -> None:

@@ -6,13 +6,18 @@ import pytest
 
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import resolve_layout
+from open_instruct.planning.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second
+from open_instruct.planning.step_time import step_time as step_time_of
 from open_instruct.planning.subject.devices import DEVICES, Device, device_named
 from open_instruct.planning.subject.model import Adapters, ModelShape
 from open_instruct.planning.subject.workload import Scoring, Workload
-from open_instruct.planning.traffic.collectives import exchange_in, ring_bytes, span_of
-from open_instruct.planning.traffic.per_step import traffic_of_weight_sync, traffic_per_step
-from open_instruct.planning.traffic.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second
-from open_instruct.planning.traffic.step_time import step_time as step_time_of
+from open_instruct.planning.traffic import (
+    exchange_in,
+    ring_bytes,
+    span_of,
+    traffic_of_weight_sync,
+    traffic_per_step,
+)
 from open_instruct.shard_layout import ShardLayout
 
 # 2 layers of width 4: 3 x 4 x 8 numbers in the feed-forward, 4 x 4 x 4 in attention, 160 in all; vocabulary of 10.

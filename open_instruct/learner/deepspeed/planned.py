@@ -26,9 +26,7 @@ from open_instruct.planning.memory.state import ADAMW_MOMENTS, GRADIENT_BYTES, M
 from open_instruct.planning.plan import Backend, Setting, Way, tensor_degrees
 from open_instruct.planning.subject.model import ModelShape, ParameterShape, Unit
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.planning.traffic.collectives import Collective, Exchange, exchange_in
-from open_instruct.planning.traffic.model_parallel import Calls, along, context_calls
-from open_instruct.planning.traffic.per_step import forward_passes
+from open_instruct.planning.traffic import Calls, Collective, Exchange, along, context_calls, exchange_in, scoring_pass
 from open_instruct.shard_layout import ShardLayout
 
 # DeepSpeed's own sizes, in values; a test holds them equal.
@@ -206,7 +204,7 @@ def exchanges_of(run: ZeroMoments) -> Iterator[Exchange]:
     yield from _of_activations(run, num_backward, work.num_values, trains=True)
     for each in work.scorings:
         if each.stands_as:  # models beside the policy are FSDP2's
-            yield from forward_passes(each, run.layout, work)
+            yield from scoring_pass(each, run.layout, work)
         else:
             num_forward += each.num_rounds * work.num_microbatches
             yield from _of_activations(run, each.num_rounds * work.num_microbatches, each.num_values, trains=False)

@@ -3,10 +3,15 @@
 OLMo-core's own has kernels in Triton alone, and its blocks are of another kind. Here blocks stay ordinary ones: the
 config builds another module, which any split of dim 0 of its parameters suits.
 
-Legend: T tokens, K experts of each token, S = T * K pairs of both in the order of experts, E experts, D width of the
-model, H width of an expert.
+Experts may be split over ranks (expert parallelism; Lepikhin et al. 2020, GShard, arXiv:2006.16668, section 3.2). Each
+of the R ranks of a shard group has E / R whole experts. Tokens travel to the ranks of their experts, and what these
+make of them travels back. So no expert is gathered, and each rank computes a part of every rank's tokens.
+
+Legend: T tokens, K experts of each token, S = T * K pairs of both in the order of experts, N pairs that a rank gets,
+E experts, R ranks that split them, D width of the model, H width of an expert.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,13 +19,14 @@ import torch
 import torch.nn.functional as F
 from olmo_core.nn.feed_forward import FeedForward, FeedForwardConfig
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-
-from open_instruct.models.experts.exchange import ExpertGroup, split_stacks
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 Routing = tuple[torch.Tensor, torch.Tensor]
 """Of tokens: the probabilities of all experts (T, E), float32, and the numbers of the K chosen ones (T, K)."""
+Products = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(kw_only=True)
@@ -94,6 +100,43 @@ class RoutedFeedForward(nn.Module):
         return noted
 
 
+class ExpertGroup:
+    """The group of ranks that split experts, as seen from one of its ranks."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.group = mesh.get_group()
+        self.degree = mesh.size()
+
+    def own(self, stack: torch.Tensor) -> torch.Tensor:
+        """This rank's matrices of a stack that FSDP has gathered from the replicas.
+
+        Their gradient is of the whole group's tokens, and FSDP averages it over the replicas alone; so the average over
+        the group is taken here.
+        """
+        assert isinstance(stack, DTensor)
+        own = stack.to_local()
+        if own.requires_grad:
+            own.register_hook(lambda gradient: gradient / self.degree)
+        return own
+
+    def at_experts(self, products: Products, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """What all experts make of this rank's rows, expert e of those from `ends_E[e - 1]` to `ends_E[e]`.
+
+        :param products: what this rank's own experts make of rows in their order, given the end of each one's rows.
+        """
+        sent_RE = ends_E.diff(prepend=ends_E.new_zeros(1)).view(self.degree, -1)
+        received_RE = all_to_all_single(sent_RE, None, None, self.group)
+        num_sent, num_received = torch.stack((sent_RE, received_RE)).sum(dim=-1).tolist()
+        x_ND = all_to_all_single_autograd(x_SD, num_received, num_sent, self.group)
+        # Rows come rank by rank, and go on expert by expert.
+        experts_RE = torch.arange(sent_RE.shape[1], device=x_SD.device).expand(sent_RE.shape)
+        experts_N = experts_RE.flatten().repeat_interleave(received_RE.flatten(), output_size=sum(num_received))
+        order_N = experts_N.argsort(stable=True)
+        y_ND = products(x_ND.index_select(0, order_N), received_RE.sum(dim=0).cumsum(0).int())
+        y_ND = y_ND.index_select(0, order_N.argsort())
+        return all_to_all_single_autograd(y_ND, num_sent, num_received, self.group)
+
+
 class Experts(nn.Module):
     """The experts' matrices, stacked: those of gates and of what they multiply (E, H, D), and the last (E, D, H)."""
 
@@ -118,8 +161,16 @@ class Experts(nn.Module):
         return group.at_experts(partial(_mlps, *own), x_SD, ends_E)
 
     def split(self, dp_mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-        """Split the experts over the ranks of each shard group, to which tokens are then sent."""
-        self.group = split_stacks(self, dp_mesh, policy)
+        """Leave each rank of a shard group its part of the stacks, to which tokens are then sent.
+
+        FSDP shards that over the replicas alone.
+        """
+        mesh = dp_mesh["dp_shard"]
+        for name, stack in list(self.named_parameters()):
+            own = distribute_tensor(stack.detach(), mesh, [Shard(0)], src_data_rank=None)
+            self.register_parameter(name, nn.Parameter(own, requires_grad=stack.requires_grad))
+        fully_shard(self, mesh=dp_mesh["dp_replicate"], mp_policy=policy)
+        self.group = ExpertGroup(mesh)
 
 
 def _mlps(

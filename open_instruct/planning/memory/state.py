@@ -9,7 +9,7 @@ Sources, in PyTorch 2.13 and OLMo-core 3.0:
 - Tensor parallelism (`apply_tp`) splits one axis of a matrix first. FSDP2 (`FSDPParam._init_sharded_param`) then cuts
   axis 0 of what is left into chunks of ceil(rows / shards) rows: the last ranks may have fewer, or none.
 - Experts that a shard group splits are whole on their ranks, and FSDP2 cuts those over the replicas alone
-  (`models/experts/exchange.py`).
+  (`models/experts/routed.py`).
 - Shards of parameters are kept padded to the size of the first (`reset_sharded_param`), and gradients are views into
   the padded output of their unit's reduce-scatter (`foreach_reduce`). Moments have the size of the shard itself.
 - AdamW counts steps in one float32 a parameter. Muon keeps one moment, for the matrices of the blocks; everything else

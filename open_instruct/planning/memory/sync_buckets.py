@@ -1,4 +1,4 @@
-"""The buckets in which weights go to the engines, as `weights/manifest.py` cuts them."""
+"""The buckets in which weights go to the engines, cut as `weights/manifest.py` cuts them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,29 +10,22 @@ from open_instruct.planning.memory.state import chunk_rows, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.shard_layout import ShardLayout
+from open_instruct.weight_sync import runs_of
 
 
 def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:
     """The bytes of the first rank and of all ranks in each bucket."""
-    own = whole = 0
+    sent = _sent(shape, workload)
+    rows = {each.name: list(rows_of_ranks(layout, each)) for each in sent}
     each_bytes = workload.sync_bytes_per_param
-    for parameter in _sent(shape, workload):
-        more = parameter.num_params * each_bytes
-        if whole and whole + more > workload.sync_bucket_bytes:
-            yield own, whole
-            own = whole = 0
-        if more > workload.sync_bucket_bytes:
-            rows = list(rows_of_ranks(layout, parameter))
-            num_pieces = min(-(-more // workload.sync_bucket_bytes), max(size for _, size, _ in rows))
-            for piece in range(num_pieces):
-                sizes = [((piece + 1) * n // num_pieces - piece * n // num_pieces) * width for _, n, width in rows]
-                total = sum(num_ranks * size for (num_ranks, *_), size in zip(rows, sizes, strict=True))
-                yield sizes[0] * each_bytes, total * each_bytes
-            continue
-        own += prod(next(rows_of_ranks(layout, parameter))[1:]) * each_bytes
-        whole += more
-    if whole:
-        yield own, whole
+    sizes = {each.name: (each.num_params * each_bytes, max(n for _, n, _ in rows[each.name])) for each in sent}
+    for names, piece, num_pieces in runs_of(sizes, workload.sync_bucket_bytes):
+        own = whole = 0
+        for name in names:
+            cut = [((piece + 1) * n // num_pieces - piece * n // num_pieces) * width for _, n, width in rows[name]]
+            own += cut[0]
+            whole += sum(num_ranks * size for (num_ranks, *_), size in zip(rows[name], cut, strict=True))
+        yield own * each_bytes, whole * each_bytes
 
 
 def _sent(shape: ModelShape, workload: Workload) -> list[ParameterShape]:

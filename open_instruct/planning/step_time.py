@@ -12,8 +12,7 @@ from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.planning.traffic.collectives import Exchange
-from open_instruct.planning.traffic.model_parallel import num_head_positions
+from open_instruct.planning.traffic import Exchange, num_head_positions
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.weight_sync import PLACE_BYTES, ROW_BYTES
 
