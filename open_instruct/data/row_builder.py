@@ -17,7 +17,7 @@ import numpy as np
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.messages import ReadRow, unread_of_messages
-from open_instruct.data.mixer import MixerEntry, Renamed, select_rows
+from open_instruct.data.mixer import MixerEntry, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
 from open_instruct.errors import InputError
 from open_instruct.wording import counted
@@ -122,7 +122,7 @@ class RowBuilder(ABC):
     def build(
         self,
         entries: Sequence[MixerEntry],
-        sources: Sequence[Renamed],
+        sources: Sequence[RowSource],
         *,
         seed: int,
         on_progress: Callable[[int, int], None] | None = None,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from open_instruct.data.files.foreign_json import one_line
-from open_instruct.data.files.rows import FileRows, MalformedRow, unpacked
+from open_instruct.data.files.rows import MalformedRow, RowSource, file_rows, unpacked
 from open_instruct.errors import InputError
 
 _DELIMITERS = ",;\t"
@@ -28,7 +28,7 @@ _LONGEST_ROW = 2**23  # bytes
 Batches = Callable[[], Iterable[Any]]
 
 
-def text_table(path: Path, name: str, flag: str) -> FileRows:
+def text_table(path: Path, name: str, flag: str) -> RowSource:
     """The rows under a line of column names.
 
     A cell is text, except for a list of messages, written as JSON or as Python's repr (pandas writes that).
@@ -41,7 +41,7 @@ def text_table(path: Path, name: str, flag: str) -> FileRows:
         raise InputError(
             f"{flag}: {name} must begin with a line of column names, each once; it begins with {first.strip()[:80]!r}"
         )
-    return FileRows(path, name, read=lambda: islice(cells(), 1, None), parse=partial(_row, columns))
+    return file_rows(path, name, read=lambda: islice(cells(), 1, None), parse=partial(_row, columns))
 
 
 def _row(columns: Sequence[str], cells: Sequence[str]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _value_of_cell(cell: str) -> Any:
     return cell
 
 
-def column_file(path: Path, name: str, flag: str) -> FileRows:
+def column_file(path: Path, name: str, flag: str) -> RowSource:
     """The rows of a .parquet file, read batch by batch, or of a .arrow file, mapped into memory."""
     is_parquet = path.suffix == ".parquet"
     try:
@@ -99,7 +99,7 @@ def column_file(path: Path, name: str, flag: str) -> FileRows:
     except Exception as error:  # pyarrow's kinds of errors have no common ancestor
         kind = "a Parquet" if is_parquet else "an Arrow"
         raise InputError(f"{flag}: {name} is not {kind} file, or is damaged: {one_line(error)}") from error
-    return FileRows(path, name, read=partial(_unpacked_rows, batches, name), parse=_value_of_batch, num_rows=num_rows)
+    return file_rows(path, name, read=partial(_unpacked_rows, batches, name), parse=_value_of_batch, num_rows=num_rows)
 
 
 def _unpacked_rows(batches: Batches, file: str) -> Iterator[tuple[int, Any]]:
