@@ -12,6 +12,7 @@ from typing import Any
 
 from open_instruct.data.tool_turns import ToolCallError, read_python_calls
 from open_instruct.environments.environment import ToolCall
+from open_instruct.wording import json_or_text
 
 THINKING_ENDS = "</think>"
 MAX_CALLS = 64
@@ -100,10 +101,8 @@ def _qwen3_xml(answer: str) -> Found:
         pieces = re.split(r"<parameter=([^>\n]+)>(.*?)</parameter>", call[2], flags=re.DOTALL)
         if any(rest.strip() for rest in pieces[::3]):
             raise ToolCallError("text between the parameters of a call")
-        yield (
-            call[1].strip(),
-            {name.strip(): _value(text) for name, text in zip(pieces[1::3], pieces[2::3], strict=True)},
-        )
+        parameters = zip(pieces[1::3], pieces[2::3], strict=True)
+        yield call[1].strip(), {name.strip(): json_or_text(text.strip("\n")) for name, text in parameters}
 
 
 FORMS: dict[str, Callable[[str], Found]] = {
@@ -140,12 +139,3 @@ def _name_and_arguments(call: Any, key: str) -> tuple[Any, Any]:
         raise ToolCallError("a call is an object with the name of a tool")
     other = "parameters" if key == "arguments" else "arguments"
     return call["name"], call.get(key, call.get(other))
-
-
-def _value(text: str) -> Any:
-    """A parameter as JSON where it is some, else as the text that it is."""
-    stripped = text.strip("\n")
-    try:
-        return json.loads(stripped)
-    except (ValueError, RecursionError):
-        return stripped

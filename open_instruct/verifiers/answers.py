@@ -1,15 +1,14 @@
 """Verifiers that compare texts and numbers, fast and in the caller's process."""
 
-import json
 import re
 import string
 from collections import Counter
-from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from typing import Any, ClassVar, Literal
 
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.verifiers.verifier import Verifier
+from open_instruct.wording import json_or_text
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _FINISHED = re.compile(r"<finish>(.*?)</finish>", flags=re.IGNORECASE | re.DOTALL)
@@ -161,9 +160,8 @@ def is_one_of(text: str, accepted: Any) -> bool:
 
 def listed(ground_truth: Any) -> list[Any]:
     """A ground truth as a list, which may be written as JSON."""
-    with suppress(TypeError, ValueError):
-        ground_truth = json.loads(ground_truth)
-    return ground_truth if isinstance(ground_truth, list) else [ground_truth]
+    truths = json_or_text(ground_truth)
+    return truths if isinstance(truths, list) else [truths]
 
 
 def last_number(text: str) -> Decimal | None:
