@@ -51,7 +51,7 @@ class KeptRow(NamedTuple):
 class RowBuilder(ABC):
     """Collects the distinct rows of all sources, then repeats them by the amounts of the mixture.
 
-    A subclass renders a row and cuts its tokens. In a row with one document, context and learned pieces alternate. In a
+    A subclass renders a row. In a row with one document, context and learned pieces alternate. In a
     row with several documents the first piece is their common prompt, and each further piece is one reply to it.
 
     It may have a static `check(row)`, which raises MalformedRow as far as that needs no tokenizer. A subclass that
@@ -89,9 +89,20 @@ class RowBuilder(ABC):
             MalformedRow: with the kind and the reason.
         """
 
-    @abstractmethod
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
-        """The token ids to keep of a row's pieces; None, counted in `filtered`, if nothing is left to learn."""
+        """The token ids to keep of a row's pieces; None, counted in `filtered`, if nothing is left to learn.
+
+        A conversation is cut on the right, so that it ends with the last learned token that fits.
+        """
+        kept: list[list[int]] = []
+        room = self.max_seq_length
+        for prompt, reply in zip(pieces[::2], pieces[1::2], strict=True):
+            room -= len(prompt)
+            if room <= 0:
+                break
+            kept += [prompt, reply[:room]]
+            room -= len(reply)
+        return kept
 
     @classmethod
     def rows_in(cls, source: RowSource) -> RowSource:

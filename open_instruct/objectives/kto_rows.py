@@ -58,11 +58,6 @@ class UnpairedBuilder(RowBuilder):
         prompt, (text,) = self.chat.render(messages[:-1], messages[-1:])
         return RenderedRow(texts=(prompt, text), values=(float(label),))
 
-    def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
-        """The reply is cut on the right, the prompt never."""
-        prompt, reply = pieces
-        return [prompt, reply[: self.max_seq_length - len(prompt)]]
-
 
 class MismatchedBuilder(UnpairedBuilder):
     """As `UnpairedBuilder`, with a third piece: the reply of another row of the source, see `mismatched_replies`."""
