@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 import threading
 import unicodedata
@@ -222,7 +221,8 @@ def json_text(content: str) -> str:
 
 def _where_they_part(one: str, other: str) -> str:
     """`'...this' becomes '...that'`, from shortly before the first place where two texts differ."""
-    start = max(0, len(os.path.commonprefix([one, other])) - 20)
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, at - 20)
     return f"{one[start:][:60]!r} becomes {other[start:][:60]!r}"
 
 

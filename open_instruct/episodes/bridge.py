@@ -11,7 +11,6 @@ tool's answer is no end of a turn.
 
 import copy
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -98,8 +97,9 @@ class TurnTemplate:
         prompt = self.render(turns)
         behind = [{"role": "assistant", "content": mark}, {"role": "user", "content": "?"}]
         header = self.render([*turns, *behind]).partition(mark)[0]
-        common = os.path.commonprefix([prompt, header])
-        return prompt.removeprefix(common), header.removeprefix(common)
+        pairs = zip(prompt, header, strict=False)
+        common = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(prompt), len(header)))
+        return prompt[common:], header[common:]
 
 
 def check_bridges(chat: ChatFormat) -> None:

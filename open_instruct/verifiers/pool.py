@@ -13,7 +13,7 @@ from typing import Any
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.parallel.launch import threads_of_each
 from open_instruct.records import Check, Completion, Prompt, Verdict
-from open_instruct.sandbox.sandbox import Forks
+from open_instruct.sandbox.sandbox import Child, Forks
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.reward import Outcome, verdict_of
 from open_instruct.verifiers.verifier import without_thinking
@@ -172,7 +172,7 @@ class _Worker:
 
     def __init__(self, flags: RewardSection, environment: Mapping[str, str], *, start_timeout_s: float) -> None:
         self._forks = Forks(answers_with=answered, environment=environment)
-        self._process = self._forks.child()
+        self._process = Child(self._forks)
         self._greeting = self._told({"flags": asdict(flags)}, timeout_s=start_timeout_s)
 
     def ask(self, request: Mapping[str, object], *, timeout_s: float) -> dict[str, Any] | None:
