@@ -41,11 +41,10 @@ def own_function(word: str, *, flag: str, known: Container[str]) -> Callable[...
     """
     if word in known:
         return None
-    function = load_named(word, origin=f"{flag} {word}", what="function")
+    function: Callable[..., Any] = load_named(word, origin=f"{flag} {word}", what="function")
     if not callable(function):
         raise InputError(f"{flag} {word} is a {type(function).__name__}, not a function; docs/losses.md has an example")
-    own: Callable[..., Any] = function
-    return own
+    return function
 
 
 def taken(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:

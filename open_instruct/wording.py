@@ -1,9 +1,11 @@
-"""The spelling of numbers and choices for people, the templates of pages, and the escaping of text from others."""
+"""The spelling of numbers and choices for people, the templates of pages, and text from others, read and shown."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,3 +56,11 @@ def _macros(template: Path, **names: object) -> Any:
 def escaped(text: str, kept: str = "") -> str:
     """Words of a model or a file, which then steer no terminal; of those that would, `kept` stay."""
     return _STEERS.sub(lambda match: match[0] if match[0] in kept else ascii(match[0])[1:-1], text)
+
+
+def json_or_text(value: Any) -> Any:
+    """A text that is JSON as what it says; anything else as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
@@ -35,9 +35,9 @@ class MixerEntry:
     split: str
     flag: str = "--mixer_list"
 
-    def open(self, columns: Sequence[str]) -> Renamed:
+    def open(self, columns: Sequence[str]) -> RowSource:
         """All rows of the data set, with the columns that `columns` gives other names."""
-        return Renamed(open_rows(self.name, self.split, flag=self.flag), columns)
+        return renamed(open_rows(self.name, self.split, flag=self.flag), columns)
 
     def count(self, num_rows: int) -> int:
         """Rows to take out of `num_rows`, rounded half up; more than `num_rows` when it upsamples.
@@ -100,31 +100,27 @@ def select_rows(entry: MixerEntry, num_rows: int, seed: int) -> np.ndarray:
     return np.concatenate([copies, np.sort(shuffled[:num_more]).astype(np.int64)])
 
 
-class Renamed(RowSource):
-    """A source with its columns renamed by the words of `--columns`, `OURS=THEIRS`: `messages=dialogue`."""
+def renamed(source: RowSource, columns: Sequence[str]) -> RowSource:
+    """A source with its columns renamed by the words of `--columns`, `OURS=THEIRS`: `messages=dialogue`.
 
-    def __init__(self, source: RowSource, columns: Sequence[str]) -> None:
-        super().__init__(source.name, source.fingerprint, len(source))
-        self._source = source
-        self._columns = dict(word.split("=", 1) for word in columns)
-        self._unseen = set(self._columns.values())
+    It warns of each column that no row so far had.
+    """
+    names = dict(word.split("=", 1) for word in columns)
+    unseen = set(names.values())
 
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow]:
-        rows = self._source.rows(indices)
-        return map(self._renamed, rows) if self._columns else rows
+    def renamed_row(row: RawRow) -> RawRow:
+        value: dict[str, Any] = dict(row.value)
+        found = {ours: item for ours, theirs in names.items() if (item := reach(value, theirs)) is not None}
+        unseen.difference_update(names[ours] for ours in found)
+        for theirs in names.values():
+            value.pop(theirs if theirs in row.value else theirs.partition(".")[0], None)
+        return replace(row, value=value | found)
 
-    def warnings(self) -> list[str]:
-        """A warning for each column that no row so far had."""
+    def warnings() -> list[str]:
         return [
-            f"--columns {ours}={theirs}: no row of {self.name} has a column {theirs!r}"
-            for ours, theirs in self._columns.items()
-            if theirs in self._unseen
+            f"--columns {ours}={theirs}: no row of {source.name} has a column {theirs!r}"
+            for ours, theirs in names.items()
+            if theirs in unseen
         ]
 
-    def _renamed(self, row: RawRow) -> RawRow:
-        value: dict[str, Any] = dict(row.value)
-        renamed = {ours: item for ours, theirs in self._columns.items() if (item := reach(value, theirs)) is not None}
-        self._unseen -= {self._columns[ours] for ours in renamed}
-        for theirs in self._columns.values():
-            value.pop(theirs if theirs in row.value else theirs.partition(".")[0], None)
-        return replace(row, value=value | renamed)
+    return replace(source, rows=lambda indices: map(renamed_row, source.rows(indices)), warnings=warnings)

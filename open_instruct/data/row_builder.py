@@ -17,7 +17,7 @@ import numpy as np
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.messages import ReadRow, unread_of_messages
-from open_instruct.data.mixer import MixerEntry, Renamed, select_rows
+from open_instruct.data.mixer import MixerEntry, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
 from open_instruct.errors import InputError
 from open_instruct.wording import counted
@@ -51,7 +51,7 @@ class KeptRow(NamedTuple):
 class RowBuilder(ABC):
     """Collects the distinct rows of all sources, then repeats them by the amounts of the mixture.
 
-    A subclass renders a row and cuts its tokens. In a row with one document, context and learned pieces alternate. In a
+    A subclass renders a row. In a row with one document, context and learned pieces alternate. In a
     row with several documents the first piece is their common prompt, and each further piece is one reply to it.
 
     It may have a static `check(row)`, which raises MalformedRow as far as that needs no tokenizer. A subclass that
@@ -89,9 +89,20 @@ class RowBuilder(ABC):
             MalformedRow: with the kind and the reason.
         """
 
-    @abstractmethod
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
-        """The token ids to keep of a row's pieces; None, counted in `filtered`, if nothing is left to learn."""
+        """The token ids to keep of a row's pieces; None, counted in `filtered`, if nothing is left to learn.
+
+        A conversation is cut on the right, so that it ends with the last learned token that fits.
+        """
+        kept: list[list[int]] = []
+        room = self.max_seq_length
+        for prompt, reply in zip(pieces[::2], pieces[1::2], strict=True):
+            room -= len(prompt)
+            if room <= 0:
+                break
+            kept += [prompt, reply[:room]]
+            room -= len(reply)
+        return kept
 
     @classmethod
     def rows_in(cls, source: RowSource) -> RowSource:
@@ -122,7 +133,7 @@ class RowBuilder(ABC):
     def build(
         self,
         entries: Sequence[MixerEntry],
-        sources: Sequence[Renamed],
+        sources: Sequence[RowSource],
         *,
         seed: int,
         on_progress: Callable[[int, int], None] | None = None,

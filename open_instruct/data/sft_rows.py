@@ -45,15 +45,3 @@ class SFTBuilder(RowBuilder):
             else:
                 given += text
         return RenderedRow(texts=tuple(texts))
-
-    def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
-        """Cut a conversation on the right, so that it ends with the last learned token that fits."""
-        kept: list[list[int]] = []
-        room = self.max_seq_length
-        for prompt, reply in zip(pieces[::2], pieces[1::2], strict=True):
-            room -= len(prompt)
-            if room <= 0:
-                break
-            kept += [prompt, reply[:room]]
-            room -= len(reply)
-        return kept

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from open_instruct.data.files.rows import MalformedRow
+from open_instruct.wording import json_or_text
 
 CALLS = ("tool_calls", "function_calls")
 
@@ -61,8 +62,8 @@ def python_call(name: str, arguments: Mapping[str, Any]) -> str:
 
 def schemas_of(value: Any) -> list[Any]:
     """The tools' JSON schemas in `value`, which may be JSON text; none where it has names, or nothing."""
-    listed = _parsed(value)
-    schemas = [_parsed(entry) for entry in listed] if isinstance(listed, list) else []
+    listed = json_or_text(value)
+    schemas = [json_or_text(entry) for entry in listed] if isinstance(listed, list) else []
     return schemas if all(isinstance(schema, Mapping) for schema in schemas) else []
 
 
@@ -72,12 +73,12 @@ def calls_of(value: Any, where: str) -> list[dict[str, Any]]:
     Raises:
         MalformedRow: one has no name, or other arguments.
     """
-    listed = _parsed(value) or []
+    listed = json_or_text(value) or []
     calls = []
-    for call in map(_parsed, listed if isinstance(listed, list) else [listed]):
+    for call in map(json_or_text, listed if isinstance(listed, list) else [listed]):
         function = call.get("function", call) if isinstance(call, Mapping) else {}
         name = function.get("name") if isinstance(function, Mapping) else None
-        arguments = _parsed(function.get("arguments") or {}) if isinstance(name, str) else None
+        arguments = json_or_text(function.get("arguments") or {}) if isinstance(name, str) else None
         if not isinstance(arguments, Mapping):
             raise MalformedRow("bad_tools", f"{where}: a call in 'tool_calls' needs a name, and an object of arguments")
         calls.append(_call(name, arguments))
@@ -86,14 +87,6 @@ def calls_of(value: Any, where: str) -> list[dict[str, Any]]:
 
 def _call(name: Any, arguments: Mapping[Any, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-
-
-def _parsed(value: Any) -> Any:
-    """A text that is JSON as what it says; anything else as it is."""
-    if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            return json.loads(value)
-    return value
 
 
 def _in_python(calls: Sequence[Mapping[str, Any]]) -> str:
@@ -154,7 +147,7 @@ class ToolForm:
             turn["role"] = self.role if turn["role"] == "tool" else turn["role"]
             for name, (other, convert) in OTHER_FORM.items():
                 key, value = name, message.get(name)
-                if key not in self.reads and _parsed(value):
+                if key not in self.reads and json_or_text(value):
                     if other not in self.reads or not (value := convert(value)):
                         raise MalformedRow(
                             "template",

@@ -12,8 +12,9 @@ from typing import Any
 
 from open_instruct.data.tool_turns import ToolCallError, read_python_calls
 from open_instruct.environments.environment import ToolCall
+from open_instruct.verifiers.verifier import without_thinking
+from open_instruct.wording import json_or_text
 
-THINKING_ENDS = "</think>"
 MAX_CALLS = 64
 
 Found = Iterator[tuple[Any, Any]]
@@ -30,9 +31,9 @@ def tool_calls(text: str, form: str, names: Collection[str]) -> tuple[ToolCall, 
     Raises:
         ToolCallError: a call is cut, malformed, or of a tool that there is not.
     """
-    answer = text.rpartition(THINKING_ENDS)[2]
+    _, find_calls = FORMS[form]
     calls = []
-    for name, arguments in FORMS[form](answer):
+    for name, arguments in find_calls(without_thinking(text)):
         if name not in names:
             raise ToolCallError(f"there is no tool {name!r}; the tools are {', '.join(sorted(names))}")
         if not isinstance(arguments, dict) or not all(isinstance(key, str) for key in arguments):
@@ -44,14 +45,8 @@ def tool_calls(text: str, form: str, names: Collection[str]) -> tuple[ToolCall, 
 
 
 def form_of_template(template: str) -> str:
-    """The form that a chat template asks for: the one whose mark stands in it; Hermes' where none does."""
-    marks = {
-        "qwen3_xml": "<function=",
-        "function_calls": "<function_calls>",
-        "hermes": "<tool_call>",
-        "llama3_json": '"parameters"',
-    }
-    return next((form for form, mark in marks.items() if mark in template), "hermes")
+    """The form that a chat template asks for: the first whose mark stands in it; Hermes' where none does."""
+    return next((form for form, (mark, _) in FORMS.items() if mark and mark in template), "hermes")
 
 
 def _hermes(answer: str) -> Found:
@@ -100,18 +95,17 @@ def _qwen3_xml(answer: str) -> Found:
         pieces = re.split(r"<parameter=([^>\n]+)>(.*?)</parameter>", call[2], flags=re.DOTALL)
         if any(rest.strip() for rest in pieces[::3]):
             raise ToolCallError("text between the parameters of a call")
-        yield (
-            call[1].strip(),
-            {name.strip(): _value(text) for name, text in zip(pieces[1::3], pieces[2::3], strict=True)},
-        )
+        parameters = zip(pieces[1::3], pieces[2::3], strict=True)
+        yield call[1].strip(), {name.strip(): json_or_text(text.strip("\n")) for name, text in parameters}
 
 
-FORMS: dict[str, Callable[[str], Found]] = {
-    "hermes": _hermes,
-    "llama3_json": _llama3_json,
-    "function_calls": _function_calls,
-    "pythonic": _pythonic,
-    "qwen3_xml": _qwen3_xml,
+# Of each form its mark in a chat template, if it has one, and what finds its calls.
+FORMS: dict[str, tuple[str, Callable[[str], Found]]] = {
+    "qwen3_xml": ("<function=", _qwen3_xml),
+    "function_calls": ("<function_calls>", _function_calls),
+    "hermes": ("<tool_call>", _hermes),
+    "llama3_json": ('"parameters"', _llama3_json),
+    "pythonic": ("", _pythonic),
 }
 
 
@@ -140,12 +134,3 @@ def _name_and_arguments(call: Any, key: str) -> tuple[Any, Any]:
         raise ToolCallError("a call is an object with the name of a tool")
     other = "parameters" if key == "arguments" else "arguments"
     return call["name"], call.get(key, call.get(other))
-
-
-def _value(text: str) -> Any:
-    """A parameter as JSON where it is some, else as the text that it is."""
-    stripped = text.strip("\n")
-    try:
-        return json.loads(stripped)
-    except (ValueError, RecursionError):
-        return stripped

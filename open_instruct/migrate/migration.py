@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,12 @@ class Migration:
             what differs by no flag.
     """
 
-    arguments: list[str]
-    deepspeed: list[str]
-    renamed: Mapping[str, str]
+    arguments: list[str] = field(default_factory=list)
+    deepspeed: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
     dropped: Mapping[str, str]
     refused: Mapping[str, str]
-    defaults: Mapping[str, Mapping[str, Any]]
+    defaults: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def migrate_args(words: Sequence[str]) -> int:
@@ -80,38 +80,29 @@ def migrate(command: str, sheet: Sheet) -> Migration:
         _translate(command, name, flags, sheet)
     values = _values(flags, sheet)
     _drop_idle(flags, values, sheet)
-    arguments: list[str] = []
-    renamed: dict[str, str] = {}
-    defaults: dict[str, dict[str, Any]] = {}
+    migration = Migration(dropped=sheet.dropped, refused=sheet.refused)
     for ours in sorted(values, key=lambda name: sheet.ours[name][1] not in sheet.given):
         words, source = sheet.ours[ours]
         here = _default_here(flags[ours], sheet)
         if source not in sheet.given:
             if values[ours] == here:
                 continue
-            defaults[ours] = {"upstream": values[ours], "here": here}
+            migration.defaults[ours] = {"upstream": values[ours], "here": here}
         elif source != ours:
-            renamed[source] = f"is --{' '.join([ours, *words])} here"
-        arguments += [f"--{ours}", *words]
+            migration.renamed[source] = f"is --{' '.join([ours, *words])} here"
+        migration.arguments.extend([f"--{ours}", *words])
     for what, (theirs, here) in (upstream_behaviours(command) | upstream_behaviours(sheet.trainer)).items():
-        defaults[what] = {"upstream": theirs, "here": here}
+        migration.defaults[what] = {"upstream": theirs, "here": here}
     if not sheet.refused:
         # What a run would refuse is not had.
-        for line in _problems(objective, arguments):
+        for line in _problems(objective, migration.arguments):
             flag, _, rest = line.partition(" ")
             _, source = sheet.ours.get(flag.removeprefix("--"), ([], flag.strip("-:")))
             sheet.refused[source] = rest or line
-    deepspeed = ["--backend", "deepspeed", *sheet.deepspeed] if sheet.deepspeed else []
-    if deepspeed and _problems(objective, [*arguments, *deepspeed]):
-        deepspeed = []
-    return Migration(
-        arguments=arguments,
-        deepspeed=deepspeed,
-        renamed=renamed,
-        dropped=sheet.dropped,
-        refused=sheet.refused,
-        defaults=defaults,
-    )
+    deepspeed = ["--backend", "deepspeed", *sheet.deepspeed]
+    if sheet.deepspeed and not _problems(objective, [*migration.arguments, *deepspeed]):
+        migration.deepspeed.extend(deepspeed)
+    return migration
 
 
 def _values(flags: Mapping[str, Flag], sheet: Sheet) -> dict[str, Any]:

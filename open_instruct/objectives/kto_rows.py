@@ -51,17 +51,12 @@ class UnpairedBuilder(RowBuilder):
     def rows_in(cls, source: RowSource) -> RowSource:
         """The source; if its first readable row is a preference pair, every pair gives two rows."""
         first = next((row.value for row in source.rows(range(len(source))) if row.problem is None), {})
-        return _BothReplies(source) if "chosen" in first and "label" not in first else source
+        return _both_replies(source) if "chosen" in first and "label" not in first else source
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         messages, label = parse_labelled_row(row)
         prompt, (text,) = self.chat.render(messages[:-1], messages[-1:])
         return RenderedRow(texts=(prompt, text), values=(float(label),))
-
-    def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
-        """The reply is cut on the right, the prompt never."""
-        prompt, reply = pieces
-        return [prompt, reply[: self.max_seq_length - len(prompt)]]
 
 
 class MismatchedBuilder(UnpairedBuilder):
@@ -125,20 +120,18 @@ def mismatched_replies(rows: Sequence[tuple[int, int]]) -> list[int]:
     return chosen
 
 
-class _BothReplies(RowSource):
+def _both_replies(pairs: RowSource) -> RowSource:
     """A source of preference pairs as twice as many rows: each chosen reply is desirable, each rejected one is not."""
 
-    def __init__(self, pairs: RowSource) -> None:
-        super().__init__(pairs.name, pairs.fingerprint, 2 * len(pairs))
-        self._pairs = pairs
-
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow]:
+    def rows(indices: Sequence[int]) -> Iterator[RawRow]:
         wanted = set(indices)
-        pairs = sorted({index // 2 for index in indices})
-        for pair, row in zip(pairs, self._pairs.rows(pairs), strict=True):
+        taken = sorted({index // 2 for index in indices})
+        for pair, row in zip(taken, pairs.rows(taken), strict=True):
             for offset, each in enumerate(_both_rows(row)):
                 if 2 * pair + offset in wanted:
                     yield each
+
+    return replace(pairs, num_rows=2 * len(pairs), rows=rows)
 
 
 def _both_rows(row: RawRow) -> tuple[RawRow, ...]:

@@ -50,14 +50,14 @@ class Ran:
 
 
 class Child:
-    """A process that answers one request after another. `close` ends it at any time."""
+    """A process that answers one request after another. `close` ends it at any time.
 
-    def __init__(
-        self, connection: socket.socket, life: socket.socket, server: "Popen[bytes]", settings: dict[str, Any]
-    ) -> None:
-        self._connection = connection
-        self._life = life
-        self._server = server
+    Raises:
+        RunError: the process that forks it did not start.
+    """
+
+    def __init__(self, forks: "Forks", **settings: Any) -> None:
+        self._connection, self._life, self._server = forks.fork()
         self._unsent = json.dumps(settings).encode() + b"\n"
         self._has_begun = False
         self._is_closed = False
@@ -123,15 +123,8 @@ class Forks:
         self._lock = threading.Lock()
         self._server: Popen[bytes] | None = None
 
-    def child(self) -> Child:
-        """A new one.
-
-        Raises:
-            RunError: the process that forks did not start.
-        """
-        return Child(*self._forked(), {})
-
-    def _forked(self) -> "tuple[socket.socket, socket.socket, Popen[bytes]]":
+    def fork(self) -> "tuple[socket.socket, socket.socket, Popen[bytes]]":
+        """The ends of the two sockets of a new one, of which the second ends it, and the process that has forked it."""
         connection, work = socket.socketpair()
         life, end = socket.socketpair()
         with self._lock, work, end:
@@ -185,8 +178,7 @@ class Sandbox(Forks):
         Raises:
             RunError: the sandbox did not start.
         """
-        settings = {"cpu_s": cpu_s, "name": name, "stdin": stdin, "stderr": stderr}
-        return Interpreter(*self._forked(), settings)
+        return Interpreter(self, cpu_s=cpu_s, name=name, stdin=stdin, stderr=stderr)
 
 
 SANDBOX = Sandbox()  # of this process, with which it ends

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -241,16 +241,10 @@ def tiny_model_command(args: Sequence[str]) -> int:
         return 0
     name, words = _folder(args)
     flags = parse(TinyModelFlags, words)
-    folder = write_tiny_model(
-        name,
-        family=flags.family,
-        size=flags.size,
-        seed=flags.seed,
-        vocab_size=flags.vocab_size,
-        corpus=list(_texts(flags.text)) if flags.text else None,
-        tie=flags.tie_word_embeddings,
-        dtype=flags.dtype,
-    )
+    given = asdict(flags)
+    texts = given.pop("text")
+    tie = given.pop("tie_word_embeddings")
+    folder = write_tiny_model(name, corpus=list(_texts(texts)) if texts else None, tie=tie, **given)
     print(f"wrote a random {flags.family} model ({flags.size}) and its tokenizer to {folder}")
     return 0
 

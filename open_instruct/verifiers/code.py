@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.sandbox.sandbox import MAX_OUTPUT_BYTES, SANDBOX
 from open_instruct.verifiers.verifier import Verifier
+from open_instruct.wording import json_or_text
 
 # Of --verifier_timeout_s, so that the verdict on a program that is late in every test still comes.
 SHARE_OF_TIME = 0.9
@@ -37,12 +38,12 @@ class Code(Verifier):
         self._time_s = SHARE_OF_TIME * flags.verifier_timeout_s
 
     def check_ground_truth(self, ground_truth: Any) -> None:
-        tests = _tests(ground_truth)
+        tests = json_or_text(ground_truth)
         if not (isinstance(tests, list) and tests and all(map(self.is_test, tests))):
             raise ValueError(f"is no list of tests such as {self.test}, and no JSON of one")
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        program, tests, flags = program_of(completion), _tests(ground_truth), self._flags
+        program, tests, flags = program_of(completion), json_or_text(ground_truth), self._flags
         passed = self._ask(program, tests) if flags.code_api_url else self._run(program, tests)
         rate = sum(passed) / len(tests)
         return rate if rate >= flags.code_pass_rate_reward_threshold else 0.0
@@ -132,13 +133,6 @@ def asked_value(test: str) -> tuple[str, str]:
     except NO_LITERAL:
         pass
     return test, ""
-
-
-def _tests(ground_truth: Any) -> Any:
-    try:
-        return json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-    except ValueError:
-        return None
 
 
 def _is_same_line(line: str, expected: str) -> bool:

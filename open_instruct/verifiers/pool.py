@@ -6,6 +6,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.parallel.launch import threads_of_each
 from open_instruct.records import Check, Completion, Prompt, Verdict
-from open_instruct.sandbox.sandbox import Forks
+from open_instruct.sandbox.sandbox import Child, Forks
+from open_instruct.verifiers.event_loop import awaited
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.reward import Outcome, verdict_of
-from open_instruct.verifiers.verifier import without_thinking
-from open_instruct.verifiers.worker import answered, verdicts
+from open_instruct.verifiers.verifier import Verifier, said, without_key, without_thinking
+from open_instruct.wording import counted
 
 # A verifier that was late this often in a row gets less time until one of its verdicts comes: a share of
 # --verifier_timeout_s, or a multiple of the time of its slowest verdict if that is more. Every 16th gets all of it.
@@ -25,6 +27,8 @@ LATE_IN_A_ROW = 2
 SHARE_OF_TIME = 0.2
 TIMES_THE_SLOWEST = 3
 WHOLE_TIME_EVERY = 16
+MAX_TRACEBACK_CHARACTERS = 4000
+VERIFIERS: dict[str, Verifier] = {}  # of a process of verifiers
 
 
 @dataclass(slots=True)
@@ -172,7 +176,7 @@ class _Worker:
 
     def __init__(self, flags: RewardSection, environment: Mapping[str, str], *, start_timeout_s: float) -> None:
         self._forks = Forks(answers_with=answered, environment=environment)
-        self._process = self._forks.child()
+        self._process = Child(self._forks)
         self._greeting = self._told({"flags": asdict(flags)}, timeout_s=start_timeout_s)
 
     def ask(self, request: Mapping[str, object], *, timeout_s: float) -> dict[str, Any] | None:
@@ -189,3 +193,39 @@ class _Worker:
     def kill(self) -> None:
         self._process.close()
         self._forks.close()
+
+
+def answered(*, flags: dict[str, Any] | None = None, verifier: str = "", **asked: Any) -> dict[str, str]:
+    """The answer of a process to a request of `_Worker`, which sends the flags first, and then what is to be scored."""
+    told: dict[str, Any] = {}
+    if flags is None:
+        told = verdicts(VERIFIERS[verifier], **asked)
+    else:
+        try:
+            VERIFIERS.update(known_verifiers(RewardSection(**flags)))
+            for each in VERIFIERS.values():
+                each.load()
+        except BaseException as error:
+            told = _failure(error)
+    return {"status": "done", "value": json.dumps(told)}
+
+
+def verdicts(verifier: Verifier, **asked: Any) -> dict[str, Any]:
+    """`{"scores": […]}`, or `{"problem": …, "traceback": …}` where the verifier raised, or for one of the scores.
+
+    `asked` are the arguments of `Verifier.judge_all`.
+    """
+    try:
+        scores = awaited(verifier.judge_all(**asked))
+        if len(scores) != (num_asked := len(asked["completions"])):
+            raise ValueError(
+                f"{counted(len(scores), 'reward')} for {counted(num_asked, 'completion')}: return one for each"
+            )
+        return {"scores": [_failure(each) if isinstance(each, BaseException) else float(each) for each in scores]}
+    except BaseException as error:  # foreign code, which may raise anything, and exit
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> dict[str, str]:
+    shown = without_key("".join(traceback.format_exception(error)))
+    return {"problem": said(error), "traceback": shown[-MAX_TRACEBACK_CHARACTERS:]}

@@ -13,13 +13,12 @@ from open_instruct.verifiers.code import Code, CodeStdio
 from open_instruct.verifiers.function import RewardFunction
 from open_instruct.verifiers.ifeval import IFEval, IFEvalOld
 from open_instruct.verifiers.judge import Judge, Rubric, judge_prompts
-from open_instruct.verifiers.math_answers import Math, StrictMath
 from open_instruct.verifiers.reward_models import RewardModel
 from open_instruct.verifiers.verifier import Verifier
 
 GENERAL = [type("General", (Judge,), {"name": name}) for name in judge_prompts() if name != Rubric.name]
 JUDGES: list[type[Verifier]] = [Judge, Rubric, *GENERAL]
-BUILT_IN: list[type[Verifier]] = [*answers.ALL, *JUDGES, IFEval, IFEvalOld, Math, StrictMath, Code, CodeStdio]
+BUILT_IN: list[type[Verifier]] = [*answers.ALL, *JUDGES, IFEval, IFEvalOld, Code, CodeStdio]
 ENTRY_POINT_GROUP = "open_instruct.verifiers"
 WAYS_TO_SCORE = ("score", "judge", "judge_all")  # of which a verifier has one of its own
 

@@ -29,10 +29,9 @@ class RewardModel(Verifier):
         self.options = {*words} - {self.device}
         try:
             self.config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            problem: str | None = f"{folder}/config.json cannot be read: {error}"
-        else:
             problem = self._problem()
+        except (OSError, ValueError) as error:
+            problem = f"{folder}/config.json cannot be read: {error}"
         if problem is not None:
             raise InputError(f"--verifier {self.name}:{settings}: {problem}")
 

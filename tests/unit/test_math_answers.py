@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from open_instruct.verifiers.math_answers import MAX_CHARACTERS, are_equal
+from open_instruct.verifiers.answers import MAX_CHARACTERS, are_equal
 
 PAIRS = json.loads(Path(__file__).with_name("math_answers.json").read_text(encoding="utf-8"))
 

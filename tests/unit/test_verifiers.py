@@ -26,10 +26,9 @@ from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers import pool as verifier_pool
 from open_instruct.verifiers.answers import Passthrough, has_r1_format
 from open_instruct.verifiers.event_loop import awaited
-from open_instruct.verifiers.pool import VerifierPool
+from open_instruct.verifiers.pool import VerifierPool, verdicts
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.reward import Outcome, verdict_of
-from open_instruct.verifiers.worker import verdicts
 from tests.unit.scored import completion_of, score
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -299,7 +298,7 @@ import os, signal, threading, time
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.records import Check
 from open_instruct.sandbox import sandbox
-from open_instruct.verifiers.pool import VerifierPool
+from open_instruct.verifiers.pool import VerifierPool, verdicts
 sandbox.START = "import psutil, sys; sys.platform = {platform!r}" + sandbox.START  # psutil knows no "other"
 pool = VerifierPool(RewardSection(verifier=["{user_module}:Odd"], num_verifier_processes=1, verifier_timeout_s=300))
 odd = Check(verifier="odd", ground_truth=None)

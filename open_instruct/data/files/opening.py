@@ -43,9 +43,9 @@ def open_rows(name: str, split: str = "train", *, flag: str = "--mixer_list") ->
             raise InputError(f"{flag}_splits: {name} is a file, its only split is 'train', not {split!r}.")
         return _open_file(path, name, flag)
     if path.is_dir() and not any((path / marker).is_file() for marker in (*_SAVED_TO_DISK, "README.md")):
-        return _Folder(path, name, split, flag)
+        return _folder(path, name, split, flag)
     refuse_missing_file(name, flag=flag)
-    return _NamedRows(name, split, flag)
+    return _named_rows(name, split, flag)
 
 
 def refuse_missing_file(name: str, *, flag: str) -> None:
@@ -90,31 +90,31 @@ def _suffix_of(path: Path) -> str:
     return max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=path.suffix)
 
 
-class _Folder(RowSource):
+def _folder(path: Path, name: str, split: str, flag: str) -> RowSource:
     """The files of a folder, one after the other in the order of their names.
 
     Files that have a split in their name are of that split, all others of 'train'.
     """
+    files = [file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file()]
+    files = [file for file in files if not any(part.startswith(".") for part in file.parts)]
+    readable = [file for file in files if _suffix_of(file) in SUFFIXES]
+    if not readable:
+        there = f"it has {', '.join(file.name for file in files[:3])}" if files else "it is empty"
+        raise InputError(f"{flag}: {name}: no file in this folder can be read ({there}); put {SUFFIXES[0]} there.")
+    chosen = [file for file in readable if _split_of(file) == split]
+    if not chosen:
+        raise _no_split(name, split, map(_split_of, readable), flag)
+    sources = [_open_file(path / file, str(Path(name) / file), flag) for file in chosen]
+    starts = [0, *accumulate(map(len, sources))]
 
-    def __init__(self, path: Path, name: str, split: str, flag: str) -> None:
-        files = [file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file()]
-        files = [file for file in files if not any(part.startswith(".") for part in file.parts)]
-        readable = [file for file in files if _suffix_of(file) in SUFFIXES]
-        if not readable:
-            there = f"it has {', '.join(file.name for file in files[:3])}" if files else "it is empty"
-            raise InputError(f"{flag}: {name}: no file in this folder can be read ({there}); put {SUFFIXES[0]} there.")
-        chosen = [file for file in readable if _split_of(file) == split]
-        if not chosen:
-            raise _no_split(name, split, map(_split_of, readable), flag)
-        self._sources = [_open_file(path / file, str(Path(name) / file), flag) for file in chosen]
-        self._starts = [0, *accumulate(map(len, self._sources))]
-        fingerprint = hashlib.sha256(" ".join(each.fingerprint for each in self._sources).encode()).hexdigest()
-        super().__init__(name if split == "train" else f"{name}[{split}]", fingerprint, self._starts[-1])
-
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow]:
-        for source, (start, stop) in zip(self._sources, pairwise(self._starts), strict=True):
+    def rows(indices: Sequence[int]) -> Iterator[RawRow]:
+        for source, (start, stop) in zip(sources, pairwise(starts), strict=True):
             own = indices[bisect_left(indices, start) : bisect_left(indices, stop)]
             yield from source.rows([index - start for index in own])
+
+    fingerprint = hashlib.sha256(" ".join(each.fingerprint for each in sources).encode()).hexdigest()
+    shown = name if split == "train" else f"{name}[{split}]"
+    return RowSource(name=shown, fingerprint=fingerprint, num_rows=starts[-1], rows=rows)
 
 
 def _split_of(file: Path) -> str:
@@ -126,35 +126,35 @@ def _no_split(name: str, split: str, splits: Iterable[str], flag: str) -> InputE
     return InputError(f"{flag}_splits: {name} has no split {split!r}; it has {', '.join(sorted(set(splits)))}.")
 
 
-class _NamedRows(RowSource):
+def _named_rows(name: str, split: str, flag: str) -> RowSource:
     """One split of what the datasets library finds under a name, or under a folder (`save_to_disk` or plain files).
 
     A name may say which configuration: `openai/gsm8k:main`.
     """
+    import datasets
 
-    def __init__(self, name: str, split: str, flag: str) -> None:
-        import datasets
+    path = Path(name).expanduser()
+    repository, _, configuration = (str(path), "", "") if path.is_dir() else name.partition(":")
+    try:
+        if any((path / marker).is_file() for marker in _SAVED_TO_DISK):
+            dataset = datasets.load_from_disk(str(path))
+        else:
+            dataset = datasets.load_dataset(repository, configuration or None, split=split)
+    except Exception as error:  # the library raises many kinds of errors: its own and those of downloads
+        where = "the folder" if path.is_dir() else "there is no such file, and as a data set's name"
+        near = near_files(path) if path.parent.is_dir() and not path.is_dir() else ""
+        raise InputError(
+            f"{flag}: {name}: {where} cannot be loaded (split {split!r}): {type(error).__name__}: {error}{near}"
+        ) from error
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
+            raise _no_split(name, split, dataset, flag)
+        dataset = dataset[split]
+    shown = f"{name}[{split}]"
+    unformatted = dataset.with_format(None)
 
-        path = Path(name).expanduser()
-        repository, _, configuration = (str(path), "", "") if path.is_dir() else name.partition(":")
-        try:
-            if any((path / marker).is_file() for marker in _SAVED_TO_DISK):
-                dataset = datasets.load_from_disk(str(path))
-            else:
-                dataset = datasets.load_dataset(repository, configuration or None, split=split)
-        except Exception as error:  # the library raises many kinds of errors: its own and those of downloads
-            where = "the folder" if path.is_dir() else "there is no such file, and as a data set's name"
-            near = near_files(path) if path.parent.is_dir() and not path.is_dir() else ""
-            raise InputError(
-                f"{flag}: {name}: {where} cannot be loaded (split {split!r}): {type(error).__name__}: {error}{near}"
-            ) from error
-        if isinstance(dataset, datasets.DatasetDict):
-            if split not in dataset:
-                raise _no_split(name, split, dataset, flag)
-            dataset = dataset[split]
-        super().__init__(f"{name}[{split}]", str(dataset._fingerprint), len(dataset))
-        self._dataset = dataset.with_format(None)
+    def rows(indices: Sequence[int]) -> Iterator[RawRow]:
+        for index, value in zip(indices, unformatted.select(indices), strict=True):
+            yield RawRow(file=shown, line=index + 1, value=value)
 
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow]:
-        for index, value in zip(indices, self._dataset.select(indices), strict=True):
-            yield RawRow(file=self.name, line=index + 1, value=value)
+    return RowSource(name=shown, fingerprint=str(dataset._fingerprint), num_rows=len(dataset), rows=rows)

@@ -1,4 +1,4 @@
-"""Raw rows with their places in files, the base of the sources that read them, and the sources of JSON.
+"""Raw rows with their places in files, what a source of them is, and the sources of JSON.
 
 A source knows the number and the hash of its rows before any row is parsed, so that the mixer and the cache decide
 first. Tables are read in tables.py.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,20 +56,24 @@ class RawRow:
         return self.value
 
 
-class RowSource(ABC):
-    """Rows of one file or one split."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSource:
+    """Rows of one file or one split.
 
-    def __init__(self, name: str, fingerprint: str, num_rows: int) -> None:
-        self.name = name
-        self.fingerprint = fingerprint
-        self._num_rows = num_rows
+    `rows` gives one item for each of its indices, which must be ascending and distinct, in that order.
+
+    Example: `RowSource(name="rows.jsonl", fingerprint="9f86…", num_rows=2, rows=read)`, where `list(read([1]))` is
+    `[RawRow(file="rows.jsonl", line=2, value={…})]`.
+    """
+
+    name: str
+    fingerprint: str
+    num_rows: int
+    rows: Callable[[Sequence[int]], Iterator[RawRow]]
+    warnings: Callable[[], list[str]] = list  # about what has been read so far
 
     def __len__(self) -> int:
-        return self._num_rows
-
-    @abstractmethod
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow]:
-        """One item for each of `indices`, which must be ascending and distinct, in that order."""
+        return self.num_rows
 
 
 # Gives the line of each row and what is there.
@@ -79,29 +82,29 @@ Reader = Callable[[], Iterable[tuple[int, Any]]]
 Parser = Callable[[Any], dict[str, Any]]
 
 
-class FileRows(RowSource):
-    """The rows of one file, read from its start each time, so that memory holds one of them."""
+def file_rows(path: Path, name: str, *, read: Reader, parse: Parser, num_rows: int | None = None) -> RowSource:
+    """The rows of one file, read from its start each time, so that memory holds one of them.
 
-    def __init__(self, path: Path, name: str, *, read: Reader, parse: Parser, num_rows: int | None = None) -> None:
-        """Without `num_rows`, all is read once to be counted."""
-        with unpacked(path) as file:
-            fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-        super().__init__(name, fingerprint, sum(1 for _ in read()) if num_rows is None else num_rows)
-        self._read = read
-        self._parse = parse
+    Without `num_rows`, all is read once to be counted.
+    """
 
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow]:
+    def rows(indices: Sequence[int]) -> Iterator[RawRow]:
         wanted = set(indices)
-        for index, (line, found) in enumerate(islice(self._read(), max(wanted, default=-1) + 1)):
+        for index, (line, found) in enumerate(islice(read(), max(wanted, default=-1) + 1)):
             if index in wanted:
                 try:
-                    yield RawRow(file=self.name, line=line, value=self._parse(found))
+                    yield RawRow(file=name, line=line, value=parse(found))
                 except MalformedRow as error:
                     # A new one: traceback and cause of the other hold the text of the row, which may be long.
-                    yield RawRow(file=self.name, line=line, problem=MalformedRow(error.kind, error.reason))
+                    yield RawRow(file=name, line=line, problem=MalformedRow(error.kind, error.reason))
+
+    with unpacked(path) as file:
+        fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+    num_rows = sum(1 for _ in read()) if num_rows is None else num_rows
+    return RowSource(name=name, fingerprint=fingerprint, num_rows=num_rows, rows=rows)
 
 
-def json_lines(path: Path, name: str) -> FileRows:
+def json_lines(path: Path, name: str) -> RowSource:
     """The lines of a file that are not blank."""
 
     def numbered_lines() -> Iterator[tuple[int, bytes]]:
@@ -110,10 +113,10 @@ def json_lines(path: Path, name: str) -> FileRows:
                 if line.strip():
                     yield number, line.removeprefix(BOM_UTF8)
 
-    return FileRows(path, name, read=numbered_lines, parse=parse_json_object)
+    return file_rows(path, name, read=numbered_lines, parse=parse_json_object)
 
 
-def json_list(path: Path, name: str, flag: str) -> FileRows:
+def json_list(path: Path, name: str, flag: str) -> RowSource:
     """The rows of a file that is a list of rows, or an object with one such list; it is read as a whole.
 
     Raises:
@@ -134,7 +137,7 @@ def json_list(path: Path, name: str, flag: str) -> FileRows:
             f"{flag}: {name} {problem}; give a list of rows, [{{...}}, {{...}}], or an object that has it as "
             f"{' or '.join(map(repr, WRAPPERS))}"
         )
-    return FileRows(path, name, read=partial(enumerate, value, start=1), parse=_as_object, num_rows=len(value))
+    return file_rows(path, name, read=partial(enumerate, value, start=1), parse=_as_object, num_rows=len(value))
 
 
 def is_json_lines(path: Path) -> bool:

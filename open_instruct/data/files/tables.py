@@ -5,15 +5,14 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from io import TextIOWrapper
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from open_instruct.data.files.foreign_json import one_line
-from open_instruct.data.files.rows import FileRows, MalformedRow, unpacked
+from open_instruct.data.files.rows import MalformedRow, RowSource, file_rows, unpacked
 from open_instruct.errors import InputError
 
 _DELIMITERS = ",;\t"
@@ -28,7 +27,7 @@ _LONGEST_ROW = 2**23  # bytes
 Batches = Callable[[], Iterable[Any]]
 
 
-def text_table(path: Path, name: str, flag: str) -> FileRows:
+def text_table(path: Path, name: str, flag: str) -> RowSource:
     """The rows under a line of column names.
 
     A cell is text, except for a list of messages, written as JSON or as Python's repr (pandas writes that).
@@ -41,7 +40,7 @@ def text_table(path: Path, name: str, flag: str) -> FileRows:
         raise InputError(
             f"{flag}: {name} must begin with a line of column names, each once; it begins with {first.strip()[:80]!r}"
         )
-    return FileRows(path, name, read=lambda: islice(cells(), 1, None), parse=partial(_row, columns))
+    return file_rows(path, name, read=lambda: islice(cells(), 1, None), parse=partial(_row, columns))
 
 
 def _row(columns: Sequence[str], cells: Sequence[str]) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def _value_of_cell(cell: str) -> Any:
     return cell
 
 
-def column_file(path: Path, name: str, flag: str) -> FileRows:
+def column_file(path: Path, name: str, flag: str) -> RowSource:
     """The rows of a .parquet file, read batch by batch, or of a .arrow file, mapped into memory."""
     is_parquet = path.suffix == ".parquet"
     try:
@@ -99,36 +98,21 @@ def column_file(path: Path, name: str, flag: str) -> FileRows:
     except Exception as error:  # pyarrow's kinds of errors have no common ancestor
         kind = "a Parquet" if is_parquet else "an Arrow"
         raise InputError(f"{flag}: {name} is not {kind} file, or is damaged: {one_line(error)}") from error
-    return FileRows(path, name, read=partial(_unpacked_rows, batches, name), parse=_value_of_batch, num_rows=num_rows)
+    return file_rows(path, name, read=partial(_slices, batches, name), parse=_value_of_slice, num_rows=num_rows)
 
 
-def _unpacked_rows(batches: Batches, file: str) -> Iterator[tuple[int, Any]]:
-    """Each row with its number."""
+def _slices(batches: Batches, file: str) -> Iterator[tuple[int, Any]]:
+    """Each row with its number, as a batch of its own, since one may be bad or too long."""
     try:
-        yield from enumerate(chain.from_iterable(map(_split, batches())), start=1)
+        yield from enumerate((batch.slice(row, 1) for batch in batches() for row in range(batch.num_rows)), start=1)
     except Exception as error:
         raise InputError(f"{file} is damaged: {one_line(error)}; fetch it again") from error
 
 
-def _split(batch: Any) -> list[Any]:
-    """The rows of a batch; where one may be bad or too long, a batch of each."""
-    if not _has_dictionaries(batch) and batch.nbytes <= _LONGEST_ROW:
-        with suppress(Exception):  # such as of text that is not UTF-8
-            return cast(list[Any], batch.to_pylist())
-    return [batch.slice(row, 1) for row in range(batch.num_rows)]
-
-
-def _has_dictionaries(batch: Any) -> bool:
-    """Whether repeated texts are stored once, so that a batch does not show how long its rows are."""
-    return "dictionary<" in str(batch.schema.types)
-
-
-def _value_of_batch(batch: Any) -> dict[str, Any]:
-    """The row of a batch that has one, or the row itself."""
-    if isinstance(batch, dict):
-        return batch
+def _value_of_slice(batch: Any) -> dict[str, Any]:
     too_long = f"the row has more than {_LONGEST_ROW >> 20} MiB, more than a model reads"
-    if not _has_dictionaries(batch) and batch.nbytes > _LONGEST_ROW:
+    # Where repeated texts are stored once, in dictionaries, a batch does not show how long its row is.
+    if batch.nbytes > _LONGEST_ROW and "dictionary<" not in str(batch.schema.types):
         raise MalformedRow("not_readable", too_long)
     try:
         (value,) = batch.to_pylist()
