@@ -23,12 +23,11 @@ from open_instruct.report.templates import nodes_drawn, rendered
 from open_instruct.run.console import time_words
 
 
-def report_page(folders: Sequence[Path], *, max_rollouts: int, mark: str = "") -> str:
+def report_page(folders: Sequence[Path], *, max_rollouts: int) -> str:
     """The text of the page about the runs in `folders`.
 
     Nothing in it but `page.js` can run: the page's policy names the digest of that script alone.
 
-    :param mark: the version of a page that is served; its script asks the server whether that has changed.
     :raises InputError: a folder holds no run.
     """
     runs = [RunFiles.read(folder) for folder in folders]
@@ -41,7 +40,6 @@ def report_page(folders: Sequence[Path], *, max_rollouts: int, mark: str = "") -
     columns = {name for run in shown for name in (*run["curves"]["columns"], *run["held_out"]["columns"])}
     # What the script reads; it finds the blocks by their ids.
     data = {
-        "mark": mark,
         "metrics": {name: asdict(entry_of(name)) for name in in_order(columns)},
         "runs": [{key: run[key] for key in ("name", "objective", "curves", "held_out")} for run in shown],
     }
