@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
 from open_instruct.report.page import report_page
 from open_instruct.whole_file import write_asked
-
-PROGRAM = "open-instruct report"
 
 
 @dataclass(kw_only=True)
@@ -38,12 +35,9 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         InputError: a folder holds no run, a flag will not do, or the page cannot be written.
     """
-    if asks_for_help(argv):
-        print_help(ReportFlags, f"{PROGRAM} RUN [RUN ...]")
-        return 0
     names = list(takewhile(lambda word: not word.startswith("-"), argv))
     if not names:
-        raise InputError(f"the first words are the folders of runs: {PROGRAM} RUN [RUN ...] [--flag value ...]")
+        raise InputError("the first words are the folders of runs: open-instruct report RUN [RUN ...]")
     folders = [Path(name).expanduser() for name in names]
     flags = parse(ReportFlags, argv[len(names) :])
     refuse(limit_problems(flags))
