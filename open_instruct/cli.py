@@ -8,11 +8,11 @@ from pkgutil import resolve_name
 from typing import NoReturn
 
 from open_instruct import __version__
-from open_instruct.config.help import asks_for_help
+from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import nearest
 from open_instruct.entry import leave, run_to_exit_code
 from open_instruct.errors import EXIT_INPUT, InputError
-from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.objectives.registry import OBJECTIVES, objective_named, objective_names
 
 PROGRAM = "open-instruct"
 CONFIGS_USAGE = """\
@@ -29,11 +29,22 @@ COMMANDS = {
     "layout": ("show how a model would be sharded over nodes of GPUs", "parallel.layout_command:layout_command"),
     "plan": ("say what memory, traffic and time a run would need, and how it would fit", "report.plan_command:main"),
     "preview": ("show rows of a run as the model will see them, and what is learned", "preview.command:main"),
-    "report": ("make a page of what runs have left: curves, health, rollouts", "report.command:main"),
+    "report": ("make a page of what runs have left: curves, health, rollouts", "report.page:main"),
     "migrate-args": ("translate a launch of allenai's open-instruct into our flags", "migrate.migration:migrate_args"),
     "replay": ("take one step of a GRPO run again, under its own or another loss", "replay:main"),
     "export": ("write a checkpoint of a run as a Hugging Face folder", "run.export_command:main"),
     "tiny-model": ("write a small random checkpoint, to try things on", "toys.tiny:tiny_model_command"),
+}
+RUN = "{commands} [FILE.yaml] --model_name_or_path STR"
+# For `--help` of commands with flags of their own: where these are, how it begins, and a usage line if not theirs.
+FLAGS = {
+    "layout": ("parallel.layout_command:LayoutFlags", "layout", ""),
+    "plan": ("planning.request:PlanFlags", "plan", f"{RUN} --gpus_per_node N ..."),
+    "preview": ("preview.command:PreviewFlags", "preview", f"{RUN} --mixer_list WORD ..."),
+    "report": ("report.page:ReportFlags", "report RUN [RUN ...]", ""),
+    "replay": ("replay:ReplayFlags", "replay", "RUN --step N"),
+    "export": ("run.export_command:ExportFlags", "export RUN", ""),
+    "tiny-model": ("toys.tiny:TinyModelFlags", "tiny-model DIR", ""),
 }
 
 
@@ -62,6 +73,11 @@ def _run(name: str, words: Sequence[str]) -> int:
         from open_instruct.train import run_objective
 
         return run_objective(objective_named(name), words)
+    if name in FLAGS and asks_for_help(words):
+        flags, command, line = FLAGS[name]
+        line = line.format(commands="|".join(objective_names()))
+        print_help(resolve_name(f"open_instruct.{flags}"), f"{PROGRAM} {command}", line)
+        return 0
     return resolve_name(f"open_instruct.{COMMANDS[name][1]}")(words)
 
 

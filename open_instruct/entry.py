@@ -25,14 +25,7 @@ from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.sections import ParallelSection, RanksSection
 from open_instruct.config.tracker_access import check_trackers
 from open_instruct.config.training import LearnerConfig
-from open_instruct.errors import (
-    EXIT_FAILURE,
-    EXIT_INPUT,
-    EXIT_OF_SIGNAL,
-    EXIT_PREEMPTED,
-    InputError,
-    RunError,
-)
+from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNAL, EXIT_PREEMPTED, InputError, RunError
 from open_instruct.hub.upload import open_repository, upload
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks

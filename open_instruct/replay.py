@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import flags_given, parse
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.rollout_sections import LearnerParallelSection
@@ -107,9 +106,6 @@ def main(argv: Sequence[str]) -> int:
 
     :raises InputError: if the flags cannot work, or the run has no such step.
     """
-    if asks_for_help(argv):
-        print_help(ReplayFlags, "open-instruct replay", usage="RUN --step N")
-        return 0
     replayed = parse_replay(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("replay runs on one process: start it without torchrun")

@@ -3,7 +3,6 @@
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,7 +73,7 @@ def learner(sync: Sync, folder: Path, *, gb_s: float, compresses: bool) -> None:
     """One of the ranks."""
     dist.init_process_group("gloo")
     HeldBack.gb_s = gb_s
-    WAYS["gloo"] = replace(WAYS["gloo"], outgoing=HeldBack)
+    WAYS["gloo"] = (HeldBack, WAYS["gloo"][1])
     sender_module.SentParts = TimedParts  # type: ignore[misc]
     hf_config = tiny_config("olmo2", SIZES[sync.size], vocab_size=SIZES[sync.size].vocab_size, tie=False)
     model = sharder(NUM_LEARNERS)(build_model(hf_config))

@@ -105,11 +105,8 @@ class Placement:
 
     def node_and_local_rank(self, rank: int) -> tuple[int, int]:
         """The node of a rank, and its index there: `(1, 0)` for rank 2 of nodes with 2 and 4 learners."""
-        for node, num_learners in enumerate(self.shape.learners_per_node):
-            if rank < num_learners:
-                return node, rank
-            rank -= num_learners
-        raise IndexError(rank)
+        nodes = enumerate(self.shape.learners_per_node)
+        return [(node, local_rank) for node, num_learners in nodes for local_rank in range(num_learners)][rank]
 
     def wait(self, *, timeout_s: float, say: Say) -> None:
         """Return once every place is reserved, also after a node was lost.

@@ -4,20 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from open_instruct.config import rollout_sections
 from open_instruct.config.flags import spelled
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
-from open_instruct.config.rollout_sections import (
-    LEAST_TEMPERATURE,
-    EnvironmentSection,
-    EvaluationSection,
-    FleetSection,
-    LearnerParallelSection,
-    PolicyLossSection,
-    PromptDataSection,
-    RewardSection,
-    RolloutRunSection,
-    RolloutSection,
-)
 from open_instruct.config.training import LearnerConfig
 from open_instruct.config.validation import changed, learner_problems, learner_warnings, microbatch_problems, refuse
 from open_instruct.losses.policy import OVER_TOKENS, POLICY_LOSSES
@@ -36,15 +25,15 @@ class GRPOConfig(LearnerConfig):
         open-instruct grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --ray_address auto --output_dir runs/olmo3
     """
 
-    data: PromptDataSection
-    rollout: RolloutSection
-    environment: EnvironmentSection
-    reward: RewardSection
-    loss: PolicyLossSection
-    parallel: LearnerParallelSection
-    fleet: FleetSection
-    evaluation: EvaluationSection
-    run: RolloutRunSection
+    data: rollout_sections.PromptDataSection
+    rollout: rollout_sections.RolloutSection
+    environment: rollout_sections.EnvironmentSection
+    reward: rollout_sections.RewardSection
+    loss: rollout_sections.PolicyLossSection
+    parallel: rollout_sections.LearnerParallelSection
+    fleet: rollout_sections.FleetSection
+    evaluation: rollout_sections.EvaluationSection
+    run: rollout_sections.RolloutRunSection
 
     @property
     def num_completions_per_step(self) -> int:
@@ -110,7 +99,7 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
     return list(_warnings(config))
 
 
-def _data_problems(data: PromptDataSection) -> Iterator[str]:
+def _data_problems(data: rollout_sections.PromptDataSection) -> Iterator[str]:
     if bool(data.sft_mixer_list) != bool(data.sft_rows_per_step):
         yield "--sft_mixer_list says which conversations, --sft_rows_per_step how many a step: give both, or neither"
 
@@ -141,7 +130,7 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
         yield "--active_sampling replaces the groups that --no_filter_zero_std_samples keeps: leave one out"
 
 
-def _reward_problems(reward: RewardSection) -> Iterator[str]:
+def _reward_problems(reward: rollout_sections.RewardSection) -> Iterator[str]:
     for word in reward.verifier:
         module, colon, name = word.rpartition(":")
         if not name or (colon and not module) or word.endswith(".py"):
@@ -229,11 +218,10 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
     evaluation = config.evaluation
     if config.run.checkpointing_steps == 0:
         yield "--checkpointing_steps 0: a run of prompts has no epochs; give a number of steps"
-    if 0 < evaluation.eval_temperature < LEAST_TEMPERATURE:
-        yield (
-            f"--eval_temperature {spelled(evaluation.eval_temperature)}: must be at least {LEAST_TEMPERATURE}, or 0 "
-            "for the likeliest token"
-        )
+    least = rollout_sections.LEAST_TEMPERATURE
+    if 0 < evaluation.eval_temperature < least:
+        given = spelled(evaluation.eval_temperature)
+        yield f"--eval_temperature {given}: must be at least {least}, or 0 for the likeliest token"
     for k in evaluation.eval_pass_at_k:
         if not 1 <= k <= evaluation.num_samples:
             yield f"--eval_pass_at_k {k}: takes numbers from 1 to --eval_num_samples, which is {evaluation.num_samples}"

@@ -4,15 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from open_instruct.config.flags import OWN
-from open_instruct.config.sections import (
-    ParallelSection,
-    PrefixSharing,
-    RowsSection,
-    RunSection,
-    Switch,
-    flag,
-    free_flag,
-)
+from open_instruct.config.sections import ParallelSection, RowsSection, RunSection, Switch, flag, free_flag
 from open_instruct.losses.advantages import ADVANTAGES
 from open_instruct.losses.policy import OVER_TOKENS, POLICY_LOSSES
 
@@ -244,7 +236,7 @@ class PolicyLossSection:
     pack_length: int | None = free_flag(
         "tokens of a packed microbatch; default: 4096, or those of the longest sample if more", None
     )
-    prefix_sharing: PrefixSharing = free_flag(
+    prefix_sharing: Switch = free_flag(
         "compute once what completions of a group begin with, the prompt and any turns; 'auto': where that saves at "
         "least 5% of the tokens",
         "auto",

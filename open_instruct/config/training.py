@@ -10,20 +10,10 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+from open_instruct.config import sections
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.parser import nearest
 from open_instruct.config.rollout_sections import PromptDataSection
-from open_instruct.config.sections import (
-    DataSection,
-    LoggingSection,
-    MemorySection,
-    ModelSection,
-    OptimizerSection,
-    OptimSection,
-    ParallelSection,
-    RanksSection,
-    RunSection,
-)
 from open_instruct.errors import InputError
 from open_instruct.shard_layout import ShardLayout
 
@@ -34,13 +24,13 @@ GROUP = "open_instruct.backends"
 class LearnerConfig:
     """The sections that any learner reads, GRPO's too. A subclass adds its own, and may extend these."""
 
-    model: ModelSection
-    data: DataSection | PromptDataSection
-    optim: OptimizerSection
-    parallel: ParallelSection
-    memory: MemorySection
-    run: RunSection
-    logging: LoggingSection
+    model: sections.ModelSection
+    data: sections.DataSection | PromptDataSection
+    optim: sections.OptimizerSection
+    parallel: sections.ParallelSection
+    memory: sections.MemorySection
+    run: sections.RunSection
+    logging: sections.LoggingSection
     lora: LoRASection = field(default_factory=LoRASection)
 
     @property
@@ -56,9 +46,9 @@ class LearnerConfig:
 class TrainingConfig(LearnerConfig):
     """The sections that the walk of an offline run reads."""
 
-    data: DataSection
-    optim: OptimSection
-    parallel: RanksSection
+    data: sections.DataSection
+    optim: sections.OptimSection
+    parallel: sections.RanksSection
 
 
 class BackendRecord(Protocol):
@@ -76,13 +66,13 @@ class BackendRecord(Protocol):
     def refuse_unfit(self) -> None:
         """:raises InputError: a library that it needs is not installed, or not in a version that will do."""
 
-    def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
+    def layout(self, parallel: sections.ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
         """Which ranks share parameters, and which hold copies.
 
         :raises InputError: the flags cannot work on these nodes.
         """
 
-    def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
+    def sharing(self, parallel: sections.ParallelSection, layout: ShardLayout) -> str:
         """The layout in a few words, for people: `2 x 4 (replicas x shard degree)`."""
 
     def planned(self, config: LearnerConfig) -> Any:

@@ -16,8 +16,7 @@ from open_instruct.engines.requests import EngineSettings, GenerationRequest
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.records import Completion
-from open_instruct.weights.adapter_receiver import ADAPTER_ID, AdapterReceiver
-from open_instruct.weights.receiver import WeightReceiver
+from open_instruct.weights.receiver import ADAPTER_ID, AdapterReceiver, WeightReceiver
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, SamplingParams

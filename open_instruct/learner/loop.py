@@ -48,12 +48,10 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 class PlaceInData(DataLoaderBase):
     """The loader that OLMo-core's trainer holds: a run's place in its data. Batches come from the loop's caller."""
 
-    def __init__(
-        self, place: Stateful, *, folder: Path, group: dist.ProcessGroup | None, max_tokens_per_step: int
-    ) -> None:
+    def __init__(self, place: Stateful, *, folder: Path, group: dist.ProcessGroup | None) -> None:
         super().__init__(
             work_dir=folder,
-            global_batch_size=max_tokens_per_step,
+            global_batch_size=0,  # which nothing asks for: steps end the run, not tokens
             dp_world_size=dist.get_world_size(group),
             dp_rank=dist.get_rank(group),
         )
@@ -89,7 +87,6 @@ class Loop:
         config: the flags of the run.
         start_model: fingerprint of the start model, see `start_model_of`.
         cadence: of the whole run; the schedule stretches over its steps.
-        max_tokens_per_step: an upper bound on the tokens of a step, over all ranks.
         callbacks: OLMo-core's, by name, beside those of the flags.
     """
 
@@ -102,7 +99,6 @@ class Loop:
         config: LearnerConfig,
         start_model: str,
         cadence: Cadence,
-        max_tokens_per_step: int,
         callbacks: Mapping[str, Callback] | None = None,
     ) -> None:
         flags = config.run
@@ -132,8 +128,7 @@ class Loop:
                 "console_logger": ConsoleLoggerCallback(log_interval=NEVER, metrics_log_interval=NEVER),
             },
         )
-        group = learner.dp_process_group
-        place_in_data = PlaceInData(place, folder=self.folder, group=group, max_tokens_per_step=max_tokens_per_step)
+        place_in_data = PlaceInData(place, folder=self.folder, group=learner.dp_process_group)
         self.trainer = trainer.build(learner.backend.train_module, place_in_data)
         self.checkpointer = self.trainer.checkpointer = SafeCheckpointer(work_dir=self.folder, start_model=start_model)
         self._callbacks = [

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 
 from rich.console import Console
 
-from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import DegreesSection, ParallelSection, flag
 from open_instruct.config.validation import limit_problems, parallel_problems, refuse
@@ -42,9 +41,6 @@ def layout_command(args: Sequence[str]) -> int:
     Raises:
         InputError: a flag is wrong, or there is no such layout.
     """
-    if asks_for_help(args):
-        print_help(LayoutFlags, "open-instruct layout")
-        return 0
     flags = parse(LayoutFlags, args)
     degrees = {each.name: getattr(flags, each.name) for each in fields(DegreesSection)}
     parallel = ParallelSection(single_gpu_mode=flags.single_gpu_mode, **degrees)

@@ -9,10 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.sections import flag
 from open_instruct.objectives.objective import Objective
-from open_instruct.objectives.registry import described_run, objective_names
+from open_instruct.objectives.registry import described_run
 from open_instruct.whole_file import write_asked
 
 # Flags that a run cannot do without and that say nothing of its rows.
@@ -45,10 +44,6 @@ def main(argv: Sequence[str]) -> int:
         InputError: a flag, a file or the tokenizer will not do, the rows are what the run would refuse, or the page
             cannot be written.
     """
-    if asks_for_help(argv):
-        usage = f"{'|'.join(objective_names())} [FILE.yaml] --model_name_or_path STR --mixer_list WORD ..."
-        print_help(PreviewFlags, "open-instruct preview", usage)
-        return 0
     config, objective, warnings = parse_request(argv)
     for warning in warnings:
         print(f"open-instruct preview: warning: {warning}", file=sys.stderr)

@@ -3,7 +3,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 340, HEIGHT = 170, LEFT = 44, BOTTOM = 18, TOP = 6;
-const ROWS_SHOWN = 25, TOKENS_SHOWN = 4000, NUM_COLOURS = 13, REFRESH_MS = 4000;
+const ROWS_SHOWN = 25, TOKENS_SHOWN = 4000, NUM_COLOURS = 13;
 const data = JSON.parse(document.getElementById("data").textContent);
 
 function make(name, attributes = {}, ...children) {
@@ -486,26 +486,11 @@ async function showTokens(place, row) {
 
 // The page itself
 
-async function refreshWhenOld() {
-  try {
-    const answer = await fetch("mark", { cache: "no-store" });
-    if (answer.ok && await answer.text() !== data.mark && !byId("sample")?.open) location.reload();
-  } catch {
-    // The server is gone: what is here stays readable.
-  }
-}
-
 function start() {
   for (const id of ["smoothing", "find-curve", "log-scale", "find-rollout", "rollout-kind", "rollout-order", "rollout-run"]) {
     const node = byId(id);
-    const key = `report ${id}`;
     if (!node) continue;
-    if (data.mark && sessionStorage.getItem(key) !== null) {
-      if (node.type === "checkbox") node.checked = sessionStorage.getItem(key) === "true";
-      else node.value = sessionStorage.getItem(key);
-    }
     node.addEventListener("input", () => {
-      if (data.mark) sessionStorage.setItem(key, node.type === "checkbox" ? node.checked : node.value);
       if (id === "find-curve") findCurves();
       else if (id === "smoothing" || id === "log-scale") redraw();
       else showTable();
@@ -520,7 +505,6 @@ function start() {
     if (typeof DecompressionStream === "undefined") byId("rollout-count").textContent = "this browser cannot unpack them: take one of 2023 or later";
     else showTable();
   }
-  if (data.mark) setInterval(refreshWhenOld, REFRESH_MS);
 }
 
 start();

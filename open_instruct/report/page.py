@@ -1,17 +1,24 @@
-"""The page of runs as one HTML file: words and bars stand in it, a script of ours draws curves and shows rollouts."""
+"""`open-instruct report`: the page of a run, or of several beside each other, as one HTML file.
+
+Words and bars stand in it, a script of ours draws curves and shows rollouts.
+"""
 
 import base64
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from itertools import pairwise
+from dataclasses import asdict, dataclass
+from itertools import pairwise, takewhile
 from math import fsum
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from open_instruct.config.parser import parse
+from open_instruct.config.sections import flag
+from open_instruct.config.validation import limit_problems, refuse
+from open_instruct.errors import InputError
 from open_instruct.metric_table import entry_of, in_order
 from open_instruct.planning.shown import LETTERS
 from open_instruct.planning.subject.units import GIB
@@ -21,14 +28,50 @@ from open_instruct.report.health import findings_of, parts_of_step, planned_gib
 from open_instruct.report.run_files import RunFiles, differing_flags, packed_rollouts, read_rollouts
 from open_instruct.report.templates import nodes_drawn, rendered
 from open_instruct.run.console import time_words
+from open_instruct.whole_file import write_asked
 
 
-def report_page(folders: Sequence[Path], *, max_rollouts: int, mark: str = "") -> str:
+@dataclass(kw_only=True)
+class ReportFlags:
+    """Make one page of what runs have left in their folders, finished or not: curves, held-out scores, memory, time,
+    layout, what is wrong and what to do, and the saved rollouts to read. The page is one file that needs no server and
+    fetches nothing. `open-instruct report RUN [RUN ...]` takes the folders (--output_dir) of the runs.
+
+    Examples:
+        open-instruct report runs/dpo
+        open-instruct report runs/a runs/b --out compared.html
+    """
+
+    out: str | None = flag("file to write; default: report.html in RUN, or here where there are several", None)
+    max_rollouts: int = flag("saved rollouts of each run that the page may hold; 0 leaves them out", 10_000, minimum=0)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the page that the words after the command ask for; returns the exit code.
+
+    Raises:
+        InputError: a folder holds no run, a flag will not do, or the page cannot be written.
+    """
+    names = list(takewhile(lambda word: not word.startswith("-"), argv))
+    if not names:
+        raise InputError("the first words are the folders of runs: open-instruct report RUN [RUN ...]")
+    folders = [Path(name).expanduser() for name in names]
+    flags = parse(ReportFlags, argv[len(names) :])
+    refuse(limit_problems(flags))
+    began_s = time.monotonic()
+    page = report_page(folders, max_rollouts=flags.max_rollouts)
+    folder = folders[0] if len(folders) == 1 else Path()
+    out = Path(flags.out).expanduser() if flags.out else folder / "report.html"
+    write_asked(out, page, flag="--out")
+    print(f"{out} ({len(page) / 1e6:.2f} MB, in {time.monotonic() - began_s:.1f} s)")
+    return 0
+
+
+def report_page(folders: Sequence[Path], *, max_rollouts: int) -> str:
     """The text of the page about the runs in `folders`.
 
     Nothing in it but `page.js` can run: the page's policy names the digest of that script alone.
 
-    :param mark: the version of a page that is served; its script asks the server whether that has changed.
     :raises InputError: a folder holds no run.
     """
     runs = [RunFiles.read(folder) for folder in folders]
@@ -41,7 +84,6 @@ def report_page(folders: Sequence[Path], *, max_rollouts: int, mark: str = "") -
     columns = {name for run in shown for name in (*run["curves"]["columns"], *run["held_out"]["columns"])}
     # What the script reads; it finds the blocks by their ids.
     data = {
-        "mark": mark,
         "metrics": {name: asdict(entry_of(name)) for name in in_order(columns)},
         "runs": [{key: run[key] for key in ("name", "objective", "curves", "held_out")} for run in shown],
     }

@@ -11,14 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from open_instruct.config.help import asks_for_help, print_help
-from open_instruct.objectives.registry import objective_names
 from open_instruct.parallel.picture import draw_layout, wrapped
 from open_instruct.planning import shown
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan, plan_of
-from open_instruct.planning.request import PlanFlags, parse_request
+from open_instruct.planning.request import parse_request
 from open_instruct.planning.subject import units
 from open_instruct.report.templates import nodes_drawn, rendered
 from open_instruct.whole_file import write_asked
@@ -39,10 +37,6 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         InputError: a flag, the model or the GPU will not do, or the page cannot be written.
     """
-    if asks_for_help(argv):
-        usage = f"{'|'.join(objective_names())} [FILE.yaml] --model_name_or_path STR --gpus_per_node N ..."
-        print_help(PlanFlags, "open-instruct plan", usage)
-        return 0
     request = parse_request(argv)
     plan = plan_of(request.setting)
     advice = Advice(plan)

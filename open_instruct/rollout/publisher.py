@@ -17,7 +17,7 @@ from open_instruct.engines.engine import Engine
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.errors import RunError
 from open_instruct.weights.progress import abandon
-from open_instruct.weights.ways import FOLDER, is_on_device
+from open_instruct.weights.ways import FOLDER, ON_DEVICE
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class WeightPublisher:
         self._is_connected = False  # unless all goes well
         is_delta = self._channel["changes_alone"]
         # Between hosts changes come while engines generate; on a GPU's own way they would compete with its steps.
-        is_staged = is_delta and not is_on_device(self._channel["backend"])
+        is_staged = is_delta and self._channel["backend"] not in ON_DEVICE
         if not is_staged:
             engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
         sending = self._learners.start(LearnerProcess.broadcast_to_vllm, version)

@@ -46,12 +46,7 @@ SCHEMA = pyarrow.schema(
 )
 # The field of a record that each column holds.
 OF_PROMPT = {"row_id": "row_id", "prompt": "text", "prompt_token_ids": "token_ids"}
-OF_COMPLETION = {
-    "completion": "text",
-    "token_ids": "token_ids",
-    "finish_reason": "finish_reason",
-    "seed": "seed",
-}
+OF_COMPLETION = {"completion": "text", "token_ids": "token_ids", "finish_reason": "finish_reason", "seed": "seed"}
 
 
 class Traces:

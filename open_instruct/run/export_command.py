@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import yaml
 
 from open_instruct.config.flags import flags_of
-from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.parser import COMMAND, parse
 from open_instruct.config.sections import ExportDtype, flag
@@ -48,9 +47,6 @@ class ExportFlags:
 
 def main(words: Sequence[str]) -> int:
     """:raises InputError: the folder holds no run, or no such checkpoint, or the model it began with has gone."""
-    if asks_for_help(words):
-        print_help(ExportFlags, "open-instruct export RUN")
-        return 0
     if not words or words[0].startswith("-"):
         raise InputError("the first word is the folder of a run: open-instruct export RUN --output_dir DIR")
     run, flags = Path(words[0]), parse(ExportFlags, words[1:])

@@ -12,7 +12,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.errors import InputError
@@ -236,9 +235,6 @@ def tiny_model_command(args: Sequence[str]) -> int:
     Raises:
         InputError: a flag is wrong, or the folder is not empty.
     """
-    if asks_for_help(args):
-        print_help(TinyModelFlags, "open-instruct tiny-model DIR")
-        return 0
     name, words = _folder(args)
     flags = parse(TinyModelFlags, words)
     given = asdict(flags)

@@ -31,7 +31,7 @@ from open_instruct.weights.changes import SentParts, bucket_of_changes, manifest
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import HOST_RANK, SyncProgress, learner_name, receivers_of
 from open_instruct.weights.way import CPU, NUM_SLOTS, LocalOf, Outgoing
-from open_instruct.weights.ways import WAYS, is_on_device
+from open_instruct.weights.ways import ON_DEVICE, WAYS
 
 
 class WeightSender:
@@ -90,7 +90,7 @@ class WeightSender:
             bucket_bytes=bucket_bytes,
             slabs={name: each.num_slabs for name, each in held.items()},
         )
-        self._device = next(model.parameters()).device if is_on_device(backend) else CPU
+        self._device = next(model.parameters()).device if backend in ON_DEVICE else CPU
         self._progress: SyncProgress | None = None
         self._outgoing: Outgoing | None = None
         self._sent: SentParts | None = None
@@ -109,7 +109,8 @@ class WeightSender:
             RunError: there is no room in shared memory.
         """
         self.close()
-        kind = WAYS[self._backend].outgoing if self._rank in self.manifest.ranks else Outgoing
+        outgoing, _ = WAYS[self._backend]
+        kind = outgoing if self._rank in self.manifest.ranks else Outgoing
         self._sent = SentParts(self.manifest, rank=self._rank) if self._changes_alone else None
         travelling = manifest_of_changes(self.manifest) if self._changes_alone else self.manifest
         self._outgoing = kind(travelling, rank=self._rank, device=self._device)

@@ -1,38 +1,24 @@
 """The ways for weights from the learners to the engines, and the condition under which each one works."""
 
-from dataclasses import dataclass
-
 from open_instruct.cluster.watchdog import SHARED_MEMORY
 from open_instruct.errors import InputError
 from open_instruct.weights.broadcasts import PartBroadcaster, PartReceiver
 from open_instruct.weights.slots import SlotReader, SlotWriter
 from open_instruct.weights.way import Incoming, Outgoing
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """Both ends of a way; weights that are `on_device` go from CUDA device to CUDA device, others through the CPU."""
-
-    outgoing: type[Outgoing]
-    incoming: type[Incoming]
-    on_device: bool
-
-
-WAYS = {
-    "nccl": Way(outgoing=PartBroadcaster, incoming=PartReceiver, on_device=True),
-    "gloo": Way(outgoing=PartBroadcaster, incoming=PartReceiver, on_device=False),
-    "ipc": Way(outgoing=SlotWriter, incoming=SlotReader, on_device=True),
-    "shm": Way(outgoing=SlotWriter, incoming=SlotReader, on_device=False),
+WAYS: dict[str, tuple[type[Outgoing], type[Incoming]]] = {
+    "nccl": (PartBroadcaster, PartReceiver),
+    "gloo": (PartBroadcaster, PartReceiver),
+    "ipc": (SlotWriter, SlotReader),
+    "shm": (SlotWriter, SlotReader),
 }
-"""By the values of `--weight_sync_backend`."""
+"""Both ends of each way, by the values of `--weight_sync_backend`."""
+
+ON_DEVICE = ("nccl", "ipc")
+"""Those by which weights go from CUDA device to CUDA device; by others they go through the CPU."""
 
 FOLDER = "files"
 """Another of its values: the way without a channel (`folder.py`)."""
-
-
-def is_on_device(backend: str) -> bool:
-    """Whether weights go from CUDA device to CUDA device."""
-    return backend != FOLDER and WAYS[backend].on_device
 
 
 def choose_backend(flag: str, *, on_cuda: bool, single_device: bool, same_host: bool) -> str:
@@ -52,7 +38,7 @@ def choose_backend(flag: str, *, on_cuda: bool, single_device: bool, same_host: 
     if flag == "auto":
         return "shm" if same_host and SHARED_MEMORY.is_dir() else "gloo"
     problem = ""
-    if is_on_device(flag) and not on_cuda:
+    if flag in ON_DEVICE and not on_cuda:
         problem = "there is no CUDA device; use auto, shm or gloo"
     elif flag == "ipc" and not single_device:
         problem = "learner and engine share a device only with --single_gpu_mode; use auto or nccl"

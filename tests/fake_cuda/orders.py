@@ -267,7 +267,8 @@ class Channel:
         from tests.fake_cuda.order import Order
 
         self.order = Order(threads_are_processes=True)
-        self.way, self.device = WAYS[way], torch.device("cuda", 0)
+        self.outgoing, _ = WAYS[way]
+        self.device = torch.device("cuda", 0)
         self.learners = [learner_name(rank) for rank in range(num_learners)]
         self.receivers = [receiver_name(index) for index in range(num_receivers)]
         self.boxes = {
@@ -292,7 +293,7 @@ class Channel:
         from open_instruct.weights.progress import HOST_RANK
         from open_instruct.weights.sender import WeightSender
 
-        outgoing = self.way.outgoing(self.manifest, rank=rank, device=self.device)
+        outgoing = self.outgoing(self.manifest, rank=rank, device=self.device)
         progress = self.progress_of(self.learners[rank])
         if rank == HOST_RANK:
             self.info |= outgoing.offer()

@@ -25,7 +25,7 @@ from open_instruct.engines.engine import Engine
 from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.engines.vllm_core import engine_environment
 from open_instruct.errors import RunError
-from open_instruct.weights.adapter_receiver import AdapterReceiver
+from open_instruct.weights.receiver import AdapterReceiver
 from tests.fleet.vllm_session import HaltingCore, answers_of, during_generation
 from tests.ranks.files import tell, told
 from tests.ranks.jobs.weight_sync import LORA

@@ -22,7 +22,7 @@ from open_instruct.parallel.layout_command import LayoutFlags
 from open_instruct.planning.request import PlanFlags
 from open_instruct.preview.command import PreviewFlags
 from open_instruct.replay import ReplayFlags
-from open_instruct.report.command import ReportFlags
+from open_instruct.report.page import ReportFlags
 from open_instruct.run.export_command import ExportFlags
 from open_instruct.toys.tiny import TinyModelFlags
 

@@ -24,7 +24,7 @@ import torch
 from open_instruct.weights import broadcasts, receiver
 from open_instruct.weights.receiver import IncomingWeights
 from open_instruct.weights.sender import WeightSender
-from open_instruct.weights.ways import WAYS
+from open_instruct.weights.ways import ON_DEVICE
 
 DEVICE = torch.device("cuda", 0)
 
@@ -98,7 +98,7 @@ def recorded() -> Iterator[list[Call]]:
         return Recorded(make({**info, "backend": "gloo"}, store, sender=sender, rank=rank), name, rank, device, notes)
 
     def open_on_device(sender: WeightSender, num_receivers: int) -> dict[str, Any]:
-        if WAYS[sender._backend].on_device:
+        if sender._backend in ON_DEVICE:
             sender._device = DEVICE
         return open_sender(sender, num_receivers)
 

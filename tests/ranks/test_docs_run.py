@@ -32,7 +32,6 @@ NOT_RUN = {
     r"grpo_fast\.py": "settings for 24 GPUs: tests/fleet/test_grpo.py runs it on two learners under stage 3",
     r"open-instruct grpo |grpo_olmo_core_actor\.py": "a fleet: tests/fleet/test_grpo_docs.py and test_grpo_folders.py",
     r"open-instruct replay": "needs a GRPO run with traces: tests/ranks/test_replay.py",
-    r"--follow": "serves until it is stopped: tests/unit/test_report.py",
     r"sbatch|launch_multi_node\.sh": "nodes: tests/house/test_scripts.py, with stubs of torchrun and Slurm",
     r"gpu_check": "minutes: tests/house/test_gpu_check.py runs it with other checks, and rehearses cheap ones",
     r"python -m tests\.": "minutes: tests/fake_cuda runs the same, in parts",

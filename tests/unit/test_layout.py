@@ -463,7 +463,7 @@ def test_command_refuses_in_one_line(words: str, message: str, capsys: pytest.Ca
 
 
 def test_command_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert layout_command(["--help"]) == 0
+    assert main(["layout", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for flag in ("gpus_per_node", "fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "json"):
         assert f"--{flag}" in text

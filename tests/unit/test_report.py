@@ -7,13 +7,7 @@ import json
 import math
 import re
 import shutil
-import signal
 import subprocess
-import sys
-import threading
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -29,20 +23,18 @@ from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
-from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.errors import EXIT_INPUT
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.report import health, page
 from open_instruct.report.charts import MAX_POINTS, histograms_of, series_of
-from open_instruct.report.command import Pages, server_of
 from open_instruct.report.health import Finding, findings_of, parts_of_step
 from open_instruct.report.run_files import Rollouts, RunFiles, differing_flags, read_rollouts
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.rollout.traces import write_traces
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.run_directory import RunDirectory
-from tests.house.test_docs_commands import REPOSITORY, commands_of
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \u2028 <!-- \ud83d\ude00".encode(
     "utf-16", "surrogatepass"
@@ -441,7 +433,6 @@ class TestCommand:
         [
             ([], "the first words are the folders of runs"),
             (["RUN/hf_model"], "holds no run: it has neither config.yaml nor metrics.jsonl"),
-            (["RUN", "--follow", "--out", "a.html"], "--follow writes no file"),
             (["RUN", "--out", "RUN/none/a.html"], "none/a.html cannot be written"),
             (["RUN", "--max_rollouts", "-1"], "--max_rollouts"),
         ],
@@ -481,68 +472,6 @@ class TestCommand:
         assert main(["report", str(run)]) == 0
         page = (run / "report.html").read_text()
         assert digits in page and "step 4, ended" in page
-
-
-class TestFollow:
-    @pytest.fixture
-    def address(self, run: Path) -> Iterator[str]:
-        pages = Pages([run], max_rollouts=10)
-        with server_of(pages, port=0) as server:
-            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-            thread.start()
-            try:
-                assert server.server_address[0] == "127.0.0.1"
-                yield f"http://127.0.0.1:{server.server_port}{pages.path}"
-            finally:
-                server.shutdown()
-                thread.join()
-
-    @staticmethod
-    def asked(address: str) -> str:
-        with urllib.request.urlopen(address, timeout=30) as answer:
-            return answer.read().decode()
-
-    def test_the_page_and_its_mark_follow_the_run(self, address: str, run: Path) -> None:
-        data = json.loads(_Page(self.asked(address)).scripts["data"])
-        assert data["mark"] == self.asked(f"{address}mark") and len(data["runs"][0]["curves"]["step"]) == 3
-        MetricsLog(run / "metrics.jsonl").write({"step": 4, "reward": 1.0})
-        assert self.asked(f"{address}mark") != data["mark"]
-        data = json.loads(_Page(self.asked(address)).scripts["data"])
-        assert data["runs"][0]["curves"]["step"][-1] == 4
-        # A run that starts afresh has no files for a moment.
-        shutil.rmtree(run)
-        assert json.loads(_Page(self.asked(address)).scripts["data"]) == data
-
-    @pytest.mark.parametrize("path", ["/", "/mark", "//", "/x/", "OWN/run.log", "OWN/../metrics.jsonl"])
-    def test_nothing_else_is_served_and_to_nobody_else(self, address: str, path: str) -> None:
-        server, secret = address.removesuffix("/").rsplit("/", 1)
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            self.asked(f"{server}{path.replace('OWN', f'/{secret}')}")
-        assert refused.value.code == 404 and len(secret) > 20
-        refused.value.close()
-
-    def test_the_command_serves_until_ctrl_c(self, run: Path) -> None:
-        (command,) = (line for line in commands_of(REPOSITORY / "docs" / "report.md") if "--follow" in line)
-        program, *words = command.replace("RUN [RUN ...]", str(run)).split()
-        assert program == "open-instruct"
-        with subprocess.Popen(
-            [sys.executable, "-m", "open_instruct.cli", *words],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background ignores
-        ) as process:
-            try:
-                assert process.stdout is not None
-                address = process.stdout.readline().split()[0]
-                assert json.loads(_Page(self.asked(address)).scripts["data"])["runs"]
-            finally:
-                process.send_signal(signal.SIGINT)
-        assert process.returncode == 0 and not (run / "report.html").exists()
-
-    def test_a_port_that_is_taken(self, address: str, run: Path) -> None:
-        with pytest.raises(InputError, match="leave it out to take another"):
-            server_of(Pages([run], max_rollouts=10), port=int(address.split("/")[2].partition(":")[2]))
 
 
 # What a browser gives the script, as far as it is asked here.
