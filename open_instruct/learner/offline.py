@@ -20,9 +20,10 @@ from open_instruct.learner.rows.datasets import load_datasets
 from open_instruct.learner.rows.sample_loader import SampleLoader
 from open_instruct.learner.scoring import Heldout, Scorer, compare_with, open_reference_cache, reference_logprobs
 from open_instruct.models.lora.adapters import adapters_off
-from open_instruct.objectives.objective import REFERENCE, Objective
+from open_instruct.objectives.objective import Objective
 from open_instruct.packing.balance import best_fit
 from open_instruct.packing.steps import BatchShape
+from open_instruct.records import REFERENCE
 from open_instruct.run.cadence import Cadence, stopped_by
 from open_instruct.run.metrics_log import logging_steps
 from open_instruct.run.opened import Run, open_run, planned_run
