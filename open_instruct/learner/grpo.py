@@ -55,7 +55,6 @@ class GRPOLearner:
             config=config,
             start_model=start_model_of(pretrained, run),
             cadence=cadence_of(config),
-            max_tokens_per_step=config.num_samples_per_step * config.data.max_seq_length,
         )
 
     def step(self, work: RankStep) -> dict[str, float]:

@@ -48,12 +48,11 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 class PlaceInData(DataLoaderBase):
     """The loader that OLMo-core's trainer holds: a run's place in its data. Batches come from the loop's caller."""
 
-    def __init__(
-        self, place: Stateful, *, folder: Path, group: dist.ProcessGroup | None, max_tokens_per_step: int
-    ) -> None:
+    def __init__(self, place: Stateful, *, folder: Path, group: dist.ProcessGroup | None, max_seq_length: int) -> None:
         super().__init__(
             work_dir=folder,
-            global_batch_size=max_tokens_per_step,
+            # The trainer wants a multiple of the ranks' sequences; no step is counted by it.
+            global_batch_size=dist.get_world_size(group) * max_seq_length,
             dp_world_size=dist.get_world_size(group),
             dp_rank=dist.get_rank(group),
         )
@@ -89,7 +88,6 @@ class Loop:
         config: the flags of the run.
         start_model: fingerprint of the start model, see `start_model_of`.
         cadence: of the whole run; the schedule stretches over its steps.
-        max_tokens_per_step: an upper bound on the tokens of a step, over all ranks.
         callbacks: OLMo-core's, by name, beside those of the flags.
     """
 
@@ -102,7 +100,6 @@ class Loop:
         config: LearnerConfig,
         start_model: str,
         cadence: Cadence,
-        max_tokens_per_step: int,
         callbacks: Mapping[str, Callback] | None = None,
     ) -> None:
         flags = config.run
@@ -133,7 +130,7 @@ class Loop:
             },
         )
         group = learner.dp_process_group
-        place_in_data = PlaceInData(place, folder=self.folder, group=group, max_tokens_per_step=max_tokens_per_step)
+        place_in_data = PlaceInData(place, folder=self.folder, group=group, max_seq_length=config.data.max_seq_length)
         self.trainer = trainer.build(learner.backend.train_module, place_in_data)
         self.checkpointer = self.trainer.checkpointer = SafeCheckpointer(work_dir=self.folder, start_model=start_model)
         self._callbacks = [

@@ -164,7 +164,6 @@ class _Learning:
             config=self.config,
             start_model=self.start_model,
             cadence=self.cadence,
-            max_tokens_per_step=loader.max_tokens_per_step,
             callbacks=callbacks,
         )
         if loop.resume(warn=run.console.warn):

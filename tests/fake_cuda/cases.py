@@ -394,7 +394,6 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
         config=config,
         start_model="",
         cadence=Cadence(num_steps=NUM_STEPS + 1, save_every=NUM_STEPS + 1),
-        max_tokens_per_step=loader.max_tokens_per_step,
     )
 
     def score() -> dict[str, int]:

@@ -41,11 +41,6 @@ class SampleLoader:
         self.dp_world_size, self.dp_rank = dist.get_world_size(self.dp_group), dist.get_rank(self.dp_group)
         self.num_samples_per_step = self.shape.max_samples_per_rank * self.dp_world_size
 
-    @property
-    def max_tokens_per_step(self) -> int:
-        """The most tokens of a step, over all ranks."""
-        return self.shape.max_tokens_per_microbatch * self.shape.max_microbatches * self.dp_world_size
-
     def rest_of_epoch(self) -> Iterator[StepBatch]:
         """The steps left in the epoch; `state_dict` counts every step given out so far as taken."""
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.samples))

@@ -65,7 +65,6 @@ def _measured(
     settings_of_loop: Any = {
         "start_model": "",
         "cadence": Cadence(num_steps=9, save_every=1),
-        "max_tokens_per_step": 10**6,
     }
     place: Any = SimpleNamespace(state_dict=dict)
     loop = Loop(policy, place, run=run, config=config, **settings_of_loop)

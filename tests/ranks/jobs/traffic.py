@@ -90,7 +90,7 @@ def _steps(
         (policy.comparison, *_) = compare_with(
             teacher, rows, None, student=pretrained, scorer=scorer, run=run, config=config
         )
-    settings: Any = {"start_model": "", "cadence": Cadence(num_steps=2, save_every=1), "max_tokens_per_step": 10**6}
+    settings: Any = {"start_model": "", "cadence": Cadence(num_steps=2, save_every=1)}
     place: Any = SimpleNamespace(state_dict=dict)
     loop = Loop(policy, place, run=run, config=config, **settings)
     microbatch = _row(num_tokens, objective.rows_of(config).documents_per_row)
