@@ -511,9 +511,9 @@ def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
 
 def leave_weights_alone() -> None:
     """There are no files: let what would read them do nothing."""
-    from open_instruct.learner import grpo, reference, sharded
+    from open_instruct.learner import backend, grpo, reference
 
-    sharded.stream_load = reference.stream_load = _read_nothing
+    backend.stream_load = reference.stream_load = _read_nothing
     grpo.start_model_of = lambda *arguments: ""
 
 
