@@ -397,7 +397,8 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     )
 
     def score() -> dict[str, int]:
-        Scorer(policy=policy, shape=loader.shape, console=run.console).score(rows, range(len(rows)), title="rows")
+        scorer = Scorer(policy=policy, shape=loader.shape, run=run, config=config)
+        scorer.score(rows, range(len(rows)), title="rows")
         return WAITS.taken()
 
     def take_steps() -> dict[str, int]:

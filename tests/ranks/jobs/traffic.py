@@ -86,10 +86,8 @@ def _steps(
     if (named := objective.teacher(config)) is not None:
         teacher = Comparison.of(named, pretrained, config=config, layout=run.layout)
         rows: Any = None
-        scorer: Any = SimpleNamespace(policy=policy)
-        (policy.comparison, *_) = compare_with(
-            teacher, rows, None, student=pretrained, scorer=scorer, run=run, config=config
-        )
+        scorer: Any = SimpleNamespace(policy=policy, run=run, config=config)
+        (policy.comparison, *_) = compare_with(teacher, rows, None, student=pretrained, scorer=scorer)
     settings: Any = {"start_model": "", "cadence": Cadence(num_steps=2, save_every=1)}
     place: Any = SimpleNamespace(state_dict=dict)
     loop = Loop(policy, place, run=run, config=config, **settings)
