@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100
 # The name in `Batch.values` of the numbers that come with the rows; float32.
 ROW_VALUES = "row_values"
+# That of the token log-probs of a reference policy that is computed during training.
+REFERENCE_TOKENS = "reference_logprobs_N"
+# That of the token log-probs of a teacher on the policy's own completions.
+TEACHER_TOKENS = "teacher_logprobs_N"
+# The name of a reference policy's frozen scores; `Batch.values` adds `_S` to it.
+REFERENCE = "reference_logps"
 # The usual weights of a completion's tokens in each loss.
 USUAL_WEIGHTS = {"rl": 1.0, "ce": 0.0, "kl": 1.0}
 

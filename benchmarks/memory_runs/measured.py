@@ -15,10 +15,9 @@ import torch.distributed as dist
 from benchmarks.memory_runs.cases import NUM_STEPS, Case, build, case_of, optimizer_of
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.models.shards import local_part
-from open_instruct.objectives.objective import REFERENCE
 from open_instruct.olmo_core_train_modules import DPOTrainModule
 from open_instruct.packing.documents import pack_documents
-from open_instruct.records import Batch, Document, Span, StepBatch
+from open_instruct.records import REFERENCE, Batch, Document, Span, StepBatch
 
 
 class Recorder:

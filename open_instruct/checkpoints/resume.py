@@ -28,8 +28,10 @@ LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
 
 
 @torch.no_grad()
-def check_weights(model: Transformer, *, what: str, last_checkpoint: str, dtype: torch.dtype = torch.float32) -> None:
+def check_weights(model: Transformer, *, what: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Look at every weight once, before `what` is written in `dtype`. Collective: all ranks raise, or none.
+
+    `folder` has the run's checkpoints.
 
     :raises RunError: if a weight is not finite, is not finite in `dtype`, or is larger than `LARGEST_WEIGHT`.
     """
@@ -42,7 +44,7 @@ def check_weights(model: Transformer, *, what: str, last_checkpoint: str, dtype:
     if all_reduce_value(is_broken, next(model.parameters()).device).item():
         raise RunError(
             f"some weights are not finite, or larger than {limit:.0e}, so {what} was not written: start again with a "
-            f"lower --learning_rate in another --output_dir. {last_checkpoint}"
+            f"lower --learning_rate in another --output_dir. {last_checkpoint(folder)}"
         )
 
 
@@ -53,11 +55,7 @@ def save_checkpoint(trainer: Trainer, model: Transformer, *, waits: bool = True)
 
     :raises RunError: this checkpoint, or the one under way, cannot be written.
     """
-    check_weights(
-        model,
-        what=f"the checkpoint of step {trainer.global_step}",
-        last_checkpoint=last_checkpoint(Path(trainer.save_folder)),
-    )
+    check_weights(model, what=f"the checkpoint of step {trainer.global_step}", folder=Path(trainer.save_folder))
     if waits:
         trainer.save_checkpoint()
     else:

@@ -21,32 +21,18 @@ from olmo_core.aliases import PathOrStr
 from olmo_core.distributed.utils import all_reduce_value, get_rank, get_world_size
 from olmo_core.train.checkpoint import Checkpointer
 from olmo_core.train.train_module import TrainModule
-from olmo_core.utils import wait_for
 from torch.distributed.checkpoint.metadata import Metadata
 
 from open_instruct.checkpoints import step_folder
 from open_instruct.checkpoints.background import HostCopies, in_background
 from open_instruct.checkpoints.exact_json import from_json, to_json
-from open_instruct.checkpoints.step_folder import INDEX, MANIFEST, Damaged, Manifest, step_of
+from open_instruct.checkpoints.step_folder import INDEX, MANIFEST, Damaged, Files, Manifest, step_of, write_own_files
 from open_instruct.errors import RunError
-from open_instruct.models.box_files import (
-    Claim,
-    Part,
-    WrittenFile,
-    part_of,
-    read_parts,
-    share_out,
-    write_hashed,
-    write_tensors,
-)
+from open_instruct.models.box_files import Claim, Part, part_of, read_parts, share_out
 from open_instruct.models.load import raise_together
 from open_instruct.parallel.process import gathered
 
-VISIBLE_WITHIN_S = 120.0  # a folder that another node made on a file system that is shared
-
 T = TypeVar("T")
-
-Files = Mapping[str, WrittenFile]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,14 +212,6 @@ def unwritten(final: Path) -> Callable[[str], RunError]:
     before = f"the checkpoint of step {step_of(final)} cannot be written to {final.parent}"
     after = "Those written before are unharmed: make room, or mend what is said here, then give the same command again"
     return lambda why: RunError(f"{before} ({why}). {after}")
-
-
-def write_own_files(part: Path, rank: int, tensors: Mapping[str, torch.Tensor], documents: Mapping[str, Any]) -> Files:
-    """This rank's files of a checkpoint; no other rank is asked anything."""
-    wait_for(part.exists, f"waiting for {part}", timeout=VISIBLE_WITHIN_S)
-    name = f"rank{rank}.safetensors"
-    written = {name: write_hashed(part / name, [json.dumps(content).encode()]) for name, content in documents.items()}
-    return {name: write_tensors(part / name, tensors)} | written
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor | Part], dict[str, Any]]:

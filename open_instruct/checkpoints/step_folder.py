@@ -19,10 +19,12 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
+from olmo_core.utils import wait_for
 
 from open_instruct.errors import InputError
-from open_instruct.models.box_files import WrittenFile, digest_of, write_hashed
+from open_instruct.models.box_files import WrittenFile, digest_of, write_hashed, write_tensors
 from open_instruct.whole_file import sync_folder
 
 FORMAT = 2
@@ -32,8 +34,12 @@ NAME = re.compile(r"step(0|[1-9]\d*)")
 # Of these one is in each checkpoint of OLMo-core's own format, which is pickle.
 OLMO_CORE = (".metadata", ".metadata.json", "train", "model_and_optim")
 
+VISIBLE_WITHIN_S = 120.0  # a folder that another node made on a file system that is shared
+
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """The errors of reading JSON that may have any form."""
+
+Files = Mapping[str, WrittenFile]
 
 
 class Damaged(ValueError):
@@ -50,7 +56,15 @@ class Manifest:
     step: int
     num_ranks: int
     start_model: str
-    files: Mapping[str, WrittenFile]
+    files: Files
+
+
+def write_own_files(part: Path, rank: int, tensors: Mapping[str, torch.Tensor], documents: Mapping[str, Any]) -> Files:
+    """This rank's files of a checkpoint; no other rank is asked anything."""
+    wait_for(part.exists, f"waiting for {part}", timeout=VISIBLE_WITHIN_S)
+    name = f"rank{rank}.safetensors"
+    written = {name: write_hashed(part / name, [json.dumps(content).encode()]) for name, content in documents.items()}
+    return {name: write_tensors(part / name, tensors)} | written
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

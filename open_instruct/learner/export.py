@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from open_instruct.checkpoints.resume import check_weights, last_checkpoint
+from open_instruct.checkpoints.resume import check_weights
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.policy import Policy
 from open_instruct.models.lora.adapters import weights_of, whole_adapter
@@ -31,9 +31,7 @@ def export_policy(
     """
     doing("exporting the trained model")
     dtype = pretrained.dtype_named(config.run.export_dtype)
-    check_weights(
-        policy.model, what="the trained model", last_checkpoint=last_checkpoint(run.directory.path), dtype=dtype
-    )
+    check_weights(policy.model, what="the trained model", folder=run.directory.path, dtype=dtype)
     lora = config.adapters
     if lora is not None and lora.export != "merged":
         write_adapter(

@@ -20,9 +20,10 @@ from open_instruct.learner.rows.datasets import load_datasets
 from open_instruct.learner.rows.sample_loader import SampleLoader
 from open_instruct.learner.scoring import Heldout, Scorer, compare_with, open_reference_cache, reference_logprobs
 from open_instruct.models.lora.adapters import adapters_off
-from open_instruct.objectives.objective import REFERENCE, Objective
+from open_instruct.objectives.objective import Objective
 from open_instruct.packing.balance import best_fit
 from open_instruct.packing.steps import BatchShape
+from open_instruct.records import REFERENCE
 from open_instruct.run.cadence import Cadence, stopped_by
 from open_instruct.run.metrics_log import logging_steps
 from open_instruct.run.opened import Run, open_run, planned_run
@@ -104,10 +105,10 @@ class _Learning:
             run.console.warn(warning)
         backend = backend_named(config.parallel.backend)
         self.policy = Policy(backend.build(pretrained, run=run, config=config, num_steps=self.num_steps), loss)
-        self.scorer = Scorer(policy=self.policy, shape=self.shape, console=run.console)
+        self.scorer = Scorer(policy=self.policy, shape=self.shape, run=run, config=config)
         if teacher is not None:
             self.policy.comparison, self.rows, self.heldout_rows = compare_with(
-                opened, self.rows, self.heldout_rows, student=pretrained, scorer=self.scorer, run=run, config=config
+                opened, self.rows, self.heldout_rows, student=pretrained, scorer=self.scorer
             )
         moves = objective.reference_moves(config)
         self.reference_moves = moves if moves.get("update_freq") else {}
@@ -120,9 +121,7 @@ class _Learning:
         scores: dict[str, np.ndarray] = {}
         heldout = None
         if self.heldout_rows is not None:
-            heldout = Heldout(
-                self.heldout_rows, None, self.scorer, objective=self.objective, config=self.config, run=self.run
-            )
+            heldout = Heldout(self.heldout_rows, None, self.scorer, self.objective)
         if not self.objective.needs_reference(self.config):
             return scores, heldout
         folder = cache_root(self.config.data.cache_dir) / "reference_logprobs"

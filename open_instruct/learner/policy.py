@@ -26,11 +26,11 @@ from open_instruct.learner.reference import Comparison
 from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard
-from open_instruct.objectives.objective import REFERENCE_TOKENS, TEACHER_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
+from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.packing.documents import on_device
 from open_instruct.parallel.process import gathered
 from open_instruct.parallel.reduce import gather_rows, over_microbatches, reduce_metrics
-from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
+from open_instruct.records import REFERENCE_TOKENS, TEACHER_TOKENS, Batch, Metric, PackedBatch, StepBatch
 
 log = logging.getLogger(__name__)
 

@@ -45,7 +45,6 @@ from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import gathered, on_main_process
 from open_instruct.records import Batch, StepBatch
-from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.wording import counted
@@ -64,7 +63,8 @@ class Scorer:
 
     policy: Policy
     shape: BatchShape
-    console: Console
+    run: Run
+    config: TrainingConfig
 
     @torch.no_grad()
     def score(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> np.ndarray:
@@ -111,7 +111,7 @@ class Scorer:
             samples = [(rows[j],) for j in order[start : start + size]]
             return step_batch(dataset, samples, shape=self.shape, rank=rank, num_ranks=num_ranks)
 
-        with self.console.counting(title) as on_progress:
+        with self.run.console.counting(title) as on_progress:
             for done, step in enumerate(built_ahead(build, range(0, len(order), size)), start=1):
                 yield from step.microbatches
                 on_progress(min(done * size, len(order)), len(order))
@@ -199,7 +199,7 @@ def reference_logprobs(scorer: Scorer, dataset: TokenDataset, *, cache: RowCache
     the same arrays; rank 0 writes the file.
     """
     missing = cache.missing(dataset)
-    scorer.console.say(f"{title}: {counted(len(cache), 'row')} cached, {len(missing):,} to compute")
+    scorer.run.console.say(f"{title}: {counted(len(cache), 'row')} cached, {len(missing):,} to compute")
     if missing:
         for row, values_D in zip(missing, scorer.score(dataset, missing, title=title), strict=True):
             cache.add(dataset.key(row), values_D)
@@ -214,22 +214,17 @@ def open_reference_cache(folder: Path, pretrained: Pretrained, *, model: ModelSe
 
 
 def compare_with(
-    opened: Comparison,
-    rows: TokenDataset,
-    heldout: TokenDataset | None,
-    *,
-    student: Pretrained,
-    scorer: Scorer,
-    run: Run,
-    config: TrainingConfig,
+    opened: Comparison, rows: TokenDataset, heldout: TokenDataset | None, *, student: Pretrained, scorer: Scorer
 ) -> tuple[Comparison, TokenDataset, TokenDataset | None]:
     """The teacher to compare the policy with, and both data sets. Collective; call it after the policy is built.
 
     Where only a part of each distribution is kept, the rows carry it, from the cache or from a pass of the teacher,
     which is freed afterwards.
     """
-    computing_model = scorer.policy.computing_model
-    build = partial(build_teacher, opened.pretrained, student, computing_model, run=run, config=config)
+    config = scorer.config
+    build = partial(
+        build_teacher, opened.pretrained, student, scorer.policy.computing_model, run=scorer.run, config=config
+    )
     if opened.teacher.keep is None:
         model = build()
         head_VD = whole_of(model.lm_head.w_out.weight, getattr(torch, config.model.param_dtype))
@@ -239,7 +234,7 @@ def compare_with(
     cache = open_row_cache(folder / "teacher_distributions", opened.pretrained, *words)
     datasets = [dataset for dataset in (rows, heldout) if dataset is not None]
     num_missing = len({dataset.key(row) for dataset in datasets for row in cache.missing(dataset)})
-    run.console.say(f"teacher's distributions: {counted(len(cache), 'row')} cached, {num_missing:,} to compute")
+    scorer.run.console.say(f"teacher's distributions: {counted(len(cache), 'row')} cached, {num_missing:,} to compute")
     if num_missing:
         model = build()
         with adapters_off(model):
@@ -274,9 +269,7 @@ class Heldout:
     dataset: TokenDataset
     reference_ND: np.ndarray | None
     scorer: Scorer
-    objective: Objective = field(kw_only=True)
-    config: TrainingConfig = field(kw_only=True)
-    run: Run = field(kw_only=True)
+    objective: Objective
     _last: tuple[int, Evaluation] | None = field(default=None, init=False)
 
     def evaluate(self, step: int) -> Evaluation:
@@ -288,10 +281,11 @@ class Heldout:
             title = f"held-out {self.objective.rows.unit}s at step {step}"
             logps_ND = self.scorer.score(self.dataset, range(len(self.dataset)), title=title)
         assert self.objective.evaluate is not None, "or there are no held-out rows"
-        evaluation = self.objective.evaluate(self.dataset, logps_ND, self.reference_ND, self.config)
-        if self.run.process.rank == 0:
-            self.run.directory.write_evaluation({"step": step} | dict(evaluation.row))
-        self.run.console.say(evaluation.sentence.format(when=f"at step {step}"))
+        evaluation = self.objective.evaluate(self.dataset, logps_ND, self.reference_ND, self.scorer.config)
+        run = self.scorer.run
+        if run.process.rank == 0:
+            run.directory.write_evaluation({"step": step} | dict(evaluation.row))
+        run.console.say(evaluation.sentence.format(when=f"at step {step}"))
         self._last = step, evaluation
         return evaluation
 

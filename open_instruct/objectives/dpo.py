@@ -16,16 +16,8 @@ from open_instruct.config.validation import idle_problems, limit_problems, refus
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.losses.logprobs import ROUNDING, per_token, sum_by_reply
 from open_instruct.losses.preference import CHANGING_FLAGS, PREFERENCE_LOSSES, PreferenceLossInputs
-from open_instruct.objectives.objective import (
-    REFERENCE,
-    REFERENCE_TOKENS,
-    BoundLoss,
-    Evaluation,
-    LossOutputs,
-    Objective,
-    TokenLogprobs,
-)
-from open_instruct.records import Batch, Metric, mean_metrics
+from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
+from open_instruct.records import REFERENCE, REFERENCE_TOKENS, Batch, Metric, mean_metrics
 from open_instruct.wording import counted
 
 if TYPE_CHECKING:

@@ -18,16 +18,8 @@ from open_instruct.config.training import TrainingConfig
 from open_instruct.errors import InputError
 from open_instruct.losses.logprobs import ROUNDING, sum_by_sequence
 from open_instruct.objectives.kto_rows import MismatchedBuilder, UnpairedBuilder
-from open_instruct.objectives.objective import (
-    REFERENCE,
-    BoundLoss,
-    Evaluation,
-    Gather,
-    LossOutputs,
-    Objective,
-    TokenLogprobs,
-)
-from open_instruct.records import ROW_VALUES, Batch, Metric, StepBatch, mean_metrics
+from open_instruct.objectives.objective import BoundLoss, Evaluation, Gather, LossOutputs, Objective, TokenLogprobs
+from open_instruct.records import REFERENCE, ROW_VALUES, Batch, Metric, StepBatch, mean_metrics
 from open_instruct.wording import counted
 
 if TYPE_CHECKING:

@@ -27,13 +27,6 @@ if TYPE_CHECKING:
 
     from open_instruct.data.token_dataset import TokenDataset
 
-# The name in `Batch.values` of the token log-probs of a reference policy that is computed during training.
-REFERENCE_TOKENS = "reference_logprobs_N"
-# That of the token log-probs of a teacher on the policy's own completions.
-TEACHER_TOKENS = "teacher_logprobs_N"
-# The name of a reference policy's frozen scores in evaluations; `Batch.values` adds `_S` to it.
-REFERENCE = "reference_logps"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:

@@ -28,16 +28,8 @@ from open_instruct.data.prompts import PromptBuilder
 from open_instruct.losses.flags_taken import with_flags
 from open_instruct.losses.mismatch import Correction, correct_mismatch, kl_estimates, rho_values
 from open_instruct.losses.policy import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
-from open_instruct.objectives.objective import (
-    REFERENCE_TOKENS,
-    TEACHER_TOKENS,
-    BoundLoss,
-    Gather,
-    LossOutputs,
-    Objective,
-    TokenLogprobs,
-)
-from open_instruct.records import Batch, Metric, StepBatch, mean_metrics
+from open_instruct.objectives.objective import BoundLoss, Gather, LossOutputs, Objective, TokenLogprobs
+from open_instruct.records import REFERENCE_TOKENS, TEACHER_TOKENS, Batch, Metric, StepBatch, mean_metrics
 from open_instruct.users_code import own_function
 
 if TYPE_CHECKING:

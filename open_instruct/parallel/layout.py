@@ -78,7 +78,7 @@ def resolve_layout(
         expert_parallel_degree=expert_parallel_degree,
     )
     warnings = find_warnings(layout, fsdp_shard_degree=fsdp_shard_degree, fsdp_num_replicas=fsdp_num_replicas)
-    return replace(layout, warnings=warnings)
+    return replace(layout, warnings=tuple(warnings))
 
 
 def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
@@ -250,14 +250,13 @@ def _within_and_across(degrees: Sequence[int], nodes: tuple[int, ...]) -> str:
 
 def find_warnings(
     layout: ShardLayout, *, fsdp_shard_degree: int | None, fsdp_num_replicas: int | None
-) -> tuple[str, ...]:
+) -> Iterator[str]:
     """All warnings about `layout`, given the flags that the user set."""
     instead = "" if fsdp_num_replicas is None else " in place of --fsdp_num_replicas"
-    warnings = list(_across_nodes(layout, instead))
+    yield from _across_nodes(layout, instead)
     # No warning if the user asked for a shard degree of 1.
     if fsdp_shard_degree != 1 and layout.shard_group_size == 1 < layout.num_replicas:
-        warnings.append(_not_sharded(layout, instead))
-    return tuple(warnings)
+        yield _not_sharded(layout, instead)
 
 
 def _across_nodes(layout: ShardLayout, instead: str) -> Iterator[str]:

@@ -24,7 +24,6 @@ class Process:
     """This process's place in the run. `gpus_per_node` counts the processes of every node, in rank order."""
 
     rank: int
-    world_size: int
     local_rank: int
     device: torch.device
     gpus_per_node: tuple[int, ...]
@@ -59,7 +58,6 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
     peers.meet(rank=dist.get_rank(), num_ranks=dist.get_world_size())
     return Process(
         rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
         local_rank=local_rank,
         device=torch.device("cuda", local_rank) if on_cuda else torch.device("cpu"),
         gpus_per_node=_discover_nodes(local_rank),

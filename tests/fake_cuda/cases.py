@@ -237,7 +237,6 @@ def opened(case: Case, folder: Path, within: Any = None) -> Iterator[tuple[Any, 
     dist.init_process_group("fake", rank=0, world_size=case.world, store=FakeStore())
     process = Process(
         rank=0,
-        world_size=case.world,
         local_rank=0,
         device=torch.device("cuda", 0),
         gpus_per_node=(case.world,),
@@ -340,10 +339,9 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     from open_instruct.learner.reference import Comparison, build_reference
     from open_instruct.learner.rows.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
-    from open_instruct.objectives.objective import REFERENCE
     from open_instruct.objectives.registry import objective_named
     from open_instruct.packing.steps import BatchShape
-    from open_instruct.records import StepBatch
+    from open_instruct.records import REFERENCE, StepBatch
     from open_instruct.run.cadence import Cadence
     from tests.unit.small_models import VOCAB_SIZE
 
@@ -399,7 +397,8 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     )
 
     def score() -> dict[str, int]:
-        Scorer(policy=policy, shape=loader.shape, console=run.console).score(rows, range(len(rows)), title="rows")
+        scorer = Scorer(policy=policy, shape=loader.shape, run=run, config=config)
+        scorer.score(rows, range(len(rows)), title="rows")
         return WAITS.taken()
 
     def take_steps() -> dict[str, int]:

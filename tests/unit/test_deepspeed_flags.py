@@ -36,7 +36,7 @@ def config_of(words: str, stage: int | None = 2) -> DPOConfig:
 def settings_of(words: str, stage: int = 2, *, on_cuda: bool = False) -> dict[str, Any]:
     config = config_of(words, stage)
     validate_dpo(config)
-    return engine_settings(config.parallel, model=config.model, optim=config.optim, on_cuda=on_cuda)
+    return engine_settings(config, on_cuda=on_cuda)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -107,7 +107,7 @@ def test_neighbours_hold_a_second_copy_where_there_are_several_nodes(words: str,
     config = parse(GRPOFastConfig, [*GRPO_REQUIRED, *stage, *words.split()])
     assert validate_grpo(config) == []
     assert zpg_of(config.parallel) == zpg
-    settings = engine_settings(config.parallel, model=config.model, optim=config.optim, on_cuda=False)
+    settings = engine_settings(config, on_cuda=False)
     assert settings["zero_optimization"]["zero_hpz_partition_size"] == zpg
     told = shared_by(layout_of(config.parallel, config.parallel.num_learners_per_node), config.parallel, who="learner")
     assert f"learners: DeepSpeed ZeRO-{config.parallel.deepspeed_stage}" in told

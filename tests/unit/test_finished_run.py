@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from open_instruct.checkpoints.safe_checkpointer import write_own_files
 from open_instruct.checkpoints.saved_weights import SavedWeights
-from open_instruct.checkpoints.step_folder import INDEX, Manifest, begin, publish, write_manifest
+from open_instruct.checkpoints.step_folder import INDEX, Manifest, begin, publish, write_manifest, write_own_files
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config

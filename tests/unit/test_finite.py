@@ -164,33 +164,37 @@ def test_a_skip_step_optimizer_leaves_out_a_gradient_that_is_not_finite(tmp_path
         (-math.inf, torch.float32, False),
     ],
 )
-def test_weights_are_looked_at_before_they_are_written(weight: float, dtype: torch.dtype, is_fine: bool) -> None:
+def test_weights_are_looked_at_before_they_are_written(
+    weight: float, dtype: torch.dtype, is_fine: bool, tmp_path: Path
+) -> None:
     model = build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
         parameter.view(-1)[-1] = weight
     if is_fine:
-        check_weights(model, what="it", last_checkpoint="", dtype=dtype)
+        check_weights(model, what="it", folder=tmp_path, dtype=dtype)
     else:
-        with pytest.raises(RunError, match=r"so it was not written: .* lower --learning_rate .*\. None yet"):
-            check_weights(model, what="it", last_checkpoint="None yet", dtype=dtype)
+        with pytest.raises(
+            RunError, match=r"so it was not written: .* lower --learning_rate .*\. This run has no checkpoint"
+        ):
+            check_weights(model, what="it", folder=tmp_path, dtype=dtype)
 
 
-def test_adapters_are_looked_at_where_ranks_hold_ranges_of_them() -> None:
+def test_adapters_are_looked_at_where_ranks_hold_ranges_of_them(tmp_path: Path) -> None:
     """Of which the parameter itself has nothing, as under ZeRO-3."""
     model = build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu")
     adapt(model, LoRASection(lora_r=2), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
-    check_weights(model, what="it", last_checkpoint="")
+    check_weights(model, what="it", folder=tmp_path)
     broken = next(parameter for name, parameter in model.named_parameters() if "lora_A" in name)
     held = held_run(torch.tensor([math.nan]), tuple(broken.shape), [(0, 1)], rank=0)
     broken.held = held  # type: ignore[attr-defined]
     broken.data = torch.empty(0)
     with pytest.raises(RunError, match="so it was not written"):
-        check_weights(model, what="it", last_checkpoint="")
+        check_weights(model, what="it", folder=tmp_path)
 
 
 def test_what_is_told_of_the_last_checkpoint_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,18 +33,15 @@ def heldout_of(folder: Path, scored: list[str], *, reference_ND: np.ndarray | No
         row = {"eval/loss": value, "eval/num_rows": 1, "eval/histogram": [1, 2]}
         return Evaluation(row=row, sentence="held-out loss {when}", exported={"mean": value})
 
-    parts: Any = {
-        "objective": SimpleNamespace(evaluate=evaluate, rows=SimpleNamespace(unit="pair")),
-        "config": None,
-        "run": SimpleNamespace(
-            process=SimpleNamespace(rank=0),
-            directory=RunDirectory(path=folder),
-            console=SimpleNamespace(say=lambda text: None),
-        ),
-    }
+    run = SimpleNamespace(
+        process=SimpleNamespace(rank=0),
+        directory=RunDirectory(path=folder),
+        console=SimpleNamespace(say=lambda text: None),
+    )
     rows: Any = [None]
-    scorer: Any = SimpleNamespace(score=score)
-    return Heldout(rows, reference_ND, scorer, **parts)
+    scorer: Any = SimpleNamespace(score=score, run=run, config=None)
+    objective: Any = SimpleNamespace(evaluate=evaluate, rows=SimpleNamespace(unit="pair"))
+    return Heldout(rows, reference_ND, scorer, objective)
 
 
 def test_a_step_is_scored_once_and_its_numbers_are_metrics(tmp_path: Path, scored: list[str]) -> None:

@@ -30,12 +30,11 @@ from open_instruct.objectives.kto import (
     unpaired_losses,
 )
 from open_instruct.objectives.kto_rows import MismatchedBuilder, UnpairedBuilder, mismatched_replies, parse_labelled_row
-from open_instruct.objectives.objective import REFERENCE
 from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import parse_request
-from open_instruct.records import Document
+from open_instruct.records import REFERENCE, Document
 from open_instruct.toys.tiny import tiny_config
 from tests.unit.objective_runs import all_gradients, load_rows, train_module
 from tests.unit.objective_runs import config_of as flags_of

@@ -54,7 +54,7 @@ def start(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         required = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
         small = ["--per_device_train_batch_size", "1", "--max_seq_length", "64"]
         config = parse(DPOConfig, [*required, *([] if "--max_seq_length" in words else small), *words])
-        process = Process(rank=0, world_size=sum(nodes), local_rank=0, device=torch.device("cpu"), gpus_per_node=nodes)
+        process = Process(rank=0, local_rank=0, device=torch.device("cpu"), gpus_per_node=nodes)
         layout, directory = layout_of(config.parallel, nodes), RunDirectory(path=folder)
         run = Run(process=process, layout=layout, directory=directory, console=Console(speaks=True))
         opened.planned_run(config, run, folder)

@@ -6,7 +6,8 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from open_instruct.config.sections import ModelSection, OptimizerSection, ParallelSection
+from open_instruct.config.sections import ParallelSection
+from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 
 WANTED = SpecifierSet(">=0.19.8,<0.20")
@@ -28,21 +29,20 @@ def zpg_of(parallel: ParallelSection) -> int:
     return parallel.deepspeed_zpg if parallel.deepspeed_stage == 3 else 1
 
 
-def engine_settings(
-    parallel: ParallelSection, *, model: ModelSection, optim: OptimizerSection, on_cuda: bool
-) -> dict[str, Any]:
+def engine_settings(config: LearnerConfig, *, on_cuda: bool) -> dict[str, Any]:
     """The `config` of `deepspeed.initialize`.
 
     It says nothing of batches: losses are divided by global counts already, and `step()` is called once for all
     microbatches of an update.
     """
+    parallel = config.parallel
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "steps_per_print": 10**9,  # never
         # Without ZeRO DeepSpeed keeps the norm to itself, so there the learner clips.
-        "gradient_clipping": optim.max_grad_norm if parallel.deepspeed_stage else 0.0,
+        "gradient_clipping": config.optim.max_grad_norm if parallel.deepspeed_stage else 0.0,
         # PyTorch's AdamW may take the place of DeepSpeed's CPU Adam where that cannot be compiled.
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": parallel.deepspeed_stage, "zero_hpz_partition_size": zpg_of(parallel)},
@@ -51,7 +51,7 @@ def engine_settings(
     on_host = {"offload_optimizer": parallel.adam_offload, "offload_param": parallel.offload}
     for what in (name for name, is_asked in on_host.items() if is_asked):
         settings["zero_optimization"][what] = {"device": "cpu", "pin_memory": on_cuda}
-    if model.param_dtype == "bfloat16":
+    if config.model.param_dtype == "bfloat16":
         # Gradients of microbatches and of ranks are summed in the same dtypes as on the other backend.
         added = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
         settings |= {"bf16": {"enabled": True}} | added

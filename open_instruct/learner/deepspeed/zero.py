@@ -52,9 +52,8 @@ def set_up(run: Run, config: LearnerConfig) -> tuple[DeviceMesh, dict[str, Any]]
     deepspeed.init_distributed(timeout=timedelta(seconds=parallel.dist_timeout_s))
     mesh = mesh_of(run.layout, process.device)
     assert mesh is not None
-    on_cuda = process.device.type == "cuda"
     # The config names no gradient accumulation, so DeepSpeed does not divide by it.
-    return mesh, engine_settings(parallel, model=config.model, optim=config.optim, on_cuda=on_cuda)
+    return mesh, engine_settings(config, on_cuda=process.device.type == "cuda")
 
 
 def uncompiled(config: LearnerConfig) -> LearnerConfig:

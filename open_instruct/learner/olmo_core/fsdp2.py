@@ -30,13 +30,9 @@ from open_instruct.models.shards import local_part
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
-# Checkpoints of adapters hold no frozen weights.
-STATE_OF_ADAPTERS = {
-    "state_dict_save_opts": StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True),
-    "state_dict_load_opts": StateDictOptions(
-        flatten_optimizer_state_dict=True, strict=False, ignore_frozen_params=True
-    ),
-}
+# Checkpoints of adapters hold no frozen weights; `strict` is of loading alone.
+OF_ADAPTERS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False, ignore_frozen_params=True)
+STATE_OF_ADAPTERS = {"state_dict_save_opts": OF_ADAPTERS, "state_dict_load_opts": OF_ADAPTERS}
 
 
 def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int) -> FSDP2Backend:

@@ -13,10 +13,9 @@ from open_instruct.learner.olmo_core.fsdp2 import build_backend
 from open_instruct.learner.policy import Policy
 from open_instruct.models.shards import local_part
 from open_instruct.objectives.dpo import DPO, DPOConfig
-from open_instruct.objectives.objective import REFERENCE
 from open_instruct.packing.steps import collate
 from open_instruct.parallel.process import stop_process
-from open_instruct.records import Batch, Document, Span, StepBatch
+from open_instruct.records import REFERENCE, Batch, Document, Span, StepBatch
 from open_instruct.run.opened import join_run
 from open_instruct.run.pretrained import open_pretrained
 from tests.ranks.collectives import RecordCollectives

@@ -25,12 +25,12 @@ from open_instruct.learner.scoring import compare_with
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import weights_of
-from open_instruct.objectives.objective import REFERENCE, BoundLoss, Objective
+from open_instruct.objectives.objective import BoundLoss, Objective
 from open_instruct.objectives.registry import objective_named
 from open_instruct.packing.steps import collate
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, stop_process
-from open_instruct.records import Batch, Document, RolloutSample, Span, StepBatch
+from open_instruct.records import REFERENCE, Batch, Document, RolloutSample, Span, StepBatch
 from open_instruct.run.cadence import Cadence
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
@@ -86,10 +86,8 @@ def _steps(
     if (named := objective.teacher(config)) is not None:
         teacher = Comparison.of(named, pretrained, config=config, layout=run.layout)
         rows: Any = None
-        scorer: Any = SimpleNamespace(policy=policy)
-        (policy.comparison, *_) = compare_with(
-            teacher, rows, None, student=pretrained, scorer=scorer, run=run, config=config
-        )
+        scorer: Any = SimpleNamespace(policy=policy, run=run, config=config)
+        (policy.comparison, *_) = compare_with(teacher, rows, None, student=pretrained, scorer=scorer)
     settings: Any = {"start_model": "", "cadence": Cadence(num_steps=2, save_every=1)}
     place: Any = SimpleNamespace(state_dict=dict)
     loop = Loop(policy, place, run=run, config=config, **settings)
@@ -202,7 +200,6 @@ def _join_nobody(config: LearnerConfig, *, gpus_per_node: list[int]) -> Run:
     layout = layout_of(config.parallel, gpus_per_node)
     process = Process(
         rank=0,
-        world_size=layout.world_size,
         local_rank=0,
         device=torch.device("cpu"),
         gpus_per_node=layout.gpus_per_node,
