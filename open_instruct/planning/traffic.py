@@ -77,6 +77,11 @@ class Exchange:
         """Bytes that this rank sends, over all calls."""
         return self.num_bytes if self.collective == "broadcast" else self.wire_bytes
 
+    @property
+    def reach(self) -> str:
+        """Among how many GPUs, and whether they leave the node."""
+        return f"{self.group_size} {'across nodes' if self.crosses_nodes else 'in a node'}"
+
 
 def ring_bytes(collective: Collective, num_bytes: int, group_size: int) -> int:
     """Bytes that each rank sends in a ring collective of `num_bytes` among `group_size` ranks: the lower bound.
