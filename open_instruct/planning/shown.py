@@ -46,34 +46,13 @@ def said(what: str, subject: Any) -> list[str]:
     return [paragraph for paragraph in paragraphs if paragraph]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficRow:
-    """All exchanges of one kind in one kind of group, `first` among them."""
-
-    what: str
-    num_calls: int
-    num_bytes: int
-    sent_bytes: int
-    first: Exchange
-
-    @property
-    def reach(self) -> str:
-        """Among how many GPUs, and whether they leave the node."""
-        return f"{self.first.group_size} {'across nodes' if self.first.crosses_nodes else 'in a node'}"
-
-
-def traffic_rows(plan: Plan) -> list[TrafficRow]:
+def traffic_rows(plan: Plan) -> list[list[Exchange]]:
     """The exchanges of a step by what they are, the largest first; those of a group of one send nothing."""
     together: dict[tuple[str, str, str], list[Exchange]] = {}
     for exchange in plan.exchanges:
         if exchange.group_size > 1:
             together.setdefault((exchange.axis, exchange.collective, exchange.what), []).append(exchange)
-    numbers = ("num_calls", "num_bytes", "sent_bytes")
-    rows = [
-        TrafficRow(what=what, first=each[0], **{name: sum(getattr(one, name) for one in each) for name in numbers})
-        for (_, _, what), each in together.items()
-    ]
-    return sorted(rows, key=lambda row: -row.sent_bytes)
+    return sorted(together.values(), key=lambda row: -sum(each.sent_bytes for each in row))
 
 
 def notes_on(plan: Plan) -> list[str]:

@@ -29,7 +29,6 @@ Axis = Literal["shard", "replica", "tensor", "context", "expert", "sync", "world
 # What, by which collective, bytes of a call, calls in one pass over a microbatch.
 Calls = tuple[str, Collective, int, int]
 
-LOSS_BYTES = 4
 # `parallel_configs`: gradients are reduced in float32 whatever they are computed in.
 REDUCE_BYTES = NORM_BYTES = 4
 # Muon orthogonalises in bfloat16.
@@ -76,6 +75,11 @@ class Exchange:
     def sent_bytes(self) -> int:
         """Bytes that this rank sends, over all calls."""
         return self.num_bytes if self.collective == "broadcast" else self.wire_bytes
+
+    @property
+    def reach(self) -> str:
+        """Among how many GPUs, and whether they leave the node."""
+        return f"{self.group_size} {'across nodes' if self.crosses_nodes else 'in a node'}"
 
 
 def ring_bytes(collective: Collective, num_bytes: int, group_size: int) -> int:
@@ -318,7 +322,7 @@ def _tensor(
         yield WHOLE, "all_gather", all_positions * shape.d_model, 1 + again
         yield SUMMED, "reduce_scatter", all_positions * shape.d_model, backward
         yield SWAPPED, *_swap(all_positions * vocabulary, degree, workload), 1 + again + backward
-    yield "log-probs", "all_gather", num_tokens * LOSS_BYTES, num_values
+    yield "log-probs", "all_gather", num_tokens * FLOAT32, num_values
 
 
 def _swap(whole_bytes: int, degree: int, workload: Workload) -> tuple[Collective, int]:
@@ -339,7 +343,7 @@ def context_calls(
     for width in (shape.q_width + 2 * shape.kv_width, shape.q_width):
         num_bytes = num_tokens * width * workload.compute_bytes // layout.tensor_parallel_degree
         yield "tokens and heads in attention", "all_to_all", num_bytes, num_calls
-    yield "losses of a row", "all_gather", LOSS_BYTES * workload.tokens_per_microbatch, num_values
+    yield "losses of a row", "all_gather", FLOAT32 * workload.tokens_per_microbatch, num_values
 
 
 def expert_calls(shape: ModelShape, workload: Workload, *, trains: bool) -> Iterator[Calls]:

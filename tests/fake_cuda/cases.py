@@ -160,7 +160,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from open_instruct.learner.model.inputs_on_host import InputsOnHost
-    from open_instruct.models.experts import exchange
+    from open_instruct.models.experts import routed
 
     seen: dict[str, Any] = {"attention": None}
 
@@ -185,7 +185,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         seen["on_host"].append([_kind(kept.shown_as), _kind(tensor), [*kept.shown_as.shape]])
         return tensor
 
-    exchanged = exchange.all_to_all_single_autograd
+    exchanged = routed.all_to_all_single_autograd
 
     def exchanged_evenly(rows: Any, received: list[int], sent: list[int], group: Any) -> Any:
         """Since how many rows go to each rank has no value here."""
@@ -195,7 +195,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
     with (
         patch.object(InputsOnHost, "unpack", looked_at_unpack),
-        patch.object(exchange, "all_to_all_single_autograd", exchanged_evenly),
+        patch.object(routed, "all_to_all_single_autograd", exchanged_evenly),
         opened(case, folder, LookAtAttention()) as (policy, take_steps),
     ):
         update = policy.update

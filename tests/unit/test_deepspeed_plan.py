@@ -82,8 +82,8 @@ def test_ranks_that_split_matrices_share_with_those_that_have_the_same_part() ->
     assert "2 neighbours split matrices, and all with the same part share" in split.setting.backend.sharing
     sums = [each for each in split.exchanges if each.axis == "tensor" and each.collective == "all_reduce"]
     assert {each.group_size for each in sums} == {2} and split.time.waiting_s > whole.time.waiting_s == 0
-    assert {"activations of split matrices", "logits"} < {row.what for row in traffic_rows(split)}
-    assert all(len(row.what) <= 36 for row in traffic_rows(split))
+    assert {"activations of split matrices", "logits"} < {row[0].what for row in traffic_rows(split)}
+    assert all(len(row[0].what) <= 36 for row in traffic_rows(split))
 
 
 def test_advice_turns_to_split_matrices_last() -> None:

@@ -19,7 +19,7 @@ from open_instruct.learner.olmo_core.fsdp2 import hand_gradients_over
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
-from open_instruct.models.experts import exchange
+from open_instruct.models.experts import routed
 from open_instruct.models.experts.routed import ExpertGroup, Experts
 from open_instruct.models.heads import logprob_head
 from open_instruct.models.load import CHUNK_BYTES
@@ -137,8 +137,8 @@ def test_so_is_a_block_whose_experts_are_split(
     dtype: torch.dtype, recomputed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where as many rows arrive as are sent."""
-    monkeypatch.setattr(exchange, "all_to_all_single", lambda counts, *_: counts)
-    monkeypatch.setattr(exchange, "all_to_all_single_autograd", lambda rows, *_: rows.clone())
+    monkeypatch.setattr(routed, "all_to_all_single", lambda counts, *_: counts)
+    monkeypatch.setattr(routed, "all_to_all_single_autograd", lambda rows, *_: rows.clone())
     compare_block("qwen3_moe", dtype, recomputed, expert_degree=2)
 
 

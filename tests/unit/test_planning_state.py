@@ -21,7 +21,7 @@ from open_instruct.families import FAMILIES
 from open_instruct.learner.olmo_core.fsdp2 import hand_gradients_over
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
-from open_instruct.models.experts import exchange
+from open_instruct.models.experts import routed
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.data_parallel import parallel_configs
@@ -146,8 +146,8 @@ def test_state_is_what_the_sharded_model_holds(join_as: JoinAs, family: str, is_
 
 @pytest.mark.parametrize("shard_degree", [2, 8])  # of the last 2 experts of a rank, or of one, replicas have a part
 def test_state_of_experts_that_are_split(join_as: JoinAs, shard_degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "all_to_all_single", lambda counts, *_: counts)
-    monkeypatch.setattr(exchange, "all_to_all_single_autograd", lambda rows, *_: rows.clone())
+    monkeypatch.setattr(routed, "all_to_all_single", lambda counts, *_: counts)
+    monkeypatch.setattr(routed, "all_to_all_single_autograd", lambda rows, *_: rows.clone())
     layout = layout_of(24, fsdp_shard_degree=shard_degree, expert_parallel_degree=shard_degree)
     hf_config = config_of("qwen3_moe", False, SIZES["tiny"])
     for rank in (0, 1, 10, 23):

@@ -11,9 +11,8 @@ Legend: T tokens, K experts of each token, S = T * K pairs of both in the order 
 E experts, R ranks that split them, D width of the model, H width of an expert.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 Routing = tuple[torch.Tensor, torch.Tensor]
 """Of tokens: the probabilities of all experts (T, E), float32, and the numbers of the K chosen ones (T, K)."""
-Products = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(kw_only=True)
@@ -119,11 +117,14 @@ class ExpertGroup:
             own.register_hook(lambda gradient: gradient / self.degree)
         return own
 
-    def at_experts(self, products: Products, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    # PyTorch's compiler would give up a whole block with an all-to-all in it.
+    @torch.compiler.disable
+    def at_experts(self, stacks: Sequence[torch.Tensor], x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """What all experts make of this rank's rows, expert e of those from `ends_E[e - 1]` to `ends_E[e]`.
 
-        :param products: what this rank's own experts make of rows in their order, given the end of each one's rows.
+        :param stacks: see `_mlps`.
         """
+        own = [self.own(stack) for stack in stacks]
         sent_RE = ends_E.diff(prepend=ends_E.new_zeros(1)).view(self.degree, -1)
         received_RE = all_to_all_single(sent_RE, None, None, self.group)
         num_sent, num_received = torch.stack((sent_RE, received_RE)).sum(dim=-1).tolist()
@@ -132,7 +133,7 @@ class ExpertGroup:
         experts_RE = torch.arange(sent_RE.shape[1], device=x_SD.device).expand(sent_RE.shape)
         experts_N = experts_RE.flatten().repeat_interleave(received_RE.flatten(), output_size=sum(num_received))
         order_N = experts_N.argsort(stable=True)
-        y_ND = products(x_ND.index_select(0, order_N), received_RE.sum(dim=0).cumsum(0).int())
+        y_ND = _mlps(own, x_ND.index_select(0, order_N), received_RE.sum(dim=0).cumsum(0).int())
         y_ND = y_ND.index_select(0, order_N.argsort())
         return all_to_all_single_autograd(y_ND, num_sent, num_received, self.group)
 
@@ -150,15 +151,8 @@ class Experts(nn.Module):
 
     def forward(self, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Expert by expert: expert e has the rows from `ends_E[e - 1]` to `ends_E[e]`."""
-        if self.group is None:
-            return _mlps(self.w1, self.w3, self.w2, x_SD, ends_E)
-        return self._at_experts(self.group, x_SD, ends_E)
-
-    # PyTorch's compiler would give up a whole block with an all-to-all in it.
-    @torch.compiler.disable
-    def _at_experts(self, group: ExpertGroup, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        own = (group.own(stack) for stack in (self.w1, self.w3, self.w2))
-        return group.at_experts(partial(_mlps, *own), x_SD, ends_E)
+        products = _mlps if self.group is None else self.group.at_experts
+        return products((self.w1, self.w3, self.w2), x_SD, ends_E)
 
     def split(self, dp_mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
         """Leave each rank of a shard group its part of the stacks, to which tokens are then sent.
@@ -173,9 +167,9 @@ class Experts(nn.Module):
         self.group = ExpertGroup(mesh)
 
 
-def _mlps(
-    w1: torch.Tensor, w3: torch.Tensor, w2: torch.Tensor, x_SD: torch.Tensor, ends_E: torch.Tensor
-) -> torch.Tensor:
+def _mlps(stacks: Sequence[torch.Tensor], x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """What experts make of rows in their order; stacks are of gates, of what these multiply, and of the last."""
+    w1, w3, w2 = stacks
     gate_SH, up_SH = (_products(x_SD, weight, ends_E) for weight in (w1, w3))
     return _products(F.silu(gate_SH) * up_SH, w2, ends_E)
 

@@ -9,14 +9,6 @@ def gib(num_bytes: float, unit: int = GIB) -> str:
     return f"{value:,.1f}" if value == 0 or value >= 0.095 else f"{value:.2f}"
 
 
-def amount(num_bytes: float) -> str:
-    """With the unit that suits it: "1.5 GiB", "3.0 MiB", "24 B"."""
-    for size, unit in ((2**40, "TiB"), (GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
 def seconds(value: float) -> str:
     """ "12.3 s", "45 ms", "0.3 ms"."""
     if value >= 10:

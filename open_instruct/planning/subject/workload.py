@@ -22,7 +22,6 @@ from open_instruct.planning.subject.model import BYTES_OF_DTYPE, Adapters, Model
 from open_instruct.shard_layout import ShardLayout
 
 RunConfig = TrainingConfig | GRPOConfig
-GRPO = "grpo"
 REFERENCE, TEACHER = "reference policy", "teacher"
 MIB = 2**20
 # Of an engine on CUDA where the flags say nothing; source: `engines/requests.py`, and vLLM's `get_batch_defaults`.
@@ -261,7 +260,7 @@ def _rollout_workload(
     # Conversations lie in microbatches of their own.
     num_of_conversations = ceil(on_rank(config.data.sft_rows_per_step) / (pack_tokens // rows.length))
     return Workload(
-        algorithm=GRPO,
+        algorithm="grpo",
         tokens_per_microbatch=num_tokens,
         longest_sequence=rows.length,
         label_tokens_per_microbatch=num_tokens,
