@@ -1,7 +1,5 @@
 """What the two backends have in common: OLMo-core's train module with a reference, filled from a start model."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any, Literal
 

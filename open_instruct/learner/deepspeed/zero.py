@@ -1,7 +1,5 @@
 """The backend on DeepSpeed: ZeRO holds the shards of OLMo-core's model and takes its steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
