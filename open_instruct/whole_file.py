@@ -86,9 +86,8 @@ def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
             if durable:
                 os.fsync(file.fileno())
         beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    finally:
+        beside.unlink(missing_ok=True)  # unless it has been put in place
     if durable:
         sync_folder(path.parent)
 

@@ -1,7 +1,5 @@
 """Plain values as JSON and back, bit for bit. Values that JSON has no form for are tagged; nothing is executed."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

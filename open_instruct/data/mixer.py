@@ -1,7 +1,5 @@
 """Mixer lists: which data sets, how much of each to take, and which rows."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

@@ -5,7 +5,6 @@ alone, to a prompt in the same row.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from open_instruct.data.files.rows import MalformedRow
@@ -15,26 +14,8 @@ from open_instruct.data.tool_turns import CALLS
 from open_instruct.wording import counted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreferencePair:
-    """One prompt and two replies to it.
-
-    Example::
-
-        PreferencePair(
-            prompt=({"role": "user", "content": "What is 2 + 2?"},),
-            chosen={"role": "assistant", "content": "It is 4."},
-            rejected={"role": "assistant", "content": "5, I think."},
-        )
-    """
-
-    prompt: tuple[Message, ...]
-    chosen: Message
-    rejected: Message
-
-
-def parse_preference_row(row: Mapping[str, Any]) -> PreferencePair:
-    """Check one row and return its pair.
+def parse_preference_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """Check one row and return its two conversations, the chosen one first; they differ in the last turn alone.
 
     Raises:
         MalformedRow: with the kind and the reason; docs/data.md lists them.
@@ -46,7 +27,7 @@ def parse_preference_row(row: Mapping[str, Any]) -> PreferencePair:
         raise MalformedRow("prompts_differ", _where_prompts_differ(chosen, rejected))
     if _stripped(chosen[-1]) == _stripped(rejected[-1]):
         raise MalformedRow("chosen_equals_rejected", "the chosen reply equals the rejected one")
-    return PreferencePair(prompt=chosen[:-1], chosen=chosen[-1], rejected=rejected[-1])
+    return chosen, rejected
 
 
 def _stripped(reply: Message) -> tuple[Any, ...]:
@@ -71,8 +52,8 @@ class PreferenceBuilder(RowBuilder):
     check = staticmethod(parse_preference_row)
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
-        pair = parse_preference_row(row)
-        prompt, replies = self.chat.render(pair.prompt, (pair.chosen, pair.rejected))
+        chosen, rejected = parse_preference_row(row)
+        prompt, replies = self.chat.render(chosen[:-1], (chosen[-1], rejected[-1]))
         return RenderedRow(texts=(prompt, *replies))
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:

@@ -1,7 +1,5 @@
 """The report on how many rows were kept, cut, left out or malformed, in counts and in words."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

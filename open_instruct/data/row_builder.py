@@ -203,10 +203,8 @@ class RowBuilder(ABC):
         ids = iter(self.chat.tokenize(texts) if texts else ())
         places = []
         for row, item in zip(rows, rendered, strict=True):
-            place = -1
-            if item is not None and self._is_kept(row, item, list(islice(ids, len(item.texts)))):
-                place = len(self.kept) - 1
-            places.append(place)
+            is_kept = item is not None and self._is_kept(row, item, list(islice(ids, len(item.texts))))
+            places.append(len(self.kept) - 1 if is_kept else -1)
         return places
 
     def _rendered(self, value: Mapping[str, Any]) -> RenderedRow:

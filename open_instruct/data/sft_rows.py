@@ -35,13 +35,11 @@ class SFTBuilder(RowBuilder):
         messages = parse_sft_row(row)
         replies = [message for message in messages if message["role"] == "assistant"]
         pieces = self.chat.render_turns(messages)
-        texts: list[str] = []
-        given = ""
+        texts = [""]  # context and learned replies in turn
         for prompt, text, reply in zip(pieces[::2], pieces[1::2], replies, strict=True):
-            given += prompt
+            texts[-1] += prompt
             if reply.get("is_learned", True):
-                texts += [given, text]
-                given = ""
+                texts += [text, ""]
             else:
-                given += text
-        return RenderedRow(texts=tuple(texts))
+                texts[-1] += text
+        return RenderedRow(texts=tuple(texts[:-1]))  # without the context behind the last learned reply

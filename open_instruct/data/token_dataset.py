@@ -260,13 +260,12 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             arrays: dict[str, np.ndarray] = {name: file.get_tensor(name).numpy() for name in file.offset_keys()}
         for array in arrays.values():
             array.flags.writeable = False
-        whole = metadata.pop(_CHECKSUM) == _checksum(arrays)
+        if metadata.pop(_CHECKSUM) != _checksum(arrays):
+            raise ValueError("its checksum does not match")
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedFile(f"{path} is damaged: {error}") from error
-    if not whole:
-        raise DamagedFile(f"{path} is damaged: its checksum does not match")
     return arrays, metadata
 
 

@@ -166,7 +166,7 @@ def make_environment(factory: Factory, row: Mapping[str, Any]) -> Environment:
         environment: Environment = made
         return environment
     if callable(getattr(made, "step", None)) and callable(getattr(made, "reset", None)):
-        return Game(made, row)
+        return Game([made], {}, row)
     if tools := tools_of(made):
         return Toolbox([made], tools, row)
     raise TypeError(
@@ -313,9 +313,6 @@ class Game(Toolbox):
     takes. `step(text)` returns an observation, a reward, and whether the game is over: in gymnasium's form, with
     terminated, truncated and a dict, or in the older one, with done and a dict.
     """
-
-    def __init__(self, game: Any, row: Mapping[str, Any]) -> None:
-        super().__init__([game], {}, row)
 
     async def step(self, reply: Reply) -> Turn:
         observation, reward, *ends = await called(self._objects[0].step, reply.text)

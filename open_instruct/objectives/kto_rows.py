@@ -136,10 +136,10 @@ def _both_replies(pairs: RowSource) -> RowSource:
 
 def _both_rows(row: RawRow) -> tuple[RawRow, ...]:
     try:
-        pair = parse_preference_row(row.content())
+        chosen, rejected = parse_preference_row(row.content())
     except MalformedRow as error:
         return (replace(row, problem=error),) * 2
     return tuple(
-        replace(row, value={"messages": [*pair.prompt, reply], "label": label})
-        for reply, label in ((pair.chosen, True), (pair.rejected, False))
+        replace(row, value={"messages": list(messages), "label": label})
+        for messages, label in ((chosen, True), (rejected, False))
     )

@@ -7,8 +7,6 @@ of replies are read, labels mark their last positions.
 Legend: B rows, T tokens of a row, N labels of all documents, K kept label positions of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar

@@ -4,8 +4,6 @@ A sample is a row of the data set, such as a preference pair (two documents) or 
 pack of several rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

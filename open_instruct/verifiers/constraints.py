@@ -97,12 +97,8 @@ def is_in_language(text: str, *, language: str) -> bool:
         return False
 
 
-def is_uppercase(text: str) -> bool:
-    return text.isupper()
-
-
-def is_lowercase(text: str) -> bool:
-    return text.islower()
+is_uppercase = str.isupper
+is_lowercase = str.islower
 
 
 def capital_word_frequency(text: str, *, count: int, relation: str) -> bool:

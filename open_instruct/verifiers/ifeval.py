@@ -13,24 +13,18 @@ constraints.json says which check of constraints.py each name stands for, and ho
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from open_instruct.verifiers import constraints
 from open_instruct.verifiers.verifier import Verifier
 
-
-@cache
-def rules_of(suite: str) -> dict[str, dict[str, Any]]:
-    """The constraints of "ifeval" or of "rlvr_ifeval" by name.
-
-    Each is its `check`, by name, and `arguments`: the check's name for each argument of the row. Example:
-    "keywords:existence" is `{"check": "has_keywords", "arguments": {"keywords": "words"}}`.
-    """
-    suites = json.loads(Path(__file__).with_name("constraints.json").read_text(encoding="utf-8"))
-    rules: dict[str, dict[str, Any]] = suites[suite]
-    return rules
+# The constraints of "ifeval" and of "rlvr_ifeval" by name. Each is its `check`, by name, and `arguments`: the check's
+# name for each argument of the row. Example: "keywords:existence" is
+# `{"check": "has_keywords", "arguments": {"keywords": "words"}}`.
+SUITES: dict[str, dict[str, dict[str, Any]]] = json.loads(
+    Path(__file__).with_name("constraints.json").read_text(encoding="utf-8")
+)
 
 
 class IFEval(Verifier):
@@ -70,12 +64,12 @@ def parse(ground_truth: Any) -> list[tuple[Callable[..., bool], dict[str, Any]]]
         )
     if "func_name" in ground_truth:
         arguments = {name: value for name, value in ground_truth.items() if name != "func_name"}
-        return [_parse_one(rules_of("rlvr_ifeval"), ground_truth["func_name"], arguments)]
+        return [_parse_one(SUITES["rlvr_ifeval"], ground_truth["func_name"], arguments)]
     ids = ground_truth["instruction_id_list"]
     kwargs = ground_truth.get("kwargs")
     if not isinstance(ids, list) or not ids or not isinstance(kwargs, list) or len(ids) != len(kwargs):
         raise ValueError("'instruction_id_list' and 'kwargs' must be lists with one entry a constraint, and not empty")
-    return [_parse_one(rules_of("ifeval"), name, arguments) for name, arguments in zip(ids, kwargs, strict=True)]
+    return [_parse_one(SUITES["ifeval"], name, arguments) for name, arguments in zip(ids, kwargs, strict=True)]
 
 
 def _parse_one(rules: Mapping[str, Any], name: Any, arguments: Any) -> tuple[Callable[..., bool], dict[str, Any]]:

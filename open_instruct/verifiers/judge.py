@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +32,13 @@ _PLACES = re.compile(r"\{(input|output|label)\}")
 # What would end a part of the question: special tokens of chat templates, and our tags.
 _MARKS = re.compile(r"<[|｜]([^|｜<>]+)[|｜]>|<(/?(?:input|output|label|s|(?:start|end)_of_turn))\s*>", re.IGNORECASE)
 
+_TABLE = Path(__file__).with_name("judge_prompts.yaml").read_text(encoding="utf-8")
+# The prompt of each judge, and the possible verdicts with their scores.
+JUDGE_PROMPTS: dict[str, tuple[str, dict[str, float]]] = {
+    name: (facts["prompt"], facts["verdicts"])
+    for name, facts in yaml.load(_TABLE, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)).items()
+}
+
 CACHE_FILE = "judge_verdicts.sqlite"
 TRIAL = ("Is 7 more than 5?", {"Yes": 1.0, "No": 0.0})
 MAX_SHOWN_CHARACTERS = 300
@@ -42,14 +48,6 @@ COSTS = ("requests", "prompt_tokens", "completion_tokens", "cache_hits", "second
 # What all judges of this process have cost so far, as metrics; empty where none was asked.
 JUDGE_COSTS: dict[str, float] = {}
 _SERVERS: dict[str, "JudgeServer"] = {}
-
-
-@cache
-def judge_prompts() -> dict[str, tuple[str, dict[str, float]]]:
-    """The question of each judge, and the possible verdicts with their scores; see judge_prompts.yaml."""
-    text = Path(__file__).with_name("judge_prompts.yaml").read_text(encoding="utf-8")
-    table = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return {name: (facts["prompt"], facts["verdicts"]) for name, facts in table.items()}
 
 
 class Judge(Verifier):
@@ -68,8 +66,8 @@ class Judge(Verifier):
         self._most_tokens = flags.llm_judge_max_context_length - flags.llm_judge_max_tokens
         word = flags.llm_judge_prompt or "general-quality"
         name = word if self.name == Judge.name else self.name
-        self._prompt, self._verdicts = judge_prompts().get(name, judge_prompts()["general-quality"])
-        if name not in judge_prompts():
+        self._prompt, self._verdicts = JUDGE_PROMPTS.get(name, JUDGE_PROMPTS["general-quality"])
+        if name not in JUDGE_PROMPTS:
             self._prompt = read_asked(word, where=f"--llm_judge_prompt {word}")
             if "{output}" not in self._prompt:
                 raise InputError(f"--llm_judge_prompt {word}: has no {{output}}, the place of the completion; add it")

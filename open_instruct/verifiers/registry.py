@@ -12,11 +12,11 @@ from open_instruct.verifiers import answers
 from open_instruct.verifiers.code import Code, CodeStdio
 from open_instruct.verifiers.function import RewardFunction
 from open_instruct.verifiers.ifeval import IFEval, IFEvalOld
-from open_instruct.verifiers.judge import Judge, Rubric, judge_prompts
+from open_instruct.verifiers.judge import JUDGE_PROMPTS, Judge, Rubric
 from open_instruct.verifiers.reward_models import RewardModel
 from open_instruct.verifiers.verifier import Verifier
 
-GENERAL = [type("General", (Judge,), {"name": name}) for name in judge_prompts() if name != Rubric.name]
+GENERAL = [type("General", (Judge,), {"name": name}) for name in JUDGE_PROMPTS if name != Rubric.name]
 JUDGES: list[type[Verifier]] = [Judge, Rubric, *GENERAL]
 BUILT_IN: list[type[Verifier]] = [*answers.ALL, *JUDGES, IFEval, IFEvalOld, Code, CodeStdio]
 ENTRY_POINT_GROUP = "open_instruct.verifiers"

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 
 from open_instruct.config.rollout_sections import RewardSection
 
-THINKING_ENDS = "</think>"
 JUDGE_KEY = "OPENAI_API_KEY"
 MAX_SAID_CHARACTERS = 500
 
@@ -87,7 +86,7 @@ class Verifier:
 
 def without_thinking(completion: str) -> str:
     """The text behind the last `</think>`, or all of it if there is none."""
-    return completion.rpartition(THINKING_ENDS)[2]
+    return completion.rpartition("</think>")[2]
 
 
 def said(error: BaseException) -> str:

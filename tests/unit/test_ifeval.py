@@ -13,7 +13,7 @@ from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.verifiers.constraints import RELATIONS, has_postscript, num_sentences
-from open_instruct.verifiers.ifeval import IFEval, parse, rules_of
+from open_instruct.verifiers.ifeval import SUITES, IFEval, parse
 from open_instruct.verifiers.registry import known_verifiers
 
 # For each constraint: its name, its arguments, texts that follow it, and texts that do not.
@@ -46,8 +46,8 @@ def test_functions_of_rlvr_ifeval(name: str, arguments: dict[str, Any], follow: 
 
 def test_every_constraint_is_tried() -> None:
     for suite, language in (("ifeval", "language:response_language"), ("rlvr_ifeval", "validate_response_language")):
-        assert {name for name, *_ in CASES[suite]} | {language} == rules_of(suite).keys()
-        assert len(rules_of(suite)) == 25
+        assert {name for name, *_ in CASES[suite]} | {language} == SUITES[suite].keys()
+        assert len(SUITES[suite]) == 25
 
 
 @pytest.mark.parametrize(

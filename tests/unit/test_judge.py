@@ -18,7 +18,7 @@ from open_instruct.errors import InputError
 from open_instruct.records import Check, Prompt
 from open_instruct.rollout import checked_run
 from open_instruct.toys.tiny import write_tiny_model
-from open_instruct.verifiers.judge import CACHE_FILE, JUDGE_COSTS, judge_prompts, parse_rubrics
+from open_instruct.verifiers.judge import CACHE_FILE, JUDGE_COSTS, JUDGE_PROMPTS, parse_rubrics
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.reward import Outcome
@@ -111,12 +111,12 @@ def test_an_answer_is_read_strictly(name: str, answer: str, score: float | None,
 
 
 def test_each_prompt_of_ours_has_its_places_and_its_verdicts() -> None:
-    for name, (prompt, verdicts) in judge_prompts().items():
+    for name, (prompt, verdicts) in JUDGE_PROMPTS.items():
         assert "{input}" in prompt and "{output}" in prompt
         assert min(verdicts.values()) == 0 and max(verdicts.values()) == 1, name
     names = {"quality", "quality_rubric", "quality_ref", "safety", "factuality", "creative_writing", "refusal"}
     names |= {"web_instruct_general_verifier"}
-    assert {f"general-{name}" for name in names} == judge_prompts().keys() - {"rubric"}
+    assert {f"general-{name}" for name in names} == JUDGE_PROMPTS.keys() - {"rubric"}
 
 
 def test_a_prompt_of_the_users_own(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_a_prompt_of_the_users_own(tmp_path: Path) -> None:
 
 def test_a_ground_truth_is_needed_where_the_prompt_has_a_place_for_it() -> None:
     verifiers = known_verifiers(RewardSection())
-    needing = {name for name, verifier in verifiers.items() if "{label}" in judge_prompts().get(name, ("", {}))[0]}
-    assert {name for name in ("judge", *judge_prompts()) if verifiers[name].needs_ground_truth} == needing
+    needing = {name for name, verifier in verifiers.items() if "{label}" in JUDGE_PROMPTS.get(name, ("", {}))[0]}
+    assert {name for name in ("judge", *JUDGE_PROMPTS) if verifiers[name].needs_ground_truth} == needing
     assert "general-quality" not in needing and "rubric" in needing
 
 
@@ -184,7 +184,7 @@ def test_a_group_is_judged_at_once_but_for_the_limit(tmp_path: Path) -> None:
 def test_requests_and_tokens_a_minute(limit: str, tmp_path: Path) -> None:
     """300 requests, or as many as have the tokens of a question, of 3 characters each, and 2,048 of its verdict."""
     (tmp_path / "short.txt").write_text("{output}\n")
-    asked = "a\n\nAnswer with one of these, and nothing else:\n" + "\n".join(judge_prompts()["general-quality"][1])
+    asked = "a\n\nAnswer with one of these, and nothing else:\n" + "\n".join(JUDGE_PROMPTS["general-quality"][1])
     tokens = 300 * (len(asked) / 3 + 2048)
     flags = {"llm_judge_requests_per_minute": 30000 if limit == "tokens" else 300}
     flags |= (
@@ -199,7 +199,7 @@ def test_requests_and_tokens_a_minute(limit: str, tmp_path: Path) -> None:
 
 def test_a_prompt_of_ours_by_its_name(tmp_path: Path) -> None:
     with judged(lambda body: "Correct", tmp_path, llm_judge_prompt="general-web_instruct_general_verifier") as judge:
-        prompt, verdicts = judge_prompts()["general-web_instruct_general_verifier"]
+        prompt, verdicts = JUDGE_PROMPTS["general-web_instruct_general_verifier"]
         word = max(verdicts, key=lambda verdict: verdicts[verdict])
         judge.stub.answer = lambda body: word
         assert judge.scores("judge", ["5"], "5") == [1.0]

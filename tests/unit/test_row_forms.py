@@ -89,10 +89,10 @@ def test_malformed_rows(parse: Any, row: dict[str, Any], kind: str, reason: str)
 
 def test_a_transcript_of_several_turns_and_a_reply_that_only_looks_like_one() -> None:
     before = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: q\nwith two lines\n\nAssistant:"
-    pair = parse_preference_row({"chosen": f"{before} a", "rejected": f"{before} b"})
-    assert [message["content"] for message in pair.prompt] == ["hi", "hello", "q\nwith two lines"]
-    pair = parse_preference_row({"prompt": "Who?", "chosen": "Human: he", "rejected": "she"})
-    assert pair.chosen["content"] == "Human: he"
+    for conversation in parse_preference_row({"chosen": f"{before} a", "rejected": f"{before} b"}):
+        assert [message["content"] for message in conversation[:-1]] == ["hi", "hello", "q\nwith two lines"]
+    chosen, _ = parse_preference_row({"prompt": "Who?", "chosen": "Human: he", "rejected": "she"})
+    assert chosen[-1]["content"] == "Human: he"
 
 
 @pytest.mark.parametrize("prompt", ["another", [ASKED | {"content": "another"}], "\n\nHuman: another\n\nAssistant:"])
@@ -103,11 +103,12 @@ def test_a_prompt_that_whole_conversations_do_not_begin_with(prompt: Any) -> Non
 
 def test_a_prompt_that_replies_repeat_is_cut() -> None:
     row = {"prompt": "What is this?", "chosen": "What is this? A cat.", "rejected": "What is this?\n\nA dog."}
-    pair = parse_preference_row(row)
-    assert (pair.chosen["content"], pair.rejected["content"]) == ("A cat.", "A dog.")
-    assert parse_preference_row(row | {"rejected": "A dog."}).chosen["content"] == row["chosen"]
-    short = parse_preference_row({"prompt": "Yes", "chosen": "Yes, sir", "rejected": "Yes, madam"})
-    assert short.chosen["content"] == "Yes, sir"
+    chosen, rejected = parse_preference_row(row)
+    assert (chosen[-1]["content"], rejected[-1]["content"]) == ("A cat.", "A dog.")
+    chosen, _ = parse_preference_row(row | {"rejected": "A dog."})
+    assert chosen[-1]["content"] == row["chosen"]
+    short, _ = parse_preference_row({"prompt": "Yes", "chosen": "Yes, sir", "rejected": "Yes, madam"})
+    assert short[-1]["content"] == "Yes, sir"
 
 
 @pytest.mark.parametrize("key", ["weight", "train"])

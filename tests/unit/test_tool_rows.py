@@ -168,8 +168,7 @@ def test_a_pair_of_calls_and_a_prompt_that_ends_with_a_tools_answer(tokenizer: A
     assert prompt == oracle(tokenizer, name, NATIVE[:2], add_generation_prompt=True)
     assert (prompt + chosen).rstrip("\n") == oracle(tokenizer, name, NATIVE[:3]).rstrip("\n")
     assert "naïve" in chosen and "naïve" not in rejected and "3" in rejected
-    parsed = parse_preference_row(pair)  # taken apart for KTO, it is read once more
-    messages = (*parsed.prompt, parsed.chosen)
+    messages, _ = parse_preference_row(pair)  # taken apart for KTO, it is read once more
     assert parse_labelled_row({"messages": list(messages), "label": 1}) == (messages, True)
     with pytest.raises(MalformedRow, match="the chosen reply equals"):
         texts(PreferenceBuilder, pair | {"rejected": pair["chosen"]}, tokenizer, TEMPLATES[name])

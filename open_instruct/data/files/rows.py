@@ -4,8 +4,6 @@ A source knows the number and the hash of its rows before any row is parsed, so 
 first. Tables are read in tables.py.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
