@@ -6,10 +6,9 @@ names the rank that died, not those that waited for it.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 CAUSE_TIMEOUT_S = 3.0
 # Seconds between readings of the learners' signs while a call runs.
 LOOK_S = 5.0
-# Seconds between checks of the learners while no call runs.
-WATCH_INTERVAL_S = 3.0
 
 Result = TypeVar("Result")
 
@@ -134,36 +131,6 @@ class LearnerCall(Generic[Result]):
         if not self.facts:
             return f"learner rank {rank}"
         return f"learner rank {rank} (node {self.facts[rank].address}, pid {self.facts[rank].pid})"
-
-
-@contextmanager
-def watching(
-    check: Callable[[], object], on_loss: Callable[[LearnerLost], None], *, interval_s: float = WATCH_INTERVAL_S
-) -> Iterator[None]:
-    """While the block runs, which may take long and calls nothing on the learners, call `check` every `interval_s`.
-
-    Args:
-        check: raises LearnerLost if a learner is gone.
-        on_loss: called at most once with that error; ends what the block waits for.
-    """
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(interval_s):
-            try:
-                check()
-            except LearnerLost as lost:
-                if not done.is_set():
-                    on_loss(lost)
-                return
-
-    thread = threading.Thread(target=watch, name="learner-watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _distance_from_cause(error: Exception) -> int:

@@ -88,7 +88,6 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
     refuse(
         [
             *learner_problems(config),
-            *_data_problems(config.data),
             *_rollout_problems(config),
             *_reward_problems(config.reward),
             *_loss_problems(config),
@@ -99,13 +98,10 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
     return list(_warnings(config))
 
 
-def _data_problems(data: rollout_sections.PromptDataSection) -> Iterator[str]:
-    if bool(data.sft_mixer_list) != bool(data.sft_rows_per_step):
-        yield "--sft_mixer_list says which conversations, --sft_rows_per_step how many a step: give both, or neither"
-
-
 def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
     rollout, group_size = config.rollout, config.rollout.num_samples_per_prompt_rollout
+    if bool(config.data.sft_mixer_list) != bool(config.data.sft_rows_per_step):
+        yield "--sft_mixer_list says which conversations, --sft_rows_per_step how many a step: give both, or neither"
     if rollout.vllm_top_p != 1.0:
         yield (
             f"--vllm_top_p {spelled(rollout.vllm_top_p)}: below 1 the engine renormalises over the tokens it kept, "

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from open_instruct.config.flags import flags_of, flags_of_section, is_met, spelled
-from open_instruct.config.sections import LoggingSection, MemorySection, ParallelSection, PreferenceDataSection
+from open_instruct.config.sections import MemorySection, ParallelSection, PreferenceDataSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
 from open_instruct.errors import InputError
 
@@ -87,13 +87,6 @@ def column_problems(words: Sequence[str]) -> Iterator[str]:
         yield f"--columns: '{name}' is given {names.count(name)} times; name one column for it"
 
 
-def mixer_warnings(flag: str, words: list[str]) -> Iterator[str]:
-    """An amount of 1 is one row, where all rows (1.0) were most likely meant."""
-    for name, amount in zip(words[::2], words[1::2], strict=False):
-        if amount == "1":
-            yield f"--{flag} {name} 1 takes a single row; write 1.0 for all of them"
-
-
 def _amount(word: str) -> float | None:
     """A fraction if it has a dot, else a count; None if it is neither."""
     try:
@@ -168,12 +161,6 @@ def microbatch_problems(num_tokens: int, remedy: str) -> Iterator[str]:
         yield f"a microbatch of {num_tokens:,} tokens fits no device (the most is {MAX_MICROBATCH_TOKENS:,}): {remedy}"
 
 
-def logging_problems(logging: LoggingSection) -> Iterator[str]:
-    steps = logging.profile_steps
-    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
-        yield f"--profile_steps {spelled(steps)}: takes the first and the last step to profile, such as '3 5'"
-
-
 def learner_problems(config: LearnerConfig) -> Iterator[str]:
     """Problems of any config that trains, GRPO's too."""
     sections = list(vars(config).values())
@@ -202,12 +189,16 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
             f"--ephemeral_save_interval {config.run.ephemeral_save_interval} is not below --checkpointing_steps "
             f"{config.run.checkpointing_steps}: lower it, or leave it out"
         )
-    yield from logging_problems(config.logging)
+    steps = config.logging.profile_steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        yield f"--profile_steps {spelled(steps)}: takes the first and the last step to profile, such as '3 5'"
 
 
 def learner_warnings(config: LearnerConfig) -> Iterator[str]:
     for flag, words, _ in _mixers(config):
-        yield from mixer_warnings(flag, words)
+        for name, amount in zip(words[::2], words[1::2], strict=False):
+            if amount == "1":
+                yield f"--{flag} {name} 1 takes a single row; write 1.0 for all of them"
     yield from backend_named(config.parallel.backend).warnings(config)
     yield from idle_problems(*vars(config).values(), harmless=True)
 

@@ -15,8 +15,9 @@ sync waits for running completions or reaches into them (`inflight_updates`): a 
 """
 
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import chain, islice
 from typing import Any
@@ -34,6 +35,8 @@ from open_instruct.rollout.step_checks import refuse_failed_verdicts
 from open_instruct.wording import counted
 
 STALL_TIMEOUT_S = 3600.0
+# Seconds between checks of the learners, which meanwhile do nothing.
+CHECK_INTERVAL_S = 3.0
 # The number of groups that a step may reject for each that it needs, before the run ends as one that learns nothing.
 MAX_REJECTED_PER_PROMPT = 50
 
@@ -60,8 +63,10 @@ class Conductor:
 
     # The driver's side
 
-    def next_batch(self, step: int, *, timeout_s: float = STALL_TIMEOUT_S) -> RolloutStepBatch:
-        """Wait for the batch of `step` (1-based).
+    def next_batch(
+        self, step: int, *, check: Callable[[], object] = lambda: None, timeout_s: float = STALL_TIMEOUT_S
+    ) -> RolloutStepBatch:
+        """Wait for the batch of `step` (1-based); `check` is called now and then, and ends the wait with its exception.
 
         Active sampling replaces a rejected group at once, and prompts that need no resampling are left out of
         the tickets drawn after this batch; those that are out already are still used.
@@ -75,7 +80,7 @@ class Conductor:
         rejected: list[RolloutGroup] = []
         size = self._config.rollout.num_unique_prompts_rollout
         while len(groups) < size:
-            group = self._next_group(timeout_s)
+            group = self._next_group(check, timeout_s)
             if is_rejected(group, self._config.rollout):
                 rejected.append(group)
                 if len(rejected) == size:
@@ -158,19 +163,25 @@ class Conductor:
         for answer in group.answers:
             answer.add_done_callback(self._answered)
 
-    def _next_group(self, timeout_s: float) -> RolloutGroup:
+    def _next_group(self, check: Callable[[], object], timeout_s: float) -> RolloutGroup:
         """The first group in ticket order that is complete, past as many others as there are spare prompts."""
-        with self._changed:
-            near = list(islice(self._outstanding, 1 + self._config.rollout.num_spare_prompts))
-            while self._failure is None and all(group.num_missing for group in near):
+        near = list(islice(self._outstanding, 1 + self._config.rollout.num_spare_prompts))
+        changed_s = checked_s = time.monotonic()
+        while True:
+            with self._changed:
+                if self._failure is not None:
+                    raise self._failure
+                if (complete := next((group for group in near if not group.num_missing), None)) is not None:
+                    self._outstanding.remove(complete)
+                    return complete.rollouts()
                 # Every verdict resets the clock, which runs only while nothing arrives.
-                if not self._changed.wait(timeout_s):
+                if self._changed.wait(min(timeout_s, CHECK_INTERVAL_S)):
+                    changed_s = time.monotonic()
+                elif time.monotonic() - changed_s >= timeout_s:
                     raise RunError(self._stalled(near[0], timeout_s))
-            if self._failure is not None:
-                raise self._failure
-            complete = next(group for group in near if not group.num_missing)
-            self._outstanding.remove(complete)
-        return complete.rollouts()
+            if time.monotonic() - checked_s >= CHECK_INTERVAL_S:
+                check()  # without the lock, which those need who tell of failures
+                checked_s = time.monotonic()
 
     def _give_up_before(self, step: int) -> int:
         """Give up groups that are too old to be learned from in `step`: spare ones. Returns how many there were."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from olmo_core.train.callbacks import Callback
 
-from open_instruct.cluster.learner_call import LearnerLost, watching
+from open_instruct.cluster.learner_call import LearnerLost
 from open_instruct.cluster.learner_group import LearnerMethod, LearnerProcess, P, R
 from open_instruct.errors import InputError, RunError
 from open_instruct.packing.rollouts import RankStep
@@ -100,8 +100,8 @@ class Driver:
     def _take_step(self) -> None:
         began_s = time.monotonic()
         step = self.step + 1
-        with self.view.phase("waiting for rollouts"), watching(self._check_learners, self.fleet.engines.fail_waiting):
-            batch = self.conductor.next_batch(step)
+        with self.view.phase("waiting for rollouts"):
+            batch = self.conductor.next_batch(step, check=self._check_learners)
         asked = (*batch.groups, *batch.rejected)
         refuse_failed_verdicts(asked)
         rollouts, work = work_of_ranks(

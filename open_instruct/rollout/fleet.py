@@ -69,7 +69,7 @@ class Fleet:
             fleet=fleet,
             say=run.console.warn,
         )
-        self.publisher.attach(self.engines)
+        self.publisher.engines = self.engines
         self.conversations: Conversations | None = None
         if run.environments is not None:
             self.conversations = Conversations(self.engines, run.chat, run.environments, run.config)

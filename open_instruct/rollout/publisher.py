@@ -39,15 +39,11 @@ class WeightPublisher:
         self._num_new_engines = 0  # ever
         self._is_connected = False
         self._channel: dict[str, Any] = {}
-        self._engines: EnginePool  # once it is attached
+        self.engines: EnginePool  # set once there is one, which calls `engine_restarted` and `engines_failed`
         self._engines_failure: RunError | None = None
         self._learners_version: int | None = 0  # None: they were lost, and hold nothing to be sent
         self.version: int | None = 0
         """The version that every engine has; None while that is unknown."""
-
-    def attach(self, engines: EnginePool) -> None:
-        """Set the pool, which then calls `engine_restarted` and `engines_failed` of this object."""
-        self._engines = engines
 
     @contextmanager
     def learners_at_work(self) -> Iterator[None]:
@@ -110,7 +106,7 @@ class WeightPublisher:
                 except LearnerLost as lost:
                     log.warning("engine %d waits for the learners: %s", index, lost)
                     self._learners_version = None
-                    self._engines.fail_waiting(lost)  # the driver may wait for these, and the learners are its business
+                    self.engines.fail_waiting(lost)  # the driver may wait for these, and the learners are its business
                 except RunError as error:
                     self._wait_to_try_again(error, attempt, num_new_engines, new_engine=index)
 
@@ -136,7 +132,7 @@ class WeightPublisher:
                 was the last attempt and none had died, or if `new_engine` itself died.
         """
         log.warning("weights did not reach every engine: %s", error)
-        dead = self._engines.silent()
+        dead = self.engines.silent()
         self._dead_new_engines |= dead & self._new_engines  # the pool does not watch these yet, `engine_restarted` does
         self._changed.notify_all()
         if new_engine in dead:
@@ -154,14 +150,14 @@ class WeightPublisher:
 
     def _deliver(self) -> None:
         timeout_s = self._fleet.weight_sync_timeout_s
-        engines = self._engines
+        engines = self.engines
         version = self._learners_version
         assert version is not None, "the learners were lost"
         # Learners write on into a folder as long as all goes well, whatever engines are new to it.
         goes_on = self.version is not None and self._channel.get("backend") == FOLDER
         self.version = None
         if not self._is_connected:
-            self._connect(engines, timeout_s, goes_on=goes_on)
+            self._connect(timeout_s, goes_on=goes_on)
         self._is_connected = False  # unless all goes well
         is_delta = self._channel["changes_alone"]
         # Between hosts changes come while engines generate; on a GPU's own way they would compete with its steps.
@@ -186,14 +182,14 @@ class WeightPublisher:
         self._new_engines.clear()
         self._changed.notify_all()
 
-    def _connect(self, engines: EnginePool, timeout_s: float, *, goes_on: bool) -> None:
+    def _connect(self, timeout_s: float, *, goes_on: bool) -> None:
         if not goes_on:
-            num_workers = len(engines) * self._fleet.vllm_tensor_parallel_size
+            num_workers = len(self.engines) * self._fleet.vllm_tensor_parallel_size
             opening = self._learners.start(LearnerProcess.open_weight_channel, num_workers)
             self._channel = opening.result(timeout_s)[0]
         joining = self._learners.start(LearnerProcess.join_weight_channel)
-        infos = [{**self._channel, "receiver_index": index} for index in range(len(engines))]
-        self._wait_for_both(joining, engines.start_each(timeout_s, Engine.open_channel, infos))
+        infos = [{**self._channel, "receiver_index": index} for index in range(len(self.engines))]
+        self._wait_for_both(joining, self.engines.start_each(timeout_s, Engine.open_channel, infos))
 
     def _wait_for_both(self, learners: LearnerCall[None], engines: Sequence[Future[None]]) -> None:
         """Return when learners and engines have finished their joint call.

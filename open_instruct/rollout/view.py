@@ -1,7 +1,5 @@
 """The view of a GRPO run: a live panel on a terminal, a line a step elsewhere."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,16 +40,16 @@ class FleetView:
         self._sample_s = -SECONDS_BETWEEN_SAMPLES
 
     @contextmanager
-    def shown(self) -> Iterator[FleetView]:
+    def shown(self) -> Iterator[None]:
         """Draw while the block runs; lines of the console appear above the panel."""
         if not self.console.is_live:
-            yield self
+            yield
             return
         rich = self.console.rich
         live = Live(console=rich, get_renderable=self._draw, refresh_per_second=REFRESHES_PER_S, transient=True)
         with live as self._live:
             try:
-                yield self
+                yield
             finally:
                 self._live = None
 

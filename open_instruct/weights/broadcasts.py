@@ -98,9 +98,6 @@ class PartReceiver(Incoming):
         self._flats: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, list[tuple[dist.Work, Bucket, torch.Tensor | None]]] = {}
 
-    def join(self, info: Info) -> None:
-        """Nothing is offered: groups are made once all have joined."""
-
     def connect(self, info: Info, progress: SyncProgress) -> None:
         super().connect(info, progress)
         # Receivers join the groups in the same order; the learner of each group waits for no other group.

@@ -13,7 +13,6 @@ receiver. `manifest` may be another one for each version: of as many buckets, in
 one that the way was made with.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -70,7 +69,7 @@ class Outgoing:
         """Release memory and connections, even if other references to this object remain."""
 
 
-class Incoming(ABC):
+class Incoming:
     """A receiver's end of a channel."""
 
     progress: SyncProgress
@@ -81,7 +80,6 @@ class Incoming(ABC):
         self.index = index
         self.device = device
 
-    @abstractmethod
     def join(self, info: Info) -> None:
         """Take hold of what learner 0 offers."""
 
@@ -89,7 +87,6 @@ class Incoming(ABC):
         """Make ready to receive; all members have joined."""
         self.progress = progress
 
-    @abstractmethod
     def take(self, position: int, wholes_at: WholesAt) -> None:
         """Bring all parts of the bucket at `position` into its tensors.
 
@@ -97,7 +94,6 @@ class Incoming(ABC):
             RunError: a learner did not bring its part within the time-out (names it), or somebody failed.
         """
 
-    @abstractmethod
     def close(self) -> None:
         """Release memory and connections, even if other references to this object remain."""
 

@@ -366,6 +366,20 @@ class TestFailure:
             with pytest.raises(RunError, match=message):
                 next_batch(it)
 
+    def test_of_the_learners_ends_the_wait_though_completions_arrive(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("open_instruct.rollout.conductor.CHECK_INTERVAL_S", 0.01)
+        lost, checks = RunError("rank 1 was lost"), []
+        with conductor("--async_steps", "5", pool=FakePool()) as (it, pool):
+
+            def check() -> None:
+                checks.append(pool.finish(-1))  # of other groups than the first
+                if len(checks) == 3:
+                    raise lost
+
+            with pytest.raises(RunError) as caught:
+                it.next_batch(1, check=check, timeout_s=STALL_TIMEOUT_S)
+        assert caught.value is lost and len(checks) == 3
+
     def test_of_nothing_arriving_names_what_is_waited_for(self) -> None:
         with conductor("--async_steps", "1", pool=FakePool()) as (it, pool):
             pool.finish()

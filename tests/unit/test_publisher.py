@@ -86,7 +86,7 @@ class Stage:
             fleet=fleet,
             say=lambda text: None,
         )
-        self.publisher.attach(self.pool)
+        self.publisher.engines = self.pool
         self._threads = ThreadPoolExecutor(4)
 
     def publish(self, version: int) -> float:
