@@ -1,5 +1,7 @@
 """The backend on DeepSpeed: ZeRO holds the shards of OLMo-core's model, filled from disk, and takes its steps."""
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
