@@ -214,6 +214,11 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
             f"--vllm_max_num_batched_tokens {tokens} is less than --vllm_max_num_seqs {seqs}, each of which needs a "
             "token in a step; raise the one or lower the other"
         )
+    if fleet.routing_replay == "on" and (fleet.vllm_runner == "v1" or not fleet.vllm_enable_prefix_caching):
+        yield (
+            "--routing_replay on: on CUDA vLLM tells experts by its second model runner and with prefix caching alone; "
+            "leave --vllm_runner v1 and --no_vllm_enable_prefix_caching out"
+        )
     if config.sent_adapter is not None and config.lora.lora_r > RANKS_OF_ENGINES[-1]:
         yield (
             f"--lora_r {config.lora.lora_r}: an engine takes adapters of a rank up to {RANKS_OF_ENGINES[-1]}; use at "

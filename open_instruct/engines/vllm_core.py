@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
+from open_instruct.engines.routes import note_routes, routes_of
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.records import Completion
@@ -92,6 +93,8 @@ class VLLMCore:
         adapter = settings.adapter
         kv_cache_mib = fleet.vllm_kv_cache_mib or (None if on_cuda else CPU_KV_CACHE_MIB)
         self._settings = settings
+        self._tells_routes = fleet.routing_replay == "on"
+        self._routes: dict[int, bytes] = {}  # by key, of tokens that older weights sampled
         receiver = weight_receiver or (AdapterReceiver if adapter is not None else WeightReceiver)
         arguments = EngineArgs(
             model=settings.model_folder,
@@ -112,6 +115,7 @@ class VLLMCore:
             # A prompt that is cut in two has a token drawn for its first part too, and then taken back from its
             # request's generator, which a CPU's cannot.
             enable_chunked_prefill=None if on_cuda else False,
+            enable_return_routed_experts=self._tells_routes and on_cuda,
             enforce_eager=fleet.vllm_enforce_eager or not on_cuda,
             # Log-probs are of the distribution that was sampled from, after the temperature.
             logprobs_mode="processed_logprobs",
@@ -129,6 +133,8 @@ class VLLMCore:
             raise InputError(refusal) from error
         self._tokenizer: Any = self._engine.get_tokenizer()
         self._seeds: dict[int, int] = {}
+        if self._tells_routes and not on_cuda:
+            self._engine.collective_rpc(note_routes)
         if adapter is not None:
             check_targets(adapter, self.call_workers(AdapterReceiver.adapted_layers)[0])
             self.call_workers(AdapterReceiver.hold_no_adapter)
@@ -152,12 +158,13 @@ class VLLMCore:
         """Give a request up."""
         self._engine.abort_request([str(key)])
         self._seeds.pop(key, None)
+        self._routes.pop(key, None)
 
     def step(self) -> Mapping[int, Completion]:
         """Make one token for each request; returns those that are finished with it."""
         outputs: list[Any] = self._engine.step()
         by_key = {int(output.request_id): output.outputs[0] for output in outputs}
-        return {key: self._completion_of(output, seed=self._seeds.pop(key)) for key, output in by_key.items()}
+        return {key: self._completion_of(key, output) for key, output in by_key.items()}
 
     def settle(self) -> Mapping[int, Completion]:
         """Take in what is on its way, after which nothing is computed until the next step; returns as `step` does."""
@@ -175,6 +182,7 @@ class VLLMCore:
 
     def weights_changed(self, version: int) -> None:
         """Tokens are of `version` from now on; nothing computed with other weights is used again."""
+        self._routes = {key: self._routes_of(key, None) or b"" for key in self._seeds}
         # Running requests go back to the queue with their tokens: their keys and values are of the old weights too.
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._adapter = next(self._names)
@@ -225,7 +233,14 @@ class VLLMCore:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _completion_of(self, output: CompletionOutput, *, seed: int) -> Completion:
+    def _routes_of(self, key: int, told: Any) -> bytes | None:
+        """The experts of a request's tokens, each as chosen with the weights that sampled the next; `told` by vLLM."""
+        if not self._tells_routes or told is not None:
+            return None if told is None else told.astype("int16").tobytes()
+        known = self._routes.pop(key, b"")
+        return known + self._engine.collective_rpc(routes_of, args=(key,))[0][len(known) :]
+
+    def _completion_of(self, key: int, output: CompletionOutput) -> Completion:
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a completion with {output.finish_reason!r}")
         finish_reason: Literal["stop", "length"] = "length" if output.finish_reason == "length" else "stop"
@@ -237,7 +252,8 @@ class VLLMCore:
             versions=tuple(int(span.version) for span in spans for _ in range(span.start, span.end)),
             text=self._text_of(output),
             finish_reason=finish_reason,
-            seed=seed,
+            seed=self._seeds.pop(key),
+            routes=self._routes_of(key, output.routed_experts),
         )
 
     def _text_of(self, output: CompletionOutput) -> str:
