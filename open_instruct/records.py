@@ -241,7 +241,7 @@ class Completion:
     `replies` those of them that were sampled: `logprobs` and `versions` belong to these. `text` is the last reply.
 
     `routes` are the experts of each token of prompt and completion but the last, as the engine chose them when it
-    sampled what follows: int16, layer by layer, -1 where they are not known. None where they were not asked for.
+    sampled what follows: int16, layer by layer, -1 where they are not known; nothing where they were not asked for.
 
     Example::
 
@@ -255,7 +255,7 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     seed: int
     episode: Episode | None = None
-    routes: bytes | None = None
+    routes: bytes = b""
 
     def __post_init__(self) -> None:
         assert sum(map(len, self.replies)) == len(self.logprobs) == len(self.versions)
@@ -332,7 +332,7 @@ class RolloutSample:
     engine_logprobs: tuple[float, ...]
     advantage: float
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    routes: bytes | None = None  # of the completion
+    routes: bytes = b""  # of the completion
 
     def weights_of(self, stream: str) -> tuple[float, ...]:
         """The weight of each labelled token in a loss."""

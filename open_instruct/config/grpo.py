@@ -215,10 +215,7 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
             "token in a step; raise the one or lower the other"
         )
     if fleet.routing_replay == "on" and (fleet.vllm_runner == "v1" or not fleet.vllm_enable_prefix_caching):
-        yield (
-            "--routing_replay on: on CUDA vLLM tells experts by its second model runner and with prefix caching alone; "
-            "leave --vllm_runner v1 and --no_vllm_enable_prefix_caching out"
-        )
+        yield "--routing_replay on takes vLLM's prefix caching and, on CUDA, its runner v2: leave --vllm_… of both out"
     if config.sent_adapter is not None and config.lora.lora_r > RANKS_OF_ENGINES[-1]:
         yield (
             f"--lora_r {config.lora.lora_r}: an engine takes adapters of a rank up to {RANKS_OF_ENGINES[-1]}; use at "

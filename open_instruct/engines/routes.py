@@ -3,7 +3,7 @@
 They lie in slots as the keys and values of the tokens do: what is shared among requests, computed anew or overwritten
 there is so here.
 
-Legend: S slots of the cache, L layers, K experts of a token, T tokens of a step.
+Legend: N blocks of the cache, S slots of a block, L layers, K experts of a token, T tokens of a step.
 """
 
 from functools import partial
@@ -20,29 +20,25 @@ def note_routes(worker: Any) -> None:
     sparse = [module for module in runner.get_model().modules() if isinstance(module, MoERunner)]
     num_layers = runner.model_config.get_total_num_hidden_layers()
     cache = runner.kv_cache_config
-    num_slots = cache.num_blocks * cache.kv_cache_groups[0].kv_cache_spec.block_size
-    worker.routes_SLK = torch.full((num_slots, num_layers, sparse[0].router.top_k), -1, dtype=torch.int16)
+    sizes = (cache.num_blocks, cache.kv_cache_groups[0].kv_cache_spec.block_size, num_layers, sparse[0].router.top_k)
+    worker.routes_NSLK = torch.full(sizes, -1, dtype=torch.int16)
     for layer in sparse:
-        layer.router.set_capture_fn(partial(_note, worker.routes_SLK[:, layer.layer_id]))
+        layer.router.set_capture_fn(partial(_note, worker.routes_NSLK.flatten(0, 1)[:, layer.layer_id]))
 
 
 def _note(routes_SK: torch.Tensor, experts_TK: torch.Tensor) -> None:
+    """:param routes_SK: those of a layer, of the slots of all blocks."""
     from vllm.forward_context import get_forward_context
 
-    metadata: Any = get_forward_context().attn_metadata
-    if metadata is not None:  # there is none where vLLM tries the model, without requests
-        slots_T = next(iter(metadata.values())).slot_mapping[: len(experts_TK)]
-        routes_SK[slots_T] = experts_TK.short()
+    (attention, *_) = get_forward_context().attn_metadata.values()
+    routes_SK[attention.slot_mapping[: len(experts_TK)]] = experts_TK.short()
 
 
 def routes_of(worker: Any, key: int) -> bytes:
-    """What is noted of the request's tokens that have been computed, if the last step had it: int16, (tokens, L, K)."""
+    """What is noted of a request that had part in the last step: int16, (tokens that were fed, L, K)."""
     runner = worker.model_runner
     for name in runner.input_batch.req_ids:
         if name.rpartition("-")[0] == str(key):  # vLLM adds some letters of its own
             request = runner.requests[name]
-            size = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            starts = torch.tensor(request.block_ids[0]).unsqueeze(1) * size
-            slots = (starts + torch.arange(size)).flatten()[: request.num_tokens - 1]  # the last was not fed
-            return worker.routes_SLK[slots].numpy().tobytes()
+            return bytes(worker.routes_NSLK[request.block_ids[0]].flatten(0, 1)[: request.num_tokens - 1].numpy())
     return b""

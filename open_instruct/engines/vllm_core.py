@@ -93,7 +93,7 @@ class VLLMCore:
         adapter = settings.adapter
         kv_cache_mib = fleet.vllm_kv_cache_mib or (None if on_cuda else CPU_KV_CACHE_MIB)
         self._settings = settings
-        self._tells_routes = fleet.routing_replay == "on"
+        self._notes_routes = fleet.routing_replay == "on" and not on_cuda
         self._routes: dict[int, bytes] = {}  # by key, of tokens that older weights sampled
         receiver = weight_receiver or (AdapterReceiver if adapter is not None else WeightReceiver)
         arguments = EngineArgs(
@@ -115,7 +115,7 @@ class VLLMCore:
             # A prompt that is cut in two has a token drawn for its first part too, and then taken back from its
             # request's generator, which a CPU's cannot.
             enable_chunked_prefill=None if on_cuda else False,
-            enable_return_routed_experts=self._tells_routes and on_cuda,
+            enable_return_routed_experts=fleet.routing_replay == "on" and on_cuda,
             enforce_eager=fleet.vllm_enforce_eager or not on_cuda,
             # Log-probs are of the distribution that was sampled from, after the temperature.
             logprobs_mode="processed_logprobs",
@@ -133,7 +133,7 @@ class VLLMCore:
             raise InputError(refusal) from error
         self._tokenizer: Any = self._engine.get_tokenizer()
         self._seeds: dict[int, int] = {}
-        if self._tells_routes and not on_cuda:
+        if self._notes_routes:
             self._engine.collective_rpc(note_routes)
         if adapter is not None:
             check_targets(adapter, self.call_workers(AdapterReceiver.adapted_layers)[0])
@@ -158,7 +158,6 @@ class VLLMCore:
         """Give a request up."""
         self._engine.abort_request([str(key)])
         self._seeds.pop(key, None)
-        self._routes.pop(key, None)
 
     def step(self) -> Mapping[int, Completion]:
         """Make one token for each request; returns those that are finished with it."""
@@ -182,7 +181,7 @@ class VLLMCore:
 
     def weights_changed(self, version: int) -> None:
         """Tokens are of `version` from now on; nothing computed with other weights is used again."""
-        self._routes = {key: self._routes_of(key, None) or b"" for key in self._seeds}
+        self._routes = {key: self._routes_of(key) for key in self._seeds}
         # Running requests go back to the queue with their tokens: their keys and values are of the old weights too.
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._adapter = next(self._names)
@@ -233,10 +232,10 @@ class VLLMCore:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _routes_of(self, key: int, told: Any) -> bytes | None:
+    def _routes_of(self, key: int, told: Any = None) -> bytes:
         """The experts of a request's tokens, each as chosen with the weights that sampled the next; `told` by vLLM."""
-        if not self._tells_routes or told is not None:
-            return None if told is None else told.astype("int16").tobytes()
+        if not self._notes_routes:
+            return b"" if told is None else bytes(told.astype("int16"))
         known = self._routes.pop(key, b"")
         return known + self._engine.collective_rpc(routes_of, args=(key,))[0][len(known) :]
 

@@ -143,7 +143,7 @@ class _Walked:
     spans: list[Span] = field(default_factory=list)
     turns: list[Mapping[str, str]] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
-    routes: bytes | None = None
+    routes: bytes = b""
 
     def begin(self, token_ids: list[int], messages: Sequence[Mapping[str, Any]], *, is_own: bool) -> None:
         self.token_ids = token_ids
@@ -171,9 +171,7 @@ class _Walked:
     def add_reply(self, reply: Completion, text: str) -> None:
         stop = len(self.token_ids) - self.num_prompt
         self.replies.append(reply)
-        if reply.routes is not None:  # of all tokens so far: each keeps what it was sampled with
-            known = self.routes or b""
-            self.routes = known + reply.routes[len(known) :]
+        self.routes += reply.routes[len(self.routes) :]  # of all tokens so far: each keeps what it was sampled with
         self.spans.append(Span(start=stop - len(reply.token_ids), stop=stop))
         self.turns.append({"role": "assistant", "content": text})
 

@@ -111,11 +111,10 @@ class Policy:
         def with_logprobs(batch: Batch) -> Batch:
             values = dict(batch.values)
             for name, model in models.items():
-                # A reference or a teacher may be the policy itself without its adapters.
-                is_policy = name == OLD_TOKENS
-                # A frozen model chooses its own experts: it is what it is, whichever the policy's engine chose.
-                packed = batch.packed if is_policy else replace(batch.packed, routes_TR=None)
-                with nullcontext() if is_policy else adapters_off(model):
+                # A reference or a teacher may be the policy itself without its adapters. It is what it is with experts
+                # of its own choice, whichever the policy's engine chose.
+                packed = batch.packed if name == OLD_TOKENS else replace(batch.packed, routes_TR=None)
+                with nullcontext() if name == OLD_TOKENS else adapters_off(model):
                     scored = token_logprobs(model, packed, device=self.device, temperature=self.loss.temperature)
                 values[name] = scored.logprobs_N
             return replace(batch, values=values)

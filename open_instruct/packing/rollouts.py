@@ -188,6 +188,7 @@ def plan_steps_of_ranks(
         [samples[i] for microbatches in minibatch for microbatch in microbatches for i in microbatch]
         for minibatch in zip(*plan, strict=True)
     ]
+    told = [len(sample.routes) // 2 // (len(sample.document) - 1) for sample in samples]
     return tuple(
         RankStep(
             minibatches=tuple(
@@ -198,9 +199,7 @@ def plan_steps_of_ranks(
                 for microbatches, everywhere in zip(planned, samples_of_minibatch, strict=True)
             ),
             prefix_sharing=prefix_sharing,
-            num_routes=max(
-                (len(each.routes) // 2 // (len(each.document) - 1) for each in samples if each.routes), default=0
-            ),
+            num_routes=max(told, default=0),
         )
         for planned in plan
     )
@@ -264,12 +263,12 @@ def rollout_batch(
 def _routes(samples: Sequence[RolloutSample], packed: PackedBatch, num_routes: int) -> torch.Tensor:
     """`routes_TR` of a row of `samples`. A shared token has the experts that the first of its documents had."""
     routes_TR = np.full((packed.input_ids_BT.numel(), num_routes), -1, dtype=np.int16)
-    assert packed.document_lengths is not None
     start = 0
     for sample, length, prefix_length in zip(
-        samples, packed.document_lengths, packed.prefix_lengths or repeat(0), strict=False
+        samples, packed.document_lengths or (), packed.prefix_lengths or repeat(0), strict=False
     ):
-        own = np.frombuffer(sample.routes or b"", dtype=np.int16).reshape(-1, num_routes)[prefix_length:]
+        own = np.frombuffer(sample.routes, dtype=np.int16).reshape(-1, num_routes)[prefix_length:]
+        assert len(own) in (0, length - 1), f"routes of {len(own)} tokens, but the next of all {length} but one"
         routes_TR[start : start + len(own)] = own
         start += length
     return torch.from_numpy(routes_TR)

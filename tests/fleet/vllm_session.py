@@ -193,7 +193,7 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
     engine.cancel([0])
     answers["after_cancel"] = [asdict(completion) for completion in poll_all(engine, 1)]
     engine.shutdown()
-    out.write_text(json.dumps(answers))
+    out.write_text(json.dumps(answers, default=bytes.hex))
 
 
 if __name__ == "__main__":

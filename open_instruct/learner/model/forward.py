@@ -172,5 +172,5 @@ def _tell(model: Transformer, routes_TR: torch.Tensor | None) -> None:
     for number, block in enumerate(model.blocks.values()):
         for layer in block.modules():
             if isinstance(layer, RoutedFeedForward):
-                told = None if routes_TR is None else routes_TR.unflatten(1, (len(model.blocks), -1))[:, number]
-                layer.told_TK = told
+                layer.is_told = routes_TR is not None
+                layer.told_TK = None if routes_TR is None else routes_TR.chunk(len(model.blocks), dim=1)[number]

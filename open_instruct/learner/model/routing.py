@@ -48,24 +48,21 @@ def balance(
     num_tokens = (is_whole_row and batch.num_tokens) or None
     probs = [logits_TE[:num_tokens].softmax(dim=-1, dtype=torch.float32) for logits_TE in noted]
     with torch.no_grad():
-        allowed = [layer.allowed(probs_TE) for layer, probs_TE in zip(layers, probs, strict=True)]
+        allowed = [layer.allowed(each) if layer.is_told else each for layer, each in zip(layers, probs, strict=True)]
         loads = torch.stack([_tokens_of_experts(probs_TE, layers[0].top_k) for probs_TE in allowed])
         entropy = torch.stack([torch.special.entr(probs_TE).sum(dim=-1).mean() for probs_TE in probs]).mean()
     metrics = {"router/entropy": entropy, "router/max_load": (loads.amax(dim=1) / loads.mean(dim=1)).mean()}
-    weights: dict[str, float] = {}
     if batch.routes_TR is not None:
         own, chosen = (torch.stack(each).topk(layers[0].top_k, dim=-1).values for each in (probs, allowed))
-        weights["router/differing"] = num_told = float((batch.routes_TR >= 0).any(dim=1).sum())
-        metrics["router/replayed"] = torch.tensor(num_told / max(batch.num_tokens, 1))
-        metrics["router/differing"] = (own != chosen).any(dim=-1).sum() / max(num_told * len(layers), 1)
+        metrics["router/differing"] = (own != chosen).any(dim=-1).float().mean()
+        metrics["router/replayed"] = (batch.routes_TR[:num_tokens] >= 0).any(dim=1).float().mean()
     loss: torch.Tensor | float = 0.0
     if coefficient := cast(SegmentTransformer, model).balance_coefficient:
         mean_probs_E = torch.stack([probs_TE.mean(dim=0) for probs_TE in probs]).mean(dim=0)
         unscaled = mean_probs_E.numel() * (loads.mean(dim=0) * mean_probs_E).sum()
         metrics["router/balance_loss"] = unscaled.detach()
         loss = coefficient * share * unscaled * bool(batch.num_tokens)
-    tokens = float(batch.num_tokens)
-    return loss, {name: Metric(value=value, weight=weights.get(name, tokens)) for name, value in metrics.items()}
+    return loss, {name: Metric(value=value, weight=float(batch.num_tokens)) for name, value in metrics.items()}
 
 
 def _tokens_of_experts(probs_TE: torch.Tensor, top_k: int) -> torch.Tensor:

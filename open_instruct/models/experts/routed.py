@@ -48,6 +48,7 @@ class RoutedFeedForward(nn.Module):
         self.is_noted = False  # whether the router's logits are kept for `taken`
         self._noted: list[torch.Tensor] = []
         self.told_TK: torch.Tensor | None = None  # experts that are chosen in place of its own; -1: its own
+        self.is_told = False  # whether there are any; compiled code does not look at them
         self.router = nn.Linear(d_model, config.num_experts, bias=False, dtype=dtype, device=device)
         self.experts = Experts(config.num_experts, d_model, config.hidden_size, dtype=dtype, device=device)
 
@@ -69,20 +70,22 @@ class RoutedFeedForward(nn.Module):
 
     def route(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights and the numbers of each token's experts, (T, K)."""
-        weights_TK, experts_TK = self.allowed(logits_TE.softmax(dim=-1, dtype=torch.float32)).topk(self.top_k, dim=-1)
+        probs_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
+        if self.is_told:
+            probs_TE = self.allowed(probs_TE)
+        weights_TK, experts_TK = probs_TE.topk(self.top_k, dim=-1)
         if self.normalized:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         return weights_TK.to(logits_TE.dtype), experts_TK
 
+    @torch.compiler.disable
     def allowed(self, probs_TE: torch.Tensor) -> torch.Tensor:
         """The probabilities, -inf for an expert that is not told of a token of which some are.
 
         The router's gradient comes through those that are told, as it comes through those that it chooses itself.
         """
-        return probs_TE if self.told_TK is None else self._told_alone(probs_TE, self.told_TK[: len(probs_TE)].long())
-
-    @torch.compiler.disable  # it is there in some passes alone
-    def _told_alone(self, probs_TE: torch.Tensor, told_TK: torch.Tensor) -> torch.Tensor:
+        assert self.told_TK is not None
+        told_TK = self.told_TK[: len(probs_TE)].long()
         is_told_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter_(1, told_TK.clamp(min=0), True)
         return probs_TE.masked_fill(~is_told_TE & (told_TK[:, :1] >= 0), -torch.inf)
 
