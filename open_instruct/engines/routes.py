@@ -30,8 +30,8 @@ def _note(routes_SK: torch.Tensor, experts_TK: torch.Tensor) -> None:
     """:param routes_SK: those of a layer, of the slots of all blocks."""
     from vllm.forward_context import get_forward_context
 
-    (attention, *_) = get_forward_context().attn_metadata.values()
-    routes_SK[attention.slot_mapping[: len(experts_TK)]] = experts_TK.short()
+    metadata: Any = get_forward_context().attn_metadata
+    routes_SK[next(iter(metadata.values())).slot_mapping[: len(experts_TK)]] = experts_TK.short()
 
 
 def routes_of(worker: Any, key: int) -> bytes:

@@ -237,7 +237,7 @@ class VLLMCore:
         if not self._notes_routes:
             return b"" if told is None else bytes(told.astype("int16"))
         known = self._routes.pop(key, b"")
-        return known + self._engine.collective_rpc(routes_of, args=(key,))[0][len(known) :]
+        return known + self._engine.collective_rpc(lambda worker: routes_of(worker, key))[0][len(known) :]
 
     def _completion_of(self, key: int, output: CompletionOutput) -> Completion:
         if output.finish_reason not in ("stop", "length"):

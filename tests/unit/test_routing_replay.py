@@ -149,20 +149,20 @@ def test_a_rank_that_has_a_part_of_a_row_has_the_experts_of_that_part() -> None:
 
 
 def test_what_is_counted_of_it() -> None:
-    """Of 14 tokens 10 are told: the model's own choice, but for one token in one of four layers."""
-    model, packed = new_model("qwen3_moe"), packed_of()
-    told = own_choice(model, packed)
-    told[4:8] = -1
-    told[0, :TOP_K] = torch.tensor([e for e in range(NUM_EXPERTS) if e not in told[0, :TOP_K].tolist()][:TOP_K])
-    packed = replace(packed, routes_TR=told)
-    with noted_routers(model) as routers, torch.no_grad():
-        # Later layers see what the first has made of its experts: they are told their own choice of that.
-        token_logprobs(model, packed, device=CPU)
-        _, metrics = balance(model, routers, packed, share=1.0)
-    assert float(metrics["router/replayed"].value) == pytest.approx(10 / 14)
-    assert float(metrics["router/differing"].value) >= 1 / (14 * NUM_LAYERS)
-    _, alone = balance(model, routers, packed, share=1.0)
-    assert alone == {}
+    """One token is told its own experts in another order, one others, one others as probable, and one nothing."""
+    model = new_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, num_hidden_layers=1)
+    apart, alike = [3.0, 2, 1, 0], [1.0, 1, 1, 1]
+    others = [e for e in range(4) if e not in torch.tensor(alike).topk(2).indices.tolist()]
+    ((_, layer),) = layers_of(model)
+    routes_TR = torch.tensor([[1, 0], [0, 2], others, [-1, -1]], dtype=torch.int16)
+    layer.told_TK, layer.is_told = routes_TR, True
+    with noted_routers(model) as routers:
+        layer._note(torch.tensor([apart, apart, alike, apart]))
+    _, metrics = balance(model, routers, replace(packed_of([4]), routes_TR=routes_TR), share=1.0)
+    counted = {name: float(metric.value) for name, metric in metrics.items()}
+    assert (counted["router/replayed"], counted["router/differing"]) == (0.75, 0.5)
+    tokens = torch.tensor([0, 0, 0, 0]).index_add(0, torch.tensor([1, 0, 0, 2, *others, 0, 1]), torch.ones(8).long())
+    assert counted["router/max_load"] == tokens.max() / 2
 
 
 def test_a_frozen_model_chooses_its_own_experts_and_the_policy_before_the_step_does_not() -> None:

@@ -1,6 +1,6 @@
 """How evenly routers spread tokens over experts: metrics of a pass, and the loss that config.json may ask for.
 
-T tokens of a microbatch, E experts, K of them for each token.
+L layers with experts, T tokens of a microbatch, E experts, K of them for each token.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,8 +53,8 @@ def balance(
         entropy = torch.stack([torch.special.entr(probs_TE).sum(dim=-1).mean() for probs_TE in probs]).mean()
     metrics = {"router/entropy": entropy, "router/max_load": (loads.amax(dim=1) / loads.mean(dim=1)).mean()}
     if batch.routes_TR is not None:
-        own, chosen = (torch.stack(each).topk(layers[0].top_k, dim=-1).values for each in (probs, allowed))
-        metrics["router/differing"] = (own != chosen).any(dim=-1).float().mean()
+        own_LTK = torch.stack(probs).topk(layers[0].top_k, dim=-1).indices
+        metrics["router/differing"] = (torch.stack(allowed).gather(-1, own_LTK) < 0).any(dim=-1).float().mean()
         metrics["router/replayed"] = (batch.routes_TR[:num_tokens] >= 0).any(dim=1).float().mean()
     loss: torch.Tensor | float = 0.0
     if coefficient := cast(SegmentTransformer, model).balance_coefficient:
