@@ -107,13 +107,11 @@ class VLLMCore:
             max_num_batched_tokens=settings.batching.max_num_batched_tokens,
             async_scheduling=settings.batching.schedules_ahead,
             tensor_parallel_size=fleet.vllm_tensor_parallel_size,
-            # Named, or vLLM would start actors of its own where it finds Ray.
-            distributed_executor_backend="mp" if fleet.vllm_tensor_parallel_size > 1 else "uni",
+            distributed_executor_backend="mp" if fleet.vllm_tensor_parallel_size > 1 else "uni",  # never Ray's actors
             gpu_memory_utilization=fleet.vllm_gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_mib and kv_cache_mib << 20,
             enable_prefix_caching=fleet.vllm_enable_prefix_caching,
-            # A prompt that is cut in two has a token drawn for its first part too, and then taken back from its
-            # request's generator, which a CPU's cannot.
+            # A prompt cut in two has a token drawn for its first part too, which a CPU's generator cannot take back.
             enable_chunked_prefill=None if on_cuda else False,
             enable_return_routed_experts=fleet.routing_replay == "on" and on_cuda,
             enforce_eager=fleet.vllm_enforce_eager or not on_cuda,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
@@ -10,8 +11,11 @@ import pytest
 import torch
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode
 
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import parse
 from open_instruct.engines.vllm_core import VLLMCore
 from open_instruct.episodes.conversations import _Walked
+from open_instruct.errors import InputError
 from open_instruct.learner.model import forward
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.learner.model.routing import balance, noted_routers
@@ -22,6 +26,9 @@ from open_instruct.objectives.objective import REFERENCE_TOKENS
 from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.rollouts import plan_steps_of_ranks, rollout_batch, rollout_minibatches
 from open_instruct.records import Batch, Completion, Document, PackedBatch, RolloutSample, Span, StepBatch
+from open_instruct.rollout.checked_run import open_rollout_run
+from tests.fleet.grpo_case import GRPOCase, write_prompts
+from tests.ranks.shallow import write_shallow_model
 from tests.unit.fake_engine import request
 from tests.unit.small_models import CPU, new_model
 
@@ -177,6 +184,14 @@ def test_a_frozen_model_chooses_its_own_experts_and_the_policy_before_the_step_d
     of_plain, of_replayed = (batch.values for batch in scored.microbatches)
     assert torch.equal(of_plain[REFERENCE_TOKENS], of_replayed[REFERENCE_TOKENS])
     assert not torch.allclose(of_plain[OLD_TOKENS], of_replayed[OLD_TOKENS])
+
+
+def test_a_model_without_experts_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    model = write_shallow_model(tmp_path / "model", family="qwen3", is_narrow=False)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 2)
+    case = GRPOCase(model=model, prompts=prompts, output_dir=tmp_path / "out", flags={"routing_replay": "on"})
+    with pytest.raises(InputError, match=r"--routing_replay on: the model in .* has no experts; use off"):
+        open_rollout_run(parse(GRPOConfig, case.command()[1:])).__enter__()
 
 
 class TestPacking:
