@@ -10,6 +10,7 @@ from open_instruct.errors import InputError
 
 QKNorm = Literal["none", "head", "full"]
 LAYERS_OF_A_PATTERN = 4
+MAX_EXPERTS = 4096  # of a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from open_instruct.errors import InputError
-from open_instruct.families import Family, family_of
+from open_instruct.families import MAX_EXPERTS, Family, family_of
 from open_instruct.models.experts.routed import ExpertsConfig
 from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, check_size
 
-MAX_EXPERTS = 4096
 ROWS_OF = 8  # values of 16 bits
 MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -83,7 +83,15 @@ class CheckpointFiles:
             raise InputError(f"{folder} is not a folder: give the folder of a Hugging Face checkpoint")
         path = weights_file(folder)
         stored = _read_indexed(path) if path.name == INDEX_NAME else read_header(path)
-        return cls(folder, dict(pair for name, tensor in stored.items() for pair in _unpacked(name, tensor)))
+        tensors: dict[str, StoredTensor] = {}
+        for name, tensor in (pair for both in stored.items() for pair in _unpacked(*both)):
+            if name in tensors:
+                raise InputError(
+                    f"{folder}: {name!r} is there twice, in {tensors[name].stored!r} and in {tensor.stored!r}: "
+                    "fetch the checkpoint again"
+                )
+            tensors[name] = tensor
+        return cls(folder, tensors)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from open_instruct.families import family_of
+from open_instruct.families import MAX_EXPERTS, family_of
 
 EMBEDDINGS = "embeddings.weight"
 LM_HEAD = "lm_head.w_out.weight"
@@ -95,12 +95,16 @@ def _sparse(num_experts: int) -> dict[str, str]:
 def unpacked(hf_name: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
     """The experts' matrices in a tensor that packs them: the name of each, and its place. Another tensor is itself.
 
+    So is one that cannot be divided into them, or into more than any model has: no model wants a tensor of its name.
+
     Example: `unpacked("model.layers.0.mlp.experts.down_proj", (2, 64, 32))` is
     `{"model.layers.0.mlp.experts.0.down_proj.weight": (0, slice(0, 64)), ...}`.
     """
     prefix, _, packed = hf_name.rpartition(".")
     parts = _PACKED.get(packed, ())
     if not prefix.endswith(".mlp.experts") or len(shape) != 3 or not parts:
+        return {hf_name: ()}
+    if shape[0] > MAX_EXPERTS or not all(shape) or shape[1] % len(parts):
         return {hf_name: ()}
     rows = shape[1] // len(parts)
     return {

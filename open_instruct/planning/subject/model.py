@@ -231,6 +231,10 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
         raise InputError(
             f"{where}: num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = {num_kv_heads}"
         )
+    if family.expert_size is not None:
+        count("decoder_sparse_step", 1)
+        if not isinstance(dense := fields.get("mlp_only_layers") or [], list):
+            raise InputError(f"{where}: mlp_only_layers = {dense!r}; a list of the numbers of layers is needed")
     sparse = [family.is_sparse(SimpleNamespace(**fields), layer) for layer in range(num_layers)]
     if any(sparse) and not all(sparse):
         raise InputError(
