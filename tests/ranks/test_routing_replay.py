@@ -59,6 +59,13 @@ def test_another_choice_is_another_step(one_process: dict[str, Rows]) -> None:
     assert base["kl"] > 1e-6, "the reference has experts of its own choice"
 
 
+def test_deepspeed(case: GRPOCase, one_process: dict[str, Rows], run_ranks: RunRanks) -> None:
+    flags = {"backend": "deepspeed", "activation_checkpointing": "full", "num_learners_per_node": 2}
+    cases = {f"zero_{stage}": job(case, f"zero_{stage}", flags | {"deepspeed_stage": stage}) for stage in (1, 3)}
+    for rows in case.run(run_ranks, 2, cases, job="tests.ranks.jobs.deepspeed_grpo:run_each").values():
+        assert_same(rows, one_process["base"])
+
+
 def test_two_ranks(case: GRPOCase, one_process: dict[str, Rows], run_ranks: RunRanks) -> None:
     cases = {name: job(case, name, flags | {"num_learners_per_node": 2}) for name, flags in LAYOUTS.items()}
     for rows in case.run(run_ranks, 2, cases).values():
