@@ -60,12 +60,12 @@ def packed_of(lengths: Sequence[int] = (9, 5)) -> PackedBatch:
 def own_choice(model: SegmentTransformer, packed: PackedBatch) -> torch.Tensor:
     """What the model chooses by itself, (T, layers * K), -1 in dense layers."""
     layers = layers_of(model)
-    with noted_routers(model), torch.no_grad():
+    with noted_routers(model):
         token_logprobs(model, packed, device=CPU)
     chosen_TLK = torch.full((packed.input_ids_BT.numel(), NUM_LAYERS, TOP_K), -1, dtype=torch.int16)
     for number, layer in layers:
         (logits_TE,) = layer.taken()
-        chosen_TLK[:, number] = logits_TE.topk(TOP_K, dim=-1).indices.short()
+        chosen_TLK[:, number] = logits_TE.detach().topk(TOP_K, dim=-1).indices.short()
     return chosen_TLK.flatten(1)
 
 
