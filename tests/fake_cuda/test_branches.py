@@ -61,6 +61,7 @@ ELSEWHERE = {
     "learner/model/float8.py": ("tests/unit/test_float8.py", 'GPU = torch.device("cuda", 0)'),
     "learner/deepspeed/planned.py": ("tests/unit/test_deepspeed_plan.py", "on_cuda"),
     "paces = gathered": ("tests/unit/test_alarms.py", 'host_of_cores("cuda")'),
+    "for layer in model.modules()": ("tests/fleet/test_grpo.py", "agree_on_experts"),
     "planning/": ("tests/unit/test_planning_memory.py", "on_cuda"),
 }
 """Rooms, files and beginnings of statements that other tests come by: which test does, and the words that say so."""

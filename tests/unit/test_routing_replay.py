@@ -64,8 +64,8 @@ def own_choice(model: SegmentTransformer, packed: PackedBatch) -> torch.Tensor:
         token_logprobs(model, packed, device=CPU)
     chosen_TLK = torch.full((packed.input_ids_BT.numel(), NUM_LAYERS, TOP_K), -1, dtype=torch.int16)
     for number, layer in layers:
-        (logits_TE,) = layer.taken()
-        chosen_TLK[:, number] = logits_TE.detach().topk(TOP_K, dim=-1).indices.short()
+        ((_, experts_TK),) = layer.taken()
+        chosen_TLK[:, number] = experts_TK.short()
     return chosen_TLK.flatten(1)
 
 
@@ -164,7 +164,8 @@ def test_what_is_counted_of_it() -> None:
     routes_TR = torch.tensor([[1, 0], [0, 2], others, [-1, -1]], dtype=torch.int16)
     layer.told_TK, layer.is_told = routes_TR, True
     with noted_routers(model) as routers:
-        layer._note(torch.tensor([apart, apart, alike, apart]))
+        probs_TE = torch.tensor([apart, apart, alike, apart]).softmax(dim=-1)
+        layer._note(probs_TE, layer.route(layer.allowed(probs_TE))[1])
     _, metrics = balance(model, routers, replace(packed_of([4]), routes_TR=routes_TR), share=1.0)
     counted = {name: float(metric.value) for name, metric in metrics.items()}
     assert (counted["router/replayed"], counted["router/differing"]) == (0.75, 0.5)

@@ -17,7 +17,7 @@ from open_instruct.records import Metric, PackedBatch
 
 @contextmanager
 def noted_routers(model: nn.Module) -> Iterator[list[RoutedFeedForward]]:
-    """A context in which routers note their logits: not those of blocks that a backward pass runs again."""
+    """A context in which routers note what they decide: not those of blocks that a backward pass runs again."""
     layers = [each for each in model.modules() if isinstance(each, RoutedFeedForward)]
     for layer in layers:
         layer.is_noted = True
@@ -40,21 +40,20 @@ def balance(
     :param layers: what they have noted of `batch` is taken from them.
     :param share: 1 / the number of these microbatches.
     """
-    noted = [logits_TE for layer in layers for logits_TE in layer.taken()]
+    noted = [routing for layer in layers for routing in layer.taken()]
     if not noted:
         return 0.0, {}
     # Padding at the end of a packed row does not count, unless there is nothing else.
-    is_whole_row = batch.document_lengths is not None and len(noted[0]) == batch.input_ids_BT.numel()
+    is_whole_row = batch.document_lengths is not None and len(noted[0][0]) == batch.input_ids_BT.numel()
     num_tokens = (is_whole_row and batch.num_tokens) or None
-    probs = [logits_TE[:num_tokens].softmax(dim=-1, dtype=torch.float32) for logits_TE in noted]
+    probs = [probs_TE[:num_tokens] for probs_TE, _ in noted]
+    chosen = [experts_TK[:num_tokens] for _, experts_TK in noted]
     with torch.no_grad():
-        allowed = [layer.allowed(each) if layer.is_told else each for layer, each in zip(layers, probs, strict=True)]
-        loads = torch.stack([_tokens_of_experts(probs_TE, layers[0].top_k) for probs_TE in allowed])
+        loads = torch.stack(list(map(_tokens_of_experts, probs, chosen)))
         entropy = torch.stack([torch.special.entr(probs_TE).sum(dim=-1).mean() for probs_TE in probs]).mean()
     metrics = {"router/entropy": entropy, "router/max_load": (loads.amax(dim=1) / loads.mean(dim=1)).mean()}
     if batch.routes_TR is not None:
-        own_LTK = torch.stack(probs).topk(layers[0].top_k, dim=-1).indices
-        metrics["router/differing"] = (torch.stack(allowed).gather(-1, own_LTK) < 0).any(dim=-1).float().mean()
+        metrics["router/differing"] = torch.stack(list(map(_differing, probs, chosen))).mean()
         metrics["router/replayed"] = (batch.routes_TR[:num_tokens] >= 0).any(dim=1).float().mean()
     loss: torch.Tensor | float = 0.0
     if coefficient := cast(SegmentTransformer, model).balance_coefficient:
@@ -65,7 +64,12 @@ def balance(
     return loss, {name: Metric(value=value, weight=float(batch.num_tokens)) for name, value in metrics.items()}
 
 
-def _tokens_of_experts(probs_TE: torch.Tensor, top_k: int) -> torch.Tensor:
+def _tokens_of_experts(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
     """The share of tokens that each expert has; they add up to K."""
-    chosen_TK = probs_TE.topk(top_k, dim=-1).indices
-    return torch.zeros_like(probs_TE).scatter_(1, chosen_TK, 1.0).mean(dim=0)
+    return torch.zeros_like(probs_TE).scatter_(1, experts_TK, 1.0).mean(dim=0)
+
+
+def _differing(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
+    """The share of tokens whose experts are not those that the router would choose."""
+    own_TK = probs_TE.topk(experts_TK.shape[1], dim=-1).indices
+    return (own_TK.sort().values != experts_TK.sort().values).any(dim=-1).float().mean()
