@@ -21,7 +21,7 @@ from open_instruct.weights.adapter_receiver import ADAPTER_ID, AdapterReceiver
 from open_instruct.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
-    from vllm import CompletionOutput, SamplingParams
+    from vllm import CompletionOutput, RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
 
 P = ParamSpec("P")
@@ -131,6 +131,10 @@ class VLLMCore:
             raise InputError(refusal) from error
         self._tokenizer: Any = self._engine.get_tokenizer()
         self._seeds: dict[int, int] = {}
+        self._bytes_of_routes = 0  # of a token
+        if fleet.routing_replay == "on":
+            shape = self._engine.model_config
+            self._bytes_of_routes = 2 * shape.get_total_num_hidden_layers() * shape.get_num_experts_per_tok()
         if self._notes_routes:
             self._engine.collective_rpc(note_routes)
         if adapter is not None:
@@ -160,8 +164,7 @@ class VLLMCore:
     def step(self) -> Mapping[int, Completion]:
         """Make one token for each request; returns those that are finished with it."""
         outputs: list[Any] = self._engine.step()
-        by_key = {int(output.request_id): output.outputs[0] for output in outputs}
-        return {key: self._completion_of(key, output) for key, output in by_key.items()}
+        return {int(output.request_id): self._completion_of(output) for output in outputs}
 
     def settle(self) -> Mapping[int, Completion]:
         """Take in what is on its way, after which nothing is computed until the next step; returns as `step` does."""
@@ -235,12 +238,20 @@ class VLLMCore:
         if not self._notes_routes:
             return b"" if told is None else bytes(told.astype("int16"))
         known = self._routes.pop(key, b"")
-        return known + self._engine.collective_rpc(lambda worker: routes_of(worker, key))[0][len(known) :]
+        return known + self._engine.collective_rpc(routes_of, args=(key,))[0][len(known) :]
 
-    def _completion_of(self, key: int, output: CompletionOutput) -> Completion:
+    def _completion_of(self, asked: RequestOutput) -> Completion:
+        key, output = int(asked.request_id), asked.outputs[0]
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a completion with {output.finish_reason!r}")
         finish_reason: Literal["stop", "length"] = "length" if output.finish_reason == "length" else "stop"
+        routes = self._routes_of(key, output.routed_experts)
+        num_fed = len(asked.prompt_token_ids or ()) + len(output.token_ids) - 1
+        if len(routes) != num_fed * self._bytes_of_routes:
+            raise RuntimeError(
+                f"vLLM told the experts of {num_fed} tokens in {len(routes)} bytes, not {self._bytes_of_routes} for "
+                "each: use --routing_replay off"
+            )
         logprobs: Any = output.logprobs
         spans = output.weight_versions or []
         return Completion(
@@ -250,7 +261,7 @@ class VLLMCore:
             text=self._text_of(output),
             finish_reason=finish_reason,
             seed=self._seeds.pop(key),
-            routes=self._routes_of(key, output.routed_experts),
+            routes=routes,
         )
 
     def _text_of(self, output: CompletionOutput) -> str:

@@ -188,7 +188,7 @@ def plan_steps_of_ranks(
         [samples[i] for microbatches in minibatch for microbatch in microbatches for i in microbatch]
         for minibatch in zip(*plan, strict=True)
     ]
-    told = [len(sample.routes) // 2 // (len(sample.document) - 1) for sample in samples]
+    told = [len(sample.routes) // 2 // (len(sample.document) - 1) for sample in samples if sample.routes]
     return tuple(
         RankStep(
             minibatches=tuple(

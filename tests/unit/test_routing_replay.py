@@ -166,7 +166,9 @@ def test_what_is_counted_of_it() -> None:
     with noted_routers(model) as routers:
         probs_TE = torch.tensor([apart, apart, alike, apart]).softmax(dim=-1)
         layer._note(probs_TE, layer.route(layer.allowed(probs_TE))[1])
-    _, metrics = balance(model, routers, replace(packed_of([4]), routes_TR=routes_TR), share=1.0)
+    # Of a row of eight tokens another rank has the rest, of which nothing is told.
+    row = replace(packed_of([4, 4]), routes_TR=torch.cat([routes_TR, torch.full_like(routes_TR, -1)]))
+    _, metrics = balance(model, routers, row, share=1.0)
     counted = {name: float(metric.value) for name, metric in metrics.items()}
     assert (counted["router/replayed"], counted["router/differing"]) == (0.75, 0.5)
     tokens = torch.tensor([0, 0, 0, 0]).index_add(0, torch.tensor([1, 0, 0, 2, *others, 0, 1]), torch.ones(8).long())
@@ -228,9 +230,8 @@ class TestPacking:
         assert sum(int((batch.packed.routes_TR >= 0).any(dim=1).sum()) for batch in batches) == 3
 
     def test_without_any_there_is_nothing(self) -> None:
-        (step,) = plan_steps_of_ranks(
-            [self.sample(0, [1, 2, 3, 4], is_told=False)], num_ranks=1, max_tokens_per_microbatch=40, num_mini_batches=1
-        )
+        samples = [self.sample(0, [1, 2, 3, 4], is_told=False)]
+        (step,) = plan_steps_of_ranks(samples, num_ranks=1, max_tokens_per_microbatch=40, num_mini_batches=1)
         assert rollout_minibatches(step, pad_token_id=0)[0].microbatches[0].packed.routes_TR is None
 
     def test_routes_of_too_few_tokens_are_our_own_mistake(self) -> None:
@@ -267,7 +268,7 @@ class TestEngine:
     def core(self) -> VLLMCore:
         core = VLLMCore.__new__(VLLMCore)
         core.__dict__ |= {"_engine": MagicMock(), "_routes": {}, "_seeds": {5: 0}, "_names": iter([None] * 9)}
-        core._notes_routes = True
+        core._notes_routes, core._bytes_of_routes = True, 2
         return core
 
     def says(self, core: VLLMCore, *values: int) -> None:
@@ -289,3 +290,24 @@ class TestEngine:
         core.weights_changed(1)
         assert core._routes_of(5) == b""
         core._engine.collective_rpc.assert_not_called()
+
+    @pytest.mark.parametrize(("num_told", "is_whole"), [(0, False), (3, False), (4, True), (5, False)])
+    def test_a_completion_whose_experts_are_not_all_told_is_refused(
+        self, core: VLLMCore, num_told: int, is_whole: bool
+    ) -> None:
+        """Of three tokens of a prompt and two of a completion the last one was not fed."""
+        self.says(core, *range(num_told))
+        output = SimpleNamespace(
+            finish_reason="length",
+            logprobs=SimpleNamespace(logprobs=[-1.0, -1.0]),
+            token_ids=[8, 9],
+            weight_versions=[SimpleNamespace(version="0", start=0, end=2)],
+            routed_experts=None,
+        )
+        asked = SimpleNamespace(request_id="5", prompt_token_ids=[1, 2, 3], outputs=[output])
+        with patch.object(VLLMCore, "_text_of", lambda *_: ""):
+            if is_whole:
+                assert core._completion_of(asked).routes == told(range(4))
+            else:
+                with pytest.raises(RuntimeError, match=f"of 4 tokens in {2 * num_told} bytes, not 2 for each"):
+                    core._completion_of(asked)

@@ -1,6 +1,6 @@
 """How evenly routers spread tokens over experts: metrics of a pass, and the loss that config.json may ask for.
 
-L layers with experts, T tokens of a microbatch, E experts, K of them for each token.
+T tokens of a microbatch, E experts, K of them for each token.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,9 +52,9 @@ def balance(
         loads = torch.stack(list(map(_tokens_of_experts, probs, chosen)))
         entropy = torch.stack([torch.special.entr(probs_TE).sum(dim=-1).mean() for probs_TE in probs]).mean()
     metrics = {"router/entropy": entropy, "router/max_load": (loads.amax(dim=1) / loads.mean(dim=1)).mean()}
-    if batch.routes_TR is not None:
+    if (told_TK := layers[0].told_TK) is not None:
         metrics["router/differing"] = torch.stack(list(map(_differing, probs, chosen))).mean()
-        metrics["router/replayed"] = (batch.routes_TR[:num_tokens] >= 0).any(dim=1).float().mean()
+        metrics["router/replayed"] = (told_TK[:num_tokens, 0] >= 0).float().mean()
     loss: torch.Tensor | float = 0.0
     if coefficient := cast(SegmentTransformer, model).balance_coefficient:
         mean_probs_E = torch.stack([probs_TE.mean(dim=0) for probs_TE in probs]).mean(dim=0)
