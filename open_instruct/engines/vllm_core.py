@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import floor
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
+import numpy as np
+
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
@@ -94,7 +96,7 @@ class VLLMCore:
         kv_cache_mib = fleet.vllm_kv_cache_mib or (None if on_cuda else CPU_KV_CACHE_MIB)
         self._settings = settings
         self._notes_routes = fleet.routing_replay == "on" and not on_cuda
-        self._routes: dict[int, bytes] = {}  # by key, of tokens that older weights sampled
+        self._routes: dict[int, Any] = {}  # by key, of tokens that older weights sampled
         receiver = weight_receiver or (AdapterReceiver if adapter is not None else WeightReceiver)
         arguments = EngineArgs(
             model=settings.model_folder,
@@ -131,10 +133,6 @@ class VLLMCore:
             raise InputError(refusal) from error
         self._tokenizer: Any = self._engine.get_tokenizer()
         self._seeds: dict[int, int] = {}
-        self._bytes_of_routes = 0  # of a token
-        if fleet.routing_replay == "on":
-            shape = self._engine.model_config
-            self._bytes_of_routes = 2 * shape.get_total_num_hidden_layers() * shape.get_num_experts_per_tok()
         if self._notes_routes:
             self._engine.collective_rpc(note_routes)
         if adapter is not None:
@@ -233,12 +231,13 @@ class VLLMCore:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _routes_of(self, key: int, told: Any = None) -> bytes:
+    def _routes_of(self, key: int, told: Any = None) -> Any:
         """The experts of a request's tokens, each as chosen with the weights that sampled the next; `told` by vLLM."""
         if not self._notes_routes:
-            return b"" if told is None else bytes(told.astype("int16"))
-        known = self._routes.pop(key, b"")
-        return known + self._engine.collective_rpc(routes_of, args=(key,))[0][len(known) :]
+            return () if told is None else told
+        noted = self._engine.collective_rpc(lambda worker: routes_of(worker, key))[0]
+        known = self._routes.pop(key, noted[:0])
+        return np.concatenate([known, noted[len(known) :]])
 
     def _completion_of(self, asked: RequestOutput) -> Completion:
         key, output = int(asked.request_id), asked.outputs[0]
@@ -247,11 +246,8 @@ class VLLMCore:
         finish_reason: Literal["stop", "length"] = "length" if output.finish_reason == "length" else "stop"
         routes = self._routes_of(key, output.routed_experts)
         num_fed = len(asked.prompt_token_ids or ()) + len(output.token_ids) - 1
-        if len(routes) != num_fed * self._bytes_of_routes:
-            raise RuntimeError(
-                f"vLLM told the experts of {num_fed} tokens in {len(routes)} bytes, not {self._bytes_of_routes} for "
-                "each: use --routing_replay off"
-            )
+        if self._settings.fleet.routing_replay == "on" and len(routes) != num_fed:
+            raise RuntimeError(f"vLLM told experts of {len(routes)} tokens, not {num_fed}: use --routing_replay off")
         logprobs: Any = output.logprobs
         spans = output.weight_versions or []
         return Completion(
@@ -261,7 +257,7 @@ class VLLMCore:
             text=self._text_of(output),
             finish_reason=finish_reason,
             seed=self._seeds.pop(key),
-            routes=routes,
+            routes=bytes(np.asarray(routes, dtype=np.int16)),
         )
 
     def _text_of(self, output: CompletionOutput) -> str:

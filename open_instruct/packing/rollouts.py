@@ -10,7 +10,7 @@ Legend: N labelled tokens of a microbatch.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, repeat, zip_longest
+from itertools import accumulate, pairwise, repeat, zip_longest
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -247,8 +247,7 @@ def rollout_batch(
     num_values = sum(len(sample.engine_logprobs) for sample in samples)
     num_labels = len(packed.sequence_ids_N)
     assert num_values == num_labels, f"{num_values} log-probs for {num_labels} labels"
-    if num_routes:
-        packed = replace(packed, routes_TR=_routes(samples, packed, num_routes))
+    packed = replace(packed, routes_TR=_routes(samples, packed, num_routes) if num_routes else None)
     return Batch(
         packed=packed,
         row_ids=(),
@@ -263,14 +262,10 @@ def rollout_batch(
 def _routes(samples: Sequence[RolloutSample], packed: PackedBatch, num_routes: int) -> torch.Tensor:
     """`routes_TR` of a row of `samples`. A shared token has the experts that the first of its documents had."""
     routes_TR = np.full((packed.input_ids_BT.numel(), num_routes), -1, dtype=np.int16)
-    start = 0
-    for sample, length, prefix_length in zip(
-        samples, packed.document_lengths or (), packed.prefix_lengths or repeat(0), strict=False
-    ):
+    starts = accumulate(packed.document_lengths or (), initial=0)
+    for sample, start, prefix_length in zip(samples, starts, packed.prefix_lengths or repeat(0), strict=False):
         own = np.frombuffer(sample.routes, dtype=np.int16).reshape(-1, num_routes)[prefix_length:]
-        assert len(own) in (0, length - 1), f"routes of {len(own)} tokens, but the next of all {length} but one"
         routes_TR[start : start + len(own)] = own
-        start += length
     return torch.from_numpy(routes_TR)
 
 
