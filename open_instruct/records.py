@@ -89,6 +89,8 @@ class PackedBatch:
 
     `num_shared_tokens` counts what sharing saves: the tokens that are left out of the row.
     `kept` are the positions that have a label, where the language-model head runs.
+    `routes_TR` are the experts that an engine chose for each token of a packed row, int16, layer by layer, -1 where
+    they are not known.
 
     Example: documents (5, 9, 2, 7) and (4, 6) with replies (7) and (6), packed::
 
@@ -123,6 +125,7 @@ class PackedBatch:
     prefix_lengths: tuple[int, ...] | None = None
     num_shared_tokens: int = 0
     kept: KeptPositions | None = None
+    routes_TR: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +246,9 @@ class Completion:
     An episode of several turns is one completion, too. Then `token_ids` are all tokens after the first prompt, and
     `replies` those of them that were sampled: `logprobs` and `versions` belong to these. `text` is the last reply.
 
+    `routes` are the experts of each token of prompt and completion but the last, as the engine chose them when it
+    sampled what follows: int16, layer by layer, -1 where they are not known; nothing where they were not asked for.
+
     Example::
 
         Completion(token_ids=(61, 2), logprobs=(-0.1, -0.02), versions=(3, 3), text="5", finish_reason="stop", seed=17)
@@ -255,6 +261,7 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     seed: int
     episode: Episode | None = None
+    routes: bytes = b""
 
     def __post_init__(self) -> None:
         assert sum(map(len, self.replies)) == len(self.logprobs) == len(self.versions)
@@ -331,6 +338,7 @@ class RolloutSample:
     engine_logprobs: tuple[float, ...]
     advantage: float
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    routes: bytes = b""  # of the completion
 
     def weights_of(self, stream: str) -> tuple[float, ...]:
         """The weight of each labelled token in a loss."""

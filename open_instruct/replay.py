@@ -169,6 +169,8 @@ def replay(replayed: Replay) -> dict[str, Any]:
     weights = weights_before(directory.path, step, config=settings, given=replayed.asked.replay.weights)
     recorded = recorded_row(directory.metrics, step)
     print(f"step {step} of {directory.path}: {weights.description}", flush=True)
+    if settings.fleet.routing_replay == "on":
+        print("--routing_replay: traces have no experts of tokens, so here the learner chooses its own", flush=True)
 
     process = start_process(timeout_s=settings.parallel.dist_timeout_s, seed=settings.optim.seed)
 

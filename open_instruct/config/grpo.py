@@ -199,6 +199,8 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
             f"--vllm_max_num_batched_tokens {tokens} is less than --vllm_max_num_seqs {seqs}, each of which needs a "
             "token in a step; raise the one or lower the other"
         )
+    if fleet.routing_replay == "on" and (fleet.vllm_runner == "v1" or not fleet.vllm_enable_prefix_caching):
+        yield "--routing_replay on takes vLLM's prefix caching and, on CUDA, its runner v2: leave --vllm_… of both out"
     if config.sent_adapter is not None and config.lora.lora_r > RANKS_OF_ENGINES[-1]:
         yield (
             f"--lora_r {config.lora.lora_r}: an engine takes adapters of a rank up to {RANKS_OF_ENGINES[-1]}; use at "

@@ -10,16 +10,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import floor
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
+import numpy as np
+
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
+from open_instruct.engines.routes import note_routes, routes_of
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.records import Completion
 from open_instruct.weights.receiver import ADAPTER_ID, AdapterReceiver, WeightReceiver
 
 if TYPE_CHECKING:
-    from vllm import CompletionOutput, SamplingParams
+    from vllm import CompletionOutput, RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
 
 P = ParamSpec("P")
@@ -91,6 +94,8 @@ class VLLMCore:
         adapter = settings.adapter
         kv_cache_mib = fleet.vllm_kv_cache_mib or (None if on_cuda else CPU_KV_CACHE_MIB)
         self._settings = settings
+        self._notes_routes = fleet.routing_replay == "on" and not on_cuda
+        self._routes: dict[int, Any] = {}  # by key, of tokens that older weights sampled
         receiver = weight_receiver or (AdapterReceiver if adapter is not None else WeightReceiver)
         arguments = EngineArgs(
             model=settings.model_folder,
@@ -103,14 +108,13 @@ class VLLMCore:
             max_num_batched_tokens=settings.batching.max_num_batched_tokens,
             async_scheduling=settings.batching.schedules_ahead,
             tensor_parallel_size=fleet.vllm_tensor_parallel_size,
-            # Named, or vLLM would start actors of its own where it finds Ray.
-            distributed_executor_backend="mp" if fleet.vllm_tensor_parallel_size > 1 else "uni",
+            distributed_executor_backend="mp" if fleet.vllm_tensor_parallel_size > 1 else "uni",  # never Ray's actors
             gpu_memory_utilization=fleet.vllm_gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_mib and kv_cache_mib << 20,
             enable_prefix_caching=fleet.vllm_enable_prefix_caching,
-            # A prompt that is cut in two has a token drawn for its first part too, and then taken back from its
-            # request's generator, which a CPU's cannot.
+            # A prompt cut in two has a token drawn for its first part too, which a CPU's generator cannot take back.
             enable_chunked_prefill=None if on_cuda else False,
+            enable_return_routed_experts=fleet.routing_replay == "on" and on_cuda,
             enforce_eager=fleet.vllm_enforce_eager or not on_cuda,
             # Log-probs are of the distribution that was sampled from, after the temperature.
             logprobs_mode="processed_logprobs",
@@ -128,6 +132,8 @@ class VLLMCore:
             raise InputError(refusal) from error
         self._tokenizer: Any = self._engine.get_tokenizer()
         self._seeds: dict[int, int] = {}
+        if self._notes_routes:
+            self._engine.collective_rpc(note_routes)
         if adapter is not None:
             check_targets(adapter, self.call_workers(AdapterReceiver.adapted_layers)[0])
             self.call_workers(AdapterReceiver.hold_no_adapter)
@@ -155,8 +161,7 @@ class VLLMCore:
     def step(self) -> Mapping[int, Completion]:
         """Make one token for each request; returns those that are finished with it."""
         outputs: list[Any] = self._engine.step()
-        by_key = {int(output.request_id): output.outputs[0] for output in outputs}
-        return {key: self._completion_of(output, seed=self._seeds.pop(key)) for key, output in by_key.items()}
+        return {int(output.request_id): self._completion_of(output) for output in outputs}
 
     def settle(self) -> Mapping[int, Completion]:
         """Take in what is on its way, after which nothing is computed until the next step; returns as `step` does."""
@@ -174,6 +179,7 @@ class VLLMCore:
 
     def weights_changed(self, version: int) -> None:
         """Tokens are of `version` from now on; nothing computed with other weights is used again."""
+        self._routes = {key: self._routes_of(key) for key in self._seeds}
         # Running requests go back to the queue with their tokens: their keys and values are of the old weights too.
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._adapter = next(self._names)
@@ -224,10 +230,23 @@ class VLLMCore:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _completion_of(self, output: CompletionOutput, *, seed: int) -> Completion:
+    def _routes_of(self, key: int, told: Any = None) -> Any:
+        """The experts of a request's tokens, each as chosen with the weights that sampled the next; `told` by vLLM."""
+        if not self._notes_routes:
+            return () if told is None else told
+        noted = self._engine.collective_rpc(lambda worker: routes_of(worker, key))[0]
+        known = self._routes.pop(key, noted[:0])
+        return np.concatenate([known, noted[len(known) :]])
+
+    def _completion_of(self, asked: RequestOutput) -> Completion:
+        key, output = int(asked.request_id), asked.outputs[0]
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a completion with {output.finish_reason!r}")
         finish_reason: Literal["stop", "length"] = "length" if output.finish_reason == "length" else "stop"
+        routes = self._routes_of(key, output.routed_experts)
+        num_fed = len(asked.prompt_token_ids or ()) + len(output.token_ids) - 1
+        if self._settings.fleet.routing_replay == "on" and len(routes) != num_fed:
+            raise RuntimeError(f"vLLM told experts of {len(routes)} tokens, not {num_fed}: use --routing_replay off")
         logprobs: Any = output.logprobs
         spans = output.weight_versions or []
         return Completion(
@@ -236,7 +255,8 @@ class VLLMCore:
             versions=tuple(int(span.version) for span in spans for _ in range(span.start, span.end)),
             text=self._text_of(output),
             finish_reason=finish_reason,
-            seed=seed,
+            seed=self._seeds.pop(key),
+            routes=bytes(np.asarray(routes, dtype=np.int16)),
         )
 
     def _text_of(self, output: CompletionOutput) -> str:

@@ -143,6 +143,7 @@ class _Walked:
     spans: list[Span] = field(default_factory=list)
     turns: list[Mapping[str, str]] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
+    routes: bytes = b""
 
     def begin(self, token_ids: list[int], messages: Sequence[Mapping[str, Any]], *, is_own: bool) -> None:
         self.token_ids = token_ids
@@ -170,6 +171,7 @@ class _Walked:
     def add_reply(self, reply: Completion, text: str) -> None:
         stop = len(self.token_ids) - self.num_prompt
         self.replies.append(reply)
+        self.routes += reply.routes[len(self.routes) :]  # of all tokens so far: each keeps what it was sampled with
         self.spans.append(Span(start=stop - len(reply.token_ids), stop=stop))
         self.turns.append({"role": "assistant", "content": text})
 
@@ -189,6 +191,7 @@ class _Walked:
             text=self.replies[-1].text if self.replies else "",
             finish_reason="length" if status in CUT else "stop",
             seed=self.asked.seed,
+            routes=self.routes,
             episode=Episode(
                 status=status,
                 replies=tuple(self.spans),

@@ -111,9 +111,11 @@ class Policy:
         def with_logprobs(batch: Batch) -> Batch:
             values = dict(batch.values)
             for name, model in models.items():
-                # A reference or a teacher may be the policy itself without its adapters.
+                # A reference or a teacher may be the policy itself without its adapters. It is what it is with experts
+                # of its own choice, whichever the policy's engine chose.
+                packed = batch.packed if name == OLD_TOKENS else replace(batch.packed, routes_TR=None)
                 with nullcontext() if name == OLD_TOKENS else adapters_off(model):
-                    scored = token_logprobs(model, batch.packed, device=self.device, temperature=self.loss.temperature)
+                    scored = token_logprobs(model, packed, device=self.device, temperature=self.loss.temperature)
                 values[name] = scored.logprobs_N
             return replace(batch, values=values)
 

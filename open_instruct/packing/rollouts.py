@@ -8,19 +8,20 @@ Legend: N labelled tokens of a microbatch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, zip_longest
+from itertools import accumulate, pairwise, repeat, zip_longest
 from operator import itemgetter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.packing.balance import Microbatches, balanced, best_fit
 from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.prefixes import Branch, branches_of, pays, runs_of_one_prompt
-from open_instruct.records import USUAL_WEIGHTS, Batch, Document, RolloutSample, StepBatch
+from open_instruct.records import USUAL_WEIGHTS, Batch, Document, PackedBatch, RolloutSample, StepBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class RankStep:
 
     minibatches: tuple[RankMiniBatch, ...]
     prefix_sharing: PrefixSharing = "off"
+    num_routes: int = 0  # experts of each token that engines told of, over all layers
 
     @property
     def num_tokens_global(self) -> int:
@@ -186,6 +188,7 @@ def plan_steps_of_ranks(
         [samples[i] for microbatches in minibatch for microbatch in microbatches for i in microbatch]
         for minibatch in zip(*plan, strict=True)
     ]
+    told = [len(sample.routes) // 2 // (len(sample.document) - 1) for sample in samples if sample.routes]
     return tuple(
         RankStep(
             minibatches=tuple(
@@ -196,6 +199,7 @@ def plan_steps_of_ranks(
                 for microbatches, everywhere in zip(planned, samples_of_minibatch, strict=True)
             ),
             prefix_sharing=prefix_sharing,
+            num_routes=max(told, default=0),
         )
         for planned in plan
     )
@@ -222,6 +226,7 @@ def rollout_batch(
     pad_token_id: int,
     pad_to_multiple_of: int = 1,
     prefix_sharing: PrefixSharing = "off",
+    num_routes: int = 0,
 ) -> Batch:
     """The tensors of one microbatch: its samples in one packed row; without samples one unlabelled document.
 
@@ -242,6 +247,7 @@ def rollout_batch(
     num_values = sum(len(sample.engine_logprobs) for sample in samples)
     num_labels = len(packed.sequence_ids_N)
     assert num_values == num_labels, f"{num_values} log-probs for {num_labels} labels"
+    packed = replace(packed, routes_TR=_routes(samples, packed, num_routes) if num_routes else None)
     return Batch(
         packed=packed,
         row_ids=(),
@@ -251,6 +257,16 @@ def rollout_batch(
             **(_streams(samples) if any(sample.weights for sample in samples) else {}),
         },
     )
+
+
+def _routes(samples: Sequence[RolloutSample], packed: PackedBatch, num_routes: int) -> torch.Tensor:
+    """`routes_TR` of a row of `samples`. A shared token has the experts that the first of its documents had."""
+    routes_TR = np.full((packed.input_ids_BT.numel(), num_routes), -1, dtype=np.int16)
+    starts = accumulate(packed.document_lengths or (), initial=0)
+    for sample, start, prefix_length in zip(samples, starts, packed.prefix_lengths or repeat(0), strict=False):
+        own = np.frombuffer(sample.routes, dtype=np.int16).reshape(-1, num_routes)[prefix_length:]
+        routes_TR[start : start + len(own)] = own
+    return torch.from_numpy(routes_TR)
 
 
 def _streams(samples: Sequence[RolloutSample]) -> dict[str, torch.Tensor]:
@@ -269,6 +285,7 @@ def rollout_minibatches(step: RankStep, *, pad_token_id: int, pad_to_multiple_of
         pad_token_id=pad_token_id,
         pad_to_multiple_of=pad_to_multiple_of,
         prefix_sharing=step.prefix_sharing,
+        num_routes=step.num_routes,
     )
     return tuple(
         StepBatch(microbatches=tuple(map(batch_of, minibatch.microbatches)), counts=minibatch.counts)

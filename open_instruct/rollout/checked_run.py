@@ -22,6 +22,7 @@ from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.environments.environment import Factory, begin_run
 from open_instruct.environments.registry import known_environments
 from open_instruct.episodes.bridge import check_bridges
+from open_instruct.errors import InputError
 from open_instruct.learner.reference import open_teacher
 from open_instruct.learner.rows.datasets import reading
 from open_instruct.losses.advantages import ADVANTAGES
@@ -85,6 +86,8 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             console.warn(warning)
         console.say(shared_by(layout, config.parallel, who="learner"))
         pretrained = open_pretrained(config, directory.hf_model, layout=layout)
+        if config.fleet.routing_replay == "on" and not getattr(pretrained.hf_config, "num_experts", None):
+            raise InputError(f"--routing_replay on: the model in {pretrained.folder} has no experts; use off")
         if (teacher := config.loss.teacher_model_name_or_path) is not None:
             open_teacher(teacher, pretrained, config=config, layout=layout)
         config = _planned(config, pretrained.folder, console, directory)

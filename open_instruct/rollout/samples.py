@@ -167,6 +167,7 @@ def _sample(group: RolloutGroup, completion: Completion, advantage: float) -> Ro
         document=Document(token_ids=prompt_ids + completion.token_ids, responses=responses),
         engine_logprobs=completion.logprobs,
         advantage=advantage,
+        routes=completion.routes,
     )
 
 

@@ -325,7 +325,7 @@ def engine(folder: Path) -> Any:
         dtype="bfloat16",
         max_model_len=64,
         batching=Batching.of(FleetSection(), on_cuda=True, max_model_len=64),
-        fleet=FleetSection(),
+        fleet=FleetSection(routing_replay="on"),
         seed=0,
     )
     stubs = {
@@ -340,7 +340,10 @@ def engine(folder: Path) -> Any:
     }
     with patch.dict(sys.modules, stubs), contextlib.suppress(WithArgumentsError):
         VLLMCore(settings)
-    told = ("kv_cache_memory_bytes", "enable_chunked_prefill", "enforce_eager", "async_scheduling")
+    told = (
+        *("kv_cache_memory_bytes", "enable_chunked_prefill", "enforce_eager", "async_scheduling"),
+        "enable_return_routed_experts",
+    )
     return {
         "told": {name: given[name] for name in told},
         "limits_threads": "VLLM_CPU_OMP_THREADS_BIND" in engine_environment(on_cuda=True),

@@ -47,6 +47,7 @@ FOUND: dict[str, Any] = {
             "enable_chunked_prefill": None,
             "enforce_eager": False,
             "async_scheduling": True,
+            "enable_return_routed_experts": True,
         },
         "limits_threads": False,
     },

@@ -10,7 +10,10 @@ class FolderReceiver:
         self.folders = list(info["folders"])
 
     def start_update(self: Any) -> None:
-        pass
+        for layer in self.model_runner.get_model().modules():
+            method: Any = getattr(layer, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
+                method.moe_kernel = None  # made again of the new weights, as our own receiver has it
 
     def receive_weights(self: Any) -> None:
         self.reload_weights(weights_path=self.folders.pop(0))

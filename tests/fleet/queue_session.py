@@ -320,7 +320,7 @@ def main(model_folder: str, out: Path) -> None:
             Session(model_folder)
         except RunError as error:
             said["raw"] = str(error)
-    out.write_text(json.dumps(said))
+    out.write_text(json.dumps(said, default=bytes.hex))
 
 
 if __name__ == "__main__":

@@ -95,6 +95,27 @@ def test_engines_and_learners_agree_on_experts(variant: Callable[..., GRPOCase],
     assert all(1 < row["router/max_load"] < 4 for row in rows)
 
 
+def test_replayed_experts_bring_learners_closer_to_engines_that_round(
+    variant: Callable[..., GRPOCase], tmp_path: Path
+) -> None:
+    """The same completions of the same weights, with the learner's own choice of experts and with the engine's."""
+    model = write_shallow_model(tmp_path / "model", family="qwen3_moe", is_narrow=False)
+    rows = {}
+    for replay in ("off", "on"):
+        case = variant(
+            model_name_or_path=model,
+            total_episodes=8,
+            response_length=24,
+            vllm_dtype="bfloat16",
+            routing_replay=replay,
+        )
+        case.run()
+        (rows[replay],) = case.rows()
+    assert "router/replayed" not in rows["off"]
+    assert rows["on"]["router/replayed"] > 0.9 and rows["on"]["router/differing"] < 0.1
+    assert all(rows["on"][f"logprob_diff/{of}"] <= rows["off"][f"logprob_diff/{of}"] for of in ("mean", "max"))
+
+
 def test_what_a_run_leaves_behind(undisturbed: GRPOCase) -> None:
     rows = undisturbed.rows()
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))

@@ -9,11 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from open_instruct.learner.model.forward import token_logprobs
+from open_instruct.learner.model.routing import noted_routers
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
@@ -52,14 +54,15 @@ class Session:
 
 
 def completion_of(answer: dict[str, Any]) -> Completion:
-    return Completion(**{key: tuple(value) if isinstance(value, list) else value for key, value in answer.items()})
+    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in answer.items()}
+    return Completion(**fields | {"routes": bytes.fromhex(answer["routes"])})
 
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     pytest.importorskip("vllm", reason="needs vLLM")
     folder = tmp_path_factory.mktemp("session")
-    folders = [write_tiny_model(folder / f"model{seed}", family="olmo2", seed=seed) for seed in range(2)]
+    folders = [write_tiny_model(folder / f"model{seed}", family="qwen3_moe", seed=seed) for seed in range(2)]
     with (folder / "log").open("w") as log:
         program, answers = str(REPOSITORY / "tests" / "fleet" / "vllm_session.py"), folder / "answers.json"
         subprocess.run(
@@ -82,6 +85,14 @@ def learner(folder: Path) -> Any:
     files = CheckpointFiles.open(folder)
     stream_load(model, files, TensorNames(hf_config))
     return model
+
+
+def chosen_experts(folder: Path, token_ids: tuple[int, ...]) -> np.ndarray:
+    """The learner's own, of every token: (T, layers, K), in ascending order."""
+    document = Document(token_ids=token_ids, responses=(Span(start=1, stop=len(token_ids)),))
+    with noted_routers(learner(folder)) as layers:
+        token_logprobs(learner(folder), pack_documents([document]), device=CPU)
+    return np.stack([np.sort(layer.taken()[0][1].numpy()) for layer in layers], axis=1)
 
 
 @torch.no_grad()
@@ -214,6 +225,19 @@ def test_an_update_in_flight(session: Session) -> None:
         expected = learner_logprobs(session.folders[version], updated, TEMPERATURE)
         assert largest_difference(updated, expected, version=version) < TOLERANCE
         assert largest_difference(updated, expected, version=1 - version) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["sampled", "sampled_backwards", "short", "updated", "back", "after_cancel"])
+def test_experts_of_a_token_are_those_with_which_the_next_was_sampled(session: Session, name: str) -> None:
+    """Also of prompts that were cached, and of tokens that are computed again since the weights have changed."""
+    folders = [*session.folders, session.folders[0]]
+    asked = {"sampled_backwards": requests()[::-1], "after_cancel": requests()[1:2]}.get(name, requests())
+    for request, it in zip(asked, session.completions(name), strict=True):
+        num_prompt, token_ids = len(request.prompt_token_ids), (*request.prompt_token_ids, *it.token_ids)
+        own = {version: chosen_experts(folders[version], token_ids) for version in set(it.versions)}
+        experts = np.frombuffer(it.routes, dtype=np.int16).reshape(len(token_ids) - 1, *own[it.versions[0]].shape[1:])
+        for at, told in enumerate(np.sort(experts)):
+            assert np.array_equal(told, own[it.versions[max(at + 1 - num_prompt, 0)]][at])
 
 
 def test_nothing_is_left_of_the_old_weights(session: Session) -> None:

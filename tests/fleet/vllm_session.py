@@ -156,7 +156,7 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
         max_model_len=MAX_MODEL_LEN,
         # All prompts together are more than one step takes, as with long prompts in a run.
         batching=Batching(max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=MAX_MODEL_LEN, schedules_ahead=False),
-        fleet=FleetSection(vllm_kv_cache_mib=64, vllm_enforce_eager=True),
+        fleet=FleetSection(vllm_kv_cache_mib=64, vllm_enforce_eager=True, routing_replay="on"),
         seed=0,
         stop_token_ids=STOP_TOKEN_IDS,
     )
@@ -193,7 +193,7 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
     engine.cancel([0])
     answers["after_cancel"] = [asdict(completion) for completion in poll_all(engine, 1)]
     engine.shutdown()
-    out.write_text(json.dumps(answers))
+    out.write_text(json.dumps(answers, default=bytes.hex))
 
 
 if __name__ == "__main__":

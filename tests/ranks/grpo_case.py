@@ -57,5 +57,5 @@ def _told(row: dict[str, float]) -> dict[str, float]:
 
 
 def is_computed(name: str) -> bool:
-    """Whether a metric is the same on every rank, and in every run."""
-    return not name.startswith(("peak_memory_gib", "has_moved", "time/"))
+    """Whether a metric is the same on every rank, and in every run. Routers of context ranks see parts of rows."""
+    return not name.startswith(("peak_memory_gib", "has_moved", "router/", "time/"))

@@ -7,6 +7,7 @@ import logging
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -219,3 +220,17 @@ def test_compiled_blocks_are_recomputed(parts: tuple[str, ...], family: str) -> 
         batch = row(random.Random(0), shares=shares)
         assert_same(outcome(model, batch, learned=True), outcome(plain, batch, learned=True))
     assert versions_of_blocks(model) > 0 and compiled.FALLBACKS.count == 0
+
+
+def test_compiled_blocks_route_tokens_as_they_are_told() -> None:
+    """Rows of many lengths, with and without; few versions serve them all."""
+    plain, model = new_model("qwen3_moe"), new_model("qwen3_moe")
+    model.apply_compile()
+    rng = random.Random(0)
+    for is_told in (True, False, True, True):
+        batch = row(rng, shares=False)
+        if is_told:
+            drawn = [rng.sample(range(8), 3) for _ in range(4 * batch.input_ids_BT.numel())]
+            batch = replace(batch, routes_TR=torch.tensor(drawn, dtype=torch.int16).view(-1, 12))
+        assert_same(outcome(model, batch, learned=True), outcome(plain, batch, learned=True))
+    assert 0 < versions_of_blocks(model) <= MOST_VERSIONS and compiled.FALLBACKS.count == 0

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from open_instruct.models.attention.attention import context_of
 from open_instruct.models.attention.segments import Segments
+from open_instruct.models.experts.routed import RoutedFeedForward
 from open_instruct.models.heads.logprob_head import HeadSettings, LabelLosses, LogprobHead, Measure
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.packing.documents import kept_positions, on_device
@@ -106,7 +107,8 @@ def _own(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, KeptPosit
         # Labels are shifted already, so none is lost where the row is cut.
         part = context.part_of(batch.input_ids_BT.shape[1])
         ids_BT, labels_BT = batch.input_ids_BT[:, part], batch.labels_BT[:, part]
-        batch = replace(batch, kept=None, input_ids_BT=ids_BT, labels_BT=labels_BT)
+        routes_TR = None if batch.routes_TR is None else batch.routes_TR[part]
+        batch = replace(batch, kept=None, input_ids_BT=ids_BT, labels_BT=labels_BT, routes_TR=routes_TR)
     return batch, None if model.tp_enabled else batch.kept or kept_positions(batch)
 
 
@@ -121,6 +123,7 @@ class _Inputs(NamedTuple):
     model_kwargs: dict[str, Any]
     labelled_N: torch.Tensor
     sequence_ids_N: torch.Tensor
+    routes_TR: torch.Tensor | None
 
 
 def _run(
@@ -128,6 +131,7 @@ def _run(
 ) -> tuple[Any, _Inputs]:
     """Run the forward pass of this rank's part. Returns the head's output and the pass's inputs."""
     inputs = on_device(_inputs(model, batch), device)
+    _tell(model, inputs.routes_TR)
     output = model(
         inputs.input_ids_BT,
         ignore_index=IGNORE_INDEX,
@@ -160,4 +164,13 @@ def _inputs(model: Transformer, batch: PackedBatch) -> _Inputs:
         num_rows, num_kept = kept.positions_BK.shape
         ranks_BT = (batch.labels_BT != IGNORE_INDEX).cumsum(dim=1) - 1
         labelled_N = (ranks_BT + num_kept * torch.arange(num_rows).unsqueeze(1)).flatten()[labelled_N]
-    return _Inputs(own.input_ids_BT, model_kwargs, labelled_N, batch.sequence_ids_N)
+    return _Inputs(own.input_ids_BT, model_kwargs, labelled_N, batch.sequence_ids_N, own.routes_TR)
+
+
+def _tell(model: Transformer, routes_TR: torch.Tensor | None) -> None:
+    """Have the routers choose these experts until the next pass, also where the backward pass runs blocks again."""
+    for number, block in enumerate(model.blocks.values()):
+        for layer in block.modules():
+            if isinstance(layer, RoutedFeedForward):
+                layer.is_told = routes_TR is not None
+                layer.told_TK = None if routes_TR is None else routes_TR.chunk(len(model.blocks), dim=1)[number]

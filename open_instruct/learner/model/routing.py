@@ -52,6 +52,9 @@ def balance(
         loads = torch.stack(list(map(_tokens_of_experts, probs, chosen)))
         entropy = torch.stack([torch.special.entr(probs_TE).sum(dim=-1).mean() for probs_TE in probs]).mean()
     metrics = {"router/entropy": entropy, "router/max_load": (loads.amax(dim=1) / loads.mean(dim=1)).mean()}
+    if (told_TK := layers[0].told_TK) is not None:
+        metrics["router/differing"] = torch.stack(list(map(_differing, probs, chosen))).mean()
+        metrics["router/replayed"] = (told_TK[:num_tokens, 0] >= 0).float().mean()
     loss: torch.Tensor | float = 0.0
     if coefficient := cast(SegmentTransformer, model).balance_coefficient:
         mean_probs_E = torch.stack([probs_TE.mean(dim=0) for probs_TE in probs]).mean(dim=0)
@@ -64,3 +67,9 @@ def balance(
 def _tokens_of_experts(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
     """The share of tokens that each expert has; they add up to K."""
     return torch.zeros_like(probs_TE).scatter_(1, experts_TK, 1.0).mean(dim=0)
+
+
+def _differing(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
+    """The share of tokens whose experts are not those that the router would choose."""
+    own_TK = probs_TE.topk(experts_TK.shape[1], dim=-1).indices
+    return (own_TK.sort().values != experts_TK.sort().values).any(dim=-1).float().mean()

@@ -54,6 +54,8 @@ class RoutedFeedForward(nn.Module):
         self.top_k, self.normalized = config.top_k, config.normalized
         self.is_noted = False  # whether what the router decides is kept for `taken`
         self._noted: list[Routing] = []
+        self.told_TK: torch.Tensor | None = None  # experts that are chosen in place of its own; -1: its own
+        self.is_told = False  # whether there are any; compiled code does not look at them
         self.router = nn.Linear(d_model, config.num_experts, bias=False, dtype=dtype, device=device)
         self.experts = Experts(config.num_experts, d_model, config.hidden_size, dtype=dtype, device=device)
 
@@ -62,7 +64,7 @@ class RoutedFeedForward(nn.Module):
         x_TD = x.flatten(0, -2)
         logits_TE = self.router(x_TD)
         probs_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
-        weights_TK, experts_TK = self.route(probs_TE)
+        weights_TK, experts_TK = self.route(self.allowed(probs_TE) if self.is_told else probs_TE)
         if self.is_noted and torch.is_grad_enabled():  # a teacher without gradient may be the policy itself
             self._note(probs_TE, experts_TK)
         weights_TK = weights_TK.to(logits_TE.dtype)
@@ -81,6 +83,17 @@ class RoutedFeedForward(nn.Module):
         if self.normalized:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         return weights_TK, experts_TK
+
+    @torch.compiler.disable
+    def allowed(self, probs_TE: torch.Tensor) -> torch.Tensor:
+        """The probabilities, -inf for an expert that is not told of a token of which some are.
+
+        The router's gradient comes through those that are told, as it comes through those that it chooses itself.
+        """
+        assert self.told_TK is not None
+        told_TK = self.told_TK.long()
+        is_told_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter_(1, told_TK.clamp(min=0), True)
+        return probs_TE.masked_fill(~is_told_TE & (told_TK[:, :1] >= 0), -torch.inf)
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """As OLMo-core counts them: 6 for each parameter that a token meets."""

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -39,6 +40,7 @@ def _run(
     one_at_a_time: bool = False,
     trees: bool = False,
     logits_per_chunk: int | None = None,
+    routes: bool = False,
 ) -> list[dict[str, float]]:
     """Learn from as many completions as `completions` says, a step each, and from `conversations` beside them."""
     learner = Learner(flags, num_steps=len(completions))
@@ -49,7 +51,9 @@ def _run(
     rows = []
     for num_completions in completions:
         before = [parameter.detach().clone() for parameter in policy.model.parameters()]
-        row = learner.take_step(num_completions, num_given=conversations, one_at_a_time=one_at_a_time, trees=trees)
+        row = learner.take_step(
+            num_completions, num_given=conversations, one_at_a_time=one_at_a_time, trees=trees, routes=routes
+        )
         moved = any(not equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
         rows.append(row | {"has_moved": float(moved)})
     stop_process()
@@ -72,11 +76,21 @@ class Learner(GRPOLearner):
         self.vocab_size = self.hf_config.vocab_size
 
     def take_step(
-        self, num_completions: int, *, num_given: int = 0, one_at_a_time: bool = False, trees: bool = False
+        self,
+        num_completions: int,
+        *,
+        num_given: int = 0,
+        one_at_a_time: bool = False,
+        trees: bool = False,
+        routes: bool = False,
     ) -> dict[str, float]:
         """The metrics of a step, and how many labels it had; its completions depend on the number of the step."""
         samples = make_samples(num_completions, seed=self.loop.step, vocab_size=self.vocab_size)
         samples = as_trees(samples) if trees else samples
+        if routes:
+            samples = [
+                replace(sample, routes=drawn_routes(sample.document.token_ids, self.hf_config)) for sample in samples
+            ]
         given = make_samples(num_given, seed=1000 + self.loop.step, vocab_size=self.vocab_size)
         samples += [replace(sample, weights=weights_of_given(sample)) for sample in given]
         return self.learn_from(samples, one_at_a_time=one_at_a_time)
@@ -130,6 +144,17 @@ def as_trees(samples: list[RolloutSample]) -> list[RolloutSample]:
     return trees
 
 
+def drawn_routes(ids: tuple[int, ...], hf_config: Any) -> bytes:
+    """Experts of all tokens but the last, as an engine would tell them: equal where the same tokens stand before."""
+    experts = range(hf_config.num_experts)
+    drawn: list[int] = []
+    for stop in range(1, len(ids)):
+        chance = random.Random(str(ids[:stop]))
+        for _ in range(hf_config.num_hidden_layers):
+            drawn += chance.sample(experts, hf_config.num_experts_per_tok)
+    return np.array(drawn, dtype=np.int16).tobytes()
+
+
 def weights_of_given(sample: RolloutSample) -> dict[str, tuple[float, ...]]:
     """Of what somebody else wrote; some of it counts half."""
     labels = len(sample.engine_logprobs)
@@ -139,12 +164,11 @@ def weights_of_given(sample: RolloutSample) -> dict[str, tuple[float, ...]]:
 
 def spread(work: RankStep) -> RankStep:
     """The same work, but every completion in a microbatch of its own."""
-    return RankStep(
-        minibatches=tuple(
-            replace(minibatch, microbatches=tuple((sample,) for mb in minibatch.microbatches for sample in mb))
-            for minibatch in work.minibatches
-        )
+    minibatches = tuple(
+        replace(minibatch, microbatches=tuple((sample,) for mb in minibatch.microbatches for sample in mb))
+        for minibatch in work.minibatches
     )
+    return replace(work, minibatches=minibatches, prefix_sharing="off")
 
 
 def equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
