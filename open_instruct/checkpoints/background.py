@@ -15,11 +15,10 @@ def in_background(work: Callable[[], T]) -> Future[T]:
     The thread takes the caller's GPU: by default it would use the first GPU, and make a context of half a GiB there.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # which `set_device` passes over
 
     def on_device() -> T:
-        if device is not None:
-            torch.cuda.set_device(device)
+        torch.cuda.set_device(device)
         return work()
 
     outcome = executor.submit(on_device)

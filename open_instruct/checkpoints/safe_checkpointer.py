@@ -1,11 +1,15 @@
 """OLMo-core's interface to checkpoints of safetensors and JSON. Nothing is pickled, and nothing is unpickled.
 
+Values that are no tensors of the model or the optimizer are written as JSON, exactly: what JSON has no form for is
+tagged.
+
 A save has three parts: all ranks agree on who writes which box, each rank writes its files, and rank 0 gives the folder
 its name when all files are there. The first and the last are collective and run on the main thread. A thread may write
 the files, from a copy, while the training goes on. It makes that copy while the gradients of the next step are
 computed, as the weights change only in the update after them.
 """
 
+import base64
 import json
 import shutil
 import threading
@@ -15,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from olmo_core.aliases import PathOrStr
@@ -25,12 +30,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from open_instruct.checkpoints import step_folder
 from open_instruct.checkpoints.background import HostCopies, in_background
-from open_instruct.checkpoints.exact_json import from_json, to_json
 from open_instruct.checkpoints.step_folder import INDEX, MANIFEST, Damaged, Files, Manifest, step_of, write_own_files
 from open_instruct.errors import RunError
 from open_instruct.models.box_files import Claim, Part, part_of, read_parts, share_out
+from open_instruct.models.hf.checkpoint_files import DTYPE_NAMES, DTYPES
 from open_instruct.models.load import raise_together
 from open_instruct.parallel.process import gathered
+
+ARRAY_KINDS = "biufc"  # numpy's kinds that are numbers
 
 T = TypeVar("T")
 
@@ -247,3 +254,59 @@ def together(work: Callable[[], T], *, kind: Callable[[str], Exception]) -> T:
         failures = [f"{where}{' '.join(f'{type(error).__name__}: {error}'.split())}"]
     raise_together(failures, kind=kind)
     return cast(T, result)
+
+
+def to_json(value: Any) -> Any:
+    """The value in a form that `json.dumps` accepts. Tensors are moved to the CPU.
+
+    :raises TypeError: for a value that could not be read back exactly: an object, an enum, a subclass.
+
+    Example::
+
+        >>> to_json({"betas": (0.9, 0.99)})
+        {'dict': [['betas', {'tuple': [0.9, 0.99]}]]}
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value  # the text of a float is exact, NaN and infinity have one
+    if isinstance(value, torch.Tensor) and value.dtype in DTYPE_NAMES:
+        raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        return {"tensor": DTYPE_NAMES[value.dtype], "shape": list(value.shape), "base64": _text(raw)}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in ARRAY_KINDS:
+        kind = "array" if isinstance(value, np.ndarray) else "number"
+        return {kind: value.dtype.str, "shape": list(value.shape), "base64": _text(np.ascontiguousarray(value))}
+    if type(value) is tuple:
+        return {"tuple": [to_json(item) for item in value]}
+    if type(value) is list:
+        return [to_json(item) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[to_json(key), to_json(item)] for key, item in value.items()]}
+    raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}")
+
+
+def from_json(value: Any) -> Any:
+    """The value that `to_json` was given.
+
+    :raises ValueError, KeyError, TypeError: `to_json` returns no such value.
+    """
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "tuple" in value:
+        return tuple(from_json(item) for item in value["tuple"])
+    if "dict" in value:
+        return {from_json(key): from_json(item) for key, item in value["dict"]}
+    raw = bytearray(base64.b64decode(value["base64"], validate=True))
+    if "tensor" in value:
+        if not raw:
+            return torch.empty(value["shape"], dtype=DTYPES[value["tensor"]])
+        return torch.frombuffer(raw, dtype=torch.uint8).view(DTYPES[value["tensor"]]).reshape(value["shape"]).clone()
+    dtype = np.dtype(value["array"] if "array" in value else value["number"])
+    if dtype.kind not in ARRAY_KINDS:
+        raise ValueError(f"an array of {dtype} is not one of numbers")
+    array = np.frombuffer(raw, dtype=dtype).reshape(value["shape"])
+    return array if "array" in value else array[()]
+
+
+def _text(raw: np.ndarray | np.generic) -> str:
+    return base64.b64encode(raw.tobytes()).decode()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from open_instruct.checkpoints.exact_json import from_json, to_json
+from open_instruct.checkpoints.safe_checkpointer import from_json, to_json
 
 
 def bits(value: Any) -> Any:

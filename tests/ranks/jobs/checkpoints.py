@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from open_instruct.checkpoints import safe_checkpointer
 from open_instruct.checkpoints.background import HostCopies
-from open_instruct.checkpoints.exact_json import to_json
-from open_instruct.checkpoints.safe_checkpointer import split
+from open_instruct.checkpoints.safe_checkpointer import split, to_json
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.process import stop_process
 from tests.ranks.jobs.grpo_steps import Learner
