@@ -103,6 +103,7 @@ CASES = {
     "dpo_offloaded_one_device": Case(f"{OFFLOAD} --single_gpu_mode", world=1),
     "dpo_skip_step": Case("--optimizer skip_step_adamw"),
     "dpo_muon": Case(f"--optimizer muon {HSDP}"),
+    "dpo_8bit": Case(f"--optimizer adamw_8bit {HSDP}"),
     "dpo_ld": Case("--loss_type dpo --ld_alpha 0.5"),
     "dpo_wpo": Case("--loss_type wpo"),
     "dpo_moving_reference": Case("--ref_policy_update_freq 1"),

@@ -22,7 +22,7 @@ WITHOUT_KERNEL = {"dpo_float32"}
 """In float32 there is no kernel for documents of several lengths."""
 ON_ONE_DEVICE = {name for name in CASES if name.endswith("_one_device")}
 ON_ZERO = {name for name in CASES if name.startswith("zero")}
-OTHER_OPTIMIZERS = {"dpo_skip_step", "dpo_muon"}
+OTHER_OPTIMIZERS = {"dpo_skip_step", "dpo_muon", "dpo_8bit"}
 
 
 @pytest.fixture(scope="session")

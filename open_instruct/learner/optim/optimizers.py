@@ -20,6 +20,7 @@ from olmo_core.train import Trainer
 from olmo_core.train.callbacks import Callback
 
 from open_instruct.config.sections import BIASES, OptimizerSection
+from open_instruct.learner.optim.eight_bit import AdamW8bit
 from open_instruct.learner.optim.muon import MuonWithAdamW
 
 
@@ -31,6 +32,12 @@ class AdamLikeConfig(OptimConfig[Any]):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+
+
+class AdamW8bitConfig(AdamLikeConfig):
+    @classmethod
+    def optimizer(cls) -> type[AdamW8bit]:
+        return AdamW8bit
 
 
 class MuonWithAdamWConfig(AdamLikeConfig):
@@ -105,6 +112,8 @@ def build_optimizer_config(
         common["group_overrides"] = [OptimGroupOverride(params=not_decayed, opts={"weight_decay": 0.0})]
     if optim.optimizer == "skip_step_adamw":
         return HostSkipStepAdamWConfig(**common)
+    if optim.optimizer == "adamw_8bit":
+        return AdamW8bitConfig(**common)
     return AdamWConfig(fused=device.type == "cuda", **common)
 
 
