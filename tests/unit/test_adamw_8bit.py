@@ -69,7 +69,7 @@ def test_it_learns_what_adamw_learns_with_a_quarter_of_the_state() -> None:
         model: Any = build_model(hf_config, init_device="cpu")
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)
-        section = OptimSection(optimizer=name, learning_rate=1e-3, weight_decay=0.1)  # type: ignore[arg-type]
+        section = OptimSection(optimizer=name, learning_rate=1e-3, weight_decay=0.1)
         optimizer = build_optimizer_config(section, device=torch.device("cpu")).build(model)
         row_BT = torch.randint(512, (1, 64))
         compute = partial(model, row_BT, labels=row_BT.roll(-1), loss_reduction="mean", return_logits=False)

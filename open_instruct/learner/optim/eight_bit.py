@@ -118,5 +118,5 @@ def first_scales(weight: Tensor, size: int) -> Tensor:
     if not isinstance(weight, DTensor):
         return scales
     whole = torch.empty((*weight.shape[:-1], weight.shape[-1] // size), device="meta")
-    places = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
-    return DTensor.from_local(scales, weight.device_mesh, weight.placements, **places)
+    mesh, placements = weight.device_mesh, weight.placements
+    return DTensor.from_local(scales, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
