@@ -290,7 +290,9 @@ class ParallelSection(DegreesSection):
         None,
         minimum=1,
     )
-    adam_offload: bool = free_flag("from stage 1: the CPU holds the optimizer's states and takes its step", False)
+    adam_offload: bool = free_flag(
+        "the host holds the optimizer's states; on DeepSpeed, from stage 1, its CPU takes the step too", False
+    )
     offload: bool = free_flag("stage 3: the shards of the weights are in host memory too", False)
 
 

@@ -104,6 +104,8 @@ CASES = {
     "dpo_skip_step": Case("--optimizer skip_step_adamw"),
     "dpo_muon": Case(f"--optimizer muon {HSDP}"),
     "dpo_8bit": Case(f"--optimizer adamw_8bit {HSDP}"),
+    "dpo_on_host_tensor_parallel": Case("--adam_offload --tensor_parallel_degree 2", family="llama"),
+    "dpo_on_host_one_device": Case("--adam_offload --single_gpu_mode", world=1),
     "dpo_ld": Case("--loss_type dpo --ld_alpha 0.5"),
     "dpo_wpo": Case("--loss_type wpo"),
     "dpo_moving_reference": Case("--ref_policy_update_freq 1"),

@@ -60,6 +60,17 @@ def test_codes_are_loaded_as_they_were_saved() -> None:
     assert optimizer.state[stopped[0]]["exp_avg"].dtype == torch.uint8
 
 
+@pytest.mark.parametrize("has_codes", [True, False])
+def test_moments_of_the_host_visit_the_device(has_codes: bool) -> None:
+    """Which is the host, too, here; tests/fake_cuda has another."""
+    (here, _), (there, _) = (
+        trained(partial(AdamW8bit, has_codes=has_codes, on_host=on_host), saves_at=9) for on_host in (False, True)
+    )
+    assert all(torch.equal(*both) for both in zip(here, there, strict=True))
+    if not has_codes:
+        torch.testing.assert_close(here, trained(torch.optim.AdamW)[0], rtol=1e-5, atol=1e-6)
+
+
 def test_it_learns_what_adamw_learns_with_a_quarter_of_the_state() -> None:
     """Fifty steps over one row of a tiny model."""
     hf_config = tiny_config("olmo2", SIZES["tiny"], vocab_size=512, tie=False)

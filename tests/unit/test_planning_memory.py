@@ -453,6 +453,14 @@ def test_each_tensor_of_that_copy_takes_a_power_of_two_of_pinned_memory() -> Non
     )
 
 
+def test_moments_of_the_host_are_in_its_account() -> None:
+    shape, workload = model_shape("Qwen/Qwen3-0.6B"), replace(WORKLOAD, has_moments_on_host=True)
+    moments = Moments(shape, LAYOUT, WORKLOAD).optimizer
+    assert Moments(shape, LAYOUT, workload).on_host()["optimizer states"] == moments > shape.num_params
+    of_step = phases_of(shape, LAYOUT, workload)["optimizer step"]
+    assert "optimizer states" not in of_step and of_step["temporaries"] > 0
+
+
 def test_whole_gradients_are_there_while_microbatches_add_up() -> None:
     shape = model_shape("allenai/OLMo-2-1124-7B")
     every, last, alone = (

@@ -38,10 +38,15 @@ SCALES = "_scales"
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with moments of 8 bits where `values_in_block` has it so, and of float32 elsewhere."""
+    """AdamW with moments of 8 bits where `values_in_block` has it so, and of float32 elsewhere.
 
-    def __init__(self, params: Any, **defaults: Any) -> None:
+    :param has_codes: False has all moments in float32.
+    :param on_host: moments are in host memory, and of the rows at work on the device.
+    """
+
+    def __init__(self, params: Any, *, has_codes: bool = True, on_host: bool = False, **defaults: Any) -> None:
         super().__init__(params, defaults)
+        self.has_codes, self.on_host = has_codes, on_host
         self._values: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -56,7 +61,7 @@ class AdamW8bit(torch.optim.Optimizer):
         if not self._values:
             self._values = {name: torch.tensor(each, device=weight.device) for name, each in CODE_VALUES.items()}
         if not (state := self.state[weight]):
-            state.update(first_state(weight))
+            state.update(first_state(weight, has_codes=self.has_codes, device="cpu" if self.on_host else weight.device))
         state["step"] += 1
         rate, (beta, beta_sq), step = group["lr"], group["betas"], float(state["step"])
         own, gradient = rows_of(weight), rows_of(weight.grad)  # type: ignore[arg-type]
@@ -64,11 +69,19 @@ class AdamW8bit(torch.optim.Optimizer):
         size = max(1, CHUNK_VALUES // max(1, own.shape[1]))
         for rows in (slice(first, first + size) for first in range(0, len(own), size)):
             target = gradient[rows]
-            moved = move(self._values["exp_avg"], target, 1 - beta, *(each[rows] for each in mean))
+            moved = self._visited("exp_avg", target, 1 - beta, [each[rows] for each in mean])
             target = target.square()
-            divisor = move(self._values["exp_avg_sq"], target, 1 - beta_sq, *(each[rows] for each in square)).sqrt()
+            divisor = self._visited("exp_avg_sq", target, 1 - beta_sq, [each[rows] for each in square]).sqrt()
             divisor.div_(sqrt(1 - beta_sq**step)).add_(group["eps"])
             own[rows].mul_(1 - rate * group["weight_decay"]).addcdiv_(moved, divisor, value=-rate / (1 - beta**step))
+
+    def _visited(self, name: str, target: Tensor, fraction: float, moment: list[Tensor]) -> Tensor:
+        """`move` a moment, with its scales if it has any, on the device of `target`."""
+        there = [each.to(target.device) for each in moment]
+        moved = move(self._values[name], target, fraction, *there)
+        for own, visitor in zip(moment, there if self.on_host else (), strict=False):
+            own.copy_(visitor)
+        return moved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, which would cast codes to the dtype of the weights."""
@@ -99,16 +112,16 @@ def rows_of(tensor: Tensor) -> Tensor:
     return local.reshape(prod(local.shape[:-1]), local.shape[-1])
 
 
-def first_state(weight: Tensor) -> dict[str, Tensor]:
+def first_state(weight: Tensor, *, has_codes: bool, device: Any) -> dict[str, Tensor]:
     """No steps, and moments of 0: in float32, or as codes and scales, sharded as the weight is."""
     cuts = zip(weight.device_mesh.shape, weight.placements, strict=True) if isinstance(weight, DTensor) else ()
     num_cuts = prod(size for size, placement in cuts if getattr(placement, "dim", None) == weight.dim() - 1)
-    size = values_in_block(weight.shape, num_cuts)
+    size = values_in_block(weight.shape, num_cuts) if has_codes else 0
     state = {"step": torch.tensor(0.0)}
     for name in CODE_VALUES:
-        state[name] = torch.zeros_like(weight, dtype=torch.uint8 if size else None)
+        state[name] = torch.zeros_like(weight, dtype=torch.uint8 if size else None, device=device)
         if size:
-            state[name + SCALES] = first_scales(weight, size)
+            state[name + SCALES] = first_scales(weight, size).to(device)
     return state
 
 

@@ -121,7 +121,8 @@ class Moments:
 
     def state_bytes(self) -> tuple[int, int, int]:
         """Parameters, gradients and optimizer states: what is there from step to step, but for the gradients."""
-        return state_bytes(self.shape, self.layout, self.workload)
+        parameters, gradients, optimizer = state_bytes(self.shape, self.layout, self.workload)
+        return parameters, gradients, 0 if self.workload.has_moments_on_host else optimizer
 
     def passes_over(self, workload: Workload) -> Passes:
         """The passes of the policy."""
@@ -130,7 +131,10 @@ class Moments:
     def on_host(self) -> dict[str, int]:
         """Bytes in the host's memory: offloaded inputs of all blocks, copies for checkpoints and for weight syncs."""
         block_bytes = pinned(self.passes.kept_by_block) if self.passes.offloads else 0
-        return {INPUTS: self.shape.num_layers * block_bytes} | (self.copies() if self.workload.on_cuda else {})
+        optimizer = state_bytes(self.shape, self.layout, self.workload)[2] if self.workload.has_moments_on_host else 0
+        return {OPTIMIZER: optimizer, INPUTS: self.shape.num_layers * block_bytes} | (
+            self.copies() if self.workload.on_cuda else {}
+        )
 
     def step(self) -> Iterable[Moment]:
         """The moments of the optimizer step."""
@@ -155,8 +159,9 @@ class Moments:
     @cached_property
     def scratch_bytes(self) -> int:
         """Bytes of cuBLAS, and those by which weights, gradients and moments are rounded up."""
-        tensors = (size for weight, moments in self._trained for size in (weight, weight, *moments))
-        return CUBLAS_BYTES + sum(-size % BLOCK_BYTES for size in tensors)
+        has_moments = not self.workload.has_moments_on_host
+        sizes = ((weight, weight, *(moments if has_moments else ())) for weight, moments in self._trained)
+        return CUBLAS_BYTES + sum(-size % BLOCK_BYTES for of_one in sizes for size in of_one)
 
     @cached_property
     def library_bytes(self) -> int:
@@ -221,7 +226,7 @@ class Moments:
         if self.workload.optimizer == "skip_step_adamw":
             return 3 * sum(self.own) * MASTER_BYTES
         adamw_bytes = 2 * max(self.own) * MASTER_BYTES
-        if self.workload.optimizer == "adamw_8bit":
+        if self.workload.optimizer == "adamw_8bit" or self.workload.has_moments_on_host:
             return min(3 * adamw_bytes, CHUNK_BYTES)
         if self.workload.optimizer == "muon":
             # A rank orthogonalises a whole matrix in bfloat16: it has that, torch's momentum and step of it, two
