@@ -90,8 +90,8 @@ class Setting:
         crosses = not (self.has_engines_in_node or workload.shares_device or workload.sync_backend == "shm")
         if isinstance(self.config, GRPOConfig):
             workload = replace(workload, sync_choice=self.config.choose_sync(same_host=not crosses))
-        moments = {"has_moments_on_host": self.on_cuda and self.config.parallel.adam_offload}
-        return replace(workload, on_cuda=self.on_cuda, copies_checkpoints=copies, sync_crosses_nodes=crosses, **moments)
+        workload = replace(workload, has_moments_on_host=self.on_cuda and self.config.parallel.adam_offload)
+        return replace(workload, on_cuda=self.on_cuda, copies_checkpoints=copies, sync_crosses_nodes=crosses)
 
     def with_flags(self, values: dict[str, Any]) -> Setting:
         """The same run with other values of some flags; `num_nodes` gives more nodes like the first.
