@@ -13,6 +13,8 @@ One optimizer step after another of our DPO train module, at its worst moment, o
   of its own every millisecond, above what a rank had before its model was built, after one product of matrices and one
   collective had made the libraries' own buffers.
 
+Before these come the optimizer's states, as planned.
+
 What makes the last one sound on a CPU is the allocator: glibc keeps freed memory for later, so that a process holds
 more than its tensors. Here every allocation from 64 KiB on is a mapping of its own that goes back when it is freed
 (MALLOC_MMAP_THRESHOLD_), there is one arena, and each rank has one thread. The program exits with 1 if prediction
@@ -32,7 +34,7 @@ from harness import REPOSITORY
 from harness.memory import ALLOCATOR, MIB, memory_bytes
 from harness.program import parser_of
 
-from benchmarks.memory_runs.cases import CASES, Case, predicted
+from benchmarks.memory_runs.cases import CASES, Case, planned, predicted
 
 SAMPLE_EVERY_S = 0.001
 TRACKED_WITHIN, MEASURED_WITHIN = 0.05, 0.10
@@ -86,13 +88,15 @@ def main() -> int:
     columns = {"tracked": (flags.no_tracked, tracked, TRACKED_WITHIN)}
     columns["measured"] = (flags.no_measured, measured, MEASURED_WITHIN)
     is_good = True
-    print(f"{'case':18}{'predicted':>10}{'tracked':>10}{'ratio':>8}{'measured':>10}{'ratio':>8}  worst phase")
+    print(
+        f"{'case':18}{'states':>8}{'predicted':>10}{'tracked':>10}{'ratio':>8}{'measured':>10}{'ratio':>8}  worst phase"
+    )
     for case in CASES:
         if flags.cases and case.name not in flags.cases:
             continue
         phases = predicted(case)
         worst = max(phases, key=lambda name: phases[name])
-        row = f"{case.name:18}{phases[worst] / MIB:>10.0f}"
+        row = f"{case.name:18}{planned(case).optimizer / MIB:>8.0f}{phases[worst] / MIB:>10.0f}"
         for is_left_out, measure, within in columns.values():
             if is_left_out:
                 row += f"{'-':>10}{'-':>8}"

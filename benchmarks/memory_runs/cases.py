@@ -83,6 +83,7 @@ CASES = [
     Case(name="llama-accumulate", family="llama", num_microbatches=2, pairs=SHORT_PAIR),
     Case(name="reduced-last", num_microbatches=3, reduces_last=True, pairs=SHORT_PAIR, param_dtype="bfloat16"),
     Case(name="replicas", shard_degree=1, num_replicas=2, pairs=SHORT_PAIR, optimizer="skip_step_adamw"),
+    Case(name="adamw-8bit", optimizer="adamw_8bit"),
     Case(name="adapters", lora_rank=16),
     Case(name="bf16-adapters", lora_rank=16, param_dtype="bfloat16", num_microbatches=2, checkpointing="full"),
     Case(name="four-shards", shard_degree=4, pairs=SHORT_PAIR, checkpointing="full"),
@@ -95,8 +96,8 @@ def case_of(text: str) -> Case:
     return Case(**fields | {"pairs": tuple(map(tuple, fields["pairs"]))})
 
 
-def predicted(case: Case) -> dict[str, int]:
-    """Bytes of each phase of a step."""
+def planned(case: Case) -> Moments:
+    """The memory of a run, as the planner has it."""
     shape = shape_of_fields(case.hf_config.to_dict(), name=case.name, where=case.name)
     workload = Workload(
         algorithm="dpo",
@@ -111,7 +112,12 @@ def predicted(case: Case) -> dict[str, int]:
         checkpointing_modules=("blocks.*.feed_forward",),
         on_cuda=False,
     )
-    phases = memory_by_phase(Moments(adapted(shape, case.lora), case.layout, workload))
+    return Moments(adapted(shape, case.lora), case.layout, workload)
+
+
+def predicted(case: Case) -> dict[str, int]:
+    """Bytes of each phase of a step."""
+    phases = memory_by_phase(planned(case))
     return {p.name: p.total_bytes for p in phases if p.name in ("forward", "backward", "optimizer step")}
 
 

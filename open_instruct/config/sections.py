@@ -198,8 +198,9 @@ class OptimizerSection:
     learning_rate: float = flag("peak learning rate", 5e-7, above=0)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = flag("shape after warm-up", "linear")
     warmup_ratio: float = flag("fraction of the steps that warm up", 0.03, minimum=0, maximum=1)
-    optimizer: Literal["adamw", "skip_step_adamw", "muon"] = flag(
-        "'skip_step_adamw' leaves out steps whose loss or gradient norm is an outlier", "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "skip_step_adamw", "muon"] = flag(
+        "'adamw_8bit' keeps moments in 8 bits, 'skip_step_adamw' leaves out steps whose loss or norm is an outlier",
+        "adamw",
     )
     weight_decay: float = flag("decoupled weight decay", 0.0, minimum=0)
     weight_decay_on: Literal["linear", "matrices", "all"] = flag(
@@ -289,7 +290,9 @@ class ParallelSection(DegreesSection):
         None,
         minimum=1,
     )
-    adam_offload: bool = free_flag("from stage 1: the CPU holds the optimizer's states and takes its step", False)
+    adam_offload: bool = free_flag(
+        "the host holds the optimizer's states; on DeepSpeed, from stage 1, its CPU takes the step too", False
+    )
     offload: bool = free_flag("stage 3: the shards of the weights are in host memory too", False)
 
 

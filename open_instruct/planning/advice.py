@@ -144,7 +144,8 @@ def change_to_fit(plan: Plan, *, with_more_nodes: bool = True) -> Change | None:
 
     One change comes before two. Among as many, in this order: gradients that are reduced after every microbatch, a
     larger shard degree within the node, full checkpointing, smaller microbatches, inputs of blocks on the host, a shard
-    degree across nodes, a tensor degree, less for an engine on the same GPU; more GPUs come last of all.
+    degree across nodes, a tensor degree, moments on the host or less for an engine on the same GPU; more GPUs come last
+    of all.
     """
     if plan.has_room:
         return None

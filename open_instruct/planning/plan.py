@@ -88,6 +88,7 @@ class Setting:
         crosses = not (self.has_engines_in_node or workload.shares_device or workload.sync_backend == "shm")
         if isinstance(self.config, GRPOConfig):
             workload = replace(workload, sync_choice=self.config.choose_sync(same_host=not crosses))
+        workload = replace(workload, has_moments_on_host=self.on_cuda and self.config.parallel.adam_offload)
         return replace(workload, on_cuda=self.on_cuda, copies_checkpoints=copies, sync_crosses_nodes=crosses)
 
     def with_flags(self, values: dict[str, Any]) -> Setting:
@@ -238,8 +239,10 @@ class Backend:
                     yield values | {"expert_parallel_degree": shard}
 
     def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
-        """Larger shard degrees within a node (kind 0) and across (4), then tensor degrees within a node (5)."""
-        now = setting.layout
+        """Larger shard degrees in a node (kind 0) and across (4), then tensor degrees (5), moments on hosts (6)."""
+        now, flags = setting.layout, setting.config
+        if setting.on_cuda and flags.optim.optimizer in ("adamw", "adamw_8bit") and not flags.parallel.adam_offload:
+            yield Way(kind=6, strength=0, values={"adam_offload": True})
         context = now.context_parallel_degree
         for values in self.others(setting):
             shard, _, tensor, *_ = values.values()

@@ -16,13 +16,15 @@ HOST_WAITS = {name: 3 if name == "grpo_mini_batches" else 2 for name in CASES if
 # For how many rows are exchanged: in each pass over a microbatch, and when it is recomputed.
 HOST_WAITS["dpo_experts_split"] = 1 + 2 * MICROBATCHES
 HOST_WAITS |= {"zero_1": 5, "zero_2_on_host": 8, "zero_3_adapters": 7, "zero_3_tensor_parallel": 7}
+# Each moment of each weight comes from the host and goes back.
+HOST_WAITS |= {"dpo_on_host_tensor_parallel": 1 + 2 * 24, "dpo_on_host_one_device": 1 + 2 * 28}
 """What is not listed waits once: for every update, where loss and gradient are read. GRPO waits for its optimizer too:
 the weights go to the engines next. DeepSpeed waits in its step, for what its norm and its overflow are."""
 WITHOUT_KERNEL = {"dpo_float32"}
 """In float32 there is no kernel for documents of several lengths."""
 ON_ONE_DEVICE = {name for name in CASES if name.endswith("_one_device")}
 ON_ZERO = {name for name in CASES if name.startswith("zero")}
-OTHER_OPTIMIZERS = {"dpo_skip_step", "dpo_muon"}
+OTHER_OPTIMIZERS = {"dpo_skip_step", "dpo_muon", "dpo_8bit", "dpo_on_host_tensor_parallel", "dpo_on_host_one_device"}
 
 
 @pytest.fixture(scope="session")
@@ -79,9 +81,9 @@ def test_a_checkpoint_lists_what_is_there_and_leaves_it_on_the_device(found: dic
     kind = "FakeTensor" if found["name"] in ON_ONE_DEVICE else "DTensor"
     # The one takes no step, and DeepSpeed's are listed by their ranges.
     has_state = found["name"] != "reference_logprobs" and not found["name"].startswith("zero_")
-    assert found["saved"] == (
-        {"waits": {}, "has_same_names": True, "kinds": [f"{kind} torch.float32 cuda:0"]} if has_state else {}
-    )
+    places = ["cpu", "cuda:0"] if "_on_host_" in found["name"] else ["cuda:0"]
+    kinds = [f"{kind} torch.float32 {place}" for place in places]
+    assert found["saved"] == ({"waits": {}, "has_same_names": True, "kinds": kinds} if has_state else {})
 
 
 @of_each_case

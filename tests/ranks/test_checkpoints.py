@@ -30,6 +30,9 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = {
     "adamw": ({"weight_decay": 0.1}, HSDP_2X2, [HSDP_2X2, FSDP_2_TP_2, FSDP_2, TP_2, ONE]),
     "skip_step": ({"optimizer": "skip_step_adamw", **MOVING}, FSDP_2_TP_2, [FSDP_2_TP_2, FSDP_2, ONE]),
     "muon": ({"optimizer": "muon"}, HSDP_2X2, [HSDP_2X2, FSDP_2]),
+    "adamw_8bit": ({"optimizer": "adamw_8bit"}, HSDP_2X2, [HSDP_2X2, FSDP_2, ONE]),
+    # Where tensor ranks cut rows, blocks of these are shorter.
+    "adamw_8bit_split": ({"optimizer": "adamw_8bit"}, FSDP_2_TP_2, [FSDP_2_TP_2, TP_2]),
     "tied": ({"family": "qwen3"}, FSDP_2, [HSDP_2X2, FSDP_2, TP_2, ONE]),
     "one": ({"single_gpu_mode": True, "param_dtype": "bfloat16"}, ONE, [ONE]),
 }
@@ -93,6 +96,7 @@ def check_found(name: str, found: list[dict[str, Any]], saved: list[dict[str, An
             assert theirs["random_state"] == saved[rank]["random_state"]
     names = saved[0]["tensors"]
     assert any(tensor.startswith("optim.") for tensor in names)
+    assert any(tensor.endswith("exp_avg_scales") for tensor in names) == name.startswith("adamw_8bit")
     assert any(tensor.startswith("reference.") for tensor in names) == (name == "skip_step")
 
 

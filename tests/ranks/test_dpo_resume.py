@@ -58,9 +58,12 @@ def command_of(dpo_case: TrainCase) -> Callable[..., Command]:
     return with_flags
 
 
-def test_killed_run_resumes_bitwise_in_bfloat16(dpo_case: TrainCase, command_of: Callable[..., Command]) -> None:
-    command = command_of(ranks=2, param_dtype="bfloat16", keep_last_n_checkpoints=2)
-    undisturbed, killed = "bf16_undisturbed", "bf16_killed"
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_killed_run_resumes_bitwise_in_bfloat16(
+    dpo_case: TrainCase, command_of: Callable[..., Command], optimizer: str
+) -> None:
+    command = command_of(ranks=2, param_dtype="bfloat16", optimizer=optimizer, keep_last_n_checkpoints=2)
+    undisturbed, killed = f"bf16_{optimizer}_undisturbed", f"bf16_{optimizer}_killed"
     finish(start(command(undisturbed), ranks=2))
 
     process = start(command(killed), ranks=2)
@@ -114,7 +117,11 @@ def test_a_run_that_has_ended_may_go_on(dpo_case: TrainCase, command_of: Callabl
 
 @pytest.mark.parametrize(
     ("optimizer", "number", "exit_code"),
-    [("skip_step_adamw", signal.SIGTERM, 143), ("muon", signal.SIGHUP, 129)],  # muon takes AdamW's steps too
+    [
+        ("skip_step_adamw", signal.SIGTERM, 143),
+        ("muon", signal.SIGHUP, 129),  # it takes AdamW's steps too
+        ("adamw_8bit", signal.SIGTERM, 143),
+    ],
 )
 def test_terminated_run_resumes_bitwise_in_float32(
     dpo_case: TrainCase, command_of: Callable[..., Command], optimizer: str, number: signal.Signals, exit_code: int

@@ -233,7 +233,8 @@ class TestAdvice:
                 {"pack_length"},
             ),
             ([*DPO_32B, "--max_seq_length", "16384"], {*SHARDS, "tensor_parallel_degree"}),
-            ([*DPO_32B, "--gpu", "memory_gib=44"], {"num_nodes", *SHARDS}),
+            ([*DPO_32B, "--gpu", "memory_gib=44"], {"adam_offload"}),
+            ([*DPO_32B, "--gpu", "memory_gib=44", "--optimizer", "skip_step_adamw"], {"num_nodes", *SHARDS}),
             # Whole gradients are given up first.
             (
                 [*DPO_7B, *FULL, *ONE_PAIR, *STEPS, "--gpu", "memory_gib=28", "--gradient_reduction", "last"],
@@ -289,7 +290,7 @@ class TestAdvice:
         assert Advice(planned("dpo", *OLMO_7B, "--gpus_per_node", "1", *others)).with_adapters is None
 
     def test_more_nodes_are_named_as_the_run_takes_them(self) -> None:
-        few = [*OLMO_7B, *FULL, "--gpus_per_node", "2", "--gpu", "memory_gib=44"]
+        few = [*OLMO_7B, *FULL, "--gpus_per_node", "2", "--gpu", "memory_gib=44", "--optimizer", "skip_step_adamw"]
         dpo = change_to_fit(planned("dpo", *few, *ONE_PAIR))
         grpo = change_to_fit(planned("grpo", *few))
         assert dpo is not None and re.match(r"on \d nodes of 2 GPUs with --fsdp_shard_degree \d", dpo.text)

@@ -16,6 +16,7 @@ from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import MemorySection, OptimSection
 from open_instruct.learner.model.kernels import build_activation_checkpointing
 from open_instruct.learner.olmo_core.fsdp2 import hand_gradients_over
+from open_instruct.learner.optim import eight_bit
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
@@ -327,18 +328,22 @@ def test_keys_are_gathered_as_the_row_has_them(prefixes: tuple[int, ...]) -> Non
     assert activations.gathered_keys(LAYOUT, workload) == len(row.key_index_K) == 400
 
 
-def test_a_step_of_muon_needs_what_it_really_does() -> None:
-    """Where a rank orthogonalises the largest matrix; the first step makes the momenta."""
+@pytest.mark.parametrize("name", ["muon", "adamw_8bit"])
+def test_a_step_needs_what_it_really_does(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a rank orthogonalises the largest matrix, or steps chunk by chunk; the first step makes the moments."""
+    monkeypatch.setattr(eight_bit, "CHUNK_VALUES", chunk := 2**14)
+    monkeypatch.setattr("open_instruct.planning.memory.phases.CHUNK_BYTES", 6 * 4 * chunk)
     hf_config = tiny_config("olmo2", SIZE, vocab_size=512, tie=False)
     model = build_model(hf_config, init_device="cpu")
-    optimizer = build_optimizer_config(OptimSection(optimizer="muon"), device=torch.device("cpu")).build(model)
+    optimizer = build_optimizer_config(OptimSection(optimizer=name), device=torch.device("cpu")).build(model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     with Live() as live:
         optimizer.step()
-    moments = Moments(shape_of(hf_config), resolve_layout([1]), replace(WORKLOAD, optimizer="muon"))
-    assert live.peak == moments.step_temporaries()
+    moments = Moments(shape_of(hf_config), resolve_layout([1]), replace(WORKLOAD, optimizer=name))
+    more = 0 if name == "muon" else 4 * 255  # between 256 codes
+    assert live.peak == moments.step_temporaries() + more
 
 
 def test_blocks_that_are_gathered_ahead_are_there_while_one_is_at_work() -> None:
@@ -438,9 +443,21 @@ def test_each_tensor_of_that_copy_takes_a_power_of_two_of_pinned_memory() -> Non
     assert copied() == 3 * sum(powers)
     assert copied() / 2**30 == pytest.approx(13.5, abs=0.05)
     is_muons = [each.layer is not None and len(each.shape) == 2 for each in shape.parameters]
+    of_codes = [size // 4 + size // 256 for size in sizes]  # a byte for each value, and four bytes for 256
+    in_8_bits = phases_of(shape, layout, replace(WORKLOAD, optimizer="adamw_8bit"))["optimizer step"]
+    assert in_8_bits["optimizer states"] == pytest.approx(2 * sum(of_codes), rel=1e-3)
+    assert copied() / 2 < copied(optimizer="adamw_8bit") < copied() * 0.6
     assert copied(optimizer="muon") == sum(
         (2 if one else 3) * power for one, power in zip(is_muons, powers, strict=True)
     )
+
+
+def test_moments_of_the_host_are_in_its_account() -> None:
+    shape, workload = model_shape("Qwen/Qwen3-0.6B"), replace(WORKLOAD, has_moments_on_host=True)
+    moments = Moments(shape, LAYOUT, WORKLOAD).optimizer
+    assert Moments(shape, LAYOUT, workload).on_host()["optimizer states"] == moments > shape.num_params
+    of_step = phases_of(shape, LAYOUT, workload)["optimizer step"]
+    assert "optimizer states" not in of_step and of_step["temporaries"] > 0
 
 
 def test_whole_gradients_are_there_while_microbatches_add_up() -> None:

@@ -212,13 +212,27 @@ def test_a_frozen_model_beside_is_what_it_holds(join_as: JoinAs) -> None:
         assert phases["backward"][name] == held, name
 
 
-@pytest.mark.parametrize("optimizer", ["skip_step_adamw", "muon"])
-def test_state_of_other_optimizers(join_as: JoinAs, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+# Rows in blocks of 64, of 32 where tensor ranks cut them, and of 4, which is too few; some matrices are too small.
+IN_BLOCKS = replace(UNEVEN, hidden=192, mlp=320)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout_name", "size"),
+    [
+        ("skip_step_adamw", "24", UNEVEN),
+        ("muon", "24", UNEVEN),
+        *(("adamw_8bit", name, IN_BLOCKS) for name in ("1", "24", "24 tensor 2")),
+        ("adamw_8bit", "24", UNEVEN),
+    ],
+)
+def test_state_of_other_optimizers(
+    join_as: JoinAs, monkeypatch: pytest.MonkeyPatch, optimizer: str, layout_name: str, size: Size
+) -> None:
     # Pretended ranks send nothing, and refuse one that has nothing to send.
     monkeypatch.setattr(dist, "all_to_all_single", lambda *_: None)
-    layout, hf_config = LAYOUTS["24"], config_of("olmo2", False)
+    layout, hf_config = LAYOUTS[layout_name], config_of("olmo2", False, size)
     workload = replace(WORKLOAD, optimizer=optimizer)
-    for rank in (0, 23):
+    for rank in sorted({0, layout.world_size - 1}):
         join_as(rank, layout.world_size)
         held = held_after_a_step(sharded_model(hf_config, layout), optimizer)
         assert state_bytes(shape_of(hf_config), layout, workload, rank=rank) == held, f"rank {rank}"

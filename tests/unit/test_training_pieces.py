@@ -194,12 +194,13 @@ class TestOptimizers:
         ("on", "decayed"),
         [("linear", {"w.weight"}), ("matrices", {"w.weight", "embeddings.weight"}), ("all", None)],
     )
-    def test_weight_decay_shrinks_what_was_asked(self, on: Any, decayed: set[str] | None) -> None:
+    @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+    def test_weight_decay_shrinks_what_was_asked(self, on: Any, decayed: set[str] | None, name: Any) -> None:
         model = torch.nn.ModuleDict(
             {"embeddings": torch.nn.Embedding(3, 2), "w": torch.nn.Linear(2, 2), "norm": torch.nn.RMSNorm(2)}
         )
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        optim = OptimSection(weight_decay=0.1, weight_decay_on=on, learning_rate=0.5)
+        optim = OptimSection(optimizer=name, weight_decay=0.1, weight_decay_on=on, learning_rate=0.5)
         optimizer = build_optimizer_config(optim, device=CPU, has_biases=True).build(model)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -208,7 +209,7 @@ class TestOptimizers:
             factor = 0.95 if decayed is None or name in decayed else 1.0
             torch.testing.assert_close(parameter.detach(), factor * before[name])
 
-    @pytest.mark.parametrize("optimizer", ["adamw", "skip_step_adamw", "muon"])
+    @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "skip_step_adamw", "muon"])
     def test_epsilon_bounds_what_a_small_gradient_does(self, optimizer: Any) -> None:
         """The first step of Adam is lr * g / (|g| + epsilon): half of it where the two are equal."""
         model = torch.nn.ModuleDict({"norm": torch.nn.RMSNorm(2)})

@@ -46,10 +46,13 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     }
     # FSDP gathers in the compute dtype; on a single device a copy in that dtype computes, unless the model is frozen.
     has_copy = run.layout.single_device and model.param_dtype != "float32" and config.adapters is None
+    on_host = config.parallel.adam_offload and device.type == "cuda"
+    if config.parallel.adam_offload and not on_host:
+        run.console.say("--adam_offload changes nothing without CUDA: all is on the host")
     module = FSDP2Backend(
         reduces_last=config.parallel.gradient_reduction == "last",
         model=transformer,
-        optim=build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases),
+        optim=build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases, on_host=on_host),
         scheduler=build_scheduler(optim, num_steps=num_steps),
         compile_model=not has_copy and compiles(config.memory, layout=run.layout, device=device),
         # Infinity clips nothing and still measures the norm.

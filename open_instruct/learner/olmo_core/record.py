@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from open_instruct.learner.olmo_core.fsdp2 import FSDP2Backend
     from open_instruct.planning.plan import Backend as Planned
 
-FLAGS_OF_OTHERS = ("deepspeed_stage", "adam_offload", "deepspeed_zpg", "offload")
+FLAGS_OF_OTHERS = ("deepspeed_stage", "deepspeed_zpg", "offload")
 INSTEAD_OF_OFFLOAD = (
     "where that is too much for a device, more GPUs share it (--fsdp_num_replicas 1), --activation_checkpointing full "
-    "or offload and smaller microbatches keep less, --use_lora trains less, and --backend deepspeed --adam_offload has "
-    "it in host memory"
+    "or offload and smaller microbatches keep less, --use_lora trains less, --adam_offload has optimizer states in "
+    "host memory, and --backend deepspeed --offload has weights there too"
 )
 
 
@@ -30,11 +30,12 @@ class OlmoCore:
         """No default depends on this backend."""
 
     def problems(self, config: LearnerConfig) -> Iterator[str]:
-        yield from ()
+        if config.parallel.adam_offload and config.optim.optimizer not in ("adamw", "adamw_8bit"):
+            yield f"--adam_offload cannot go with --optimizer {config.optim.optimizer}: use adamw or adamw_8bit"
 
     def warnings(self, config: LearnerConfig) -> Iterator[str]:
         if idle := changed(config, *FLAGS_OF_OTHERS):
-            helps = f"; {INSTEAD_OF_OFFLOAD}" if config.parallel.adam_offload or config.parallel.offload else ""
+            helps = f"; {INSTEAD_OF_OFFLOAD}" if config.parallel.offload else ""
             yield f"{', '.join(idle)}: read only with --backend deepspeed; FSDP2 shards all that is trained{helps}"
 
     def refuse_unfit(self) -> None:

@@ -20,6 +20,7 @@ from olmo_core.train import Trainer
 from olmo_core.train.callbacks import Callback
 
 from open_instruct.config.sections import BIASES, OptimizerSection
+from open_instruct.learner.optim.eight_bit import AdamW8bit
 from open_instruct.learner.optim.muon import MuonWithAdamW
 
 
@@ -31,6 +32,16 @@ class AdamLikeConfig(OptimConfig[Any]):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+
+
+@dataclass
+class AdamW8bitConfig(AdamLikeConfig):
+    has_codes: bool = True
+    on_host: bool = False
+
+    @classmethod
+    def optimizer(cls) -> type[AdamW8bit]:
+        return AdamW8bit
 
 
 class MuonWithAdamWConfig(AdamLikeConfig):
@@ -91,11 +102,12 @@ class SkipStepHistory(Callback):
 
 
 def build_optimizer_config(
-    optim: OptimizerSection, *, device: torch.device, has_biases: bool = False
+    optim: OptimizerSection, *, device: torch.device, has_biases: bool = False, on_host: bool = False
 ) -> OptimConfig[Any]:
     """The OLMo-core config of `--optimizer`; AdamW is fused where there is CUDA.
 
     :param has_biases: whether the model has biases. OLMo-core refuses a pattern that names nothing.
+    :param on_host: whether the host of a device has AdamW's moments.
     """
     adam_settings = {"betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
     common: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay} | adam_settings
@@ -105,6 +117,8 @@ def build_optimizer_config(
         common["group_overrides"] = [OptimGroupOverride(params=not_decayed, opts={"weight_decay": 0.0})]
     if optim.optimizer == "skip_step_adamw":
         return HostSkipStepAdamWConfig(**common)
+    if optim.optimizer == "adamw_8bit" or on_host:
+        return AdamW8bitConfig(has_codes=optim.optimizer == "adamw_8bit", on_host=on_host, **common)
     return AdamWConfig(fused=device.type == "cuda", **common)
 
 

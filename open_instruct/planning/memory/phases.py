@@ -7,8 +7,8 @@ Sources of the rest:
   of the export and of the weight sync, and `models/lora/adapters.py` of adapters that are added for both: the first
   half of each is whole, and a rank's part of one matrix is there in float32, without its adapter and with it.
 - `torch.optim.AdamW` on a CPU works on one parameter after the other, with two temporaries of its size; fused, on CUDA,
-  with none. OLMo-core's `SkipStepAdamW` updates all at once, with three temporaries of the size of all shards.
-  Clipping scales gradients in place. Gradients are freed at the start of the next step.
+  with none. 8-bit AdamW has six of a chunk. OLMo-core's `SkipStepAdamW` updates all at once, with three temporaries of
+  the size of all shards. Clipping scales gradients in place. Gradients are freed at the start of the next step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from functools import cached_property
 from open_instruct.planning.memory.activations import FLOAT32
 from open_instruct.planning.memory.forward_backward import GRADIENTS, SCRATCH, TEMPORARIES, Moment, Passes
 from open_instruct.planning.memory.scratch import BLOCK_BYTES, CUBLAS_BYTES, library_bytes
-from open_instruct.planning.memory.state import MASTER_BYTES, local_size, num_moments, state_bytes, uses_muon
+from open_instruct.planning.memory.state import (
+    CHUNK_BYTES,
+    MASTER_BYTES,
+    local_size,
+    moment_bytes,
+    state_bytes,
+    uses_muon,
+)
 from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Scoring, Workload
@@ -103,9 +110,19 @@ class Moments:
         """Values that this rank has of each parameter that is trained."""
         return [local_size(each, self.layout).own for each in self.shape.parameters if each.is_trained]
 
+    @cached_property
+    def _trained(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Bytes that this rank has of each parameter that is trained, and of each tensor of its moments."""
+        trained = (each for each in self.shape.parameters if each.is_trained)
+        return [
+            (own * MASTER_BYTES, moment_bytes(each, own, self.layout, self.workload))
+            for each, own in zip(trained, self.own, strict=True)
+        ]
+
     def state_bytes(self) -> tuple[int, int, int]:
         """Parameters, gradients and optimizer states: what is there from step to step, but for the gradients."""
-        return state_bytes(self.shape, self.layout, self.workload)
+        parameters, gradients, optimizer = state_bytes(self.shape, self.layout, self.workload)
+        return parameters, gradients, 0 if self.workload.has_moments_on_host else optimizer
 
     def passes_over(self, workload: Workload) -> Passes:
         """The passes of the policy."""
@@ -114,7 +131,10 @@ class Moments:
     def on_host(self) -> dict[str, int]:
         """Bytes in the host's memory: offloaded inputs of all blocks, copies for checkpoints and for weight syncs."""
         block_bytes = pinned(self.passes.kept_by_block) if self.passes.offloads else 0
-        return {INPUTS: self.shape.num_layers * block_bytes} | (self.copies() if self.workload.on_cuda else {})
+        optimizer = state_bytes(self.shape, self.layout, self.workload)[2] if self.workload.has_moments_on_host else 0
+        return {OPTIMIZER: optimizer, INPUTS: self.shape.num_layers * block_bytes} | (
+            self.copies() if self.workload.on_cuda else {}
+        )
 
     def step(self) -> Iterable[Moment]:
         """The moments of the optimizer step."""
@@ -139,10 +159,9 @@ class Moments:
     @cached_property
     def scratch_bytes(self) -> int:
         """Bytes of cuBLAS, and those by which weights, gradients and moments are rounded up."""
-        trained = (each for each in self.shape.parameters if each.is_trained)
-        num_tensors = (2 + num_moments(each, self.workload) for each in trained)
-        rests = (-size * MASTER_BYTES % BLOCK_BYTES for size in self.own)
-        return CUBLAS_BYTES + sum(num * rest for num, rest in zip(num_tensors, rests, strict=True))
+        has_moments = not self.workload.has_moments_on_host
+        sizes = ((weight, weight, *(moments if has_moments else ())) for weight, moments in self._trained)
+        return CUBLAS_BYTES + sum(-size % BLOCK_BYTES for of_one in sizes for size in of_one)
 
     @cached_property
     def library_bytes(self) -> int:
@@ -157,9 +176,8 @@ class Moments:
         num_models = 1 + sum(each.moves for each in self.workload.scorings)
         copied = num_models * sum(self.own) * MASTER_BYTES + self.optimizer
         if self.workload.on_cuda:
-            trained = (each for each in self.shape.parameters if each.is_trained)
-            num_tensors = (num_models + num_moments(each, self.workload) for each in trained)
-            copied = sum(num * pinned(size * MASTER_BYTES) for num, size in zip(num_tensors, self.own, strict=True))
+            tensors = (size for weight, moments in self._trained for size in (weight,) * num_models + moments)
+            copied = sum(map(pinned, tensors))
         # Of experts that are split no replica has another's part.
         num_writers = 1 if self.layout.expert_parallel_degree > 1 else self.layout.num_replicas
         return copied // num_writers if self.workload.copies_checkpoints else 0
@@ -208,6 +226,8 @@ class Moments:
         if self.workload.optimizer == "skip_step_adamw":
             return 3 * sum(self.own) * MASTER_BYTES
         adamw_bytes = 2 * max(self.own) * MASTER_BYTES
+        if self.workload.optimizer == "adamw_8bit" or self.workload.has_moments_on_host:
+            return min(3 * adamw_bytes, CHUNK_BYTES)
         if self.workload.optimizer == "muon":
             # A rank orthogonalises a whole matrix in bfloat16: it has that, torch's momentum and step of it, two
             # iterates, and two squares of its shorter side. AdamW is not fused there.

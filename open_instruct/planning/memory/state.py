@@ -13,10 +13,11 @@ Sources, in PyTorch 2.13 and OLMo-core 3.0:
 - Shards of parameters are kept padded to the size of the first (`reset_sharded_param`), and gradients are views into
   the padded output of their unit's reduce-scatter (`foreach_reduce`). Moments have the size of the shard itself.
 - AdamW counts steps in one float32 a parameter. Muon keeps one moment, for the matrices of the blocks; everything else
-  is AdamW's.
+  is AdamW's. 8-bit AdamW has a code in one byte for each value of a matrix, and a float32 scale for each block of them.
 """
 
-from math import ceil, prod
+from collections.abc import Sequence
+from math import ceil, gcd, prod
 from typing import NamedTuple
 
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
@@ -28,6 +29,12 @@ MASTER_BYTES = GRADIENT_BYTES = MOMENT_BYTES = 4
 STEP_BYTES = 4
 ADAMW_MOMENTS = 2
 MUON_MOMENTS = 1
+# 8-bit AdamW: the sizes of a block, the least values of a matrix that has them, and how many are stepped at
+# once, with six float32 numbers for each.
+BLOCK_SIZES = (32, 256)
+LEAST_VALUES = 4096
+CHUNK_VALUES = 2**22
+CHUNK_BYTES = 6 * 4 * CHUNK_VALUES
 
 
 class LocalSize(NamedTuple):
@@ -57,13 +64,26 @@ def state_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload, *, r
             parameters += unit.count * local.padded * trained_bytes
             gradients += unit.count * local.padded * GRADIENT_BYTES
             step_bytes = 0 if uses_muon(parameter, workload) else STEP_BYTES
-            optimizer += unit.count * (num_moments(parameter, workload) * local.own * MOMENT_BYTES + step_bytes)
+            optimizer += unit.count * (sum(moment_bytes(parameter, local.own, layout, workload)) + step_bytes)
     return parameters, gradients, optimizer
 
 
-def num_moments(parameter: ParameterShape, workload: Workload) -> int:
-    """The number of the optimizer's moments of a parameter, each of the parameter's size."""
-    return MUON_MOMENTS if uses_muon(parameter, workload) else ADAMW_MOMENTS
+def moment_bytes(parameter: ParameterShape, own: int, layout: ShardLayout, workload: Workload) -> tuple[int, ...]:
+    """Bytes of each tensor of the optimizer's moments, of a parameter of which a rank has so many values as its own."""
+    num_cuts = layout.tensor_parallel_degree if parameter.tensor_axis == len(parameter.shape) - 1 else 1
+    if workload.optimizer == "adamw_8bit" and (size := values_in_block(parameter.shape, num_cuts)):
+        return (own, own // size * MASTER_BYTES) * ADAMW_MOMENTS
+    return (own * MOMENT_BYTES,) * (MUON_MOMENTS if uses_muon(parameter, workload) else ADAMW_MOMENTS)
+
+
+def values_in_block(shape: Sequence[int], num_cuts: int) -> int:
+    """Values of a row that share a scale in 8-bit AdamW; 0 for what has float32 moments: vectors and small matrices.
+
+    It depends on no number of ranks, unless these cut rows of the matrix, into `num_cuts` parts.
+    """
+    least, most = BLOCK_SIZES
+    size = gcd(most, shape[-1] // num_cuts) if shape[-1] % num_cuts == 0 else 0
+    return size if size >= least and len(shape) > 1 and prod(shape) >= LEAST_VALUES else 0
 
 
 def uses_muon(parameter: ParameterShape, workload: Workload) -> bool:

@@ -69,7 +69,8 @@ class Workload:
     pack_tokens: int = 0
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     multiplies_in_float8: bool = False  # matrices of blocks
-    optimizer: Literal["adamw", "skip_step_adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "skip_step_adamw", "muon"] = "adamw"
+    has_moments_on_host: bool = False  # which is not the device
     checkpointing: Literal["none", "full", "selected_modules", "offload"] = "none"
     checkpointing_modules: tuple[str, ...] = ()
     activation_memory_budget: float = 1.0
