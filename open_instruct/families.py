@@ -3,6 +3,7 @@
 Whatever reads, builds, plans or makes a checkpoint asks here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +11,30 @@ from open_instruct.errors import InputError
 
 QKNorm = Literal["none", "head", "full"]
 LAYERS_OF_A_PATTERN = 4
+LINEAR = "linear_attention"
+"""The layers of the gated delta rule in a config.json's `layer_types`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaLayers:
+    """The layers of the gated delta rule in a family that has some among those of attention.
+
+    Attributes:
+        is_fused: whether queries, keys and values come from one matrix, and go through one convolution.
+        key_heads, value_heads, head_dim: of a config.json that gives none; None: as many as attention has,
+            and sizes that follow from `hidden_size`.
+        norm_eps: of the norm of what is read; None: `rms_norm_eps`.
+        may_negate: whether config.json may double the rates of writing (`linear_allow_neg_eigval`, true by default).
+
+    Example: `DeltaLayers(is_fused=True, key_heads=16, value_heads=32, head_dim=128)` of Qwen 3.5.
+    """
+
+    is_fused: bool = False
+    key_heads: int | None = None
+    value_heads: int | None = None
+    head_dim: int | None = None
+    norm_eps: float | None = None
+    may_negate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +49,11 @@ class Family:
         in_float32: whether the norm's weight is multiplied, and RoPE applied, before rounding to the model's dtype.
         qkv_bias: whether queries, keys and values have a bias each; nothing else ever does.
         has_windows: whether config.json may give layers a sliding window (`layer_types`).
+        delta: its layers of the gated delta rule (`layer_types`), which have their norms before them.
+        gates_attention: whether `q_proj` gives a gate beside each query, which attention's output is multiplied by.
+        norms_from_zero: whether the weight of a norm is stored less one, and multiplied before rounding.
+        turns_partly: whether RoPE turns the part of a head that config.json says (`partial_rotary_factor`).
+        may_not_turn: whether config.json may have no RoPE (`rope_theta` null).
         default_head_dim: of a config.json that gives none; None: hidden_size / num_attention_heads.
 
     Example: the queries and keys of Qwen 3 are normalised head by head, and its heads may be of any size::
@@ -38,6 +68,11 @@ class Family:
     in_float32: bool = False
     qkv_bias: bool = False
     has_windows: bool = False
+    delta: DeltaLayers | None = None
+    gates_attention: bool = False
+    norms_from_zero: bool = False
+    turns_partly: bool = False
+    may_not_turn: bool = False
     default_head_dim: int | None = None
 
     def default_windows(self, num_layers: int, window: int | None) -> tuple[int | None, ...]:
@@ -56,6 +91,30 @@ FAMILIES = {
     "qwen2": Family(name="Qwen 2.5", config_class="Qwen2Config", qk_norm="none", qkv_bias=True),
     "qwen3": Family(name="Qwen 3", config_class="Qwen3Config", qk_norm="head", default_head_dim=128),
     "llama": Family(name="Llama 3", config_class="LlamaConfig", qk_norm="none"),
+    "olmo_hybrid": Family(
+        name="Olmo-Hybrid",
+        config_class="OlmoHybridConfig",
+        qk_norm="full",
+        norm_after=True,
+        in_float32=True,
+        may_not_turn=True,
+        delta=DeltaLayers(norm_eps=1e-5, may_negate=True),
+    ),
+    "qwen3_5_text": Family(
+        name="Qwen 3.5 (text)",
+        config_class="Qwen3_5TextConfig",
+        qk_norm="head",
+        default_head_dim=256,
+        gates_attention=True,
+        norms_from_zero=True,
+        turns_partly=True,
+        delta=DeltaLayers(is_fused=True, key_heads=16, value_heads=32, head_dim=128),
+    ),
+}
+
+REMEDIES = {
+    "qwen3_5": "its text part is: write that with transformers, "
+    "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder), copy the tokenizer's files, start there"
 }
 
 
@@ -65,5 +124,20 @@ def family_of(model_type: Any, where: str = "config.json") -> Family:
     if model_type is None:
         raise InputError(f"{where} has no 'model_type'; supported families are {supported}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise InputError(f"{where}: model_type {model_type!r} is not supported; supported are {supported}")
+        remedy = REMEDIES.get(str(model_type), f"supported are {supported}")
+        raise InputError(f"{where}: model_type {model_type!r} is not supported; {remedy}")
     return FAMILIES[model_type]
+
+
+def as_in_files(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a model of transformers as files have them: with a convolution for each matrix ahead of it."""
+    stored: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        matrices = [tensors.get(name.replace("conv1d", f"{one}_proj")) for one in "qkv"]
+        sizes = [len(matrix) for matrix in matrices if matrix is not None]
+        if name.endswith("linear_attn.conv1d.weight") and sizes:
+            parts = tensor.split(sizes)
+            stored |= {name.replace("conv1d", f"{one}_conv1d"): part for one, part in zip("qkv", parts, strict=True)}
+        else:
+            stored[name] = tensor
+    return stored

@@ -25,6 +25,7 @@ from torch import nn
 
 from open_instruct.data.files.foreign_json import one_line, read_object
 from open_instruct.errors import InputError, RunError
+from open_instruct.families import as_in_files
 from open_instruct.models.export_files import (
     CARD_NAME,
     CHAT_TEMPLATE_NAME,
@@ -91,7 +92,9 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
             f"{one_line(error)}"
         ) from error
     wanted = {
-        hf_name: tuple(tensor.shape) for hf_name, tensor in theirs.items() if not (names.tied and hf_name == HF_LM_HEAD)
+        hf_name: tuple(tensor.shape)
+        for hf_name, tensor in as_in_files(theirs).items()
+        if not (names.tied and hf_name == HF_LM_HEAD)
     }
     hf_name_of = dict(names)
     written = {hf_name_of.get(name, name): tuple(shape) for name, shape in expected_shapes.items()}

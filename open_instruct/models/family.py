@@ -20,11 +20,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from open_instruct.errors import InputError
-from open_instruct.families import Family, family_of
+from open_instruct.families import LINEAR, Family, family_of
+from open_instruct.models.attention.gated import GatedAttentionConfig, NormFromZeroConfig
+from open_instruct.models.delta_rule.mixer import DeltaRuleConfig
+from open_instruct.models.delta_rule.shape import delta_shape
 from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, check_size
 
 MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
 FULL, SLIDING = "full_attention", "sliding_attention"
+PART_TURNED = "partial_rotary_factor"
 HEAD_DIM = "head_dim (else hidden_size / num_attention_heads)"
 
 # Fields that change what a model computes, with the only values that the forward pass here supports.
@@ -33,7 +37,7 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), (False, None)),
     **dict.fromkeys(("attention_dropout", "num_experts", "num_local_experts"), (0, None)),
-    **dict.fromkeys(("partial_rotary_factor", "embedding_multiplier"), (1, None)),
+    **dict.fromkeys((PART_TURNED, "embedding_multiplier"), (1, None)),
     **dict.fromkeys(("residual_multiplier", "logits_scaling"), (1, None)),
     **dict.fromkeys(("clip_qkv", "attn_logit_softcapping", "final_logit_softcapping"), (None,)),
     **dict.fromkeys(("attention_multiplier", "quantization_config", "dual_chunk_attention_config"), (None,)),
@@ -48,6 +52,8 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
 }
+# How the three positions of a part of a picture share a head; those of a text's token are one number.
+OF_PICTURES = ("mrope_section", "mrope_interleaved")
 OPTIONAL_NUMBERS = ("attention_factor", "beta_fast", "beta_slow")
 
 
@@ -83,7 +89,8 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
     _check_fields(hf_config, family)
 
     kind = LayerNormType.rms if family.in_float32 else LayerNormType.qwen_rms
-    norm = LayerNormConfig(name=kind, eps=hf_config.rms_norm_eps, bias=False, dtype=DType.float32)
+    norm_config = NormFromZeroConfig if family.norms_from_zero else LayerNormConfig
+    norm = norm_config(name=kind, eps=hf_config.rms_norm_eps, bias=False, dtype=DType.float32)
     layer_types = _layer_types(hf_config, family)
     blocks = {layer_type: _block(hf_config, family, norm, layer_type) for layer_type in set(layer_types)}
     return TransformerConfig(
@@ -108,6 +115,8 @@ def unknown_fields(hf_config: PretrainedConfig) -> list[str]:
 def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
     # In families without windows, transformers gives all layers a window by this field alone.
     required = REQUIRED_VALUES if family.has_windows else REQUIRED_VALUES | {"sliding_window": (None,)}
+    if family.turns_partly:  # which is in rope_parameters then, too
+        required = {field: values for field, values in required.items() if field != PART_TURNED}
     for field, supported in required.items():
         value = getattr(hf_config, field, supported[0])
         if value not in supported:
@@ -129,7 +138,8 @@ def _layer_types(hf_config: PretrainedConfig, family: Family) -> list[str]:
     """The attention type of each layer."""
     num_layers: int = hf_config.num_hidden_layers
     layer_types: list[str] = getattr(hf_config, "layer_types", None) or [FULL] * num_layers
-    supported = (FULL, SLIDING) if family.has_windows else (FULL,)
+    others = {SLIDING: family.has_windows, LINEAR: family.delta is not None}
+    supported = (FULL, *(layer_type for layer_type, is_there in others.items() if is_there))
     for layer, layer_type in enumerate(layer_types):
         if layer_type not in supported:
             raise InputError(
@@ -156,9 +166,11 @@ def _block(
             force_full_attention_on_first_layer=False,
             force_full_attention_on_last_layer=False,
         )
-    return TransformerBlockConfig(
-        name=TransformerBlockType.reordered_norm if family.norm_after else TransformerBlockType.default,
-        sequence_mixer=AttentionConfig(
+    mixer: AttentionConfig | DeltaRuleConfig
+    if layer_type == LINEAR:
+        mixer = _delta_rule(hf_config, family)
+    else:
+        mixer = (GatedAttentionConfig if family.gates_attention else AttentionConfig)(
             n_heads=hf_config.num_attention_heads,
             n_kv_heads=hf_config.num_key_value_heads,
             head_dim=head_dim(hf_config),
@@ -169,9 +181,22 @@ def _block(
             backend=AttentionBackendName.torch,
             sliding_window=sliding_window,
             dtype=DType.float32,
-        ),
+        )
+    norm_after = family.norm_after and layer_type != LINEAR
+    return TransformerBlockConfig(
+        name=TransformerBlockType.reordered_norm if norm_after else TransformerBlockType.default,
+        sequence_mixer=mixer,
         feed_forward=FeedForwardConfig(hidden_size=hf_config.intermediate_size, bias=False, dtype=DType.float32),
         layer_norm=norm,
+    )
+
+
+def _delta_rule(hf_config: PretrainedConfig, family: Family) -> DeltaRuleConfig:
+    assert family.delta is not None
+    return DeltaRuleConfig(
+        shape=delta_shape(vars(hf_config), family.delta, "config.json"),
+        norm_eps=family.delta.norm_eps or hf_config.rms_norm_eps,
+        doubles_rates=family.delta.may_negate and hf_config.linear_allow_neg_eigval,
     )
 
 
@@ -181,7 +206,7 @@ def head_dim(hf_config: PretrainedConfig) -> int:
     return given or hf_config.hidden_size // hf_config.num_attention_heads
 
 
-def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEConfig:
+def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEConfig | None:
     # transformers keeps one set of parameters for all layers, or (OLMo 3) one for each layer type.
     parameters = hf_config.rope_parameters or {}
     where = "rope_parameters"
@@ -190,23 +215,30 @@ def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEC
         where = f"rope_parameters.{layer_type}"
     if not isinstance(parameters, dict):
         raise InputError(f"config.json: {where} = {parameters!r}; an object with rope_theta is needed")
+    if family.may_not_turn and parameters.get("rope_theta") is None:
+        return None
+    part = parameters.get(PART_TURNED, 1.0) if family.turns_partly else 1.0
+    if int(head_dim(hf_config) * _number(part, f"{where}.{PART_TURNED}")) not in range(2, head_dim(hf_config) + 1, 2):
+        raise InputError(f"config.json: {where}.{PART_TURNED} = {part!r} of a head is no even number of features")
     return RoPEConfig(
         theta=_number(parameters.get("rope_theta"), f"{where}.rope_theta", above=1),
         full_precision=family.in_float32,
-        scaling=_rope_scaling(parameters, where),
+        scaling=_rope_scaling(parameters, where, family),
+        partial_rotary_factor=part,
     )
 
 
-def _rope_scaling(parameters: Mapping[str, Any], where: str) -> RoPEScaling | None:
+def _rope_scaling(parameters: Mapping[str, Any], where: str, family: Family) -> RoPEScaling | None:
     rope_type = parameters.get("rope_type", "default")
     if not isinstance(rope_type, str) or rope_type not in ROPE_NUMBERS:
         raise InputError(
             f"config.json: {where}.rope_type = {rope_type!r} is not supported; "
             f"supported: {', '.join(map(repr, ROPE_NUMBERS))}"
         )
-    neutral = {"rope_type": (rope_type,), "type": (rope_type,), "partial_rotary_factor": (1,), "truncate": (True,)}
+    neutral = {"rope_type": (rope_type,), "type": (rope_type,), PART_TURNED: (1,), "truncate": (True,)}
+    read_elsewhere = {"rope_theta", *((PART_TURNED, *OF_PICTURES) if family.turns_partly else ())}
     for field, value in parameters.items():
-        known = field == "rope_theta" or field in ROPE_NUMBERS[rope_type]
+        known = field in read_elsewhere or field in ROPE_NUMBERS[rope_type]
         if not known and value is not None and value not in neutral.get(field, ()):
             raise InputError(f"config.json: {where}.{field} = {value!r} is not supported with rope_type {rope_type!r}")
     if rope_type == "default":

@@ -56,17 +56,19 @@ class SegmentTransformer(Transformer):
             # OLMo-core has a bias on all four projections or on none; no family has one here.
             attention.w_out.register_parameter("bias", None)
             attention.backend = SegmentAttention.like(attention.backend)
-            attention.rope = SegmentRotaryEmbedding.like(cast(RotaryEmbedding, attention.rope), tables=tables)
+            if attention.rope is not None:
+                attention.rope = SegmentRotaryEmbedding.like(cast(RotaryEmbedding, attention.rope), tables=tables)
 
     @property
     def attentions(self) -> Iterator[Attention]:
-        for block in self.blocks.values():
-            yield cast(Attention, block.attention)
+        """Those of the blocks that attend; others have a mixer of another kind in its place."""
+        mixers = (block.attention for block in self.blocks.values())
+        return (mixer for mixer in mixers if isinstance(mixer, Attention))
 
     @property
     def ropes(self) -> Iterator[SegmentRotaryEmbedding]:
-        for attention in self.attentions:
-            yield cast(SegmentRotaryEmbedding, attention.rope)
+        ropes = (attention.rope for attention in self.attentions)
+        return (cast(SegmentRotaryEmbedding, rope) for rope in ropes if rope is not None)
 
     def _prepare_inputs(
         self,
@@ -172,7 +174,7 @@ class SegmentRotaryEmbedding(RotaryEmbedding):
     def like(cls, stock: RotaryEmbedding, *, tables: BufferCache) -> SegmentRotaryEmbedding:
         """The replacement of `stock`, with its tables in the cache `tables`, which layers share."""
         return cls(
-            head_size=stock.dim,
+            head_size=stock.rotary_dim,
             theta=stock.theta,
             full_precision=stock.full_precision,
             scaling=stock.scaling,

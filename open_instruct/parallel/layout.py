@@ -112,15 +112,20 @@ def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence
     raise InputError(f"{given}: that takes {needed} processes, and there is one; {parallel.more_ranks.format(needed)}")
 
 
-def check_heads(layout: ShardLayout, *, num_heads: int, num_kv_heads: int, model: str) -> None:
+def check_heads(layout: ShardLayout, *, num_heads: int, num_kv_heads: int, model: str, remembers: bool = False) -> None:
     """Check that every tensor and context rank gets whole heads.
 
-    Raises:
-        InputError: names the flags and lists the degrees that would work for `model`.
+    :param remembers: whether the model has layers of the gated delta rule, which are not split.
+    :raises InputError: names the flags and lists the degrees that would work for `model`.
     """
     heads = f"the {num_heads} query heads and {num_kv_heads} key-value heads of {model}"
     tensor = layout.tensor_parallel_degree
     context = layout.context_parallel_degree
+    if remembers and tensor * context > 1:
+        raise InputError(
+            f"--tensor_parallel_degree {tensor} x --context_parallel_degree {context}: the layers of the gated delta "
+            f"rule of {model} are not split over ranks; use 1 for both, and shard over more GPUs"
+        )
     shares = divisors(gcd(num_heads, num_kv_heads))
     if tensor * context in shares:
         return

@@ -23,6 +23,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat_templates import choose_chat_template
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
+from open_instruct.families import FAMILIES
 from open_instruct.models.build import build_model
 from open_instruct.models.export import ExportReport, check_destination, check_exportable, export_hf
 from open_instruct.models.family import unknown_fields
@@ -161,6 +162,7 @@ def open_pretrained(
             layout,
             num_heads=hf_config.num_attention_heads,
             num_kv_heads=hf_config.num_key_value_heads,
+            remembers=FAMILIES[hf_config.model_type].delta is not None,
             model=f"the model in {folder}",
         )
     tokenizer = load_tokenizer(str(tokenizer_folder))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES
+from open_instruct.families import FAMILIES, as_in_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -130,6 +130,9 @@ def tiny_config(family: str, size: Size, *, vocab_size: int, tie: bool) -> Pretr
     if FAMILIES[family].default_head_dim is not None:
         # As in the released models, all heads together are wider than the residual stream.
         fields["head_dim"] = 2 * size.hidden // size.heads
+    if FAMILIES[family].delta is not None:
+        fields |= {"linear_num_key_heads": size.kv_heads, "linear_num_value_heads": size.heads}
+        fields |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), size.hidden // size.heads)
     config: PretrainedConfig = getattr(transformers, FAMILIES[family].config_class)(**fields)
     return config
 
@@ -151,7 +154,8 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: 
     model.config.architectures, model.config.dtype = [type(model).__name__], dtype
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    stored = {name: each.contiguous() for name, each in model.named_parameters()}  # without a head that is tied
+    parameters = as_in_files(dict(model.named_parameters()))
+    stored = {name: each.contiguous() for name, each in parameters.items()}  # without a head that is tied
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 

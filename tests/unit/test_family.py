@@ -17,7 +17,7 @@ from olmo_core.nn.hf.convert import convert_state_from_hf
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES, Family
+from open_instruct.families import FAMILIES, Family, as_in_files
 from open_instruct.models.build import build_model, find_not_finite
 from open_instruct.models.family import transformer_config, unknown_fields
 from open_instruct.models.hf.hf_config import load_hf_config
@@ -44,6 +44,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_ma
 YARN_OF_ALL = YARN | {"attention_factor": 1.5, "beta_fast": 16, "beta_slow": 2}
 SHORT_ROPE = DEFAULT_ROPE | {"rope_theta": 300.0}
 # Small theta, long context: transformers and OLMo-core's own YaRN cut the ramp at different dimensions.
+# What a layer of the gated delta rule reads may be so small that its norm enlarges all rounding.
+SMOOTH = {"initializer_range": 0.1}
 YARN_LONG = YARN | {"rope_theta": 100.0, "original_max_position_embeddings": 4096}
 
 
@@ -61,12 +63,15 @@ def hf_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
     return model
 
 
+OF_OUR_NAMES = {name for name, family in FAMILIES.items() if family.qkv_bias or family.delta is not None} | {"mistral"}
+
+
 def same_model(config: transformers.PretrainedConfig, reference: torch.nn.Module) -> Transformer:
     model = build_model(config)
     model.init_weights(device=CPU, max_seq_len=NUM_TOKENS)
-    theirs = dict(reference.state_dict())
+    theirs = as_in_files(reference.state_dict())
     # What OLMo-core's own conversion does not know.
-    if FAMILIES[config.model_type].qkv_bias or config.model_type == "mistral":
+    if config.model_type in OF_OUR_NAMES:
         state = {name: theirs[hf_name] for name, hf_name in TensorNames(config)}
         model.load_state_dict(state, strict=not config.tie_word_embeddings)
     else:
@@ -100,6 +105,17 @@ def same_model(config: transformers.PretrainedConfig, reference: torch.nn.Module
         ("llama", {"rope_parameters": LLAMA3}),
         ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.5, "high_freq_factor": 3.3, "factor": 32.0}}),
         ("llama", {"rope_parameters": YARN_LONG}),
+        ("olmo_hybrid", SMOOTH),
+        ("olmo_hybrid", SMOOTH | {"rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+        ("olmo_hybrid", SMOOTH | {"rope_parameters": YARN, "linear_allow_neg_eigval": False}),
+        (
+            "olmo_hybrid",
+            SMOOTH | {"layer_types": ["full_attention", "linear_attention"] * 2, "linear_conv_kernel_dim": 2},
+        ),
+        ("qwen3_5_text", SMOOTH),
+        ("qwen3_5_text", SMOOTH | {"tie_word_embeddings": True, "linear_num_value_heads": 2}),
+        ("qwen3_5_text", SMOOTH | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
+        ("qwen3_5_text", SMOOTH | {"rope_parameters": DEFAULT_ROPE | {"mrope_section": [1, 1, 1]}}),
     ],
 )
 def test_logits_are_those_of_transformers(family: str, fields: dict[str, Any]) -> None:
@@ -130,7 +146,7 @@ def names_of_fields(family: str) -> list[str]:
     """All that a config.json of the family may have, as transformers' own sources say."""
     config_class = transformers.CONFIG_MAPPING[family]
     names = {field.name for field in dataclasses.fields(config_class)} | {"sliding_window", "rope_theta"}
-    for module in (*READERS, f"transformers.models.{family}.modeling_{family}"):
+    for module in (*READERS, config_class.__module__.replace("configuration_", "modeling_")):
         names |= set(READING.findall(Path(str(importlib.import_module(module).__file__)).read_text()))
     return sorted(names - OF_CODE)
 
@@ -158,6 +174,8 @@ def changed_configs(family: str) -> Iterator[tuple[str, dict[str, Any]]]:
     fields = json.loads(config.to_json_string(use_diff=False))
     if family == "olmo3":
         fields |= {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    if family in FAMILIES and FAMILIES[family].delta is not None:
+        fields |= {"layer_types": ["linear_attention", "full_attention"]}
     yield "", fields
     for name in names_of_fields(family):
         for value in other_values(fields.get(name)):

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from open_instruct.data.files.foreign_json import one_line, read_object
 from open_instruct.errors import InputError
 from open_instruct.models.hf.hf_config import INDEX_NAME, weights_file
+from open_instruct.models.hf.names import usual_name
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -45,9 +46,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """The entry of a tensor in the header of the file at `path`."""
+    """The entry of a tensor in the header of the file at `path`, under the name `stored_as`."""
 
     path: Path
+    stored_as: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -78,7 +80,11 @@ class CheckpointFiles:
         if not folder.is_dir():
             raise InputError(f"{folder} is not a folder: give the folder of a Hugging Face checkpoint")
         path = weights_file(folder)
-        return cls(folder, _read_indexed(path) if path.name == INDEX_NAME else read_header(path))
+        stored = _read_indexed(path) if path.name == INDEX_NAME else read_header(path)
+        tensors = {usual_name(name): tensor for name, tensor in stored.items()}
+        if len(tensors) < len(stored):
+            raise InputError(f"{path} names a tensor twice, in an older and in a newer way: fetch the checkpoint again")
+        return cls(folder, tensors)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -107,7 +113,7 @@ class CheckpointFiles:
         if isinstance(tensor := self.tensors[name], torch.Tensor):
             return tensor[slices]
         with safe_open(tensor.path, framework="pt") as file:
-            view: torch.Tensor = file.get_tensor(name)[slices]
+            view: torch.Tensor = file.get_tensor(tensor.stored_as)[slices]
         return view
 
     def __contains__(self, name: str) -> bool:
@@ -132,7 +138,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 tensor = file.get_slice(name)
                 if (dtype := tensor.get_dtype()) not in DTYPES:
                     raise InputError(f"{path}: tensor {name!r} has dtype {dtype!r}; known: {', '.join(DTYPES)}")
-                tensors[name] = StoredTensor(path=path, dtype=DTYPES[dtype], shape=tuple(tensor.get_shape()))
+                shape = tuple(tensor.get_shape())
+                tensors[name] = StoredTensor(path=path, stored_as=name, dtype=DTYPES[dtype], shape=shape)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:

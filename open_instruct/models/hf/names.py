@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from open_instruct.families import family_of
+from open_instruct.families import LINEAR, Family, family_of
 
 EMBEDDINGS = "embeddings.weight"
 LM_HEAD = "lm_head.w_out.weight"
@@ -25,11 +25,13 @@ _MODEL = {
     "lm_head.norm.weight": "model.norm.weight",
     LM_HEAD: HF_LM_HEAD,
 }
-_BLOCK = {
+_ATTENTION = {
     "attention.w_q.weight": "self_attn.q_proj.weight",
     "attention.w_k.weight": "self_attn.k_proj.weight",
     "attention.w_v.weight": "self_attn.v_proj.weight",
     "attention.w_out.weight": "self_attn.o_proj.weight",
+}
+_FEED_FORWARD = {
     "feed_forward.w1.weight": "mlp.gate_proj.weight",
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w3.weight": "mlp.up_proj.weight",
@@ -48,6 +50,23 @@ _NORM_BEFORE = {
     "attention_norm.weight": "input_layernorm.weight",
     "feed_forward_norm.weight": "post_attention_layernorm.weight",
 }
+# Layers of the gated delta rule: with a matrix for each of queries, keys and values, or with one for all.
+_DELTA = {f"attention.{name}": f"linear_attn.{name}" for name in ("A_log", "dt_bias")}
+_DELTA_APART = {
+    **{f"attention.w_{one}.weight": f"linear_attn.{one}_proj.weight" for one in "qkvabg"},
+    **{f"attention.{one}_conv1d.weight": f"linear_attn.{one}_conv1d.weight" for one in "qkv"},
+    "attention.o_norm.weight": "linear_attn.o_norm.weight",
+    "attention.w_out.weight": "linear_attn.o_proj.weight",
+}
+_DELTA_FUSED = {
+    **{f"attention.w_{one}.weight": f"linear_attn.in_proj_{one}.weight" for one in ("qkv", "a", "b")},
+    "attention.w_g.weight": "linear_attn.in_proj_z.weight",
+    "attention.qkv_conv1d.weight": "linear_attn.conv1d.weight",
+    "attention.o_norm.weight": "linear_attn.norm.weight",
+    "attention.w_out.weight": "linear_attn.out_proj.weight",
+}
+# As transformers saves the norms of Olmo-Hybrid; it reads the usual names too, and engines no others.
+_SAVED_AS = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
 
 
 def clean_name(name: str) -> str:
@@ -79,6 +98,24 @@ def is_harmless_extra(hf_name: str) -> bool:
     return _HARMLESS_EXTRA.search(hf_name) is not None
 
 
+def usual_name(hf_name: str) -> str:
+    """The name that a tensor of a file has here."""
+    # The second is where the text part of a model that sees has its tensors.
+    parts = hf_name.replace("model.language_model.", "model.", 1).split(".")
+    return ".".join(_SAVED_AS.get(part, part) for part in parts)
+
+
+def _block(family: Family, *, is_delta: bool) -> dict[str, str]:
+    if is_delta:
+        assert family.delta is not None
+        own = _DELTA | (_DELTA_FUSED if family.delta.is_fused else _DELTA_APART)
+        return own | _FEED_FORWARD | _NORM_BEFORE
+    block = _ATTENTION | _FEED_FORWARD | (_NORM_AFTER if family.norm_after else _NORM_BEFORE)
+    if family.qk_norm != "none":
+        block |= _QK_NORM
+    return block | _QKV_BIAS if family.qkv_bias else block
+
+
 class TensorNames:
     """Both names of every parameter of one model, one to one, in layer order.
 
@@ -97,13 +134,10 @@ class TensorNames:
         self.head = head
         self.tied = head == "vocabulary" and bool(hf_config.tie_word_embeddings)
         self.has_biases = family.qkv_bias
-        block = _BLOCK | (_NORM_AFTER if family.norm_after else _NORM_BEFORE)
-        if family.qk_norm != "none":
-            block |= _QK_NORM
-        if self.has_biases:
-            block |= _QKV_BIAS
+        layer_types = getattr(hf_config, "layer_types", None) or [None] * hf_config.num_hidden_layers
         pairs = {EMBEDDINGS: _MODEL[EMBEDDINGS]}
-        for layer in range(hf_config.num_hidden_layers):
+        for layer, layer_type in enumerate(layer_types):
+            block = _block(family, is_delta=layer_type == LINEAR)
             pairs |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in block.items()}
         pairs |= {ours: theirs for ours, theirs in _MODEL.items() if not (self.tied and ours == LM_HEAD)}
         if head == "score":

@@ -71,7 +71,7 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
     """Add adapters to `model` before it is sharded; its own parameters are frozen and cast to `dtype`."""
     wanted = {MODULES_OF_TARGETS[target] for target in lora.targets}
     for block in model.blocks.values():
-        for name in sorted(wanted):
+        for name in sorted(wanted & dict(block.named_modules()).keys()):  # mixers of other kinds have others
             adapted = AdaptedLinear(block.get_submodule(name), lora)  # type: ignore[arg-type]
             block.set_submodule(name, adapted)
     for name, parameter in model.named_parameters():

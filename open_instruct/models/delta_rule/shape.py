@@ -1,0 +1,82 @@
+"""The shape of a layer of the gated delta rule, from a config.json and without torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from open_instruct.errors import InputError
+from open_instruct.families import DeltaLayers
+from open_instruct.models.hf.hf_config import MAX_SIZE, check_size
+
+MAX_KERNEL = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """Heads of keys (and queries) and of values, which groups of the latter share, their features, and the convolution.
+
+    Example: a layer of Olmo-Hybrid 7B::
+
+        DeltaShape(key_heads=30, value_heads=30, key_dim=96, value_dim=192, kernel=4, is_fused=False)
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    is_fused: bool  # queries, keys and values are one matrix
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Features of all queries, of all keys and of all values."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The matrices that queries, keys and values come from, and their rows."""
+        return {"qkv": sum(self.widths)} if self.is_fused else dict(zip("qkv", self.widths, strict=True))
+
+    def tensors(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """Parameters by their names in the layer, in the order in which it registers them."""
+        heads, (_, _, values) = (self.value_heads,), self.widths
+        return {
+            "A_log": heads,
+            "dt_bias": heads,
+            **{f"w_{part}.weight": (rows, d_model) for part, rows in self.parts.items()},
+            "w_a.weight": (*heads, d_model),
+            "w_b.weight": (*heads, d_model),
+            "w_g.weight": (values, d_model),
+            "w_out.weight": (d_model, values),
+            **{f"{part}_conv1d.weight": (rows, 1, self.kernel) for part, rows in self.parts.items()},
+            "o_norm.weight": (self.value_dim,),
+        }
+
+
+def delta_shape(fields: Mapping[str, Any], layers: DeltaLayers, where: str) -> DeltaShape:
+    """The shape that the fields of a config.json give; `where` stands in errors.
+
+    Raises:
+        InputError: a size is none, or groups of value heads cannot share the key heads.
+    """
+
+    def count(field: str, default: int, largest: int = MAX_SIZE) -> int:
+        value = default if fields.get(field) is None else fields[field]
+        return check_size(field, value, largest, where)
+
+    key_heads = count("linear_num_key_heads", layers.key_heads or fields["num_attention_heads"])
+    value_heads = count("linear_num_value_heads", layers.value_heads or fields["num_attention_heads"])
+    if value_heads % key_heads:
+        raise InputError(
+            f"{where}: linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads = {key_heads}"
+        )
+    key_dim = count("linear_key_head_dim", layers.head_dim or int(0.75 * fields["hidden_size"] / key_heads))
+    return DeltaShape(
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=count("linear_value_head_dim", layers.head_dim or 2 * key_dim),
+        kernel=count("linear_conv_kernel_dim", 4, MAX_KERNEL),
+        is_fused=layers.is_fused,
+    )

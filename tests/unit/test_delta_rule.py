@@ -1,0 +1,165 @@
+"""Layers of the gated delta rule: token by token, in chunks, over segments that branch, and against transformers."""
+
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import olmo_core.nn.attention.flash_linear_attn_api as kernels
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from open_instruct.errors import InputError
+from open_instruct.families import FAMILIES, as_in_files
+from open_instruct.models.attention.segments import Segments
+from open_instruct.models.delta_rule import rule
+from open_instruct.models.delta_rule.mixer import DeltaRuleConfig, DeltaRuleMixer
+from open_instruct.models.delta_rule.rule import Inputs, by_chunks, gated_delta_rule
+from open_instruct.models.delta_rule.shape import DeltaShape, delta_shape
+from open_instruct.models.delta_rule.walk import CHUNK, walked
+from open_instruct.models.hf.names import TensorNames
+from tests.unit.small_models import CPU, hf_config, new_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DELTA_FAMILIES = [name for name, family in FAMILIES.items() if family.delta is not None]
+# Segments and prefixes: documents over several chunks, of a whole chunk, and trees that branch within chunks.
+ROWS = {
+    "documents": ((5, 150, 1, CHUNK, 2 * CHUNK + 1), (0,) * 5),
+    "a tree": ((100, 3, 70, 90, 2), (0, 40, 42, 0, 90)),
+    "a prefix shorter than the convolution": ((2, 5, 1, 5), (0, 1, 2, 1)),
+}
+D_MODEL = 16
+
+
+def random_inputs(num_tokens: int, seed: int = 0) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value, decay, rate = (
+        torch.randn(num_tokens, 2, size, generator=generator, dtype=torch.float64) for size in (4, 4, 6, 1, 1)
+    )
+    return Inputs(query, key, value, -F.softplus(decay[..., 0]), 2 * rate[..., 0].sigmoid())
+
+
+def token_by_token(inputs: Inputs) -> torch.Tensor:
+    """The recurrence of one document as the paper has it."""
+    memory, read = torch.zeros(2, 4, 6, dtype=torch.float64), []
+    for query, key, value, decay, rate in zip(*inputs, strict=True):
+        query, key = (each / (each.square().sum(-1, keepdim=True) + rule.NORM_EPS).sqrt() for each in (query, key))
+        memory = decay.exp()[:, None, None] * memory
+        difference = value - torch.einsum("hk,hkv->hv", key, memory)
+        memory = memory + torch.einsum("h,hk,hv->hkv", rate, key, difference)
+        read.append(torch.einsum("hk,hkv->hv", query, memory) / 4**0.5)
+    return torch.stack(read)
+
+
+def documents_of(lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> list[list[int]]:
+    """The tokens that each segment sees, its own last."""
+    seen: list[list[int]] = []
+    for stop, length, prefix in zip(accumulate(lengths), lengths, prefixes, strict=True):
+        seen.append([*(seen[-1][:prefix] if seen else []), *range(stop - length, stop)])
+    return seen
+
+
+def test_a_walk_is_the_one_in_its_docstring() -> None:
+    walk = walked((6, 3, 2, 3), (0, 4, 6, 0), num_before=2)
+    assert walk.starts == (0, 4, 6, 8, 9, 11) and walk.stops == (4, 6, 8, 9, 11, 14)
+    assert walk.goes_on_from == (None, 0, 0, 2, 2, None)
+    none = 14
+    assert walk.history == (none, none, 0, 1, 2, 3, 4, 5, 2, 3, 6, 7, 8, 6, 7, 9, 10, none, none, 11, 12, 13)
+    assert [walk.history[first + 2] for first in walk.after_history] == list(range(14))
+
+
+@pytest.mark.parametrize(("lengths", "prefixes"), ROWS.values(), ids=ROWS.keys())
+def test_in_chunks_it_is_what_it_is_token_by_token(lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> None:
+    inputs = random_inputs(sum(lengths))
+    ours = by_chunks(inputs, walked(lengths, prefixes, num_before=3))
+    for length, seen in zip(lengths, documents_of(lengths, prefixes), strict=True):
+        expected = token_by_token(Inputs(*(each[seen] for each in inputs)))[-length:]
+        torch.testing.assert_close(ours[seen[-length:]], expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("lengths", "prefixes"), ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_packed_is_separate(is_fused: bool, lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> None:
+    """The whole layer, values and gradients, as closely as float64 can tell."""
+    torch.manual_seed(0)
+    shape = DeltaShape(key_heads=2, value_heads=4, key_dim=4, value_dim=6, kernel=4, is_fused=is_fused)
+    config = DeltaRuleConfig(shape=shape, norm_eps=1e-5, doubles_rates=not is_fused)
+    layer: DeltaRuleMixer = config.build(D_MODEL).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    assert sum(each.numel() for each in layer.parameters()) == config.num_params(D_MODEL)
+    x_TD = torch.randn(sum(lengths), D_MODEL, dtype=torch.float64, requires_grad=True)
+    weights_TD = torch.randn_like(x_TD)
+
+    def gradients(output_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad((output_TD * weights_TD).sum(), (x_TD, *layer.parameters()))
+
+    def run(rows: torch.Tensor, lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> torch.Tensor:
+        return layer(rows.unsqueeze(0), cu_doc_lens=Segments.of(lengths, prefixes, device=CPU)).squeeze(0)
+
+    packed = run(x_TD, lengths, prefixes)
+    alone = [
+        run(x_TD[seen], (len(seen),), (0,))[-length:]
+        for length, seen in zip(lengths, documents_of(lengths, prefixes), strict=True)
+    ]
+    torch.testing.assert_close(packed, torch.cat(alone), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(gradients(packed), gradients(torch.cat(alone)), atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("family", DELTA_FAMILIES)
+def test_loss_and_gradients_are_those_of_transformers(family: str) -> None:
+    config = hf_config(family, initializer_range=0.1)
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    names, model = TensorNames(config), new_model(family)
+    theirs = as_in_files(reference.state_dict())
+    model.load_state_dict({name: theirs[hf_name] for name, hf_name in names})
+    ids_BT = torch.randint(1, config.vocab_size, (2, CHUNK + 20), generator=torch.Generator().manual_seed(1))
+    expected = reference(ids_BT, labels=ids_BT).loss
+    ours = F.cross_entropy(model(ids_BT)[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    expected.backward()
+    ours.backward()
+    gradients = as_in_files({name: parameter.grad for name, parameter in reference.named_parameters()})
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[names.hf_name(name)], atol=1e-5, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads = 3 is not a multiple of linear_num_key_heads = 2"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim = 0"),
+        ({"linear_conv_kernel_dim": 2.5}, r"linear_conv_kernel_dim = 2\.5"),
+    ],
+)
+def test_a_shape_that_no_layer_has_is_refused(fields: dict[str, Any], named: str) -> None:
+    usual = {"num_attention_heads": 4, "hidden_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    delta = FAMILIES[DELTA_FAMILIES[0]].delta
+    assert delta is not None
+    with pytest.raises(InputError, match=named):
+        delta_shape(usual | fields, delta, "config.json")
+
+
+def test_on_cuda_the_kernel_is_called_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the borders of documents; never for a prefix, which it does not know."""
+    inputs, called = random_inputs(9), []
+
+    def dispatch(**given: Any) -> tuple[torch.Tensor, None]:
+        called.append(given)
+        return given["v"], None
+
+    monkeypatch.setattr(kernels, "has_fla", lambda: True)
+    monkeypatch.setattr(kernels, "dispatch_chunk_gated_delta_rule", dispatch)
+    on_cuda = inputs._replace(query=SimpleNamespace(is_cuda=True, unsqueeze=inputs.query.unsqueeze))  # type: ignore[arg-type]
+    segments = Segments.of((4, 5), (0, 0), device=CPU)
+    read = gated_delta_rule(on_cuda, segments, walked((4, 5), (0, 0), num_before=3))
+    assert torch.equal(read, inputs.value)
+    assert called[0]["cu_seqlens"].tolist() == [0, 4, 9] and called[0]["use_qk_l2norm_in_kernel"]
+    assert torch.equal(called[0]["g"][0], inputs.decay) and torch.equal(called[0]["beta"][0], inputs.rate)
+    monkeypatch.setattr(rule, "by_chunks", lambda inputs, walk: inputs.value + 1)
+    branching = Segments.of((4, 5), (0, 2), device=CPU)
+    assert torch.equal(gated_delta_rule(on_cuda, branching, walked((4, 5), (0, 2), num_before=3)), inputs.value + 1)
+    assert len(called) == 1
