@@ -11,8 +11,8 @@ from open_instruct.errors import InputError
 
 QKNorm = Literal["none", "head", "full"]
 LAYERS_OF_A_PATTERN = 4
-LINEAR = "linear_attention"
-"""The layers of the gated delta rule in a config.json's `layer_types`."""
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""What a config.json's `layer_types` names; the last are layers of the gated delta rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Family:
         delta: its layers of the gated delta rule (`layer_types`), which have their norms before them.
         gates_attention: whether `q_proj` gives a gate beside each query, which attention's output is multiplied by.
         norms_from_zero: whether the weight of a norm is stored less one, and multiplied before rounding.
-        turns_partly: whether RoPE turns the part of a head that config.json says (`partial_rotary_factor`).
+        turned_share: of a head, that RoPE turns if config.json has no `partial_rotary_factor`; None: always all.
         may_not_turn: whether config.json may have no RoPE (`rope_theta` null).
         default_head_dim: of a config.json that gives none; None: hidden_size / num_attention_heads.
 
@@ -71,15 +71,14 @@ class Family:
     delta: DeltaLayers | None = None
     gates_attention: bool = False
     norms_from_zero: bool = False
-    turns_partly: bool = False
+    turned_share: float | None = None
     may_not_turn: bool = False
     default_head_dim: int | None = None
 
-    def default_windows(self, num_layers: int, window: int | None) -> tuple[int | None, ...]:
-        """The window of each layer where config.json names none: three layers with `window`, then one without."""
-        if not self.has_windows:
-            return (None,) * num_layers
-        return tuple(None if (layer + 1) % LAYERS_OF_A_PATTERN == 0 else window for layer in range(num_layers))
+    def default_layer_types(self, num_layers: int) -> list[str]:
+        """The type of each layer where config.json names none: three of the family's own, then one of attention."""
+        own = SLIDING if self.has_windows else FULL if self.delta is None else LINEAR
+        return [FULL if (layer + 1) % LAYERS_OF_A_PATTERN == 0 else own for layer in range(num_layers)]
 
 
 # By the `model_type` of config.json.
@@ -107,7 +106,7 @@ FAMILIES = {
         default_head_dim=256,
         gates_attention=True,
         norms_from_zero=True,
-        turns_partly=True,
+        turned_share=0.25,
         delta=DeltaLayers(is_fused=True, key_heads=16, value_heads=32, head_dim=128),
     ),
 }

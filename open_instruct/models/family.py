@@ -20,14 +20,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from open_instruct.errors import InputError
-from open_instruct.families import LINEAR, Family, family_of
+from open_instruct.families import FULL, LINEAR, SLIDING, Family, family_of
 from open_instruct.models.attention.gated import GatedAttentionConfig, NormFromZeroConfig
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig
 from open_instruct.models.delta_rule.shape import delta_shape
 from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, check_size
 
 MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
-FULL, SLIDING = "full_attention", "sliding_attention"
 PART_TURNED = "partial_rotary_factor"
 HEAD_DIM = "head_dim (else hidden_size / num_attention_heads)"
 
@@ -115,7 +114,7 @@ def unknown_fields(hf_config: PretrainedConfig) -> list[str]:
 def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
     # In families without windows, transformers gives all layers a window by this field alone.
     required = REQUIRED_VALUES if family.has_windows else REQUIRED_VALUES | {"sliding_window": (None,)}
-    if family.turns_partly:  # which is in rope_parameters then, too
+    if family.turned_share:  # which is in rope_parameters then, too
         required = {field: values for field, values in required.items() if field != PART_TURNED}
     for field, supported in required.items():
         value = getattr(hf_config, field, supported[0])
@@ -217,7 +216,7 @@ def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEC
         raise InputError(f"config.json: {where} = {parameters!r}; an object with rope_theta is needed")
     if family.may_not_turn and parameters.get("rope_theta") is None:
         return None
-    part = parameters.get(PART_TURNED, 1.0) if family.turns_partly else 1.0
+    part = parameters.get(PART_TURNED, 1.0) if family.turned_share else 1.0
     if int(head_dim(hf_config) * _number(part, f"{where}.{PART_TURNED}")) not in range(2, head_dim(hf_config) + 1, 2):
         raise InputError(f"config.json: {where}.{PART_TURNED} = {part!r} of a head is no even number of features")
     return RoPEConfig(
@@ -236,7 +235,7 @@ def _rope_scaling(parameters: Mapping[str, Any], where: str, family: Family) -> 
             f"supported: {', '.join(map(repr, ROPE_NUMBERS))}"
         )
     neutral = {"rope_type": (rope_type,), "type": (rope_type,), PART_TURNED: (1,), "truncate": (True,)}
-    read_elsewhere = {"rope_theta", *((PART_TURNED, *OF_PICTURES) if family.turns_partly else ())}
+    read_elsewhere = {"rope_theta", *((PART_TURNED, *OF_PICTURES) if family.turned_share else ())}
     for field, value in parameters.items():
         known = field in read_elsewhere or field in ROPE_NUMBERS[rope_type]
         if not known and value is not None and value not in neutral.get(field, ()):

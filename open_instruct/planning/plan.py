@@ -252,7 +252,7 @@ class Backend:
 
 def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...]:
     """The tensor degrees that leave every rank whole heads, which context ranks share out too."""
-    num_shares = gcd(shape.num_heads, shape.num_kv_heads)
+    num_shares = 1 if shape.delta else gcd(shape.num_heads, shape.num_kv_heads)
     return divisors(num_shares // context_degree) if num_shares % context_degree == 0 else ()
 
 
@@ -266,7 +266,13 @@ def plan_of(setting: Setting) -> Plan:
         return replace(_chosen(setting), is_chosen=True)
     layout = setting.layout
     shape = setting.shape
-    check_heads(layout, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, model=shape.name)
+    check_heads(
+        layout,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        model=shape.name,
+        remembers=bool(shape.delta),
+    )
     workload = setting.workload(layout)
     _check_layers_alike(shape, workload)
     moments = setting.backend.moments(shape, layout, workload)

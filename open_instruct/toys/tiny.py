@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES, as_in_files
+from open_instruct.families import FAMILIES, FULL, as_in_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -131,6 +131,7 @@ def tiny_config(family: str, size: Size, *, vocab_size: int, tie: bool) -> Pretr
         # As in the released models, all heads together are wider than the residual stream.
         fields["head_dim"] = 2 * size.hidden // size.heads
     if FAMILIES[family].delta is not None:
+        fields["layer_types"] = [*FAMILIES[family].default_layer_types(size.layers - 1), FULL]
         fields |= {"linear_num_key_heads": size.kv_heads, "linear_num_value_heads": size.heads}
         fields |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), size.hidden // size.heads)
     config: PretrainedConfig = getattr(transformers, FAMILIES[family].config_class)(**fields)

@@ -24,7 +24,7 @@ from open_instruct.models.attention.attention import Gathered
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.delta_rule.rule import Inputs, exact, gated_delta_rule
 from open_instruct.models.delta_rule.shape import DeltaShape
-from open_instruct.models.delta_rule.walk import CHUNK, Walk, walked
+from open_instruct.models.delta_rule.walk import Walk, walked
 
 
 @dataclass
@@ -95,7 +95,8 @@ class DeltaRuleMixer(SequenceMixer):
         query, key, value = mixed[0].split(shape.widths, dim=-1) if shape.is_fused else mixed
         num_shared = shape.value_heads // shape.key_heads
         query, key = (
-            each.unflatten(-1, (shape.key_heads, -1)).repeat_interleave(num_shared, dim=1) for each in (query, key)
+            each.unflatten(-1, (shape.key_heads, 1, -1)).expand(-1, -1, num_shared, -1).flatten(1, 2)
+            for each in (query, key)
         )
         value = value.unflatten(-1, (shape.value_heads, -1))
         return gated_delta_rule(Inputs(query, key, value, decay_TH, rate_TH), segments, walk)
@@ -110,15 +111,9 @@ class DeltaRuleMixer(SequenceMixer):
         raise NotImplementedError("weights are read, never drawn; see `SegmentTransformer.init_weights`")
 
     def num_flops_per_token(self, seq_len: int) -> int:
-        """Six for each parameter, and three times the rule's own products (`rule_flops`)."""
+        """Six for each parameter, and three times the rule's own products."""
         del seq_len
-        return 6 * sum(each.numel() for each in self.parameters()) + 3 * rule_flops(self.shape)
-
-
-def rule_flops(shape: DeltaShape) -> int:
-    """Of one token in a forward pass: with the memory of every head, and with the other tokens of a chunk."""
-    keys, values = shape.key_dim, shape.value_dim
-    return 2 * shape.value_heads * (2 * keys * values + CHUNK * (3 * keys + 2 * values))
+        return 6 * sum(each.numel() for each in self.parameters()) + 3 * self.shape.rule_flops
 
 
 def convolve(x_TC: torch.Tensor, convolution: nn.Module, walk: Walk) -> torch.Tensor:

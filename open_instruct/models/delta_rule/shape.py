@@ -6,6 +6,7 @@ from typing import Any
 
 from open_instruct.errors import InputError
 from open_instruct.families import DeltaLayers
+from open_instruct.models.delta_rule.walk import CHUNK
 from open_instruct.models.hf.hf_config import MAX_SIZE, check_size
 
 MAX_KERNEL = 64
@@ -37,6 +38,13 @@ class DeltaShape:
     def parts(self) -> dict[str, int]:
         """The matrices that queries, keys and values come from, and their rows."""
         return {"qkv": sum(self.widths)} if self.is_fused else dict(zip("qkv", self.widths, strict=True))
+
+    @property
+    def rule_flops(self) -> int:
+        """Of the rule for one token in a forward pass: with what is remembered, and within a chunk."""
+        return (
+            2 * self.value_heads * (2 * self.key_dim * self.value_dim + CHUNK * (3 * self.key_dim + 2 * self.value_dim))
+        )
 
     def tensors(self, d_model: int) -> dict[str, tuple[int, ...]]:
         """Parameters by their names in the layer, in the order in which it registers them."""

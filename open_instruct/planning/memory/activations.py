@@ -18,51 +18,27 @@ features. The input of the first block needs no gradient then; the block is coun
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
-from open_instruct.planning.memory.autograd_sizes import Gradient, Kind, Profile, Tape, Tensor
+from open_instruct.planning.memory.autograd_sizes import Gradient, Kind, Profile, Tensor
+from open_instruct.planning.memory.delta_layer import delta_layer
+from open_instruct.planning.memory.pieces import FLOAT32, Pass, Piece, whole
 from open_instruct.planning.memory.scratch import attention_scratch
-from open_instruct.planning.subject.model import ModelShape
-from open_instruct.planning.subject.workload import Workload, is_wrapped
+from open_instruct.planning.subject.model import DELTA_BLOCKS, ModelShape
+from open_instruct.planning.subject.workload import Workload
 from open_instruct.shard_layout import ShardLayout
 
-FLOAT32 = 4
 # Those of `models.heads.logprob_head`, which cannot be imported without torch; a test holds them equal.
 MAX_LOGITS_BYTES, MAX_KEPT_BYTES = 1 << 30, 2 << 30
 
 # Chunks of the head are alike; from the second on the gradient of the matrix already exists.
 CHUNKS_RECORDED = 2
 
-# A cast to float8 has two float32 copies beside the result: what torchao's `_ToFloat8ConstrFunc` makes, uncompiled.
-BYTES_OF_CAST = 2 * FLOAT32 + 1
-
 # Modules that can be checkpointed by themselves; "" is the block. A residual sum keeps nothing in any case.
 BLOCK_MODULES = (
     *("", "attention", "attention.q_norm", "attention.k_norm", "attention_norm", "attention_residual_stream"),
     *("feed_forward", "feed_forward_norm", "feed_forward_residual_stream"),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """The sizes of one microbatch on one rank, and the modules that are recomputed."""
-
-    num_tokens: int
-    num_rows: int  # tokens between tensor-parallel matrices; each tensor rank has a part of them
-    longest_document: int
-    num_labels: int
-    compute_bytes: int
-    on_cuda: bool
-    tensor_degree: int
-    recomputed_modules: tuple[str, ...]
-    casts_adapters: bool = False  # they are float32, and copied to the dtype that is computed in
-    temperature: float = 1.0
-    records_entropy: bool = False
-    multiplies_in_float8: bool = False  # matrices of blocks
-    num_gathered_keys: int | None = None  # with those of a shared prefix before each document; None: nothing is shared
 
 
 def logit_chunks(shape: ModelShape, num_positions: int) -> tuple[int, ...]:
@@ -122,9 +98,10 @@ def _gathered_keys(layout: ShardLayout, workload: Workload) -> int | None:
 
 
 @lru_cache(maxsize=512)
-def profile_of(piece: Literal["block", "head"], shape: ModelShape, sizes: Pass) -> Profile:
-    """One block, from the residual stream to itself; or last norm and head, from there to the labels' log-probs."""
-    run: _Block | _Head = _Block(shape, sizes) if piece == "block" else _Head(shape, sizes)
+def profile_of(piece: str, shape: ModelShape, sizes: Pass) -> Profile:
+    """One block of a unit's name, from the residual stream to itself; or norm and head, from there to log-probs."""
+    is_head, is_delta = piece == "head", piece == DELTA_BLOCKS
+    run: _Block | _Head = _Head(shape, sizes) if is_head else _Block(shape, sizes, is_delta=is_delta)
     return run.tape.profile(run.record())
 
 
@@ -133,81 +110,11 @@ def _split(count: int, sizes: Pass) -> int:
     return -(-count // sizes.tensor_degree)
 
 
-class _Piece:
-    """Operations shared by a block and the head, recorded on a tape."""
+class _Block(Piece):
+    def __init__(self, shape: ModelShape, sizes: Pass, *, is_delta: bool) -> None:
+        super().__init__(shape, sizes)
+        self.is_delta, self.norm_after = is_delta, shape.traits.norm_after and not is_delta
 
-    def __init__(self, shape: ModelShape, sizes: Pass) -> None:
-        self.shape, self.sizes, self.c = shape, sizes, sizes.compute_bytes
-        self.kind: Kind = "weight" if shape.adapters is None else "frozen"  # of the model's own parameters
-        self.stream_bytes = sizes.num_rows * shape.d_model * self.c
-        self.tape = Tape(Tensor(self.stream_bytes, kind="source"))
-
-    def recomputed(self, module: str) -> AbstractContextManager[None]:
-        """Within runs a module of the block, which may be checkpointed; "" is the block itself. All are alike."""
-        return self.tape.recomputed(is_wrapped(self.sizes.recomputed_modules, 0, module))
-
-    def cast(self, tensor: Tensor, num_elements: int, to_bytes: int) -> Tensor:
-        """A copy of `num_elements` in another dtype; the tensor itself if it has that size."""
-        num_bytes = num_elements * to_bytes
-        return tensor if tensor.num_bytes == num_bytes else self.tape.run(num_bytes, tensor)
-
-    def linear(self, module: str, x: Tensor, num_inputs: int, num_outputs: int) -> Tensor:
-        """The output of a matrix of the block for all tokens, with that of its adapter."""
-        adapters, num_tokens = self.shape.adapters, self.sizes.num_tokens
-        given = x
-        output = self.product(x, num_inputs, num_outputs, self.kind)
-        if adapters is None or module not in adapters.modules:
-            return output
-        if adapters.drops:
-            # Dropout's mask is one byte a value on CUDA, elsewhere one factor.
-            mask = self.tape.run(num_tokens * num_inputs * (1 if self.sizes.on_cuda else self.c), gradients=())
-            x = self.tape.run(num_tokens * num_inputs * self.c, x, mask, saved=[mask], gradients=[_whole(x)])
-        low = self.product(x, num_inputs, adapters.rank)
-        added = self.product(low, adapters.rank, num_outputs)
-        output = self.sum(output, self.tape.run(added.num_bytes, added))
-        self.tape.hold(given, low)
-        return output
-
-    def product(self, x: Tensor, num_inputs: int, num_outputs: int, kind: Kind = "weight") -> Tensor:
-        """x W^T: keeps x. Its backward makes the gradient of W first, then that of x."""
-        num_tokens = self.sizes.num_tokens
-        weight = Tensor(num_inputs * num_outputs * self.c, kind=kind)
-        if self.sizes.casts_adapters and kind != self.kind:
-            weight = self.tape.run(weight.num_bytes, weight, gradients=[Gradient(of=weight, num_bytes=None)])
-        in_bytes, out_bytes = (num_tokens * size * self.c for size in (num_inputs, num_outputs))
-        cast_bytes = BYTES_OF_CAST * num_tokens * max(num_inputs, num_outputs) * self.sizes.multiplies_in_float8
-        gradients = [_whole(weight), Gradient(of=x, num_bytes=in_bytes, scratch_bytes=cast_bytes)]
-        saved = [x, weight]
-        return self.tape.run(out_bytes, x, weight, saved=saved, gradients=gradients, scratch_bytes=cast_bytes)
-
-    def norm(self, x: Tensor, num_rows: int, width: int) -> Tensor:
-        """RMSNorm. float32 inside; keeps its input and what is scaled by the weight."""
-        run = self.tape.run
-        elements = num_rows * width
-        float_bytes = FLOAT32 * elements
-        row_bytes = FLOAT32 * num_rows
-        weight = Tensor(width * self.c, kind=self.kind)
-        x_float = self.cast(x, elements, FLOAT32)
-        # The backward of a square makes x, then 2x, before it multiplies by the gradient.
-        square_gradient = Gradient(of=x_float, num_bytes=float_bytes, scratch_bytes=2 * float_bytes)
-        square = run(float_bytes, x_float, saved=[x_float], gradients=[square_gradient])
-        inverse = run(row_bytes, run(row_bytes, square), saves_output=True)
-        scaled = run(float_bytes, x_float, inverse, saved=[x_float, inverse])
-        # OLMo multiplies by the weight in float32 and rounds then, the others round first.
-        if not self.shape.traits.in_float32:
-            scaled = self.cast(scaled, elements, self.c)
-        weighted = run(scaled.num_bytes, weight, scaled, saved=[scaled], gradients=[_whole(scaled), _whole(weight)])
-        normed = self.cast(weighted, elements, self.c)
-        self.tape.hold(x)  # the caller's
-        return normed
-
-    def sum(self, residual: Tensor, x: Tensor) -> Tensor:
-        """The residual stream; both summands get the gradient of the sum unchanged."""
-        handed_on = [Gradient(of=tensor, num_bytes=None) for tensor in (residual, x)]
-        return self.tape.run(residual.num_bytes, residual, x, gradients=handed_on)
-
-
-class _Block(_Piece):
     def record(self) -> Tensor:
         x = self.tape.source
         with self.recomputed(""):
@@ -218,7 +125,7 @@ class _Block(_Piece):
 
     def _sublayer(self, norm: str, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """A sublayer with its norm: OLMo normalises the output, other families the input."""
-        return self._normed(norm, run(x)) if self.shape.traits.norm_after else run(self._normed(norm, x))
+        return self._normed(norm, run(x)) if self.norm_after else run(self._normed(norm, x))
 
     def _normed(self, module: str, x: Tensor) -> Tensor:
         with self.recomputed(module):
@@ -243,16 +150,25 @@ class _Block(_Piece):
         q_width = _split(self.shape.q_width, self.sizes)
         kv_width = _split(self.shape.kv_width, self.sizes)
         with self.recomputed("attention"):
+            if self.is_delta:
+                return delta_layer(self, x)
             x = self.cast(x, self.sizes.num_tokens * d_model, self.c)
-            query = self.linear("attention.w_q", x, d_model, q_width)
+            is_gated = self.shape.traits.gates_attention
+            query = gate = self.linear("attention.w_q", x, d_model, q_width * (2 if is_gated else 1))
+            if is_gated:  # both halves are views
+                query = self.tape.run(0, query)
             key = self.linear("attention.w_k", x, d_model, kv_width)
             value = self.linear("attention.w_v", x, d_model, kv_width)
             if self.shape.qk_norm != "none":
                 query = self._qk_norm("attention.q_norm", query, q_width)
                 key = self._qk_norm("attention.k_norm", key, kv_width)
-            query, key = self._rotated(query, key, q_width, kv_width)
+            if self.shape.turned_dim:
+                query, key = self._rotated(query, key, q_width, kv_width)
             attended = self._attend(query, key, value, q_width)
             self.tape.hold(x, query, key, value)
+            if is_gated:
+                open_gate = self.tape.run(attended.num_bytes, gate, saves_output=True)
+                attended = self.tape.run(attended.num_bytes, attended, open_gate, saved=[attended, open_gate])
             output = self.linear("attention.w_out", attended, q_width, d_model)
             return self.cast(output, self.sizes.num_rows * d_model, self.c)
 
@@ -266,11 +182,11 @@ class _Block(_Piece):
         """RoPE; cosine and sine of every token are kept, once for both."""
         num_tokens = self.sizes.num_tokens
         b = FLOAT32 if self.shape.traits.in_float32 else self.c
-        angles = [self.tape.run(num_tokens * self.shape.head_dim * b, gradients=()) for _ in ("sine", "cosine")]
+        angles = [self.tape.run(num_tokens * self.shape.turned_dim * b, gradients=()) for _ in ("sine", "cosine")]
         rotated = []
         for given, width in ((query, q_width), (key, kv_width)):
             tensor = self.cast(given, num_tokens * width, b)
-            near = self.tape.run(tensor.num_bytes, tensor, *angles, saved=angles[1:], gradients=[_whole(tensor)])
+            near = self.tape.run(tensor.num_bytes, tensor, *angles, saved=angles[1:], gradients=[whole(tensor)])
             halves = self.tape.run(tensor.num_bytes, tensor)
             far = self.tape.run(halves.num_bytes, halves, saved=angles[:1])
             rotated.append(self.sum(near, far))
@@ -294,13 +210,15 @@ class _Block(_Piece):
             weights = run(num_bytes, query, gradients=())
             # The kernel makes all three gradients, and needs its own memory beside them.
             last = Gradient(of=value, num_bytes=value.num_bytes, kernel_bytes=self._scratch(key, q_width))
-            gradients = [_whole(query), _whole(key), last]
+            gradients = [whole(query), whole(key), last]
             saved = [query, key, value, weights]
             return run(query.num_bytes, query, key, value, saved=saved, saves_output=True, gradients=gradients)
         parts = [run(0, tensor) for tensor in (query, key, value)]
-        whole = [query, key, value]
-        gradients = [Gradient(of=part, num_bytes=tensor.num_bytes) for part, tensor in zip(parts, whole, strict=True)]
-        by_document = run(query.num_bytes + num_bytes, *parts, saved=whole, saves_output=True, gradients=gradients)
+        all_of_them = [query, key, value]
+        pairs = zip(parts, all_of_them, strict=True)
+        gradients = [Gradient(of=part, num_bytes=tensor.num_bytes) for part, tensor in pairs]
+        num_bytes += query.num_bytes
+        by_document = run(num_bytes, *parts, saved=all_of_them, saves_output=True, gradients=gradients)
         return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
 
     def _scratch(self, key: Tensor, q_width: int) -> int:
@@ -315,7 +233,7 @@ class _Block(_Piece):
         )
 
 
-class _Head(_Piece):
+class _Head(Piece):
     def record(self) -> Tensor:
         """Chunks of at most `MAX_LOGITS_BYTES` of logits, recomputed where there is more than one."""
         shape, sizes, run = self.shape, self.sizes, self.tape.run
@@ -324,7 +242,7 @@ class _Head(_Piece):
         if sizes.num_rows == sizes.num_tokens:
             index = run(sizes.num_labels * 8, gradients=())
             saved = [normed, index]
-            hidden = run(sizes.num_labels * d_model * self.c, normed, index, saved=saved, gradients=[_whole(normed)])
+            hidden = run(sizes.num_labels * d_model * self.c, normed, index, saved=saved, gradients=[whole(normed)])
         all_chunks = logit_chunks(shape, sizes.num_labels)
         kind: Kind = "weight" if shape.scores else self.kind
         stays_whole = shape.is_tied and sizes.num_rows == sizes.num_tokens
@@ -341,7 +259,7 @@ class _Head(_Piece):
         views = [run(0, hidden, gradients=[Gradient(of=hidden, num_bytes=hidden.num_bytes)])] * len(chunks)
         losses = []
         for num_labels, view in zip(chunks, views, strict=True):
-            gradients = [_whole(weight), Gradient(of=view, num_bytes=num_labels * d_model * self.c)]
+            gradients = [whole(weight), Gradient(of=view, num_bytes=num_labels * d_model * self.c)]
             with self.tape.recomputed(len(all_chunks) > 1 and not last_are_kept):
                 num_bytes = num_labels * shape.vocab_size * self.c
                 product = run(num_bytes, view, hidden, weight, saved=[hidden], gradients=gradients)
@@ -362,7 +280,3 @@ class _Head(_Piece):
             run(num_labels * FLOAT32, logprobs, scratch_bytes=logits.num_bytes, gradients=())
         self.tape.hold(product)  # the caller's
         return losses
-
-
-def _whole(tensor: Tensor) -> Gradient:
-    return Gradient(of=tensor, num_bytes=tensor.num_bytes)

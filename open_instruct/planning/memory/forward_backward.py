@@ -22,8 +22,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
-from open_instruct.planning.memory.activations import FLOAT32, Pass, pass_of, profile_of
+from open_instruct.planning.memory.activations import pass_of, profile_of
 from open_instruct.planning.memory.autograd_sizes import Profile, Usage
+from open_instruct.planning.memory.pieces import FLOAT32, Pass
 from open_instruct.planning.memory.state import MASTER_BYTES, gathered_params, local_size, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Workload
@@ -47,16 +48,21 @@ class Passes:
         self.layout = layout
         self.workload = workload
         self.sizes: Pass = pass_of(layout, workload, splits_rows=self.splits_rows)
-        self.block: Profile = _with_budget(shape, self.sizes, workload)
+        self.root, self.embeddings, *self.kinds = shape.units
+        self.one_block = max(self.kinds, key=lambda kind: sum(each.num_params for each in kind.parameters))
+        profiles = [_with_budget(kind.name, shape, self.sizes, workload) for kind in self.kinds]
+        # Of several kinds of blocks the one that needs most stands for all at the worst moment.
+        self.block: Profile = max(profiles, key=lambda profile: profile.backward_peak.total)
         self.head: Profile = profile_of("head", shape, self.sizes)
         self.head_gradient = self.head.backward[-1].weight_gradients
         self.c = workload.compute_bytes
         self.is_sharded = not layout.single_device
         self.has_copy = layout.single_device and self.c < MASTER_BYTES  # of the trained parameters
         self.stream_bytes = self.sizes.num_rows * shape.d_model * self.c
-        self.kept_by_block = self.block.kept_bytes + (self.stream_bytes if self.block.keeps_source else 0)
+        self.source_bytes = self.stream_bytes if self.block.keeps_source else 0
+        counts = [kind.count for kind in self.kinds]
+        self.kept_by_block = self.source_bytes + _mean([profile.kept_bytes for profile in profiles], counts)
         self.offloads = workload.checkpointing == "offload" and workload.on_cuda
-        self.root, self.embeddings, self.one_block = shape.units
         self.looked_up = self.root if shape.is_tied else self.embeddings
         self.reduced_last = self.looked_up if shape.adapters is None else self.one_block
         # Sizes that every moment needs.
@@ -131,7 +137,8 @@ class Passes:
         gradients = after_blocks[GRADIENTS]
         unreduced = self._whole(self.root) + self._whole(self.embeddings)
         if self.adds_up:
-            gradients += num_layers * (self._shard(block) - self._whole(block) * FLOAT32 // self.c)
+            whole = sum(kind.count * self._whole(kind) for kind in self.kinds) * FLOAT32 // self.c
+            gradients += self._shards(num_layers) - whole
         for unit in (self.root, self.embeddings):
             gradients += 0 if self.accumulates else self._shard(unit)
             yield {**after_blocks, GRADIENTS: gradients, REDUCED: unreduced + self._reduced(unit)}
@@ -149,7 +156,7 @@ class Passes:
 
     def _in_block(self, held: Moment, layer: int, usage: Usage) -> Moment:
         """A moment of a block's backward pass, but for weights and their gradients."""
-        alive = self._kept(layer) + self.kept_by_block - self.block.kept_bytes + usage.activations
+        alive = self._kept(layer) + self.source_bytes + usage.activations
         return {**held, ACTIVATIONS: alive, TEMPORARIES: usage.temporaries, SCRATCH: held[SCRATCH] + usage.kernels}
 
     def _with_gradients(self, held: Moment, num_blocks: int) -> Moment:
@@ -160,7 +167,7 @@ class Passes:
         if self.accumulates:
             return held
         head_gradient = self._made_in_place(self.head_gradient)
-        return {**held, GRADIENTS: held[GRADIENTS] + head_gradient + num_blocks * self._shard(self.one_block)}
+        return {**held, GRADIENTS: held[GRADIENTS] + head_gradient + self._shards(num_blocks)}
 
     def _kept(self, num_blocks: int) -> int:
         """The bytes that `num_blocks` blocks keep on the device; of inputs offloaded to the host, one is there."""
@@ -207,17 +214,26 @@ class Passes:
         """Bytes of gradients that the optimizer reads without a reduction: all without FSDP, 0 with it."""
         return 0 if self.is_sharded else num_bytes + self._handed_over(num_bytes)
 
+    def _shards(self, num_blocks: int) -> int:
+        """Bytes of the reduced gradients of so many blocks."""
+        counts = [kind.count for kind in self.kinds]
+        return num_blocks * _mean([self._shard(kind) for kind in self.kinds], counts)
+
     def _shard(self, unit: Unit) -> int:
         """Bytes of a unit's reduced gradients, which the optimizer reads."""
         return sum(local_size(parameter, self.layout).padded for parameter in unit.trained) * MASTER_BYTES
 
 
-def _with_budget(shape: ModelShape, sizes: Pass, workload: Workload) -> Profile:
+def _mean(values: list[int], counts: list[int]) -> int:
+    return -(-sum(value * count for value, count in zip(values, counts, strict=True)) // sum(counts))
+
+
+def _with_budget(kind: str, shape: ModelShape, sizes: Pass, workload: Workload) -> Profile:
     """One block's profile. A memory budget keeps that share of what a block would keep beyond its input.
 
     Source: `torch._functorch.config.activation_memory_budget`: 0 is recomputing everything, 1 keeping everything.
     """
-    profile = profile_of("block", shape, sizes)
+    profile = profile_of(kind, shape, sizes)
     if workload.activation_memory_budget >= 1.0:
         return profile
     kept_bytes = round(profile.kept_bytes * workload.activation_memory_budget)

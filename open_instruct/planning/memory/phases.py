@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from open_instruct.planning.memory.activations import FLOAT32
 from open_instruct.planning.memory.forward_backward import GRADIENTS, SCRATCH, TEMPORARIES, Moment, Passes
+from open_instruct.planning.memory.pieces import FLOAT32
 from open_instruct.planning.memory.scratch import BLOCK_BYTES, CUBLAS_BYTES, library_bytes
 from open_instruct.planning.memory.state import MASTER_BYTES, local_size, num_moments, state_bytes, uses_muon
 from open_instruct.planning.memory.sync_buckets import sync_buckets
@@ -184,7 +184,7 @@ class Moments:
         """Sine and cosine of every position of a row, float32: one pair for the layers that have a window, if any, and
         one for those that have none."""
         num_pairs = len({window is None for window in self.shape.windows})
-        return num_pairs * 2 * FLOAT32 * self.workload.with_full_rows().tokens_per_microbatch * self.shape.head_dim
+        return num_pairs * 2 * FLOAT32 * self.workload.with_full_rows().tokens_per_microbatch * self.shape.turned_dim
 
     def reference_pass(self) -> Iterator[Moment]:
         """Moments of the pass over the start weights before training, which may have more documents than a step."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import prod
 from types import SimpleNamespace
 
+from open_instruct.families import LINEAR
 from open_instruct.models.hf.names import TensorNames, is_of_adapter
 from open_instruct.planning.memory.state import chunk_rows, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
@@ -40,6 +41,7 @@ def _sent(shape: ModelShape, workload: Workload) -> list[ParameterShape]:
         return [each for each in shape.parameters if is_of_adapter(each.name)]
     by_name = {parameter.name: parameter for parameter in shape.parameters}
     fields = {"model_type": shape.family, "tie_word_embeddings": shape.is_tied, "num_hidden_layers": shape.num_layers}
+    fields["layer_types"] = [LINEAR if layer in shape.delta_layers else None for layer in range(shape.num_layers)]
     return [by_name[name] for name in TensorNames(SimpleNamespace(**fields)).olmo_core_names]
 
 

@@ -18,13 +18,15 @@ from typing import Any
 
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES, Family, QKNorm, family_of
+from open_instruct.families import FAMILIES, LINEAR, SLIDING, Family, QKNorm, family_of
+from open_instruct.models.delta_rule.shape import DeltaShape, delta_shape
 from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, SIZES, check_size
 from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, LM_HEAD, is_of_adapter
 
-BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
+DELTA_BLOCKS = "delta blocks"
+"""The unit of a block whose mixer is a layer of the gated delta rule."""
 
-SLIDING = "sliding_attention"
+BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # Words of a name that say how a model was trained or when, not how large it is.
 _VARIANT = re.compile(
@@ -93,10 +95,15 @@ class ModelShape:
     vocab_size: int
     is_tied: bool
     qk_norm: QKNorm
-    windows: tuple[int | None, ...]  # of each layer: the tokens that a query sees, itself among them; None: all before
+    windows: tuple[
+        int | None, ...
+    ]  # of each layer that attends: the tokens that a query sees, itself among them; None: all before
     checkpoint_bytes_per_param: int = 2
     scores: bool = False  # its head has one row
     adapters: Adapters | None = None
+    delta: DeltaShape | None = None
+    turned_share: float = 1.0  # of a head, which RoPE turns
+    delta_layers: tuple[int, ...] = ()  # those of the gated delta rule, of the shape `delta`
 
     @cached_property
     def parameters(self) -> tuple[ParameterShape, ...]:
@@ -112,33 +119,41 @@ class ModelShape:
             is_trained = self.adapters is None or is_of_adapter(name) or (self.scores and name == LM_HEAD)
             return ParameterShape(name=name, shape=size, layer=layer, tensor_axis=axis, is_trained=is_trained)
 
-        block = list(self._block())
+        kinds = {is_delta: list(self._block(is_delta)) for is_delta in {False, bool(self.delta_layers)}}
         parameters = [parameter(EMBEDDINGS, (self.vocab_size, self.d_model), 0)]
         for layer in range(self.num_layers):
+            block = kinds[layer in self.delta_layers]
             parameters += [parameter(f"blocks.{layer}.{name}", size, axis, layer) for name, size, axis in block]
         parameters.append(parameter("lm_head.norm.weight", (self.d_model,), None))
         if not self.is_tied:
             parameters.append(parameter(LM_HEAD, (1 if self.scores else self.vocab_size, self.d_model), 0))
         return tuple(parameters)
 
-    def _block(self) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
+    def _block(self, is_delta: bool) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
         """Names within a block, sizes and tensor axes."""
         d_model, d_ff, q_width, kv_width = self.d_model, self.d_ff, self.q_width, self.kv_width
         norm_widths = {"none": (), "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.qk_norm]
-        modules: dict[str, tuple[tuple[int, ...], int | None]] = {
-            "attention.w_q": ((q_width, d_model), 0),
-            "attention.w_k": ((kv_width, d_model), 0),
-            "attention.w_v": ((kv_width, d_model), 0),
-            "attention.w_out": ((d_model, q_width), 1),
-            **{f"attention.{one}_norm": ((width,), None) for one, width in zip("qk", norm_widths, strict=False)},
-            "attention_norm": ((d_model,), None),
-            "feed_forward.w1": ((d_ff, d_model), 0),
-            "feed_forward.w2": ((d_model, d_ff), 1),
-            "feed_forward.w3": ((d_ff, d_model), 0),
-            "feed_forward_norm": ((d_model,), None),
+        given_by_w_q = q_width * (2 if self.traits.gates_attention else 1)
+        mixer: dict[str, tuple[tuple[int, ...], int | None]] = {
+            "attention.w_q.weight": ((given_by_w_q, d_model), 0),
+            "attention.w_k.weight": ((kv_width, d_model), 0),
+            "attention.w_v.weight": ((kv_width, d_model), 0),
+            "attention.w_out.weight": ((d_model, q_width), 1),
+            **{f"attention.{one}_norm.weight": ((width,), None) for one, width in zip("qk", norm_widths, strict=False)},
         }
-        for module, (size, axis) in modules.items():
-            yield f"{module}.weight", size, axis
+        if is_delta:
+            assert self.delta is not None
+            mixer = {f"attention.{name}": (size, None) for name, size in self.delta.tensors(d_model).items()}
+        parameters = mixer | {
+            "attention_norm.weight": ((d_model,), None),
+            "feed_forward.w1.weight": ((d_ff, d_model), 0),
+            "feed_forward.w2.weight": ((d_model, d_ff), 1),
+            "feed_forward.w3.weight": ((d_ff, d_model), 0),
+            "feed_forward_norm.weight": ((d_model,), None),
+        }
+        for name, (size, axis) in parameters.items():
+            module = name.removesuffix(".weight")
+            yield name, size, axis
             if self.traits.qkv_bias and axis == 0 and module.startswith("attention."):
                 yield f"{module}.bias", size[:1], axis
             if self.adapters is not None and module in self.adapters.modules:
@@ -146,18 +161,23 @@ class ModelShape:
                 yield f"{module}.{ADAPTER[1]}", (size[0], self.adapters.rank), None if axis else axis
 
     @cached_property
-    def units(self) -> tuple[Unit, Unit, Unit]:
-        """FSDP's root, its embeddings, and one of its blocks, in the order in which a forward pass gathers them.
+    def units(self) -> tuple[Unit, ...]:
+        """FSDP's root, its embeddings, and a block of each kind, in the order in which a forward pass gathers them.
 
         Source: `Transformer.apply_fsdp` of OLMo-core with the wrapping strategy "blocks". The root unit is what is
         left: the last norm and the head's matrix, and the embeddings where they are tied to it; else they are a unit.
         """
         embeddings, *rest = self.parameters
         root = tuple(parameter for parameter in rest if parameter.layer is None)
+        kinds = {"blocks": set(range(self.num_layers)) - {*self.delta_layers}, DELTA_BLOCKS: {*self.delta_layers}}
         return (
             Unit(name="root", parameters=(embeddings, *root) if self.is_tied else root),
             Unit(name="embeddings", parameters=() if self.is_tied else (embeddings,)),
-            Unit(name="blocks", parameters=tuple(each for each in rest if each.layer == 0), count=self.num_layers),
+            *(
+                Unit(name=kind, parameters=tuple(each for each in rest if each.layer == min(layers)), count=len(layers))
+                for kind, layers in kinds.items()
+                if layers
+            ),
         )
 
     @property
@@ -184,6 +204,11 @@ class ModelShape:
     def q_width(self) -> int:
         """Features of all query heads together."""
         return self.num_heads * self.head_dim
+
+    @property
+    def turned_dim(self) -> int:
+        """Features of a head that RoPE turns."""
+        return int(self.head_dim * self.turned_share)
 
     @property
     def kv_width(self) -> int:
@@ -217,6 +242,7 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
         raise InputError(
             f"{where}: num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = {num_kv_heads}"
         )
+    layer_types = _layer_types(fields, family, num_layers, where)
     dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
     return ModelShape(
         name=name,
@@ -230,21 +256,39 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
         vocab_size=count("vocab_size"),
         is_tied=bool(fields.get("tie_word_embeddings", False)),
         qk_norm=family.qk_norm,
-        windows=_windows(fields, family, num_layers, where),
+        windows=_windows(fields, family, layer_types, where),
+        turned_share=_turned_share(fields, family),
+        delta=None if family.delta is None else delta_shape(fields, family.delta, where),
+        delta_layers=tuple(layer for layer, layer_type in enumerate(layer_types) if layer_type == LINEAR),
         checkpoint_bytes_per_param=BYTES_OF_DTYPE.get(dtype, 4),
     )
 
 
-def _windows(fields: dict[str, Any], family: Family, num_layers: int, where: str) -> tuple[int | None, ...]:
-    window, layer_types = fields.get("sliding_window"), fields.get("layer_types")
-    if window is None or not family.has_windows:
-        return (None,) * num_layers
-    check_size("sliding_window", window, MAX_POSITIONS, where)
-    if layer_types is None:
-        return family.default_windows(num_layers, window)
+def _layer_types(fields: dict[str, Any], family: Family, num_layers: int, where: str) -> list[str]:
+    layer_types = fields.get("layer_types")
+    if layer_types is None or not (family.has_windows or family.delta):
+        return family.default_layer_types(num_layers)
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise InputError(f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries")
-    return tuple(window if layer_type == SLIDING else None for layer_type in layer_types)
+    return layer_types
+
+
+def _turned_share(fields: dict[str, Any], family: Family) -> float:
+    rope = fields.get("rope_parameters")
+    rope = rope if isinstance(rope, dict) else {"rope_theta": fields.get("rope_theta", 1)}
+    if family.may_not_turn and rope.get("rope_theta") is None:
+        return 0.0
+    if family.turned_share is None:
+        return 1.0
+    part = "partial_rotary_factor"
+    return float(rope.get(part, fields.get(part, family.turned_share)))
+
+
+def _windows(fields: dict[str, Any], family: Family, layer_types: list[str], where: str) -> tuple[int | None, ...]:
+    window = fields.get("sliding_window") if family.has_windows else None
+    if window is not None:
+        check_size("sliding_window", window, MAX_POSITIONS, where)
+    return tuple(window if each == SLIDING else None for each in layer_types if each != LINEAR)
 
 
 def model_shape(name_or_path: str) -> ModelShape:

@@ -148,7 +148,7 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     again = head * sum(chunks[num_kept:]) // sum(chunks) if len(chunks) > 1 else 0
     again += sum(flops for module, flops in blocks.items() if is_recomputed(workload, module))
     frozen = [each.num_params for each in _matrices(shape) if not each.is_trained]
-    unmade = 2 * workload.tokens_per_microbatch * shape.num_layers * sum(frozen)
+    unmade = 2 * workload.tokens_per_microbatch * sum(frozen)
     unmade += head if frozen and not shape.scores else 0
     total = workload.num_updates * workload.num_microbatches * (3 * forward - unmade + again)
     for scoring in workload.scorings:
@@ -171,19 +171,21 @@ def attended_pairs(length: int, window: int | None) -> int:
 def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
     """Operations of a forward pass of all blocks over a whole microbatch, by module."""
     attention, feed_forward = (
-        shape.num_layers * sum(each.num_params for each in _matrices(shape) if module in each.name)
+        sum(each.num_params for each in _matrices(shape) if module in each.name)
         for module in (".attention.", ".feed_forward.")
     )
     num_tokens, num_pairs = workload.tokens_per_microbatch, sum(_pairs(workload, window) for window in shape.windows)
     per_number = 1 if workload.multiplies_in_float8 else 2
     # Attention is two products: queries with keys, and attention weights with values.
     products = per_number * num_tokens * attention + 2 * 2 * shape.q_width * num_pairs
+    if shape.delta is not None:
+        products += num_tokens * len(shape.delta_layers) * shape.delta.rule_flops
     return {"attention": products, "feed_forward": per_number * num_tokens * feed_forward}
 
 
 def _matrices(shape: ModelShape) -> list[ParameterShape]:
-    """The matrices of one block."""
-    return [parameter for parameter in shape.parameters if parameter.layer == 0 and len(parameter.shape) == 2]
+    """The matrices of all blocks."""
+    return [each for each in shape.parameters if each.layer is not None and len(each.shape) == 2]
 
 
 def _pairs(workload: Workload, window: int | None) -> int:
