@@ -54,6 +54,8 @@ class Family:
         norms_from_zero: whether the weight of a norm is stored less one, and multiplied before rounding.
         turned_share: of a head, that RoPE turns if config.json has no `partial_rotary_factor`; None: always all.
         may_not_turn: whether config.json may have no RoPE (`rope_theta` null).
+        engine_needs: a package that vLLM's model of the family imports, and that vLLM does not bring along.
+        is_served_on_cpus: whether vLLM's build for CPUs has what its layers need.
         default_head_dim: of a config.json that gives none; None: hidden_size / num_attention_heads.
 
     Example: the queries and keys of Qwen 3 are normalised head by head, and its heads may be of any size::
@@ -73,6 +75,8 @@ class Family:
     norms_from_zero: bool = False
     turned_share: float | None = None
     may_not_turn: bool = False
+    engine_needs: str | None = None
+    is_served_on_cpus: bool = True
     default_head_dim: int | None = None
 
     def default_layer_types(self, num_layers: int) -> list[str]:
@@ -97,6 +101,7 @@ FAMILIES = {
         norm_after=True,
         in_float32=True,
         may_not_turn=True,
+        is_served_on_cpus=False,
         delta=DeltaLayers(norm_eps=1e-5, may_negate=True),
     ),
     "qwen3_5_text": Family(
@@ -107,6 +112,7 @@ FAMILIES = {
         gates_attention=True,
         norms_from_zero=True,
         turned_share=0.25,
+        engine_needs="torchvision",
         delta=DeltaLayers(is_fused=True, key_heads=16, value_heads=32, head_dim=128),
     ),
 }

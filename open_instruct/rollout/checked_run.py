@@ -3,6 +3,7 @@
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.environments.environment import Factory, begin_run
 from open_instruct.environments.registry import known_environments
 from open_instruct.episodes.bridge import check_bridges
+from open_instruct.errors import InputError
+from open_instruct.families import FAMILIES
 from open_instruct.learner.reference import open_teacher
 from open_instruct.learner.rows.datasets import reading
 from open_instruct.losses.advantages import ADVANTAGES
@@ -83,6 +86,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         pretrained = open_pretrained(config, directory.hf_model, layout=layout)
         if (teacher := config.loss.teacher_model_name_or_path) is not None:
             open_teacher(teacher, pretrained, config=config, layout=layout)
+        _check_engine(config, pretrained.hf_config.model_type)
         config = _planned(config, pretrained.folder, console, directory)
         data = config.data
         chat = ChatFormat.choose(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
@@ -159,6 +163,31 @@ def _look_at_programs(
         console.say(f"tests of a program that are not reached in {time_s} have failed")
     if (are_judged and not reward.code_api_url) or "python" in answering:
         try_walls(reward.code_sandbox, say=console.say, warn=console.warn)
+
+
+def _check_engine(config: GRPOConfig, model_type: str) -> None:
+    """Refuse what vLLM will not do with a model of this family, as far as this host is like the engines'.
+
+    Raises:
+        InputError: says what to change.
+    """
+    family = FAMILIES[model_type]
+    if family.engine_needs is not None and find_spec(family.engine_needs) is None:
+        raise InputError(
+            f"vLLM's model of {family.name} imports {family.engine_needs}, which is not installed: install the release "
+            "of it that belongs to this PyTorch"
+        )
+    on_cpu = not torch.cuda.is_available() and config.fleet.ray_address is None
+    if on_cpu and not family.is_served_on_cpus:
+        raise InputError(
+            f"vLLM runs the layers of {family.name} on GPUs alone, and there is none here: generate on a machine with "
+            "GPUs, or learn from rows (sft, dpo, kto, distill)"
+        )
+    if family.delta is not None and on_cpu and config.fleet.vllm_enable_prefix_caching:
+        raise InputError(
+            f"--vllm_enable_prefix_caching: on a CPU vLLM caches no prompts of {family.name}, whose layers remember "
+            "instead of looking back; give --no_vllm_enable_prefix_caching"
+        )
 
 
 def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunDirectory) -> GRPOConfig:

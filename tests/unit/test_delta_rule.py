@@ -1,5 +1,6 @@
 """Layers of the gated delta rule: token by token, in chunks, over segments that branch, and against transformers."""
 
+from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, as_in_files
 from open_instruct.models.attention.segments import Segments
@@ -18,7 +20,10 @@ from open_instruct.models.delta_rule.mixer import DeltaRuleConfig, DeltaRuleMixe
 from open_instruct.models.delta_rule.rule import Inputs, by_chunks, gated_delta_rule
 from open_instruct.models.delta_rule.shape import DeltaShape, delta_shape
 from open_instruct.models.delta_rule.walk import CHUNK, walked
-from open_instruct.models.hf.names import TensorNames
+from open_instruct.models.hf.names import TensorNames, clean_name
+from open_instruct.models.lora.adapters import adapt
+from open_instruct.models.lora.files import file_name_of
+from open_instruct.planning.subject.model import Adapters, shape_of_fields
 from tests.unit.small_models import CPU, hf_config, new_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -163,3 +168,23 @@ def test_on_cuda_the_kernel_is_called_where_it_can_be(monkeypatch: pytest.Monkey
     branching = Segments.of((4, 5), (0, 2), device=CPU)
     assert torch.equal(gated_delta_rule(on_cuda, branching, walked((4, 5), (0, 2), num_before=3)), inputs.value + 1)
     assert len(called) == 1
+
+
+@pytest.mark.parametrize("family", DELTA_FAMILIES)
+def test_adapters_stand_beside_the_matrices_that_a_layer_has(family: str) -> None:
+    """In a plan, too, and under names that peft has for them."""
+    config, lora = hf_config(family), LoRASection(use_lora=True, lora_r=2)
+    model, names = new_model(family), TensorNames(config)
+    adapt(model, lora, dtype=torch.float32)
+    shapes = {clean_name(name): tuple(each.shape) for name, each in model.named_parameters()}
+    shape = replace(
+        shape_of_fields(config.to_dict(), name="tiny", where="config.json"),
+        adapters=Adapters(rank=2, modules=tuple(MODULES_OF_TARGETS[target] for target in lora.targets)),
+    )
+    assert {each.name: each.shape for each in shape.parameters} == shapes
+    adapted = {name.removesuffix(".lora_A") for name in shapes if name.endswith("lora_A")}
+    of_mixers = [{name.split(".")[-1] for name in adapted if name.startswith(f"blocks.{i}.attention")} for i in (0, 3)]
+    all_four = {"w_q", "w_k", "w_v", "w_out"}
+    assert of_mixers == [set() if shape.delta is not None and shape.delta.is_fused else all_four, all_four]
+    hf_modules = {file_name_of(f"{name}.lora_A", names).split(".")[-3] for name in adapted}
+    assert hf_modules == set(lora.targets)

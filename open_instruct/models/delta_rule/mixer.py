@@ -52,7 +52,6 @@ class DeltaRuleMixer(SequenceMixer):
     w_a: nn.Linear
     w_b: nn.Linear
     w_g: nn.Linear
-    w_out: nn.Linear
 
     def __init__(self, config: DeltaRuleConfig, d_model: int, *, init_device: str) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ class DeltaRuleMixer(SequenceMixer):
         decay_TH = -exact(self.A_log).exp() * F.softplus(exact(self.w_a(x_TD)) + self.dt_bias)
         read_THV = self._remember(projected, decay_TH, rate_TH, cu_doc_lens)
         gate_THV = self.w_g(x_TD).unflatten(-1, read_THV.shape[1:])
-        output_TD: torch.Tensor = self.w_out(self.o_norm(read_THV, gate_THV).flatten(1))
+        output_TD: torch.Tensor = self.get_submodule(self.shape.output)(self.o_norm(read_THV, gate_THV).flatten(1))
         return output_TD.view_as(x)
 
     # Compiled blocks leave this out, as it differs with every row's lengths.

@@ -40,6 +40,11 @@ class DeltaShape:
         return {"qkv": sum(self.widths)} if self.is_fused else dict(zip("qkv", self.widths, strict=True))
 
     @property
+    def output(self) -> str:
+        """The matrix of the output: adapters for `o_proj` are beside `w_out`, and one matrix for all has `out_proj`."""
+        return "w_output" if self.is_fused else "w_out"
+
+    @property
     def rule_flops(self) -> int:
         """Of the rule for one token in a forward pass: with what is remembered, and within a chunk."""
         return (
@@ -56,7 +61,7 @@ class DeltaShape:
             "w_a.weight": (*heads, d_model),
             "w_b.weight": (*heads, d_model),
             "w_g.weight": (values, d_model),
-            "w_out.weight": (d_model, values),
+            f"{self.output}.weight": (d_model, values),
             **{f"{part}_conv1d.weight": (rows, 1, self.kernel) for part, rows in self.parts.items()},
             "o_norm.weight": (self.value_dim,),
         }

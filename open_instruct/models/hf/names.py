@@ -63,7 +63,7 @@ _DELTA_FUSED = {
     "attention.w_g.weight": "linear_attn.in_proj_z.weight",
     "attention.qkv_conv1d.weight": "linear_attn.conv1d.weight",
     "attention.o_norm.weight": "linear_attn.norm.weight",
-    "attention.w_out.weight": "linear_attn.out_proj.weight",
+    "attention.w_output.weight": "linear_attn.out_proj.weight",
 }
 # As transformers saves the norms of Olmo-Hybrid; it reads the usual names too, and engines no others.
 _SAVED_AS = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}

@@ -33,7 +33,7 @@ def delta_layer(piece: Piece, x: Tensor) -> Tensor:
     gradients = [whole(read), whole(gate), whole(norm)]
     gated = piece.tape.run(read.num_bytes, read, gate, norm, saved=[inner, gate, read], gradients=gradients)
     piece.tape.hold(x)
-    return piece.linear("attention.w_out", gated, values, d_model)
+    return piece.linear(f"attention.{shape.output}", gated, values, d_model)
 
 
 def _rule(piece: Piece, shape: DeltaShape, inputs: list[Tensor]) -> Tensor:
