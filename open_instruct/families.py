@@ -55,7 +55,7 @@ class Family:
         turned_share: of a head, that RoPE turns if config.json has no `partial_rotary_factor`; None: always all.
         may_not_turn: whether config.json may have no RoPE (`rope_theta` null).
         engine_needs: a package that vLLM's model of the family imports, and that vLLM does not bring along.
-        is_served_on_cpus: whether vLLM's build for CPUs has what its layers need.
+        is_served_on_cpus: whether vLLM's build for CPUs runs it as our engines ask for it.
         default_head_dim: of a config.json that gives none; None: hidden_size / num_attention_heads.
 
     Example: the queries and keys of Qwen 3 are normalised head by head, and its heads may be of any size::
@@ -113,6 +113,7 @@ FAMILIES = {
         norms_from_zero=True,
         turned_share=0.25,
         engine_needs="torchvision",
+        is_served_on_cpus=False,
         delta=DeltaLayers(is_fused=True, key_heads=16, value_heads=32, head_dim=128),
     ),
 }

@@ -22,7 +22,7 @@ def settings_of(folder: Path, *, dtype: str) -> EngineSettings:
         dtype=dtype,  # type: ignore[arg-type]
         max_model_len=LONGEST_PROMPT + LONGEST_COMPLETION,
         batching=Batching(max_num_seqs=NUM_AT_ONCE, max_num_batched_tokens=4096, schedules_ahead=False),
-        fleet=FleetSection(vllm_kv_cache_mib=64, vllm_enforce_eager=True, vllm_enable_prefix_caching=False),
+        fleet=FleetSection(vllm_kv_cache_mib=64, vllm_enforce_eager=True),
         seed=0,
     )
 

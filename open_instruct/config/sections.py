@@ -18,8 +18,10 @@ TRACKERS = ("wandb", "trackio", "tensorboard")
 Dtype = Literal["bfloat16", "float32"]
 ExportDtype = Literal["bfloat16", "float32", "source"]
 # The parameter-name patterns that each --weight_decay_on exempts from decay.
-BIASES = "*.bias"
-SPARED_BY_DECAY = {"linear": ("embeddings.*", "*norm.weight", BIASES), "matrices": ("*norm.weight", BIASES), "all": ()}
+# Only some models have these: biases, and the rates at which layers of the gated delta rule forget.
+OF_SOME_MODELS = ("*bias", "*.A_log")
+SPARED_OF_ALL = ("*norm.weight", *OF_SOME_MODELS)
+SPARED_BY_DECAY = {"linear": ("embeddings.*", *SPARED_OF_ALL), "matrices": SPARED_OF_ALL, "all": ()}
 
 # What --activation_checkpointing selected_modules recomputes by default.
 NORMS_AND_SUBLAYERS = [

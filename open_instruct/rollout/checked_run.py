@@ -86,7 +86,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         pretrained = open_pretrained(config, directory.hf_model, layout=layout)
         if (teacher := config.loss.teacher_model_name_or_path) is not None:
             open_teacher(teacher, pretrained, config=config, layout=layout)
-        _check_engine(config, pretrained.hf_config.model_type)
+        check_engine(config, pretrained.hf_config.model_type)
         config = _planned(config, pretrained.folder, console, directory)
         data = config.data
         chat = ChatFormat.choose(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
@@ -165,7 +165,7 @@ def _look_at_programs(
         try_walls(reward.code_sandbox, say=console.say, warn=console.warn)
 
 
-def _check_engine(config: GRPOConfig, model_type: str) -> None:
+def check_engine(config: GRPOConfig, model_type: str) -> None:
     """Refuse what vLLM will not do with a model of this family, as far as this host is like the engines'.
 
     Raises:
@@ -177,16 +177,10 @@ def _check_engine(config: GRPOConfig, model_type: str) -> None:
             f"vLLM's model of {family.name} imports {family.engine_needs}, which is not installed: install the release "
             "of it that belongs to this PyTorch"
         )
-    on_cpu = not torch.cuda.is_available() and config.fleet.ray_address is None
-    if on_cpu and not family.is_served_on_cpus:
+    if not family.is_served_on_cpus and not torch.cuda.is_available() and config.fleet.ray_address is None:
         raise InputError(
-            f"vLLM runs the layers of {family.name} on GPUs alone, and there is none here: generate on a machine with "
-            "GPUs, or learn from rows (sft, dpo, kto, distill)"
-        )
-    if family.delta is not None and on_cpu and config.fleet.vllm_enable_prefix_caching:
-        raise InputError(
-            f"--vllm_enable_prefix_caching: on a CPU vLLM caches no prompts of {family.name}, whose layers remember "
-            "instead of looking back; give --no_vllm_enable_prefix_caching"
+            f"vLLM's layers of {family.name} are for GPUs, and there is none here: generate on a machine with GPUs, or "
+            "learn from rows (sft, dpo, kto, distill)"
         )
 
 

@@ -1,5 +1,6 @@
 """Layers of the gated delta rule: token by token, in chunks, over segments that branch, and against transformers."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
@@ -11,19 +12,22 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
+from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, as_in_files
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.delta_rule import rule
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig, DeltaRuleMixer
-from open_instruct.models.delta_rule.rule import Inputs, by_chunks, gated_delta_rule
+from open_instruct.models.delta_rule.rule import Inputs, by_chunks, gated_delta_rule, walk_on_device
 from open_instruct.models.delta_rule.shape import DeltaShape, delta_shape
 from open_instruct.models.delta_rule.walk import CHUNK, walked
 from open_instruct.models.hf.names import TensorNames, clean_name
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.models.lora.files import file_name_of
 from open_instruct.planning.subject.model import Adapters, shape_of_fields
+from open_instruct.rollout import checked_run
 from tests.unit.small_models import CPU, hf_config, new_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,7 +82,7 @@ def test_a_walk_is_the_one_in_its_docstring() -> None:
 @pytest.mark.parametrize(("lengths", "prefixes"), ROWS.values(), ids=ROWS.keys())
 def test_in_chunks_it_is_what_it_is_token_by_token(lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> None:
     inputs = random_inputs(sum(lengths))
-    ours = by_chunks(inputs, walked(lengths, prefixes, num_before=3))
+    ours = by_chunks(inputs, walk_on_device(lengths, prefixes, 3, CPU))
     for length, seen in zip(lengths, documents_of(lengths, prefixes), strict=True):
         expected = token_by_token(Inputs(*(each[seen] for each in inputs)))[-length:]
         torch.testing.assert_close(ours[seen[-length:]], expected, atol=1e-10, rtol=1e-10)
@@ -160,13 +164,13 @@ def test_on_cuda_the_kernel_is_called_where_it_can_be(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "dispatch_chunk_gated_delta_rule", dispatch)
     on_cuda = inputs._replace(query=SimpleNamespace(is_cuda=True, unsqueeze=inputs.query.unsqueeze))  # type: ignore[arg-type]
     segments = Segments.of((4, 5), (0, 0), device=CPU)
-    read = gated_delta_rule(on_cuda, segments, walked((4, 5), (0, 0), num_before=3))
+    read = gated_delta_rule(on_cuda, segments, walk_on_device((4, 5), (0, 0), 3, CPU))
     assert torch.equal(read, inputs.value)
     assert called[0]["cu_seqlens"].tolist() == [0, 4, 9] and called[0]["use_qk_l2norm_in_kernel"]
     assert torch.equal(called[0]["g"][0], inputs.decay) and torch.equal(called[0]["beta"][0], inputs.rate)
     monkeypatch.setattr(rule, "by_chunks", lambda inputs, walk: inputs.value + 1)
     branching = Segments.of((4, 5), (0, 2), device=CPU)
-    assert torch.equal(gated_delta_rule(on_cuda, branching, walked((4, 5), (0, 2), num_before=3)), inputs.value + 1)
+    assert torch.equal(gated_delta_rule(on_cuda, branching, walk_on_device((4, 5), (0, 2), 3, CPU)), inputs.value + 1)
     assert len(called) == 1
 
 
@@ -188,3 +192,26 @@ def test_adapters_stand_beside_the_matrices_that_a_layer_has(family: str) -> Non
     assert of_mixers == [set() if shape.delta is not None and shape.delta.is_fused else all_four, all_four]
     hf_modules = {file_name_of(f"{name}.lora_A", names).split(".")[-3] for name in adapted}
     assert hf_modules == set(lora.targets)
+
+
+@pytest.mark.parametrize(
+    ("family", "has_torchvision", "on_gpu", "named"),
+    [
+        ("olmo_hybrid", False, False, "layers of Olmo-Hybrid are for GPUs"),
+        ("qwen3_5_text", True, False, "layers of Qwen 3.5 .* are for GPUs"),
+        ("qwen3_5_text", False, True, "imports torchvision, which is not installed"),
+        ("qwen3_5_text", True, True, None),
+        ("olmo_hybrid", False, True, None),
+        ("qwen3", False, False, None),
+    ],
+)
+def test_what_engines_cannot_do_is_refused_before_they_start(
+    family: str, has_torchvision: bool, on_gpu: bool, named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse(
+        GRPOConfig, ["--model_name_or_path", "m", "--dataset_mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+    )
+    monkeypatch.setattr(checked_run, "find_spec", lambda name: name if has_torchvision else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    with nullcontext() if named is None else pytest.raises(InputError, match=named):
+        checked_run.check_engine(config, family)

@@ -198,9 +198,10 @@ class TestOptimizers:
         model = torch.nn.ModuleDict(
             {"embeddings": torch.nn.Embedding(3, 2), "w": torch.nn.Linear(2, 2), "norm": torch.nn.RMSNorm(2)}
         )
+        model["rates"] = torch.nn.ParameterDict({name: torch.ones(2) for name in ("A_log", "dt_bias")})
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         optim = OptimSection(weight_decay=0.1, weight_decay_on=on, learning_rate=0.5)
-        optimizer = build_optimizer_config(optim, device=CPU, has_biases=True).build(model)
+        optimizer = build_optimizer_config(optim, device=CPU, names=before).build(model)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()

@@ -46,7 +46,7 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     module = FSDP2Backend(
         reduces_last=config.parallel.gradient_reduction == "last",
         model=transformer,
-        optim=build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases),
+        optim=build_optimizer_config(optim, device=device, names=pretrained.names.olmo_core_names),
         scheduler=build_scheduler(optim, num_steps=num_steps),
         compile_model=not has_copy and compiles(memory, layout=run.layout, device=device),
         # Infinity clips nothing and still measures the norm.

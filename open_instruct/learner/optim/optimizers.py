@@ -1,6 +1,8 @@
 """Optimizers and learning-rate schedules, from flags to OLMo-core configs."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from olmo_core.optim import (
 from olmo_core.optim.scheduler import Scheduler
 from olmo_core.train import Trainer
 
-from open_instruct.config.sections import BIASES, OptimizerSection
+from open_instruct.config.sections import OF_SOME_MODELS, OptimizerSection
 from open_instruct.learner.optim.muon import MuonWithAdamW
 
 
@@ -74,17 +76,18 @@ class HostSkipStepAdamWConfig(SkipStepAdamWConfig):
 
 
 def build_optimizer_config(
-    optim: OptimizerSection, *, device: torch.device, has_biases: bool = False
+    optim: OptimizerSection, *, device: torch.device, names: Collection[str] = ()
 ) -> OptimConfig[Any]:
     """The OLMo-core config of `--optimizer`; AdamW is fused where there is CUDA.
 
-    :param has_biases: whether the model has biases. OLMo-core refuses a pattern that names nothing.
+    :param names: of the parameters. OLMo-core refuses a pattern that names nothing.
     """
     adam_settings = {"betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
     common: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay} | adam_settings
     if optim.optimizer == "muon":
         return MuonWithAdamWConfig(**common)
-    if not_decayed := [name for name in optim.not_decayed if has_biases or name != BIASES]:
+    is_there = {pattern: any(fnmatchcase(name, pattern) for name in names) for pattern in OF_SOME_MODELS}
+    if not_decayed := [pattern for pattern in optim.not_decayed if is_there.get(pattern, True)]:
         common["group_overrides"] = [OptimGroupOverride(params=not_decayed, opts={"weight_decay": 0.0})]
     if optim.optimizer == "skip_step_adamw":
         return HostSkipStepAdamWConfig(**common)

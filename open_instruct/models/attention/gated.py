@@ -20,19 +20,10 @@ class GatedAttentionConfig(AttentionConfig):
         return super().num_params(d_model) + d_model * self.n_heads * self.head_dim
 
     def build(self, d_model: int, *, init_device: str = "cpu", cache: Any = None, **_: object) -> GatedAttention:
+        given = ("n_heads", "n_kv_heads", "head_dim", "bias", "rope", "qk_norm", "use_head_qk_norm", "backend")
+        options = {name: getattr(self, name) for name in given}
         return GatedAttention(
-            d_model=d_model,
-            n_heads=self.n_heads,
-            n_kv_heads=self.n_kv_heads,
-            head_dim=self.head_dim,
-            bias=False,
-            rope=self.rope,
-            qk_norm=self.qk_norm,
-            use_head_qk_norm=True,
-            backend=self.backend,
-            dtype=self.dtype.as_pt(),
-            init_device=init_device,
-            cache=cache,
+            d_model=d_model, dtype=self.dtype.as_pt(), init_device=init_device, cache=cache, **options
         )
 
 

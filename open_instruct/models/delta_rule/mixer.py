@@ -22,9 +22,8 @@ from torch import nn
 
 from open_instruct.models.attention.attention import Gathered
 from open_instruct.models.attention.segments import Segments
-from open_instruct.models.delta_rule.rule import Inputs, exact, gated_delta_rule
+from open_instruct.models.delta_rule.rule import Inputs, WalkOnDevice, exact, gated_delta_rule, walk_on_device
 from open_instruct.models.delta_rule.shape import DeltaShape
-from open_instruct.models.delta_rule.walk import Walk, walked
 
 
 @dataclass
@@ -88,7 +87,8 @@ class DeltaRuleMixer(SequenceMixer):
         self, projected: list[torch.Tensor], decay_TH: torch.Tensor, rate_TH: torch.Tensor, segments: Segments
     ) -> torch.Tensor:
         shape = self.shape
-        walk = walked(segments.lengths, segments.prefix_lengths, num_before=shape.kernel - 1)
+        device = projected[0].device
+        walk = walk_on_device(segments.lengths, segments.prefix_lengths, shape.kernel - 1, device)
         convolutions = [self.get_submodule(f"{part}_conv1d") for part in shape.parts]
         mixed = [F.silu(convolve(*each, walk)) for each in zip(projected, convolutions, strict=True)]
         query, key, value = mixed[0].split(shape.widths, dim=-1) if shape.is_fused else mixed
@@ -115,12 +115,12 @@ class DeltaRuleMixer(SequenceMixer):
         return 6 * sum(each.numel() for each in self.parameters()) + 3 * self.shape.rule_flops
 
 
-def convolve(x_TC: torch.Tensor, convolution: nn.Module, walk: Walk) -> torch.Tensor:
+def convolve(x_TC: torch.Tensor, convolution: nn.Module, walk: WalkOnDevice) -> torch.Tensor:
     """Each channel over a token and those before it in its document, zero before the first; (T, C)."""
     with_zero = torch.cat([x_TC, x_TC.new_zeros(1, x_TC.shape[1])])
-    laid_out = Gathered.apply(with_zero, torch.tensor(walk.history, device=x_TC.device))
+    laid_out = Gathered.apply(with_zero, walk.history)
     convolved = convolution(laid_out.T.unsqueeze(0))[0].T
-    return convolved.index_select(0, torch.tensor(walk.after_history, device=x_TC.device))
+    return convolved.index_select(0, walk.after_history_T)
 
 
 class GatedNorm(nn.Module):

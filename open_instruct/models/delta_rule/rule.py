@@ -13,12 +13,13 @@ Legend of the shape suffixes: T tokens of a row, N chunks, C tokens of a chunk, 
 of a key, V features of a value.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from open_instruct.models.attention.segments import Segments
-from open_instruct.models.delta_rule.walk import CHUNK, Walk
+from open_instruct.models.delta_rule.walk import CHUNK, walked
 
 NORM_EPS = 1e-6
 
@@ -40,7 +41,33 @@ class Inputs(NamedTuple):
     rate: torch.Tensor
 
 
-def gated_delta_rule(inputs: Inputs, segments: Segments, walk: Walk) -> torch.Tensor:
+class WalkOnDevice(NamedTuple):
+    """A `Walk` as indices on a device; `tokens_NC` are those of each chunk, and after its last the number of tokens."""
+
+    goes_on_from: tuple[int | None, ...]
+    tokens_NC: torch.Tensor
+    places_T: torch.Tensor
+    history: torch.Tensor
+    after_history_T: torch.Tensor
+
+
+# Kept for all layers of a model, and for what is recomputed in a backward pass.
+@lru_cache(maxsize=4)
+def walk_on_device(
+    lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], num_before: int, device: torch.device
+) -> WalkOnDevice:
+    """The walk of a row, for a convolution that sees `num_before` tokens before its own."""
+    walk = walked(lengths, prefix_lengths, num_before=num_before)
+    starts_N1, stops_N1 = (torch.tensor(each).unsqueeze(1) for each in (walk.starts, walk.stops))
+    tokens_NC = starts_N1 + torch.arange(CHUNK)
+    tokens_NC = tokens_NC.where(tokens_NC < stops_N1, sum(lengths))
+    indices = (tokens_NC, *map(torch.tensor, (walk.places, walk.history, walk.after_history)))
+    if device.type == "cuda":  # or the host would wait for the device
+        indices = tuple(index.pin_memory().to(device, non_blocking=True) for index in indices)
+    return WalkOnDevice(walk.goes_on_from, *indices)
+
+
+def gated_delta_rule(inputs: Inputs, segments: Segments, walk: WalkOnDevice) -> torch.Tensor:
     """What every token reads, (T, H, V).
 
     On CUDA by the kernel of flash-linear-attention where that is installed, which knows no prefixes.
@@ -50,15 +77,16 @@ def gated_delta_rule(inputs: Inputs, segments: Segments, walk: Walk) -> torch.Te
     return by_chunks(inputs, walk)
 
 
-def by_chunks(inputs: Inputs, walk: Walk) -> torch.Tensor:
+def by_chunks(inputs: Inputs, walk: WalkOnDevice) -> torch.Tensor:
     """The rule in plain PyTorch, (T, H, V)."""
     with torch.autocast(inputs.query.device.type, enabled=False):
-        query, key, value, decay, rate = (_in_chunks(exact(each), walk) for each in inputs)
+        query, key, value, decay, rate = (_in_chunks(exact(each), walk.tokens_NC) for each in inputs)
         query, key = (each * (each.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for each in (query, key))
         query = query * query.shape[-1] ** -0.5
         # From the beginning of the chunk to each token, and between each two tokens.
         kept_NHC1 = decay.cumsum(dim=2)
-        between = (kept_NHC1 - kept_NHC1.mT).masked_fill(_later(query.device), -torch.inf).exp()
+        is_later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
+        between = (kept_NHC1 - kept_NHC1.mT).masked_fill(is_later, -torch.inf).exp()
         # What tokens write depends on what those before them wrote: a triangular system (section 3.3).
         system_NHCC = (rate * key) @ key.mT * between
         right = torch.cat([rate * value, rate * key * kept_NHC1.exp()], dim=-1)
@@ -70,8 +98,7 @@ def by_chunks(inputs: Inputs, walk: Walk) -> torch.Tensor:
         all_kept = kept_NHC1[:, :, -1:].exp() * torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)
         found_NHKV = _states(all_kept - leaves @ corrected, leaves @ written, walk)
         read = reads @ written + (query * kept_NHC1.exp() - reads @ corrected) @ found_NHKV
-        places_T = torch.tensor(walk.places, device=read.device)
-        return read.transpose(1, 2).flatten(0, 1).index_select(0, places_T).to(inputs.value.dtype)
+        return read.transpose(1, 2).flatten(0, 1).index_select(0, walk.places_T).to(inputs.value.dtype)
 
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,21 +106,14 @@ def exact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _in_chunks(tensor: torch.Tensor, walk: Walk) -> torch.Tensor:
+def _in_chunks(tensor: torch.Tensor, tokens_NC: torch.Tensor) -> torch.Tensor:
     """(T, H, ...) into (N, H, C, ...), with zeros after a chunk's last token; (T, H) into (N, H, C, 1)."""
-    starts_N1, stops_N1 = (torch.tensor(each, device=tensor.device).unsqueeze(1) for each in (walk.starts, walk.stops))
-    index_NC = starts_N1 + torch.arange(CHUNK, device=tensor.device)
-    index_NC = index_NC.where(index_NC < stops_N1, len(tensor))
     with_zero = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
-    chunks = with_zero.index_select(0, index_NC.flatten()).unflatten(0, index_NC.shape).transpose(1, 2)
+    chunks = with_zero.index_select(0, tokens_NC.flatten()).unflatten(0, tokens_NC.shape).transpose(1, 2)
     return chunks if tensor.dim() == 3 else chunks.unsqueeze(-1)
 
 
-def _later(device: torch.device) -> torch.Tensor:
-    return torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).triu(1)
-
-
-def _states(changes_NHKK: torch.Tensor, additions_NHKV: torch.Tensor, walk: Walk) -> torch.Tensor:
+def _states(changes_NHKK: torch.Tensor, additions_NHKV: torch.Tensor, walk: WalkOnDevice) -> torch.Tensor:
     """The memory that each chunk finds, (N, H, K, V)."""
     nothing = torch.zeros_like(additions_NHKV[0])
     found, left = list[torch.Tensor](), list[torch.Tensor]()
@@ -113,13 +133,7 @@ def _by_kernel(inputs: Inputs, segments: Segments) -> torch.Tensor:
     from olmo_core.nn.attention.flash_linear_attn_api import dispatch_chunk_gated_delta_rule
 
     query, key, value, decay, rate = (each.unsqueeze(0) for each in inputs)
-    output, _ = dispatch_chunk_gated_delta_rule(
-        q=query,
-        k=key,
-        v=value,
-        g=decay,
-        beta=rate,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=segments.cu_queries.long(),
-    )
+    given = {"q": query, "k": key, "v": value, "g": decay, "beta": rate}
+    borders = segments.cu_queries.long()
+    output, _ = dispatch_chunk_gated_delta_rule(**given, use_qk_l2norm_in_kernel=True, cu_seqlens=borders)
     return output[0]

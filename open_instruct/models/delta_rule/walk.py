@@ -10,7 +10,6 @@ another segment goes on from, and what it leaves is taken up as often as it is n
 """
 
 from bisect import bisect_left, bisect_right
-from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
@@ -38,9 +37,8 @@ class Walk(NamedTuple):
     after_history: tuple[int, ...]
 
 
-@lru_cache(maxsize=4)
 def walked(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], *, num_before: int) -> Walk:
-    """The walk of a row, with the `num_before` tokens before every segment's first; kept for all layers of a model."""
+    """The walk of a row, with the `num_before` tokens before every segment's first."""
     num_tokens = sum(lengths)
     stops = list(accumulate(lengths))
     starts = [stop - length for stop, length in zip(stops, lengths, strict=True)]
@@ -68,15 +66,7 @@ def walked(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], *, num_bef
                 chunks.append((at, min(at + CHUNK, end), goes_on_from))
                 goes_on_from = len(chunks) - 1
             that_ends[end] = len(chunks) - 1
-    return Walk(
-        starts=tuple(start for start, _, _ in chunks),
-        stops=tuple(stop for _, stop, _ in chunks),
-        goes_on_from=tuple(goes_on_from for _, _, goes_on_from in chunks),
-        places=tuple(
-            chain.from_iterable(
-                range(index * CHUNK, index * CHUNK + stop - start) for index, (start, stop, _) in enumerate(chunks)
-            )
-        ),
-        history=tuple(history),
-        after_history=tuple(after_history),
-    )
+    first_tokens, ends, before_them = zip(*chunks, strict=True)
+    in_chunks = (range(index * CHUNK, index * CHUNK + stop - at) for index, (at, stop, _) in enumerate(chunks))
+    places = tuple(chain.from_iterable(in_chunks))
+    return Walk(first_tokens, ends, before_them, places, tuple(history), tuple(after_history))

@@ -133,7 +133,6 @@ class TensorNames:
         self.hf_config = hf_config
         self.head = head
         self.tied = head == "vocabulary" and bool(hf_config.tie_word_embeddings)
-        self.has_biases = family.qkv_bias
         layer_types = getattr(hf_config, "layer_types", None) or [None] * hf_config.num_hidden_layers
         pairs = {EMBEDDINGS: _MODEL[EMBEDDINGS]}
         for layer, layer_type in enumerate(layer_types):
