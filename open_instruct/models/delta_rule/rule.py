@@ -14,7 +14,7 @@ of a key, V features of a value.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -133,7 +133,7 @@ def _by_kernel(inputs: Inputs, segments: Segments) -> torch.Tensor:
     from olmo_core.nn.attention.flash_linear_attn_api import dispatch_chunk_gated_delta_rule
 
     query, key, value, decay, rate = (each.unsqueeze(0) for each in inputs)
-    given = {"q": query, "k": key, "v": value, "g": decay, "beta": rate}
+    given: dict[str, Any] = {"q": query, "k": key, "v": value, "g": decay, "beta": rate}
     borders = segments.cu_queries.long()
     output, _ = dispatch_chunk_gated_delta_rule(**given, use_qk_l2norm_in_kernel=True, cu_seqlens=borders)
     return output[0]
