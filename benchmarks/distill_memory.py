@@ -4,7 +4,7 @@
 
 One forward and backward of half the cross-entropy and half KL(teacher || student), from the hidden states of both
 models. Plain is the usual way with a single copy of everything: float32 logits of both, log_softmax, `F.kl_div`. Ours
-is what a run calls: the student's `LogprobHead` with the comparison of `open_instruct/learner/teacher.py`, as it is.
+is what a run calls: the student's `LogprobHead` with the comparison of `open_instruct/learner/reference.py`, as it is.
 
 - counted: tensors that are alive at the same time, on fake tensors, so at the size of a real microbatch, and computed
   in bfloat16;

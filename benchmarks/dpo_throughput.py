@@ -23,6 +23,7 @@ from gpu_check.runner import check_environment
 from harness.program import parser_of
 
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
@@ -98,8 +99,7 @@ def read_pairs(model: Path, rows: Path, max_seq_length: int, cache_dir: Path) ->
     """The pairs as the run saw them."""
     pairs, _ = load_token_dataset(
         PreferenceBuilder,
-        mixer_list=[str(rows), "1.0"],
-        splits=["train"],
+        entries=parse_mixer_list([str(rows), "1.0"]),
         chat=ChatFormat.choose(load_tokenizer(str(model)), None),
         max_seq_length=max_seq_length,
         on_bad_row="error",

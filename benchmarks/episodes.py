@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 from harness.program import end, parser_of, print_ratio
 from harness.rounds import in_turns, paired_median
 
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import EnvironmentSection, FleetSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.tokenizer import load_tokenizer
@@ -127,20 +129,18 @@ class Setting:
             make_engine=lambda index: sys.exit("the engine died"),
             on_restart=lambda index: None,
             on_failure=lambda error: None,
-            timeout_s=60.0,
-            max_restarts=0,
+            fleet=FleetSection(engine_timeout_s=60, max_restarts=0),
             say=lambda text: print(text, file=sys.stderr),
         )
         self.noted = Noted(self._pool)
         self._chat = ChatFormat.choose(load_tokenizer(str(folder), flag="model"), None)
         noted: Any = self.noted
-        self.conversations = Conversations(
-            noted,
-            self._chat,
-            {"slow": Slow},
-            flags=EnvironmentSection(max_turns=NUM_TURNS, turn_length=REPLY_TOKENS, environment_timeout_s=TIMEOUT_S),
-            max_prompt_tokens=64,
+        needed = ["--model_name_or_path", str(folder), "--dataset_mixer_list", "none", "1.0", "--output_dir", "none"]
+        config = parse(GRPOConfig, [*needed, "--max_prompt_token_length", "64"])
+        config.environment = EnvironmentSection(
+            max_turns=NUM_TURNS, turn_length=REPLY_TOKENS, environment_timeout_s=TIMEOUT_S
         )
+        self.conversations = Conversations(noted, self._chat, {"slow": Slow}, config)
         self._at_once = at_once
 
     def episodes(self, fails: Sequence[str], *, seed: int) -> list[tuple[Future[Completion], list[float]]]:

@@ -1,10 +1,10 @@
 """`open-instruct COMMAND ...`: each command's module is imported only when it is called."""
 
-import importlib
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NoReturn
 
 from open_instruct import __version__
@@ -30,10 +30,10 @@ COMMANDS = {
     "plan": ("say what memory, traffic and time a run would need, and how it would fit", "report.plan_command:main"),
     "preview": ("show rows of a run as the model will see them, and what is learned", "preview.command:main"),
     "report": ("make a page of what runs have left: curves, health, rollouts", "report.command:main"),
-    "migrate-args": ("translate a launch of allenai's open-instruct into our flags", "migrate.command:migrate_args"),
+    "migrate-args": ("translate a launch of allenai's open-instruct into our flags", "migrate.migration:migrate_args"),
     "replay": ("take one step of a GRPO run again, under its own or another loss", "replay:main"),
     "export": ("write a checkpoint of a run as a Hugging Face folder", "run.export_command:main"),
-    "tiny-model": ("write a small random checkpoint, to try things on", "toys.tiny_command:tiny_model_command"),
+    "tiny-model": ("write a small random checkpoint, to try things on", "toys.tiny:tiny_model_command"),
 }
 
 
@@ -62,8 +62,7 @@ def _run(name: str, words: Sequence[str]) -> int:
         from open_instruct.train import run_objective
 
         return run_objective(objective_named(name), words)
-    module, _, function = COMMANDS[name][1].partition(":")
-    return getattr(importlib.import_module(f"open_instruct.{module}"), function)(words)
+    return resolve_name(f"open_instruct.{COMMANDS[name][1]}")(words)
 
 
 def program() -> NoReturn:

@@ -32,7 +32,6 @@ from open_instruct.errors import (
     EXIT_PREEMPTED,
     InputError,
     RunError,
-    stop_signals,
 )
 from open_instruct.hub.upload import open_repository, upload
 from open_instruct.parallel import peers
@@ -41,7 +40,7 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
 from open_instruct.report.closing import print_results
 from open_instruct.run import run_lock
-from open_instruct.run.cadence import set_handler
+from open_instruct.run.cadence import set_handler, stop_signals_handled
 from open_instruct.run.run_directory import exported_by
 from open_instruct.wording import escaped
 
@@ -205,18 +204,14 @@ def _signals_raise() -> Iterator[None]:
     if signal.getsignal(signal.SIGTERM) is _raise_stop:
         yield
         return
-    before = {number: signal.getsignal(number) for number in stop_signals()}
-    for number in before:
-        set_handler(number, _raise_stop)
     say_unraisable = sys.unraisablehook
     # A stop that comes in a finaliser or a callback of C is dropped there with a traceback; it is raised again soon.
     sys.unraisablehook = lambda ignored: None if ignored.exc_value is peers.stop else say_unraisable(ignored)
     try:
-        yield
+        with stop_signals_handled(_raise_stop):
+            yield
     finally:
         sys.unraisablehook = say_unraisable
-        for number, handler in before.items():
-            set_handler(number, handler)
         peers.stop = None
 
 

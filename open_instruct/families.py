@@ -3,7 +3,6 @@
 Whatever reads, builds, plans or makes a checkpoint asks here.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,6 +56,7 @@ class Family:
         engine_needs: a package that vLLM's model of the family imports, and that vLLM does not bring along.
         is_served_on_cpus: whether vLLM's build for CPUs runs it as our engines ask for it.
         default_head_dim: of a config.json that gives none; None: hidden_size / num_attention_heads.
+        expert_size: the field of config.json that gives the width of an expert; None: every MLP is dense.
 
     Example: the queries and keys of Qwen 3 are normalised head by head, and its heads may be of any size::
 
@@ -78,6 +78,14 @@ class Family:
     engine_needs: str | None = None
     is_served_on_cpus: bool = True
     default_head_dim: int | None = None
+    expert_size: str | None = None
+
+    def is_sparse(self, hf_config: Any, layer: int) -> bool:
+        """Whether the MLP of a layer is many experts, a few of which compute each token."""
+        if self.expert_size != "moe_intermediate_size":  # without a size of its own there is no other MLP
+            return self.expert_size is not None
+        is_dense = layer in (getattr(hf_config, "mlp_only_layers", None) or ())
+        return not is_dense and (layer + 1) % (getattr(hf_config, "decoder_sparse_step", 1) or 1) == 0
 
     def default_layer_types(self, num_layers: int) -> list[str]:
         """The type of each layer where config.json names none: three of the family's own, then one of attention."""
@@ -93,6 +101,10 @@ FAMILIES = {
     ),
     "qwen2": Family(name="Qwen 2.5", config_class="Qwen2Config", qk_norm="none", qkv_bias=True),
     "qwen3": Family(name="Qwen 3", config_class="Qwen3Config", qk_norm="head", default_head_dim=128),
+    "qwen3_moe": Family(
+        name="Qwen 3 MoE", config_class="Qwen3MoeConfig", qk_norm="head", expert_size="moe_intermediate_size"
+    ),
+    "olmoe": Family(name="OLMoE", config_class="OlmoeConfig", qk_norm="full", expert_size="intermediate_size"),
     "llama": Family(name="Llama 3", config_class="LlamaConfig", qk_norm="none"),
     "olmo_hybrid": Family(
         name="Olmo-Hybrid",
@@ -133,17 +145,3 @@ def family_of(model_type: Any, where: str = "config.json") -> Family:
         remedy = REMEDIES.get(str(model_type), f"supported are {supported}")
         raise InputError(f"{where}: model_type {model_type!r} is not supported; {remedy}")
     return FAMILIES[model_type]
-
-
-def as_in_files(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a model of transformers as files have them: with a convolution for each matrix ahead of it."""
-    stored: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        matrices = [tensors.get(name.replace("conv1d", f"{one}_proj")) for one in "qkv"]
-        sizes = [len(matrix) for matrix in matrices if matrix is not None]
-        if name.endswith("linear_attn.conv1d.weight") and sizes:
-            parts = tensor.split(sizes)
-            stored |= {name.replace("conv1d", f"{one}_conv1d"): part for one, part in zip("qkv", parts, strict=True)}
-        else:
-            stored[name] = tensor
-    return stored

@@ -10,7 +10,7 @@ an actor of `PolicyTrainerOLMoCoreProcess`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from open_instruct.verifiers.registry import known_verifiers
 if TYPE_CHECKING:
     from olmo_core.train.callbacks import Callback
 
-    from open_instruct.cluster.learner_process import LearnerProcess
+    from open_instruct.cluster.learner_group import LearnerProcess
     from open_instruct.packing.rollouts import RankStep
 
 
@@ -59,15 +59,9 @@ def look_at_run(config: GRPOConfig) -> None:
     """:raises InputError: what the flags name, or the first of the prompts, will not do."""
     verifiers = known_verifiers(config.reward)
     look_at(config)
-    data, changes = config.data, row_changes(config)
-    changes.pop("system_prompt", None)  # of which the rows need not know
     environments = known_environments(config.environment)
-    check = partial(parse_prompt_row, known_verifiers=verifiers, known_environments=environments, **changes)
-    for flag, listed, splits in (
-        ("--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits),
-        ("--dataset_mixer_eval_list", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits),
-    ):
-        look_at_rows(PromptBuilder, config, flag, listed, splits, check=check)
+    check = partial(parse_prompt_row, known_verifiers=verifiers, known_environments=environments, **row_changes(config))
+    look_at_rows(PromptBuilder, config, "dataset_mixer_list", "dataset_mixer_eval_list", check=check)
 
 
 def train(
@@ -79,10 +73,8 @@ def train(
     """The whole run, as the driver walks it, which tells `callbacks` of every step. Returns the exit code."""
     # torch, Ray, and all that hangs on them, load only once the flags are known to be good.
     from open_instruct.cluster.ray_cluster import refuse_imported_ray
-    from open_instruct.rollout.callbacks import Listener
-    from open_instruct.rollout.checked_run import open_rollout_run
-    from open_instruct.rollout.driver import Driver
-    from open_instruct.rollout.finished import export_finished
+    from open_instruct.rollout.checked_run import export_finished, open_rollout_run
+    from open_instruct.rollout.driver import Driver, Listener
     from open_instruct.rollout.fleet import start_fleet
 
     listening = [Listener(*each) for each in (callbacks or {}).items()]
@@ -102,14 +94,13 @@ class PolicyTrainerOLMoCoreProcess:
     calls it on all ranks at once.
     """
 
-    def __init__(self, config: GRPOConfig, *, weight_sync_backend: str, weight_sync: str, engine_dtype: str) -> None:
+    def __init__(self, config: GRPOConfig, *, weight_sync_backend: str, weight_sync: str) -> None:
         """Join the other learners and load the start model.
 
         Args:
             config: of the run.
             weight_sync_backend: as `choose_backend` gives it, once it is known where the engines are.
             weight_sync: "dense", or "delta" where only what has changed is sent.
-            engine_dtype: that weights travel in.
         """
         import torch
 
@@ -126,19 +117,20 @@ class PolicyTrainerOLMoCoreProcess:
         self.pretrained = open_pretrained(config, self.run.directory.hf_model)
         self.learner = GRPOLearner(self.pretrained, run=self.run, config=config)
         fleet = config.fleet
-        kind = FolderSender if weight_sync_backend == FOLDER else WeightSender
+        kind: Callable[..., WeightSender] = WeightSender
+        if weight_sync_backend == FOLDER:
+            folder = folder_of_run(fleet.weight_sync_folder, self.run.directory.path)
+            kind = partial(FolderSender, folder=folder, anchor_every=fleet.weight_sync_anchor_every)
         self.sender = kind(
             self.learner.policy.model,
             self.pretrained.names,
             backend=weight_sync_backend,
-            dtype=getattr(torch, engine_dtype),
+            dtype=getattr(torch, config.engine_dtype),
             bucket_bytes=fleet.weight_sync_bucket_mib << 20,
             timeout_s=fleet.weight_sync_timeout_s,
             adapter_alone=config.sent_adapter is not None,
             changes_alone=weight_sync == "delta",
             check_every=fleet.weight_sync_check,
-            folder=folder_of_run(fleet.weight_sync_folder, self.run.directory.path),
-            anchor_every=fleet.weight_sync_anchor_every,
         )
 
     def step(self, work: RankStep) -> dict[str, float]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import cache_from_source
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,7 @@ def fit(
         InputError: an argument or a row cannot work, or the folder has a run on other rows; says what would.
         RunError: the run failed, or a signal stopped it.
     """
-    with _speaking_of_arguments():
+    try:
         given, texts = _named(objective, rows if prompts is None else prompts, reward, Path(output_dir))
         if twice := sorted(given.keys() & flags.keys()):
             raise InputError(f"{', '.join(twice)}: rows and reward say that; leave it out")
@@ -91,6 +91,8 @@ def fit(
             )
         if config.run.push_to_hub:
             print(upload(config.run, exported_by(config)))
+    except InputError as error:  # which speaks of flags
+        raise InputError(re.sub(r"--(?=[a-z_]+)", "", str(error))) from error
     directory = RunDirectory(path=Path(output_dir))
     return Fitted(
         model=exported_by(config),
@@ -165,22 +167,11 @@ def _keeping(texts: Mapping[Path, str]) -> Iterator[None]:
         yield
     except InputError:
         for file in [file for file in new if not RunDirectory(path=file.parent).metrics.exists()]:
-            compiled = Path(cache_from_source(str(file)))  # of a reward that has been looked at
-            for left in (file, compiled):
-                left.unlink(missing_ok=True)
-            for folder in (compiled.parent, file.parent):
-                with suppress(OSError):  # there is something else in it
-                    folder.rmdir()
+            file.unlink(missing_ok=True)
+            shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)  # of a reward that has been looked at
+            with suppress(OSError):  # there is something else in it
+                file.parent.rmdir()
         raise
-
-
-@contextmanager
-def _speaking_of_arguments() -> Iterator[None]:
-    """Within, refusals speak of arguments in place of flags."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(re.sub(r"--(?=[a-z_]+)", "", str(error))) from error
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list[float | None]]:

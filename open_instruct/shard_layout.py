@@ -32,6 +32,7 @@ class ShardLayout:
     num_replicas: int
     tensor_parallel_degree: int = 1
     context_parallel_degree: int = 1
+    expert_parallel_degree: int = 1
     single_device: bool = False
     warnings: tuple[str, ...] = ()
 
@@ -77,6 +78,11 @@ class ShardLayout:
     def context_groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that split every row of tokens between them."""
         return self._groups(self.context_parallel_degree, apart=self.tensor_parallel_degree)
+
+    @property
+    def expert_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that split the experts of every layer between them: a shard group, or each rank by itself."""
+        return self._groups(self.expert_parallel_degree, apart=1)
 
     @property
     def tensor_groups(self) -> tuple[tuple[int, ...], ...]:

@@ -92,11 +92,8 @@ def look_at_run(config: TrainingConfig, *, objective: Objective) -> None:
     """:raises InputError: what the flags name, or the first of the rows, will not do, as far as shows without torch."""
     look_at(config)
     form = objective.rows_of(config)
-    data = config.data
-    check = vars(form).get("check")
-    if check is not None:
-        look_at_rows(form, config, "--mixer_list", data.mixer_list, data.mixer_list_splits, check=check)
-        look_at_rows(form, config, "--eval_mixer_list", data.eval_mixer_list, data.eval_mixer_list_splits, check=check)
+    if (check := vars(form).get("check")) is not None:
+        look_at_rows(form, config, "mixer_list", "eval_mixer_list", check=check)
 
 
 def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[str, Callback] | None = None) -> int:

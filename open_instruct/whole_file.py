@@ -110,12 +110,6 @@ def write_asked(out: str | Path, text: str, *, flag: str) -> None:
         raise InputError(f"{flag} {out} cannot be written ({why}); name a file in a folder that exists") from None
 
 
-def remove_partials(path: Path) -> None:
-    """Remove what killed processes left beside `path`; nobody else may be writing it."""
-    for leftover in path.parent.glob(f".{path.name}.*-*.partial"):
-        leftover.unlink(missing_ok=True)
-
-
 def sync_folder(folder: Path) -> None:
     """A new name is on the disk only once its folder is; not every file system can."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,6 +1,5 @@
 """`docs/flags.md` on stdout: what `--help` says of every command that trains, as one page."""
 
-import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from open_instruct.config.flags import flags_of, sections_of, spelled
-from open_instruct.config.help import title_of
-from open_instruct.config.plan import PlanFlags
+from open_instruct.config.help import title_of, told_of
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.planning.request import PlanFlags
 from open_instruct.preview.command import PreviewFlags
 
 MARKDOWN_HEAD = """\
@@ -62,7 +61,7 @@ def markdown(commands: Sequence[CommandFlags]) -> str:
     pairs = ", ".join(f"`open-instruct {command.name}` and `{command.script}`" for command in commands)
     parts = [MARKDOWN_HEAD.format(commands=pairs)]
     for command in commands:
-        parts.append(f"## {command.name}\n\n{inspect.getdoc(command.config_class)}\n")
+        parts.append(f"## {command.name}\n\n{told_of(command.config_class)[0]}\n")
         parts += _section_tables(command.config_class)
     parts.append("## plan\n\nThe flags of the run that is planned, and these:\n")
     parts += _section_tables(PlanFlags)
@@ -80,7 +79,8 @@ def _section_tables(config_class: type) -> Iterator[str]:
             for flag in flags_of(config_class).values()
             if flag.section == section
         )
-        yield f"### {title_of(section_class)}\n\n| flag | value | default | meaning |\n|---|---|---|---|\n{rows}\n"
+        title = title_of(section_class) if section else "Flags"
+        yield f"### {title}\n\n| flag | value | default | meaning |\n|---|---|---|---|\n{rows}\n"
 
 
 def _escaped(text: str) -> str:

@@ -11,7 +11,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from open_instruct.config.flags import spelled
-from open_instruct.config.suites.upstream_flags import Entry, upstream_behaviours, upstream_table
+from open_instruct.config.suites.upstream_flags import LEFT_OUT, Entry, upstream_behaviours, upstream_table
 from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, read_launch
 from open_instruct.migrate.migration import migrate
 
@@ -140,9 +140,9 @@ def _told(entry: Entry) -> str:
 
 def _sentences(entry: Entry) -> Iterator[str]:
     if entry.ours is not None:
-        yield f"is `--{entry.ours}`" + (f", times {entry.times}" if entry.times != 1 else "")
+        yield f"is `--{entry.ours}`" + (f", times {entry.times}" if entry.times else "")
         for theirs, ours in entry.values.items():
-            yield f"(`{theirs}`: {'left out' if ours is None else f'`{ours}`'})"
+            yield f"(`{theirs}`: {'left out' if ours == LEFT_OUT else f'`{ours}`'})"
     if entry.unneeded is not None:
         yield f"not needed: {entry.unneeded}"
     if entry.refused is not None:

@@ -61,7 +61,7 @@ class EngineProcess:
         told: dict[int, Completion] = {}
         while len(told) < len(requests):
             answers = self.ask("poll", TIMEOUT_S)
-            for key, outcome in answers.outcomes.items():
+            for key, outcome in answers.items():
                 if isinstance(outcome, str):
                     sys.exit(f"the engine refused: {outcome}")
                 told[key] = outcome

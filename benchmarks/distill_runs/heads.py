@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from open_instruct.learner.teacher import Comparison
+from open_instruct.learner.reference import Comparison
 from open_instruct.losses.distillation import divergence
 from open_instruct.models.heads.logprob_head import HeadSettings, LogprobHead, Measure
 from open_instruct.objectives.objective import Teacher

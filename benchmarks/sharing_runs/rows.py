@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
@@ -91,8 +92,7 @@ def made_up_tree(scale: int) -> Rows:
 def real_pairs(file: Path, checkpoint: Path, folder: Path) -> Rows:
     pairs, _ = load_token_dataset(
         PreferenceBuilder,
-        mixer_list=[str(file), "8"],
-        splits=["train"],
+        entries=parse_mixer_list([str(file), "8"]),
         chat=ChatFormat.choose(load_tokenizer(str(checkpoint)), None),
         on_bad_row="error",
         max_seq_length=1024,

@@ -47,6 +47,9 @@ def show_changes(sync: Sync, *, gb_s: float, compresses: bool) -> list[str]:
     print(f"memory  MiB more of a learner{extra / MIB:24.0f}  planned {planned / MIB:.0f}")
     if extra > MOST_OF_PLAN * planned:
         missed.append(f"memory: {extra / MIB:.0f} MiB, more than the {planned / MIB:.0f} of the plan")
+    for who, cpu in (("a learner", taken["cpu"]), ("the receiver", engine["cpu"])):
+        told = ", ".join(f"{median(seconds):.3f} {what}" for what, seconds in cpu.items())
+        print(f"seconds of processors, {who}: {told}")
     print(f"one thread compares {taken['compared_gb_s']:.2f} GB/s, a plan takes {COMPARED_GB_S}")
     for name, (share, mb_s) in taken["compressed"].items():
         print(f"{name}: {share:.2f} of the bytes, {mb_s:.0f} MB/s")

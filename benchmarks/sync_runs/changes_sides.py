@@ -85,7 +85,7 @@ def learner(sync: Sync, folder: Path, *, gb_s: float, compresses: bool) -> None:
     optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, weight_decay=0.0, foreach=False)
     names = TensorNames(hf_config)
     senders = {kind: new_sender(sync, model, names, changes_alone=changes) for kind, changes in KINDS.items()}
-    taken: dict[str, Any] = {what: {kind: [] for kind in KINDS} for what in ("began", "seconds", "bytes")}
+    taken: dict[str, Any] = {what: {kind: [] for kind in KINDS} for what in ("began", "seconds", "bytes", "cpu")}
     taken["memory"] = {kind: _first_sync(kind, sender, folder) for kind, sender in senders.items()}
     for version in range(1, sync.num_syncs + 1):
         before = [each.bfloat16() for each in parameters[:4]]
@@ -100,7 +100,9 @@ def learner(sync: Sync, folder: Path, *, gb_s: float, compresses: bool) -> None:
             HeldBack.num_bytes, TimedParts.cpu_s = 0, 0.0
             dist.barrier()
             taken["began"][kind].append(time.perf_counter())
+            began_s = time.process_time()
             sender.send(version)
+            taken["cpu"][kind].append(time.process_time() - began_s)
             taken["seconds"][kind].append(time.perf_counter() - taken["began"][kind][-1])
             taken["bytes"][kind].append(HeldBack.num_bytes)
     own_bytes = median(taken["bytes"]["dense"])
@@ -146,22 +148,27 @@ def receiver(sync: Sync, folder: Path) -> None:
     engines: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
     ended: dict[str, list[float]] = {kind: [] for kind in KINDS}
     copying_s: list[float] = []
+    cpu_s: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "staging")}
     ends: dict[str, IncomingWeights] = {}
     for version in range(sync.num_syncs + 1):
         for kind, changes in KINDS.items():
             if version == 0:
                 info = awaited(folder / f"{kind}.pickle")
                 ends[kind] = IncomingWeights(info, index=0, device=torch.device("cpu"))
+            began_cpu_s = time.process_time()
             if changes:
                 ends[kind].stage(version)
+                cpu_s["staging"].append(time.process_time() - began_cpu_s)
             began_s = time.perf_counter()
             _load(ends[kind], engines[kind])
             ended[kind].append(time.perf_counter())
+            cpu_s[kind].append(time.process_time() - began_cpu_s)
             if changes:
                 copying_s.append(ended[kind][-1] - began_s)
         for name, tensor in engines["dense"].items():
             assert torch.equal(tensor.view(torch.int16), engines["delta"][name].view(torch.int16)), name
-    leave_numbers(folder, {"ended": ended["dense"][1:], "copying": copying_s[1:]})
+    cpu = {what: each[1:] for what, each in cpu_s.items()}
+    leave_numbers(folder, {"ended": ended["dense"][1:], "copying": copying_s[1:], "cpu": cpu})
 
 
 def _load(incoming: IncomingWeights, engine: dict[str, torch.Tensor]) -> None:

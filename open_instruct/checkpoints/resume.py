@@ -1,79 +1,67 @@
-"""Checkpoints of a run: writing them, choosing the one to go on from, and refusing damaged ones."""
+"""Checkpoints of a run: writing them, choosing the one to go on from, and refusing damaged ones.
+
+A model may be written only if all of its weights are finite, and small enough to compute with.
+"""
 
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from olmo_core.distributed.utils import barrier, get_rank, get_world_size
+import torch
+from olmo_core.distributed.utils import all_reduce_value, barrier, get_rank, get_world_size
 from olmo_core.nn.transformer import Transformer
 from olmo_core.train import Trainer
 
 from open_instruct.checkpoints import step_folder
 from open_instruct.checkpoints.background import in_background
-from open_instruct.checkpoints.finite import check_weights
-from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.errors import InputError, RunError
+from open_instruct.models.shards import held_of
 from open_instruct.parallel.process import gathered, on_main_process
 
 log = logging.getLogger(__name__)
 
+LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
+"""About 2e19. The square of a larger one is no float32, and norms are computed from squares."""
 
-@contextmanager
-def explained(trainer: Trainer, *, step: int) -> Iterator[None]:
-    """Turn an error while the checkpoint of `step` is written into a RunError of one sentence."""
-    try:
-        yield
-    except OSError as error:
-        log.exception("the checkpoint cannot be written")
+
+@torch.no_grad()
+def check_weights(model: Transformer, *, what: str, last_checkpoint: str, dtype: torch.dtype = torch.float32) -> None:
+    """Look at every weight once, before `what` is written in `dtype`. Collective: all ranks raise, or none.
+
+    :raises RunError: if a weight is not finite, is not finite in `dtype`, or is larger than `LARGEST_WEIGHT`.
+    """
+    limit = min(LARGEST_WEIGHT, torch.finfo(dtype).max)
+    held = [*held_of(model).values(), *held_of(model, adapters_only=True).values()]
+    shards = [each.local for each in held if each.local.numel()]
+    # A NaN is passed on by each of these, and is not at most the limit. No temporary of a shard's size.
+    bounds = torch.stack([bound.float() for shard in shards for bound in shard.aminmax()]) if shards else torch.zeros(1)
+    is_broken = (~(bounds.abs().max() <= limit)).float()
+    if all_reduce_value(is_broken, next(model.parameters()).device).item():
         raise RunError(
-            f"the checkpoint of step {step} cannot be written to {trainer.save_folder} ({error}). Those written before "
-            "are unharmed: make room, then give the same command again to go on from the newest"
-        ) from error
+            f"some weights are not finite, or larger than {limit:.0e}, so {what} was not written: start again with a "
+            f"lower --learning_rate in another --output_dir. {last_checkpoint}"
+        )
 
 
 def save_checkpoint(trainer: Trainer, model: Transformer, *, waits: bool = True) -> None:
-    """Write a checkpoint of the trainer's step, or begin to, to be ended by `finish_checkpoint`. Collective.
+    """Write a checkpoint of the trainer's step, or begin to, to be ended by `SafeCheckpointer.finish`. Collective.
 
     Nothing is written if a weight of `model` is not finite.
 
     :raises RunError: this checkpoint, or the one under way, cannot be written.
     """
-    finish_checkpoint(trainer)
     check_weights(
         model,
         what=f"the checkpoint of step {trainer.global_step}",
         last_checkpoint=last_checkpoint(Path(trainer.save_folder)),
     )
-    with explained(trainer, step=trainer.global_step):
-        if waits:
-            trainer.save_checkpoint()
-        else:
-            trainer.save_checkpoint_async()
-
-
-def wait_for_copy(trainer: Trainer) -> None:
-    """Return when an unfinished checkpoint has copied the weights, so that they may change."""
-    assert isinstance(trainer.checkpointer, SafeCheckpointer)
-    trainer.checkpointer.wait_for_copy()
-
-
-def finish_checkpoint(trainer: Trainer, *, waits: bool = True) -> bool:
-    """Finish the checkpoint under way if all ranks have written it. Returns whether one was finished. Collective.
-
-    :param waits: wait until all ranks have written.
-    :raises RunError: it could not be written.
-    """
-    checkpointer = trainer.checkpointer
-    assert isinstance(checkpointer, SafeCheckpointer)
-    step = checkpointer.step_under_way
-    if step is None:
-        return False
-    with explained(trainer, step=step):
-        checkpointer.finish(waits=waits)
-    return checkpointer.step_under_way is None
+    if waits:
+        trainer.save_checkpoint()
+    else:
+        trainer.save_checkpoint_async()
 
 
 def remove_old_checkpoints(folder: Path, *, keep_last_n: int, lasting_interval: int = 1) -> Future[None]:

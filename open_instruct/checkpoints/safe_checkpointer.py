@@ -18,8 +18,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from olmo_core.aliases import PathOrStr
-from olmo_core.distributed.utils import get_rank, get_world_size
-from olmo_core.train.checkpoint import Checkpointer, CheckpointerConfig
+from olmo_core.distributed.utils import all_reduce_value, get_rank, get_world_size
+from olmo_core.train.checkpoint import Checkpointer
 from olmo_core.train.train_module import TrainModule
 from olmo_core.utils import wait_for
 from torch.distributed.checkpoint.metadata import Metadata
@@ -76,7 +76,7 @@ class SafeCheckpointer(Checkpointer):
     def save(
         self, dir: PathOrStr, train_module: TrainModule, train_state: dict[str, Any], ephemeral: bool = False
     ) -> None:
-        """:raises OSError: on every rank, if any could not write; what was there before is unharmed."""
+        """:raises RunError: on every rank, if any could not write; what was there before is unharmed."""
         assert not ephemeral, "all checkpoints are alike"
         self._begin(Path(dir), train_module, train_state)
         self.finish()
@@ -114,7 +114,7 @@ class SafeCheckpointer(Checkpointer):
                 documents[INDEX] = {"tensors": index, "values": values_of_json}
             return documents
 
-        documents = together(documents_of_now, kind=OSError)
+        documents = together(documents_of_now, kind=unwritten(final))
         part = step_folder.beside(final)
         copied = threading.Event()
 
@@ -133,34 +133,31 @@ class SafeCheckpointer(Checkpointer):
         if self._under_way is not None:
             self._under_way.copied.wait()
 
-    @property
-    def step_under_way(self) -> int | None:
-        """The step of the save under way; None without one."""
-        return None if self._under_way is None else step_of(self._under_way.final)
-
-    def finish(self, *, waits: bool = True) -> None:
+    def finish(self, *, waits: bool = True) -> bool:
         """Give the save under way its name, if there is one and all ranks have written; `waits` until they have.
 
-        Collective while one is under way.
+        Returns whether one was finished. Collective while one is under way.
 
-        :raises OSError: on every rank, if any could not write; what was there before is unharmed.
+        :raises RunError: on every rank, if any could not write; what was there before is unharmed.
         """
         save = self._under_way
         if save is None:
-            return
+            return False
         if waits:
             wait([save.written])
-        elif not _on_all_ranks(save.written.done()):
-            return
+        # Over gloo, so that no device is waited for.
+        elif not all_reduce_value(int(save.written.done()), torch.device("cpu"), op=dist.ReduceOp.MIN):
+            return False
         self._under_way = None
         try:
-            rank_files = gathered(together(save.written.result, kind=OSError))
-            together(lambda: self._publish(save, rank_files), kind=OSError)
-        except OSError:
+            rank_files = gathered(together(save.written.result, kind=unwritten(save.final)))
+            together(lambda: self._publish(save, rank_files), kind=unwritten(save.final))
+        except RunError:
             if get_rank() == 0:  # a full disk has better use for it
                 shutil.rmtree(save.part, ignore_errors=True)
             raise
         save.saved.set_result(None)
+        return True
 
     def _publish(self, save: UnderWay, rank_files: Sequence[Files]) -> None:
         """Rank 0 writes the manifest and gives the folder its name."""
@@ -224,14 +221,11 @@ class SafeCheckpointer(Checkpointer):
         return self._index
 
 
-@dataclass
-class SafeCheckpointerConfig(CheckpointerConfig):
-    """What OLMo-core's `TrainerConfig` builds a `SafeCheckpointer` from."""
-
-    start_model: str = ""
-
-    def build(self, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> SafeCheckpointer:
-        return SafeCheckpointer(process_group=process_group, start_model=self.start_model, **kwargs)
+def unwritten(final: Path) -> Callable[[str], RunError]:
+    """The error that a checkpoint cannot be written, as a function of what went wrong."""
+    before = f"the checkpoint of step {step_of(final)} cannot be written to {final.parent}"
+    after = "Those written before are unharmed: make room, then give the same command again to go on from the newest"
+    return lambda why: RunError(f"{before} ({why}). {after}")
 
 
 def write_own_files(part: Path, rank: int, tensors: Mapping[str, torch.Tensor], documents: Mapping[str, Any]) -> Files:
@@ -263,14 +257,6 @@ def _leaves(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", state, key
-
-
-def _on_all_ranks(is_so: bool) -> bool:
-    """Whether it is so on every rank. Collective; over gloo, so that no device is waited for."""
-    agreed = torch.tensor(int(is_so))
-    if dist.is_initialized():
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-    return bool(agreed)
 
 
 def together(work: Callable[[], T], *, kind: Callable[[str], Exception]) -> T:

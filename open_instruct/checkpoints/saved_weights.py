@@ -11,7 +11,7 @@ from open_instruct.checkpoints.step_folder import INDEX
 from open_instruct.errors import InputError
 from open_instruct.models.box_files import part_of, read_parts
 from open_instruct.models.hf.checkpoint_files import DTYPES
-from open_instruct.models.shards import Held, held
+from open_instruct.models.shards import Held, held, rows_of
 
 # Before the names of weights: in checkpoints of FSDP2, and of DeepSpeed, where each is flat.
 BACKENDS = ("model.", "zero.weights.")
@@ -30,6 +30,9 @@ class SavedWeights(Mapping[str, Held]):
         self._folder, self._shapes = folder, shapes
         self._index: dict[str, Any] = json.loads((folder / INDEX).read_bytes())["tensors"]
         self._full_names = {name: kind + name for kind in BACKENDS for name in shapes if kind + name in self._index}
+        names = self._full_names
+        self._rows = {row: (name, index) for name in names for row, index in rows_of(name, shapes[name]).items()}
+        self._last = ("", torch.empty(0))
         if not self._full_names:
             raise InputError(
                 f"the checkpoint {folder} has matrices that DeepSpeed had split (--tensor_parallel_degree): give the "
@@ -37,14 +40,20 @@ class SavedWeights(Mapping[str, Held]):
             )
 
     def __getitem__(self, name: str) -> Held:
+        name, index = self._rows[name]
+        if self._last[0] != name:  # the matrices of a stack are asked for one after the other
+            self._last = (name, self._whole(name))
+        return held(self._last[1] if index is None else self._last[1][index])
+
+    def _whole(self, name: str) -> torch.Tensor:
         full_name = self._full_names[name]
         entry = self._index[full_name]
         whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
         read_parts(self._folder, self._index, {full_name: part_of(whole)})
-        return held(whole.view(self._shapes[name]))
+        return whole.view(self._shapes[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._full_names)
+        return iter(self._rows)
 
     def __len__(self) -> int:
-        return len(self._full_names)
+        return len(self._rows)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from open_instruct.cluster.actor_host import HostFacts
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel import peers
-from open_instruct.parallel.peers import LOST_PEER_WORDS, Signs
 from open_instruct.parallel.processes import is_stopped
 
 if TYPE_CHECKING:
@@ -48,14 +47,13 @@ class LearnerLost(RunError):
 class LearnerCall(Generic[Result]):
     """A method that every learner is running.
 
-    `refs` are Ray's promises in rank order. `facts` are empty while the processes are being started, and `signs` are
-    None until they have a store to meet in.
+    `refs` are Ray's promises in rank order. `facts` are empty while the processes are being started.
     """
 
     what: str
     refs: Sequence[ObjectRef]
     facts: Sequence[HostFacts]
-    signs: Signs | None = None
+    signs: peers.Signs
 
     def result(self, timeout_s: float) -> list[Result]:
         """The return values of all learners, in rank order.
@@ -107,9 +105,8 @@ class LearnerCall(Generic[Result]):
     def _raise_for_frozen(self) -> None:
         """Raise if a learner's process does nothing at all, long before a step may be over."""
         losses: list[peers.Loss] = []
-        if self.signs is not None:
-            with suppress(RuntimeError):  # of the store
-                losses = self.signs.losses(silent_s=peers.SILENT_S)
+        with suppress(RuntimeError):  # of the store
+            losses = self.signs.losses(silent_s=peers.SILENT_S)
         if losses:
             words = "; ".join(
                 f"{self._name(loss.sign.rank)} was lost during {self.what}, while {loss.sign.doing}: {loss.reason}"
@@ -122,9 +119,8 @@ class LearnerCall(Generic[Result]):
         import ray
 
         doing: dict[int, str] = {}
-        if self.signs is not None:
-            with suppress(RuntimeError):
-                doing = {sign.rank: f", while {sign.doing}" for sign in self.signs.look()}
+        with suppress(RuntimeError):
+            doing = {sign.rank: f", while {sign.doing}" for sign in self.signs.look()}
         ranks = [self.refs.index(ref) for ref in pending]
         names = "; ".join(self._name(rank) + doing.get(rank, "") for rank in ranks)
         words = f"no answer to {self.what} within {timeout_s:g} s from {names}"
@@ -175,7 +171,7 @@ def _distance_from_cause(error: Exception) -> int:
     cause = getattr(error, "cause", None)
     if cause is None or isinstance(cause, InputError):  # without a cause: the process itself is gone
         return 0
-    if any(words in str(cause) for words in LOST_PEER_WORDS):
+    if any(words in str(cause) for words in peers.LOST_PEER_WORDS):
         return 2
     return 1
 

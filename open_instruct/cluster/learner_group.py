@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from open_instruct.cluster.actor_host import ActorHost, HostFacts
 from open_instruct.cluster.learner_call import LearnerCall
@@ -16,12 +16,49 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
+    from open_instruct.packing.rollouts import RankStep
+
 START_TIMEOUT_S = 300.0
 
 L = TypeVar("L")
 P = ParamSpec("P")
 A = TypeVar("A")
 R = TypeVar("R")
+
+
+class LearnerProcess(Protocol):
+    """One rank of the learners, such as `PolicyTrainerOLMoCoreProcess`; every method is called on all ranks at once.
+
+    A call names the method of this class: `learners.start(LearnerProcess.broadcast_to_vllm, 3).result(timeout_s)`.
+    """
+
+    def step(self, work: RankStep) -> dict[str, float]:
+        """Learn from the completions of one step; returns its metrics, the same on every rank."""
+
+    def resume(self) -> tuple[dict[str, Any] | None, list[str]]:
+        """Load the newest complete checkpoint, if there is one.
+
+        Returns:
+            The driver's state that `save_state` got for it, or None; and warnings for people.
+        """
+
+    def save_state(self, drivers_state: dict[str, Any], *, waits: bool) -> None:
+        """Write a checkpoint of this step, with the state of the driver; return once it is complete if it `waits`."""
+
+    def save_model(self) -> None:
+        """Export the trained model."""
+
+    def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:
+        """Offer a channel for weights; returns what the engines need to connect, see `WeightSender.open`."""
+
+    def join_weight_channel(self) -> None:
+        """Wait until every engine has connected."""
+
+    def broadcast_to_vllm(self, version: int) -> None:
+        """Stream the policy from its shards to the engines."""
+
+
+LearnerMethod = Callable[Concatenate[LearnerProcess, P], R]
 
 
 class LearnerGroup(Generic[L]):
@@ -116,12 +153,11 @@ class LearnerGroup(Generic[L]):
         host: Any = ray.remote(type(self._learner_class.__name__, (ActorHost,), {}))
         ranks = range(len(self))
         self._actors = [host.options(**self._placement.learner_options(rank)).remote() for rank in ranks]
-        self._signs: Signs | None = None
-        self._facts = self._watching("start", [actor.facts.remote() for actor in self._actors]).result(START_TIMEOUT_S)
         # The store through which the ranks of a process group find each other.
         self._meeting_address = self._placement.whereabouts().meeting_address()
         self._store = listen_at(self._meeting_address)
         self._signs = Signs(self._store, ranks)
+        self._facts = self._watching("start", [actor.facts.remote() for actor in self._actors]).result(START_TIMEOUT_S)
         refs: list[ObjectRef] = []
         for rank, actor in enumerate(self._actors):
             environment = {**self._environment_of(rank), **self._environment}

@@ -208,7 +208,12 @@ def _finite_number(kind: type, word: str) -> Any:
 
 
 def sections_of(config_class: type) -> dict[str, type]:
-    """The section classes of a config class, by the field that holds them, its own before those of every run."""
+    """The section classes of a config class, by the field that holds them, its own before those of every run.
+
+    A class whose own fields are flags, as the commands beside the runs have, is its only section, under "".
+    """
+    if all(field.metadata for field in fields(config_class)):
+        return {"": config_class}
     hints = get_type_hints(config_class)
     places = {name: place for place, name in enumerate(LAST_SECTIONS)}
     own_first = sorted((field.name for field in fields(config_class)), key=lambda name: places.get(name, -1))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
@@ -28,13 +28,13 @@ DEFAULT_PACK_LENGTH = 4096
 
 @dataclass(kw_only=True)
 class GRPOConfig(LearnerConfig):
-    """Train a policy on verifiable rewards: vLLM engines generate, sharded learners train, weights flow back."""
+    """Train a policy on verifiable rewards: vLLM engines generate, sharded learners train, weights flow back.
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "python open_instruct/grpo_olmo_core_actor.py configs/grpo/tiny_cpu.yaml --model_name_or_path MODEL_DIR "
-        "--dataset_mixer_list prompts.jsonl 1.0 --output_dir runs/first",
-        "open-instruct grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --ray_address auto --output_dir runs/olmo3",
-    )
+    Examples:
+        python open_instruct/grpo_olmo_core_actor.py configs/grpo/tiny_cpu.yaml --model_name_or_path MODEL_DIR
+            --dataset_mixer_list prompts.jsonl 1.0 --output_dir runs/first
+        open-instruct grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --ray_address auto --output_dir runs/olmo3
+    """
 
     data: PromptDataSection
     rollout: RolloutSection
@@ -111,8 +111,6 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
 
 
 def _data_problems(data: PromptDataSection) -> Iterator[str]:
-    if not data.dataset_mixer_list:
-        yield "--dataset_mixer_list is empty: give 'NAME AMOUNT', such as 'prompts.jsonl 1.0'"
     if bool(data.sft_mixer_list) != bool(data.sft_rows_per_step):
         yield "--sft_mixer_list says which conversations, --sft_rows_per_step how many a step: give both, or neither"
 

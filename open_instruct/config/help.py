@@ -1,6 +1,7 @@
 """`--help` in the terminal."""
 
 import inspect
+import re
 import shutil
 import sys
 import textwrap
@@ -23,21 +24,31 @@ def asks_for_help(words: Iterable[str]) -> bool:
 
 
 def help_page(config_class: type, program: str, width: int, usage: str = "") -> Text:
-    """The page of `--help`. The description is the config class's docstring, the examples its `examples`.
+    """The page of `--help`.
 
     `usage` is the usage line of a command that also takes the flags of a run.
     """
+    description, examples = told_of(config_class)
     pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
     pages.globals |= {"wrapped": partial(_wrapped, width), "escape": escape, "default_of": _default_of}
     page = pages.get_template("help.txt.jinja").render(
         program=program,
         usage=usage,
         required=[f"--{flag.name} {flag.metavar}" for flag in flags_of(config_class).values() if flag.required],
-        description=inspect.getdoc(config_class),
-        sections=[(title_of(each), flags_of_section(each).values()) for each in sections_of(config_class).values()],
-        examples=getattr(config_class, "examples", ()),
+        description=description,
+        sections=[
+            (title_of(each) if name else "Flags", flags_of_section(each).values())
+            for name, each in sections_of(config_class).items()
+        ],
+        examples=examples,
     )
     return Text.from_markup(page.rstrip(), emoji=False)
+
+
+def told_of(config_class: type) -> tuple[str, list[str]]:
+    """The description and the examples in a config class's docstring, where an example may go on in indented lines."""
+    description, _, examples = (inspect.getdoc(config_class) or "").partition("\n\nExamples:\n")
+    return description, [" ".join(each.split()) for each in re.split(r"\n(?=\S)", textwrap.dedent(examples)) if each]
 
 
 def print_help(config_class: type, program: str, usage: str = "") -> None:

@@ -60,9 +60,8 @@ def parse(
     by_section: dict[str, dict[str, Any]] = {section: {} for section in sections_of(config_class)}
     for name, value in values.items():
         by_section[reader.flags[name].section][name] = value
-    return config_class(
-        **{section: made_of(**by_section[section]) for section, made_of in sections_of(config_class).items()}
-    )
+    made = {section: made_of(**by_section[section]) for section, made_of in sections_of(config_class).items()}
+    return made[""] if "" in made else config_class(**made)
 
 
 def flags_given(config_class: type, argv: Sequence[str]) -> KeysView[str]:
@@ -141,11 +140,11 @@ class _Reader:
         translated: set[str] = set()  # flags of ours that a flag of upstream's sets
         for given in all_given:
             fate = taken(given.name, given.words, self.flags)
-            if fate is not None and fate.ours is None:
-                self._leave_out(given, fate)
-                continue
             name = given.name
-            if fate is not None and fate.ours is not None:
+            if fate is not None:
+                if fate.ours is None:
+                    self._leave_out(given, fate)
+                    continue
                 name = fate.ours
                 translated.add(name)
                 given = replace(given, words=fate.words, is_null=False)

@@ -70,21 +70,16 @@ def _git_state(repository: Path) -> str:
 
 
 def resume_conflicts(
-    saved: Mapping[str, Any],
-    config: object,
-    *,
-    saved_data_parallel_world_size: int = 1,
-    data_parallel_world_size: int = 1,
-    ended_after: int | None = None,
+    saved: Mapping[str, Any], config: object, *, worlds: tuple[int, int] = (1, 1), ended_after: int | None = None
 ) -> list[str]:
     """The flags of `config` that would make a resumed run another run than the one that was saved.
 
-    `saved` is `as_flat_dict` of the saved config. Compared are the model, the rows, the loss and the
-    optimisation. Of the batch only the number of rows in one global batch counts (microbatch x
-    accumulation x data-parallel ranks), so that a run may move to another number of GPUs. The
-    length (`num_epochs`, `max_train_steps`) counts too, because the schedule stretches with it, unless
-    the learning rate is constant and without warm-up, or the run had ended, after step `ended_after`, and is to be
-    longer; `num_epochs` alone does not count where `max_train_steps` overrules it. A flag that `saved` does not know is
+    `saved` is `as_flat_dict` of the saved config, and `worlds` are the data-parallel ranks then and now. Compared
+    are the model, the rows, the loss and the optimisation. Of the batch only the number of rows in one global batch
+    counts (microbatch x accumulation x data-parallel ranks), so that a run may move to another number of GPUs. The
+    length (`num_epochs`, `max_train_steps`) counts too, because the schedule stretches with it, unless the learning
+    rate is constant and without warm-up, or the run had ended, after step `ended_after`, and is to be longer;
+    `num_epochs` alone does not count where `max_train_steps` overrules it. A flag that `saved` does not know is
     passed over.
     """
     now = as_flat_dict(config)
@@ -98,7 +93,7 @@ def resume_conflicts(
     conflicts += [conflict for name, conflict in lengths.items() if not _is_longer(saved[name], now[name], ended_after)]
     batch_flags = {name for name, flag in flags.items() if flag.resume == "batch"}
     if batch_flags and saved.keys() >= batch_flags:
-        conflicts += _batch_conflict(saved, now, saved_data_parallel_world_size, data_parallel_world_size)
+        conflicts += _batch_conflict(saved, now, *worlds)
     return conflicts
 
 

@@ -254,6 +254,9 @@ class DegreesSection:
     context_parallel_degree: int = free_flag(
         "GPUs that split every packed row (also: --sequence_parallel_size)", 1, minimum=1
     )
+    expert_parallel_degree: int = free_flag(
+        "GPUs that split the experts of each layer, to which tokens are sent: 1, or the shard degree", 1, minimum=1
+    )
 
     @property
     def splitting(self) -> dict[str, int]:
@@ -323,7 +326,8 @@ class MemorySection:
         "below 1.0: the share of activations to keep, chosen by the compiler", 1.0, above=0, maximum=1
     )
     compile_model: bool | None = free_flag(
-        "torch.compile each block (CUDA only); default: where a compiler works and no row or matrix is split", None
+        "torch.compile each block (CUDA only); default: where a compiler works and no row, matrix or expert is split",
+        None,
     )
     plan_check: bool = free_flag(
         "refuse to start where weights, gradients and optimizer states alone are more than a device's memory", True

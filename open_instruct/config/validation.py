@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from open_instruct.config.flags import Flag, flags_of, flags_of_section, is_met, spelled
+from open_instruct.config.flags import flags_of, flags_of_section, is_met, spelled
 from open_instruct.config.sections import LoggingSection, MemorySection, ParallelSection, PreferenceDataSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
 from open_instruct.errors import InputError
@@ -26,27 +26,19 @@ def changed(config: object, *names: str) -> list[str]:
     return [f"--{name} {spelled(value)}" for name, value in values.items() if value != flags[name].default]
 
 
-def idle_problems(*sections: Any) -> Iterator[str]:
-    """A problem for each flag that was given and that nothing will read."""
-    for flag, given in _idle_flags(sections):
-        if flag.other not in WARNED_OF_WITHOUT:
-            yield f"{given} is read only with {flag.condition}; add that, or leave this out"
+def idle_problems(*sections: Any, harmless: bool = False) -> Iterator[str]:
+    """A problem for each flag that was given and that nothing will read.
 
-
-def idle_warnings(*sections: Any) -> Iterator[str]:
-    """The same for flags whose only harm is that their name appears nowhere."""
-    for flag, given in _idle_flags(sections):
-        if flag.other in WARNED_OF_WITHOUT:
-            yield f"{given} is read only with {flag.condition}"
-
-
-def _idle_flags(sections: Sequence[Any]) -> Iterator[tuple[Flag, str]]:
-    """Flags with a value other than the default that nothing will read, and how they were given."""
+    Args:
+        harmless: only flags whose sole harm is that their name appears nowhere, in place of all others.
+    """
     values = {name: value for section in sections for name, value in vars(section).items()}
+    remedy = "" if harmless else "; add that, or leave this out"
     for section in sections:
         for name, flag in flags_of_section(type(section)).items():
-            if flag.other in values and values[name] != flag.default and not is_met(flag.read_with, values):
-                yield flag, f"--{name} {spelled(values[name])}"
+            is_read = flag.other not in values or is_met(flag.read_with, values)
+            if values[name] != flag.default and not is_read and harmless == (flag.other in WARNED_OF_WITHOUT):
+                yield f"--{name} {spelled(values[name])} is read only with {flag.condition}{remedy}"
 
 
 def limit_problems(*sections: Any) -> Iterator[str]:
@@ -188,6 +180,8 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     yield from limit_problems(*sections)
     yield from idle_problems(*sections)
     for flag, words, splits in _mixers(config):
+        if not words and flags_of(type(config))[flag].required:
+            yield f"--{flag} is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
         yield from mixer_problems(flag, words, splits)
     yield from column_problems(config.data.columns)
     yield from parallel_problems(config.parallel)
@@ -215,7 +209,7 @@ def learner_warnings(config: LearnerConfig) -> Iterator[str]:
     for flag, words, _ in _mixers(config):
         yield from mixer_warnings(flag, words)
     yield from backend_named(config.parallel.backend).warnings(config)
-    yield from idle_warnings(*vars(config).values())
+    yield from idle_problems(*vars(config).values(), harmless=True)
 
 
 def training_problems(config: TrainingConfig) -> Iterator[str]:
@@ -224,8 +218,6 @@ def training_problems(config: TrainingConfig) -> Iterator[str]:
     asked = config.parallel.num_processes
     if asked not in (None, "auto") and not (asked.isdecimal() and 1 <= int(asked) <= MAX_PROCESSES):
         yield f"--num_processes {asked}: takes 'auto', or a whole number from 1 to {MAX_PROCESSES}"
-    if not config.data.mixer_list:
-        yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
     shares_prompts = isinstance(config.data, PreferenceDataSection) and config.data.prefix_sharing == "on"
     if shares_prompts and not config.data.packing:
         yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"

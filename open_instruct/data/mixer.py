@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from open_instruct.config.sections import RowsSection
 from open_instruct.data.files.opening import open_rows
-from open_instruct.data.files.rows import BadRow, RawRow, RowSource
+from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.messages import reach
 from open_instruct.errors import InputError
 from open_instruct.wording import counted
@@ -77,6 +78,11 @@ def parse_mixer_list(
     )
 
 
+def entries_of(data: RowsSection, flag: str) -> tuple[MixerEntry, ...]:
+    """The entries of the mixer list that a run has under `flag`, such as "mixer_list"."""
+    return parse_mixer_list(getattr(data, flag), getattr(data, f"{flag}_splits"), flag=f"--{flag}")
+
+
 def select_rows(entry: MixerEntry, num_rows: int, seed: int) -> np.ndarray:
     """Indices of the rows to take, int64: whole copies in file order, then a random part in file order.
 
@@ -103,7 +109,7 @@ class Renamed(RowSource):
         self._columns = dict(word.split("=", 1) for word in columns)
         self._unseen = set(self._columns.values())
 
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow]:
         rows = self._source.rows(indices)
         return map(self._renamed, rows) if self._columns else rows
 
@@ -115,9 +121,7 @@ class Renamed(RowSource):
             if theirs in self._unseen
         ]
 
-    def _renamed(self, row: RawRow | BadRow) -> RawRow | BadRow:
-        if isinstance(row, BadRow):
-            return row
+    def _renamed(self, row: RawRow) -> RawRow:
         value: dict[str, Any] = dict(row.value)
         renamed = {ours: item for ours, theirs in self._columns.items() if (item := reach(value, theirs)) is not None}
         self._unseen -= {self._columns[ours] for ours in renamed}

@@ -8,13 +8,13 @@ much each verifier counts, 1 where it is not given.
 there is none, `tools` may be the JSON schemas of tools that the prompt tells of.
 """
 
-import difflib
 import json
 import math
 from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from open_instruct.config.parser import nearest
 from open_instruct.data.files.rows import MalformedRow, kind_of
 from open_instruct.data.messages import Message, keys_of, prompt_of
 from open_instruct.data.tool_turns import schemas_of
@@ -45,16 +45,22 @@ def parse_prompt_row(
     remapped: Mapping[str, str] = MappingProxyType({}),
     environment: str | None = None,
     known_environments: Container[str] = (),
+    system_prompt: str | None = None,
 ) -> ParsedPrompt:
     """Check one row, and read it.
 
     `judges` judge a row that names no verifier; without any, a row is refused unless an environment answers it, see
-    `environment_of`. `remapped` gives the verifier for a name in lower case.
+    `environment_of`. `remapped` gives the verifier for a name in lower case. `system_prompt` is the text of the system
+    turn in place of the row's own.
 
     Raises:
         MalformedRow: with the kind and the reason.
     """
     messages, names = prompt_of(row), row.get("dataset")
+    if system_prompt is not None:
+        has_own = messages[0]["role"] == "system"
+        own, turns = (messages[0], messages[1:]) if has_own else (Message(role="system", content=""), messages)
+        messages = ({**own, "content": system_prompt}, *turns)
     answered_by = environment_of(row, default=environment, known=known_environments)
     if names is None and not judges and answered_by is not None:
         return ParsedPrompt(messages, (), answered_by)
@@ -162,12 +168,10 @@ def _verifier(name: Any, known: Mapping[str, Verifier], remapped: Mapping[str, s
     for spelling in (name, name.lower()):  # published rows write "MATH" beside "gsm8k"
         if spelling in known:
             return spelling
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    meant = f"did you mean {near[0]!r}? " if near else ""
     raise MalformedRow(
         "unknown_verifier",
-        f"'dataset': there is no verifier {name!r}; {meant}Known are {', '.join(sorted(known))}; add your own by "
-        "--verifier FILE.py:Class",
+        f"'dataset': there is no verifier {name!r}{nearest(name, known) or ';'} Known are "
+        f"{', '.join(sorted(known))}; add your own by --verifier FILE.py:Class",
     )
 
 

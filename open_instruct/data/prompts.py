@@ -12,7 +12,6 @@ import numpy as np
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import Message
 from open_instruct.data.prompt_rows import json_value, parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
@@ -70,27 +69,14 @@ class PromptBuilder(RowBuilder):
     page = "docs/rewards.md"
     too_long = "long_prompt"
 
-    def __init__(
-        self,
-        chat: ChatFormat,
-        *,
-        max_prompt_token_length: int,
-        on_bad_row: str,
-        system_prompt: str | None = None,
-        **reading: Any,
-    ) -> None:
+    def __init__(self, chat: ChatFormat, *, max_prompt_token_length: int, on_bad_row: str, **reading: Any) -> None:
         """`reading` are the arguments of `parse_prompt_row`."""
         # One more token, for the first of a reply.
         super().__init__(chat, max_seq_length=max_prompt_token_length + 1, on_bad_row=on_bad_row)
-        self.system_prompt = system_prompt
         self.reading = reading
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         messages, checks, answered_by = parse_prompt_row(row, **self.reading)
-        if self.system_prompt is not None:
-            turns = messages[1:] if messages[0]["role"] == "system" else messages
-            system = messages[0] if messages[0]["role"] == "system" else Message(role="system", content="")
-            messages = ({**system, "content": self.system_prompt}, *turns)
         text, _ = self.chat.render(messages, ())
         details: dict[str, Any] = {"text": text, "checks": list(map(asdict, checks))}
         if answered_by is not None:
@@ -116,7 +102,6 @@ def load_prompt_dataset(
     *,
     known_verifiers: Mapping[str, Verifier],
     known_environments: Collection[str] = (),
-    flag: str = "--dataset_mixer_list",
     **arguments: Any,
 ) -> tuple[Prompts, DataReport]:
     """`load_token_dataset` with `max_prompt_token_length` and the known verifiers.
@@ -130,7 +115,7 @@ def load_prompt_dataset(
     )
     # Both, so that caches of other names are not read.
     facts = {"names_of_verifiers": sorted(known_verifiers), "environments": sorted(known_environments)}
-    dataset, report = load_token_dataset(builder_of, flag=flag, facts=facts, **arguments)
+    dataset, report = load_token_dataset(builder_of, facts=facts, **arguments)
     return Prompts(dataset), report
 
 
@@ -181,8 +166,7 @@ class PromptStream:
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream, as JSON."""
         return {
-            "epoch": self._num_drawn // len(self.dataset),
-            "position": self._num_drawn % len(self.dataset),
+            "num_drawn": self._num_drawn,
             "next_ticket": self._next_ticket,
             "excluded": sorted(self._excluded),
             "data_fingerprint": self.dataset.fingerprint,
@@ -204,7 +188,7 @@ class PromptStream:
             ),
             ("seed", self.seed, f"give --seed {state_dict['seed']}"),
         )
-        self._num_drawn = state_dict["epoch"] * len(self.dataset) + state_dict["position"]
+        self._num_drawn = state_dict["num_drawn"]
         self._next_ticket = state_dict["next_ticket"]
         self._excluded = set(state_dict["excluded"])
 
@@ -215,7 +199,7 @@ def _order_of_epoch(seed: int, epoch: int, num_rows: int) -> np.ndarray:
 
 
 def row_changes(config: GRPOConfig) -> dict[str, Any]:
-    """The arguments of `PromptBuilder` that flags set for every row; empty where no such flag is given.
+    """The arguments of `parse_prompt_row` that flags set for every row; empty where no such flag is given.
 
     Raises:
         InputError: the file of the system prompt cannot be read.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from open_instruct.data.files.foreign_json import shortened
-from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow
+from open_instruct.data.files.rows import MalformedRow, RawRow
 from open_instruct.data.messages import guessed_columns
 from open_instruct.errors import InputError
 from open_instruct.wording import counted, macro_text
@@ -28,38 +28,34 @@ class BadRowLog:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._first: dict[str, BadRow] = {}
+        self._first: dict[str, str] = {}
         self._rows_by_reason: Counter[str] = Counter()
         self._found: Mapping[str, Any] | None = None
 
-    def reading(self, row: RawRow | BadRow, read: Callable[[dict[str, Any]], Result]) -> Result | None:
+    def reading(self, row: RawRow, read: Callable[[dict[str, Any]], Result]) -> Result | None:
         """What `read` makes of the content of a row; None if the row is bad, which is counted."""
-        if isinstance(row, BadRow):
-            self._add(row)
-            return None
         try:
-            return read(row.value)
+            return read(row.content())
         except MalformedRow as error:
-            self._add(error.at(row.file, row.line), row.value)
+            self._add(row, error)
             return None
 
-    def _add(self, row: BadRow, value: Mapping[str, Any] | None = None) -> None:
-        """Count a bad row; `value` is its parsed content, if it could be parsed."""
-        self.counts[row.kind] += 1
-        is_well_formed = row.kind in WELL_FORMED
-        reason = row.kind if is_well_formed else row.reason
+    def _add(self, row: RawRow, error: MalformedRow) -> None:
+        self.counts[error.kind] += 1
+        is_well_formed = error.kind in WELL_FORMED
+        reason = error.kind if is_well_formed else error.reason
         if reason in self._first or len(self._first) < NUM_REASONS_SHOWN:
-            self._first.setdefault(reason, row)
+            self._first.setdefault(reason, f"{row}: {error.reason}")
             self._rows_by_reason[reason] += 1
-        if self._found is None and not is_well_formed:
-            self._found = value
+        if self._found is None and row.problem is None and not is_well_formed:
+            self._found = row.value
 
     def lines(self) -> list[str]:
         """One line for each reason."""
         lines = []
         for reason, row in self._first.items():
             num_more = self._rows_by_reason[reason] - 1
-            lines.append(f"{row} (and so {counted(num_more, 'row')} more)" if num_more else str(row))
+            lines.append(f"{row} (and so {counted(num_more, 'row')} more)" if num_more else row)
         return lines
 
     def error(self, num_rows: int, *, wanted: str, columns: Sequence[str], page: str) -> InputError:
@@ -86,16 +82,16 @@ class DataReport:
     """Counts over distinct rows, but for `num_pairs` and `num_tokens`, which count repeated rows again.
 
     `unit` names what a kept row becomes, such as "pair"; `num_pairs` counts these units.
-    `num_rows` is always `num_bad + num_kept` and the sum of `filtered`. `sources` has, for each data set of the
-    mixture, its name, the rows it has, and the rows taken (with repeats).
+    `num_rows` is always the sum of `bad`, `filtered` and `num_kept`. `sources` says, for each data set of the
+    mixture, how many rows are taken (with repeats), and how many it has.
 
     Example: of `rows.jsonl 2.0`, 10 rows, one of them malformed and one with a prompt too long::
 
-        DataReport(sources=[("rows.jsonl", 10, 20)], num_rows=10, bad={"empty_reply": 1},
+        DataReport(sources=["rows.jsonl: 20 taken of 10 rows"], num_rows=10, bad={"empty_reply": 1},
                    filtered={"prompt_too_long": 1}, num_truncated=3, num_kept=8, num_pairs=16, num_tokens=5120)
     """
 
-    sources: list[tuple[str, int, int]]
+    sources: list[str]
     num_rows: int
     bad: dict[str, int] = field(default_factory=dict)
     bad_rows: list[str] = field(default_factory=list)
@@ -109,15 +105,6 @@ class DataReport:
     cache_file: str = ""
     from_cache: bool = False
 
-    @property
-    def num_bad(self) -> int:
-        return sum(self.bad.values())
-
     def lines(self) -> list[str]:
         """The report in lines of text."""
         return macro_text(REPORT, "read", self).split("\n")
-
-    @classmethod
-    def of_fields(cls, fields: Mapping[str, Any]) -> DataReport:
-        """The report whose fields JSON has kept, which knows no tuples."""
-        return cls(**{**fields, "sources": [tuple(source) for source in fields["sources"]]})

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.files.rows import BadRow, RawRow, RowSource
+from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.messages import ReadRow, unread_of_messages
 from open_instruct.data.mixer import MixerEntry, Renamed, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
@@ -53,6 +53,9 @@ class RowBuilder(ABC):
 
     A subclass renders a row and cuts its tokens. In a row with one document, context and learned pieces alternate. In a
     row with several documents the first piece is their common prompt, and each further piece is one reply to it.
+
+    It may have a static `check(row)`, which raises MalformedRow as far as that needs no tokenizer. A subclass that
+    renders such rows says so again: only a class's own `check` is called.
     """
 
     unit: ClassVar[str]  # the name of a kept row in reports, such as "pair"
@@ -94,17 +97,6 @@ class RowBuilder(ABC):
     def rows_in(cls, source: RowSource) -> RowSource:
         """The rows of a source in this builder's form."""
         return source
-
-    @staticmethod
-    def check(row: Mapping[str, Any]) -> object:
-        """Check the parts of a row that need no tokenizer; the result is not used.
-
-        Called only for a class that defines it itself, since a subclass may render other rows.
-
-        Raises:
-            MalformedRow: with the kind and the reason.
-        """
-        return row
 
     def end_source(self, name: str, first: int) -> None:
         """Called after the last row of a source of which rows were kept: those from the number `first` on."""
@@ -170,7 +162,10 @@ class RowBuilder(ABC):
         order_N = np.concatenate(order)
         arrays = self._arrays(order_N)
         return arrays, DataReport(
-            sources=[(form.name, len(form), len(indices)) for form, indices in zip(forms, selected, strict=True)],
+            sources=[
+                f"{form.name}: {len(indices):,} taken of {counted(len(form), 'row')}"
+                for form, indices in zip(forms, selected, strict=True)
+            ],
             num_rows=num_rows,
             bad=dict(self.bad.counts),
             bad_rows=self.bad.lines(),
@@ -188,7 +183,7 @@ class RowBuilder(ABC):
         """Whether a bad row has made the build fail, so that further rows are read only to be counted."""
         return bool(self.bad.counts) and self.on_bad_row == "error"
 
-    def _add(self, rows: Sequence[RawRow | BadRow]) -> list[int]:
+    def _add(self, rows: Sequence[RawRow]) -> list[int]:
         """Add rows; returns the place of each among the kept rows, -1 of one that is not kept."""
         rendered = [self.bad.reading(row, self._rendered) for row in rows]
         if self._only_counts:
@@ -209,7 +204,7 @@ class RowBuilder(ABC):
         self.unread.update({*read.unread(), *unread_of_messages(value, self.chat.reads_reasoning)})
         return rendered
 
-    def _is_kept(self, row: RawRow | BadRow, item: RenderedRow, pieces: list[list[int]]) -> bool:
+    def _is_kept(self, row: RawRow, item: RenderedRow, pieces: list[list[int]]) -> bool:
         """Keep a row, cut to the length limit, unless nothing of it can be learned."""
         replies = range(1, 1 if self.reads_ends else len(pieces), self._pieces_a_reply)
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.mixer import parse_mixer_list
+from open_instruct.data.mixer import MixerEntry
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.errors import InputError, RunError
@@ -107,11 +107,6 @@ class TokenDataset:
         edges = [self.edges_E[first_N + 1 + document] for document in range(self.documents_per_row + 1)]
         return np.diff(np.stack(edges, axis=1), axis=1)
 
-    @property
-    def has_values(self) -> bool:
-        """Whether rows come with numbers for the loss."""
-        return len(self.details_C) > 0
-
     def values(self, index: int) -> np.ndarray:
         """The numbers of row `index` for the loss, float32; most forms of rows have none."""
         return np.frombuffer(self.details(index), dtype=np.float32)
@@ -134,13 +129,11 @@ class TokenDataset:
 def load_token_dataset(
     builder_of: Callable[..., RowBuilder],
     *,
-    mixer_list: Sequence[str],
-    splits: Sequence[str],
+    entries: Sequence[MixerEntry],
     chat: ChatFormat,
     on_bad_row: Literal["error", "skip"],
     seed: int,
     cache_dir: str | Path | None,
-    flag: str = "--mixer_list",
     columns: Sequence[str] = (),
     facts: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -159,7 +152,6 @@ def load_token_dataset(
         RunError: the disk is full.
     """
     builder = builder_of(chat, on_bad_row=on_bad_row, **own)
-    entries = parse_mixer_list(mixer_list, splits, flag=flag)
     sources = [entry.open(columns) for entry in entries]
     identity = {
         "version": CACHE_VERSION,
@@ -190,7 +182,7 @@ def _kept(path: Path) -> tuple[dict[str, np.ndarray], DataReport] | None:
     """The arrays in the file `path` and their report; None if it is not there, damaged or of another version."""
     try:
         arrays, metadata = read_arrays(path)
-        return arrays, replace(DataReport.of_fields(metadata["report"]), from_cache=True)
+        return arrays, replace(DataReport(**metadata["report"]), from_cache=True)
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError) as error:

@@ -27,19 +27,14 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    path = Path(name_or_path).expanduser()
-    if path.exists():
-        if revision not in (None, "main"):
-            raise InputError(f"--model_revision {revision}: {path} is a folder, which has none; leave the flag out")
-        check_tokenizer_folder(path, flag=flag)
-        _check_token_ids(path / "tokenizer.json")
-        name_or_path = str(path)
-    elif name_or_path.startswith((".", "/", "~")) or len(path.parts) > 2:
-        raise InputError(f"{flag}: {name_or_path}: no such folder.{near_files(path)}")
+    if (folder := given_folder(name_or_path, revision=revision)) is not None:
+        check_tokenizer_folder(folder, flag=flag)
+        _check_token_ids(folder / "tokenizer.json")
+        name_or_path = str(folder)
     try:
         with panics_as_errors(f"{flag}: the tokenizer of {name_or_path}"):
-            if path.is_dir() and not (path / "tokenizer_config.json").is_file():
-                tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+            if folder is not None and not (folder / "tokenizer_config.json").is_file():
+                tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
             else:
                 tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
             if not tokenizer.is_fast:
@@ -58,6 +53,26 @@ def load_tokenizer(
             f"{text!r}), so a prompt and its reply cannot be joined; use a byte-level tokenizer without a prefix space."
         )
     return tokenizer
+
+
+def given_folder(name_or_path: str, *, revision: str | None = None) -> Path | None:
+    """The folder itself; None for the name of a hub repository.
+
+    Raises:
+        InputError: it is neither, or a revision is asked of a folder.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        if revision not in (None, "main"):
+            raise InputError(
+                f"--model_revision {revision}: {name_or_path} is a folder, which has none; leave the flag out"
+            )
+        return path
+    if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
+        raise InputError(
+            f"{name_or_path}: there is no such folder; give the folder that holds config.json.{near_files(path)}"
+        )
+    return None
 
 
 def check_tokenizer_folder(path: Path, *, flag: str) -> None:

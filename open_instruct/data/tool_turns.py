@@ -1,20 +1,62 @@
 """Tools in conversations: what rows have of them, and the form in which a chat template reads it.
 
 Rows have them as OpenAI writes them, schemas in a column `tools` and the calls of a reply in its `tool_calls`, or as
-OLMo 3's data do, as texts: `functions` of a message, and `function_calls` of a reply.
+OLMo 3's data do, as texts: `functions` of a message, and `function_calls` of a reply, which are written as Python,
+`add(a=2, b=3)`, a line for each call.
 """
 
+import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.python_calls import ToolCallError, python_call, read_python_calls
 
 CALLS = ("tool_calls", "function_calls")
+
+
+class ToolCallError(ValueError):
+    """A reply begins a call that cannot be read; the message says why."""
+
+
+def read_python_calls(text: str) -> Iterator[tuple[str, dict[str | None, Any]]]:
+    """Names and arguments of calls with literal keyword arguments, one a line or in one list.
+
+    Raises:
+        ToolCallError: there is something else.
+    """
+    literals = {"null": None, "true": True, "false": False}
+    try:
+        tree = ast.parse(text.strip().replace("\r\n", "\n"))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ToolCallError(f"the calls are no Python: {type(error).__name__}") from error
+    nodes: list[ast.AST] = []
+    for statement in tree.body:
+        value = statement.value if isinstance(statement, ast.Expr) else statement
+        nodes += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+    for node in nodes:
+        if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+            raise ToolCallError("a call is NAME(argument=value, …)")
+        arguments = {}
+        for keyword in node.keywords:
+            value = keyword.value
+            if isinstance(value, ast.Name) and value.id in literals:
+                arguments[keyword.arg] = literals[value.id]
+                continue
+            try:
+                arguments[keyword.arg] = ast.literal_eval(value)
+            except (ValueError, TypeError, RecursionError, MemoryError) as error:
+                raise ToolCallError(f"the argument {keyword.arg} is no literal") from error
+        yield ast.unparse(node.func), arguments
+
+
+def python_call(name: str, arguments: Mapping[str, Any]) -> str:
+    """One call; values are written as JSON."""
+    written = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
+    return f"{name}({', '.join(written)})"
 
 
 def schemas_of(value: Any) -> list[Any]:

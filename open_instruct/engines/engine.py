@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Concatenate, TypeVar
 
-from open_instruct.engines.requests import EngineAnswers, EngineSettings, GenerationRequest
-from open_instruct.engines.vllm_core import P, VLLMCore, WeightWorker
+from open_instruct.engines.requests import EngineSettings, GenerationRequest
+from open_instruct.engines.vllm_core import P, VLLMCore
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
+from open_instruct.weights.receiver import WeightReceiver
 
 R = TypeVar("R")
+Outcomes = Mapping[int, Completion | str]
+"""Completions by the key of their request; a sentence with the reason in place of one that cannot be."""
 
 SECONDS_BETWEEN_LOOKS = 0.02
 
@@ -72,27 +75,32 @@ class Engine:
                 self._waiting.pop(key, None)
                 self._outcomes.pop(key, None)
 
-    def poll(self, wait_s: float) -> EngineAnswers:
-        """The outcomes that no earlier poll returned; waits up to `wait_s` for one."""
+    def poll(self, wait_s: float) -> Outcomes:
+        """The outcomes that no earlier poll returned, by their keys; waits up to `wait_s` for one.
+
+        Raises:
+            RunError: the engine failed, or one step lasts longer than --engine_timeout_s.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._outcomes or self._failure, wait_s)
             self._check()
             began_s = self._step_began_s
-            seconds_in_step = 0.0 if began_s is None else time.monotonic() - began_s
-            answers = EngineAnswers(seconds_in_step=seconds_in_step, outcomes=self._outcomes)
+            if began_s is not None and time.monotonic() - began_s > self._settings.fleet.engine_timeout_s:
+                raise RunError(f"it has been in one step for {time.monotonic() - began_s:.0f} s")
+            outcomes = self._outcomes
             self._outcomes = {}
-        return answers
+        return outcomes
 
     # Weights
 
     def open_channel(self, info: dict[str, Any]) -> None:
         """Connect to the sender of weights."""
-        self._between_steps(lambda core: core.call_workers(WeightWorker.open_channel, info))
+        self._between_steps(lambda core: core.call_workers(WeightReceiver.open_channel, info))
 
     def stage_weights(self, version: int) -> None:
         """Receive what has changed of the weights while steps go on; `receive_weights` puts it in place."""
-        self._between_steps(lambda core: core.call_workers(WeightWorker.start_staging, version))
-        while not all(self._between_steps(lambda core: core.call_workers(WeightWorker.has_staged))):
+        self._between_steps(lambda core: core.call_workers(WeightReceiver.start_staging, version))
+        while not all(self._between_steps(lambda core: core.call_workers(WeightReceiver.has_staged))):
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def begin_update(self, drain: bool) -> None:
@@ -113,19 +121,19 @@ class Engine:
         def prepare(core: VLLMCore) -> None:
             # A step that is on its way while weights change would make tokens of neither version.
             self._ended(core.settle())
-            core.call_workers(WeightWorker.start_update)
+            core.call_workers(WeightReceiver.start_update)
 
         self._between_steps(prepare)
 
     def receive_weights(self) -> None:
         """Take one set of weights from the channel, or what was staged of it; returns when it is complete."""
-        self._between_steps(lambda core: core.call_workers(WeightWorker.receive_weights))
+        self._between_steps(lambda core: core.call_workers(WeightReceiver.receive_weights))
 
     def finish_update(self, version: int) -> None:
         """Go on with the weights received. Running requests are recomputed from their prompt and tokens so far."""
 
         def go_on(core: VLLMCore) -> None:
-            core.call_workers(WeightWorker.finish_update)
+            core.call_workers(WeightReceiver.finish_update)
             core.weights_changed(version)
             self._is_admitting = self._is_stepping = True
 
@@ -224,7 +232,7 @@ class Engine:
             core.abort(key)
             self._ended({key: "cancelled"})
 
-    def _ended(self, outcomes: Mapping[int, Completion | str]) -> None:
+    def _ended(self, outcomes: Outcomes) -> None:
         """Remove finished requests, and keep the outcomes of those that were not cancelled for `poll`."""
         if not outcomes:
             return

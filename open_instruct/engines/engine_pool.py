@@ -19,9 +19,10 @@ from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
-from open_instruct.engines.engine import Engine, EngineMethod, P, R
+from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.engines.engine import Engine, EngineMethod, Outcomes, P, R
 from open_instruct.engines.engine_host import RayEngine
-from open_instruct.engines.requests import EngineAnswers, GenerationRequest, Home
+from open_instruct.engines.requests import GenerationRequest, Home
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
 
@@ -65,8 +66,7 @@ class EnginePool:
         make_engine: builds the engine of an index anew; blocks until it is constructed.
         on_restart: brings a new engine to the weights of the others; it gets no request before that.
         on_failure: called with the reason once the pool has given up and starts no engine again.
-        timeout_s: how long an engine may take to answer, or one step of it may last.
-        max_restarts: total number of engine restarts.
+        fleet: says how long an engine may take to answer, and how many restarts there may be in all.
         say: called with a line about each engine that died.
     """
 
@@ -77,15 +77,14 @@ class EnginePool:
         make_engine: Callable[[int], RayEngine],
         on_restart: Callable[[int], None],
         on_failure: Callable[[RunError], None],
-        timeout_s: float,
-        max_restarts: int,
+        fleet: FleetSection,
         say: Callable[[str], None],
     ) -> None:
         self._make_engine = make_engine
         self._on_restart = on_restart
         self._on_failure = on_failure
-        self._timeout_s = timeout_s
-        self._max_restarts = max_restarts
+        self._timeout_s = fleet.engine_timeout_s
+        self._max_restarts = fleet.max_restarts
         self._say = say
         self._lock = threading.RLock()
         self._keys = itertools.count()
@@ -167,7 +166,13 @@ class EnginePool:
     def fail_waiting(self, failure: RunError) -> None:
         """Fail all completions that are waited for now; those asked for later come as ever."""
         with self._lock:
-            left = self._take_all()
+            left = list(self._homeless.values())
+            self._homeless = {}
+            for member in self._members:
+                if member.is_alive:
+                    member.handle.tell(Engine.cancel, list(member.asked))
+                left += member.asked.values()
+                member.asked = {}
         for each in left:
             set_outcome(each.future, failure)
 
@@ -202,16 +207,6 @@ class EnginePool:
         self._failure = self._failure or failure
         self.fail_waiting(failure)
 
-    def _take_all(self) -> list[InFlight]:
-        left = list(self._homeless.values())
-        self._homeless = {}
-        for member in self._members:
-            if member.is_alive:
-                member.handle.tell(Engine.cancel, list(member.asked))
-            left += member.asked.values()
-            member.asked = {}
-        return left
-
     def _forget_cancelled(self, key: int, future: Future[Completion]) -> None:
         if not future.cancelled():
             return
@@ -228,22 +223,18 @@ class EnginePool:
         while is_there and not self._is_closed:
             member = self._members[index]
             try:
-                answers = member.handle.ask(POLL_WAIT_S + self._timeout_s, Engine.poll, POLL_WAIT_S)
-                if answers.seconds_in_step > self._timeout_s:
-                    raise RunError(f"engine {index} has been in one step for {answers.seconds_in_step:.0f} s")
-                self._take(member, answers)
+                self._take(member, member.handle.ask(POLL_WAIT_S + self._timeout_s, Engine.poll, POLL_WAIT_S))
             except Exception as error:
                 is_there = self._restarted(index, _failure(error, f"engine {index} could not be asked"))
 
-    def _take(self, member: _Member, answers: EngineAnswers) -> None:
+    def _take(self, member: _Member, outcomes: Outcomes) -> None:
         with self._lock:
-            finished = answers.outcomes.items()
-            outcomes = [(member.asked.pop(key), outcome) for key, outcome in finished if key in member.asked]
-            for each, outcome in outcomes:
+            taken = [(member.asked.pop(key), outcome) for key, outcome in outcomes.items() if key in member.asked]
+            for each, outcome in taken:
                 if isinstance(outcome, Completion):
                     member.token_s.append((time.monotonic() - each.asked_s) / max(1, len(outcome.token_ids)))
         # Outside the lock, since a callback of a future may submit again.
-        for each, outcome in outcomes:
+        for each, outcome in taken:
             if isinstance(outcome, str):
                 set_outcome(each.future, RunError(f"request {each.request.request_id} cannot be generated: {outcome}"))
             else:

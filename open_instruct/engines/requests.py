@@ -1,16 +1,14 @@
-"""Records of an engine: requests, answers and settings."""
+"""Records of an engine: requests and settings."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.errors import InputError
-from open_instruct.records import Completion
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -53,19 +51,6 @@ def sampling_seed(*parts: int | str) -> int:
     """
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineAnswers:
-    """The outcomes since the last poll, and how the engine is.
-
-    Example: `EngineAnswers(seconds_in_step=0.2, outcomes={7: Completion(…), 8: "the prompt has 90 tokens, …"})`.
-    """
-
-    seconds_in_step: float
-    """Seconds since the present step began; 0 between two steps."""
-    outcomes: Mapping[int, Completion | str]
-    """By the key that each request was begun under; a sentence with the reason where it cannot be completed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import floor
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
@@ -16,6 +16,8 @@ from open_instruct.engines.requests import EngineSettings, GenerationRequest
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.records import Completion
+from open_instruct.weights.adapter_receiver import ADAPTER_ID, AdapterReceiver
+from open_instruct.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, SamplingParams
@@ -23,11 +25,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-W = TypeVar("W", bound="WeightWorker")
+W = TypeVar("W", bound=WeightReceiver)
 
-WEIGHT_RECEIVER = "open_instruct.weights.receiver.WeightReceiver"
-ADAPTER_RECEIVER = "open_instruct.weights.adapter_receiver.AdapterReceiver"
-ADAPTER_ID = 1
 # vLLM would take gigabytes; on CUDA it takes what --vllm_gpu_memory_utilization leaves.
 CPU_KV_CACHE_MIB = 256
 # vLLM's message when another process holds the GPU's memory: free and total GiB, rounded to hundredths.
@@ -65,30 +64,6 @@ def engine_environment(on_cuda: bool, runner: str = "auto") -> dict[str, str]:
     return environment
 
 
-class WeightWorker(Protocol):
-    """The methods of every process of an engine that holds weights; see `WeightReceiver`."""
-
-    def open_channel(self, info: dict[str, Any]) -> None: ...
-
-    def start_staging(self, version: int) -> None: ...
-
-    def has_staged(self) -> bool: ...
-
-    def start_update(self) -> None: ...
-
-    def receive_weights(self) -> None: ...
-
-    def finish_update(self) -> None: ...
-
-
-class AdapterWorker(WeightWorker, Protocol):
-    """The same where an engine holds an adapter; see `AdapterReceiver`."""
-
-    def adapted_layers(self) -> list[str]: ...
-
-    def hold_no_adapter(self) -> None: ...
-
-
 class VLLMCore:
     """vLLM's `LLMEngine`, in this process (and one more process for each further GPU of a tensor-parallel engine).
 
@@ -96,15 +71,15 @@ class VLLMCore:
 
     Args:
         settings: of the model and of vLLM.
-        weight_receiver: class, by its dotted name, that vLLM adds to its workers; default: `WeightReceiver`, or with an
-            adapter `AdapterReceiver`.
+        weight_receiver: class that vLLM adds to its workers; default: `WeightReceiver`, or with an adapter
+            `AdapterReceiver`.
 
     Raises:
         InputError: the key-value cache is too small, less of the GPU is free than is asked for, or there can be no
             such adapter.
     """
 
-    def __init__(self, settings: EngineSettings, *, weight_receiver: str | None = None) -> None:
+    def __init__(self, settings: EngineSettings, *, weight_receiver: type[WeightReceiver] | None = None) -> None:
         if folder := os.environ.get(FOLDER_VARIABLE):
             tempfile.tempdir = os.environ["TMPDIR"] = folder  # vLLM leaves files there when it is killed
         import torch
@@ -117,6 +92,7 @@ class VLLMCore:
         adapter = settings.adapter
         kv_cache_mib = fleet.vllm_kv_cache_mib or (None if on_cuda else CPU_KV_CACHE_MIB)
         self._settings = settings
+        receiver = weight_receiver or (AdapterReceiver if adapter is not None else WeightReceiver)
         arguments = EngineArgs(
             model=settings.model_folder,
             tokenizer=settings.tokenizer_folder,
@@ -139,7 +115,7 @@ class VLLMCore:
             enforce_eager=fleet.vllm_enforce_eager or not on_cuda,
             # Log-probs are of the distribution that was sampled from, after the temperature.
             logprobs_mode="processed_logprobs",
-            worker_extension_cls=weight_receiver or (ADAPTER_RECEIVER if adapter is not None else WEIGHT_RECEIVER),
+            worker_extension_cls=f"{receiver.__module__}.{receiver.__name__}",
             disable_log_stats=True,
             **(adapter_options(adapter) if adapter is not None else {}),
         )
@@ -154,8 +130,8 @@ class VLLMCore:
         self._tokenizer: Any = self._engine.get_tokenizer()
         self._seeds: dict[int, int] = {}
         if adapter is not None:
-            check_targets(adapter, self.call_workers(AdapterWorker.adapted_layers)[0])
-            self.call_workers(AdapterWorker.hold_no_adapter)
+            check_targets(adapter, self.call_workers(AdapterReceiver.adapted_layers)[0])
+            self.call_workers(AdapterReceiver.hold_no_adapter)
         self._names = names_of_versions() if adapter is not None else itertools.repeat(None)
         self._adapter = next(self._names)
         self._check_logprobs()

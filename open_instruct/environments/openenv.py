@@ -9,8 +9,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from open_instruct.environments.adapters import Tool, Toolbox
-from open_instruct.environments.environment import EnvironmentFault, Source, ToolAnswer, schema_of
+from open_instruct.environments.environment import EnvironmentFault, Source, Tool, ToolAnswer, Toolbox, schema_of
 from open_instruct.errors import InputError
 
 START_TIMEOUT_S = 30.0

@@ -7,9 +7,8 @@ from functools import partial
 
 from open_instruct.config.parser import nearest
 from open_instruct.config.rollout_sections import TOOL_SET, EnvironmentSection
-from open_instruct.environments.adapters import ToolSet, check_tools
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
-from open_instruct.environments.environment import Factory
+from open_instruct.environments.environment import Factory, ToolSet, check_tools
 from open_instruct.environments.mcp_tools import McpServer, generic_mcp
 from open_instruct.environments.openenv import OpenEnvServer
 from open_instruct.environments.search import Search

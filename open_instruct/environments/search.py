@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.data.files.opening import open_rows
-from open_instruct.data.files.rows import BadRow
-from open_instruct.environments.adapters import called
-from open_instruct.environments.environment import ToolServer, text_tool
+from open_instruct.environments.environment import ToolServer, called, text_tool
 from open_instruct.errors import InputError
 from open_instruct.whole_file import read_asked
 
@@ -60,10 +58,10 @@ class Search(ToolServer):
 def _of_rows(corpus: str) -> Iterator[str]:
     source = open_rows(corpus, flag=FLAG)
     for row in source.rows(range(len(source))):
-        if isinstance(row, BadRow):
-            raise InputError(f"{FLAG} {row}")
+        if row.problem is not None:
+            raise InputError(f"{FLAG} {row}: {row.problem}")
         if not isinstance(text := row.value.get("text"), str):
-            raise InputError(f"{FLAG} {row.file}, line {row.line}: has no `text`: rename the column that has it")
+            raise InputError(f"{FLAG} {row}: has no `text`: rename the column that has it")
         heading = " ".join(str(row.value[key]) for key in ("id", "title") if row.value.get(key) is not None)
         yield f"{heading}\n{text}".strip()
 

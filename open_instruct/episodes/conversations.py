@@ -6,23 +6,22 @@ All episodes of a run are coroutines of one thread. One that waits for its envir
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from open_instruct.config.rollout_sections import EnvironmentSection
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.chat import ChatFormat
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import GenerationRequest, Home, sampling_seed
-from open_instruct.environments.adapters import called, make_environment
-from open_instruct.environments.environment import ChatMessage, Environment, Factory, Reply
+from open_instruct.environments.environment import ChatMessage, Environment, Factory, Reply, called, make_environment
 from open_instruct.episodes.bridge import Conversation, TurnTemplate
 from open_instruct.episodes.tool_calls import ToolCallError, form_of_template, tool_calls
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Episode, EpisodeStatus, Prompt, Span
+from open_instruct.verifiers.event_loop import lasting_loop
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 10.0
@@ -34,24 +33,16 @@ class Conversations:
     """Runs episodes in environments; thread-safe. `close` gives up those in flight, and closes their environments."""
 
     def __init__(
-        self,
-        pool: EnginePool,
-        chat: ChatFormat,
-        factories: Mapping[str, Factory],
-        *,
-        flags: EnvironmentSection,
-        max_prompt_tokens: int,
+        self, pool: EnginePool, chat: ChatFormat, factories: Mapping[str, Factory], config: GRPOConfig
     ) -> None:
         self._pool = pool
         self._template = TurnTemplate(chat)
         self._factories = factories
-        self._flags = flags
-        self._max_prompt_tokens = max_prompt_tokens
-        is_auto = flags.tool_call_form == "auto"
-        self._form = form_of_template(chat.template.text) if is_auto else flags.tool_call_form
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
-        self._thread.start()
+        self._flags = config.environment
+        self._max_prompt_tokens = config.data.max_prompt_token_length
+        is_auto = self._flags.tool_call_form == "auto"
+        self._form = form_of_template(chat.template.text) if is_auto else self._flags.tool_call_form
+        self._loop = lasting_loop("episodes")
 
     def ask(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:
         """The future completion of an episode that begins with `request`."""
@@ -61,8 +52,6 @@ class Conversations:
         """Return once the environments of all episodes in flight are closed, or have not closed in time."""
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._give_up(), self._loop).result(2 * CLOSE_TIMEOUT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_TIMEOUT_S)
 
     async def _give_up(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

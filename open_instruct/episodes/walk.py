@@ -12,7 +12,7 @@ from open_instruct.engines.requests import GenerationRequest, SamplingSettings, 
 from open_instruct.episodes.conversations import Conversations
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.verifiers.reward import RewardManager
+from open_instruct.verifiers.pool import VerifierPool
 
 NUM_JUDGING_THREADS = 16
 
@@ -65,10 +65,10 @@ class Episodes:
     judged together when the last one arrives.
     """
 
-    def __init__(self, pool: EnginePool, rewards: RewardManager, conversations: Conversations | None = None) -> None:
+    def __init__(self, pool: EnginePool, verifiers: VerifierPool, conversations: Conversations | None = None) -> None:
         self._pool = pool
         self._conversations = conversations  # for prompts with an environment
-        self._rewards = rewards
+        self._verifiers = verifiers
         self._judges = ThreadPoolExecutor(NUM_JUDGING_THREADS, thread_name_prefix="judge")
         self._generating: set[Future[Completion]] = set()
         self._lock = threading.Lock()
@@ -118,7 +118,7 @@ class Episodes:
             are_all_here = len(group.completions) == len(group.requests)
         if error is not None:
             group.fail(error, [sample], "could not be generated")
-        elif not self._rewards.judges_groups(group.prompt):
+        elif not self._verifiers.judges_groups(group.prompt):
             self._judges.submit(self._judge, group, [sample])
         elif are_all_here:
             self._judges.submit(self._judge, group, range(len(group.requests)))
@@ -126,7 +126,7 @@ class Episodes:
     def _judge(self, group: AskedGroup, samples: Sequence[int]) -> None:
         completions = [group.completions[sample] for sample in samples]
         try:
-            verdicts = self._rewards.judge(group.prompt, completions)
+            verdicts = self._verifiers.judge(group.prompt, completions)
             judged = list(zip(samples, completions, verdicts, strict=True))
         except BaseException as error:  # a verifier that calls exit() must not leave others waiting
             group.fail(error, samples, "could not be judged")

@@ -1,1 +1,1 @@
-"""The Hugging Face hub: the card of a model, and its upload."""
+"""The Hugging Face hub: the upload of a model."""

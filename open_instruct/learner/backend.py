@@ -22,9 +22,14 @@ GRAD_NORM = "grad_norm"
 """The norm of the whole gradient before it was clipped."""
 
 
+def has_part(names: Iterable[str], part: str) -> bool:
+    """Whether a checkpoint with these `names` has that part."""
+    return any(name.startswith(f"{part}.") for name in names)
+
+
 def refuse_other_backend(names: Iterable[str], *, own: str, part: str) -> None:
     """:raises InputError: a checkpoint with these `names` lacks the `part` that the backend `own` writes."""
-    if not any(name.startswith(f"{part}.") for name in names):
+    if not has_part(names, part):
         raise InputError(
             f"the checkpoints in --output_dir are not of --backend {own}, which cannot go on from them: give the "
             "--backend that they began with, or start in another --output_dir from the hf_model such a run ends with"
@@ -42,9 +47,8 @@ class Backend(Protocol):
     """The reference policy, for losses with a penalty for leaving it. Set it before the first step, and before a
     checkpoint is loaded: one that moves is part of the checkpoints."""
 
-    @property
-    def model(self) -> Transformer:
-        """The trained model: this rank's shards, in the parameters' own dtype."""
+    model: Transformer
+    """The trained model: this rank's shards, in the parameters' own dtype."""
 
     @property
     def computing_model(self) -> Transformer:
@@ -53,8 +57,7 @@ class Backend(Protocol):
     @property
     def compute_dtype(self) -> torch.dtype: ...
 
-    @property
-    def device(self) -> torch.device: ...
+    device: torch.device
 
     @property
     def dp_process_group(self) -> dist.ProcessGroup | None:

@@ -4,16 +4,15 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from open_instruct.checkpoints.finite import check_weights
-from open_instruct.checkpoints.resume import last_checkpoint
+from open_instruct.checkpoints.resume import check_weights, last_checkpoint
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.policy import Policy
 from open_instruct.models.lora.adapters import weights_of, whole_adapter
 from open_instruct.models.lora.files import write_adapter
 from open_instruct.parallel.peers import doing
+from open_instruct.run.card import card_of
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
-from open_instruct.run.run_directory import card_of
 from open_instruct.wording import counted
 
 

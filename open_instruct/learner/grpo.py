@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from open_instruct.config.grpo import GRPOConfig
@@ -15,19 +14,6 @@ from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.run.cadence import cadence_of
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained, start_model_of
-
-
-@dataclass(slots=True)
-class DriversState:
-    """The driver's place among its prompts; the learners keep it in their checkpoints."""
-
-    state: dict[str, Any] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"json": json.dumps(self.state)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.state = json.loads(state_dict["json"])
 
 
 class GRPOLearner:
@@ -46,7 +32,7 @@ class GRPOLearner:
         self.config = config
         self.run = run
         self.pretrained = pretrained
-        self.drivers = DriversState()
+        self.drivers_state: dict[str, Any] = {}
         backend = backend_named(config.parallel.backend)
         held = backend.build(pretrained, run=run, config=config, num_steps=config.num_steps)
         self.policy = Policy(held, GRPO.bind(config))
@@ -65,7 +51,7 @@ class GRPOLearner:
             )
         self.loop = Loop(
             self.policy,
-            self.drivers,
+            self,
             run=run,
             config=config,
             start_model=start_model_of(pretrained, run),
@@ -90,9 +76,16 @@ class GRPOLearner:
         :param waits: whether it is written on return.
         :raises RunError: it cannot be written; earlier checkpoints are unharmed.
         """
-        self.drivers.state = drivers_state
+        self.drivers_state = drivers_state
         self.loop.save(waits=waits)
 
     def resume(self, *, warn: Callable[[str], None]) -> dict[str, Any] | None:
         """Load the newest checkpoint that is whole, if there is one, and return the driver's state with it."""
-        return self.drivers.state if self.loop.resume(warn=warn) else None
+        return self.drivers_state if self.loop.resume(warn=warn) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The driver's place among its prompts, which the loop keeps in its checkpoints."""
+        return {"json": json.dumps(self.drivers_state)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.drivers_state = json.loads(state_dict["json"])

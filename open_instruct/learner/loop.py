@@ -13,27 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from olmo_core.data.data_loader import DataLoaderBase
+from olmo_core.distributed.utils import all_reduce_value
+from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train import Duration, LoadStrategy, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from torch.distributed.checkpoint.stateful import Stateful
 
 from open_instruct.checkpoints.background import in_background
-from open_instruct.checkpoints.resume import (
-    finish_checkpoint,
-    load_checkpoint,
-    remove_old_checkpoints,
-    resume,
-    save_checkpoint,
-    wait_for_copy,
-)
-from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointerConfig
+from open_instruct.checkpoints.resume import load_checkpoint, remove_old_checkpoints, resume, save_checkpoint
+from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.heldout import Heldout
-from open_instruct.learner.inner import SkipStepHistory, pass_on_metrics
 from open_instruct.learner.measure.profile import profiling
 from open_instruct.learner.measure.speed import StepClock, flops_of_step, peak_flops_per_second
+from open_instruct.learner.optim.optimizers import SkipStepHistory
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.rows.sample_loader import SampleLoader
+from open_instruct.learner.scoring import Heldout
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import gathered
 from open_instruct.parallel.processes import host_of_cores
@@ -72,9 +67,6 @@ class PlaceInData(DataLoaderBase):
 
     @property
     def total_batches(self) -> int | None:
-        return None
-
-    def global_num_tokens_in_batch(self, batch: dict[str, Any]) -> int | None:
         return None
 
     def reshuffle(self, epoch: int | None = None, **kwargs: Any) -> None:
@@ -121,11 +113,13 @@ class Loop:
         self.saves_in_background = {"on": True, "off": False}.get(flags.async_checkpoints, learner.device.type != "cpu")
         own = profiling(config.logging.profile_steps, num_steps=cadence.num_steps, run_folder=self.folder)
         own |= callbacks or {}
+        kept: dict[str, Callback] = {}
+        if isinstance(optim := getattr(learner.backend.train_module, "optim", None), SkipStepOptimizer):
+            kept["skip_step_history"] = SkipStepHistory(optim)
         trainer = TrainerConfig(
             save_folder=str(self.folder),
             save_overwrite=True,
             load_strategy=LoadStrategy.never,
-            checkpointer=SafeCheckpointerConfig(start_model=start_model),
             max_duration=Duration.steps(cadence.num_steps),
             metrics_collect_interval=1,
             async_bookkeeping=False,  # all ranks must stop after the same step when a signal comes
@@ -133,7 +127,7 @@ class Loop:
             device=str(learner.device),
             callbacks={
                 **own,
-                "skip_step_history": SkipStepHistory(),
+                **kept,
                 # OLMo-core would add its own console where it finds none.
                 "console_logger": ConsoleLoggerCallback(log_interval=NEVER, metrics_log_interval=NEVER),
             },
@@ -141,6 +135,7 @@ class Loop:
         group = learner.dp_process_group
         place_in_data = PlaceInData(place, folder=self.folder, group=group, max_tokens_per_step=max_tokens_per_step)
         self.trainer = trainer.build(learner.backend.train_module, place_in_data)
+        self.checkpointer = self.trainer.checkpointer = SafeCheckpointer(work_dir=self.folder, start_model=start_model)
         self._callbacks = [
             callback for name, callback in self.trainer.callbacks.items() if name in own or name not in NOT_CALLED
         ]
@@ -173,7 +168,7 @@ class Loop:
             metrics = dict(self.learner.forward_backward(update))
             self._call("pre_optim_step")
             with self._clock.timing("checkpoint"):
-                wait_for_copy(self.trainer)
+                self.checkpointer.wait_for_copy()
             metrics |= self.learner.update()
             update_metrics.append({name: float(value) for name, value in metrics.items()})
         self.learner.backend.zero_grads()
@@ -189,7 +184,7 @@ class Loop:
         if self._is_heard:
             for name, value in row.items():
                 self.trainer.record_metric(name, value)
-            pass_on_metrics(self.trainer)
+            self.trainer._log_metrics()  # to the callbacks, as OLMo-core's `fit` does after a step
         self._finish_save(waits=False)
         self._call("pre_load_batch")
         return row
@@ -211,7 +206,8 @@ class Loop:
                 update = next(updates)
                 waited_s = time.perf_counter() - began_s
                 row = self.take_step([update], num_tokens=update.counts["tokens"])
-                signal = self._first_signal(noted.number)
+                # The same on all ranks, as they must stop after the same step; no rank waits for its GPU.
+                signal = all_reduce_value(noted.number or 0, torch.device("cpu"), op=dist.ReduceOp.MAX) or None
                 is_last = signal is not None or self.cadence.is_last(self.step)
                 is_saved = is_last or self.cadence.saves_after(self.step)
                 # After a signal nothing is scored, as its sender waits. A run that resumes there scores first of all.
@@ -249,7 +245,7 @@ class Loop:
 
     def _finish_save(self, *, waits: bool = True) -> None:
         with self._clock.timing("checkpoint"):
-            if finish_checkpoint(self.trainer, waits=waits):
+            if self.checkpointer.finish(waits=waits):
                 self._remove_old(waits=waits)
 
     def _remove_old(self, *, waits: bool = True) -> None:
@@ -319,12 +315,6 @@ class Loop:
     def _call(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, hook)(*arguments)
-
-    def _first_signal(self, number: int | None) -> int | None:
-        """The signal that any rank has received, the same on all ranks, as they must stop after the same step."""
-        agreed = torch.tensor(number or 0)  # on the CPU, so that no rank waits for its GPU
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        return int(agreed) or None
 
 
 def merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

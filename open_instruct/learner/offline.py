@@ -13,14 +13,12 @@ from open_instruct.config.training import TrainingConfig, backend_named
 from open_instruct.data.token_dataset import cache_root
 from open_instruct.errors import InputError
 from open_instruct.learner.export import export_policy
-from open_instruct.learner.heldout import Heldout
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.policy import Policy
+from open_instruct.learner.reference import Comparison
 from open_instruct.learner.rows.datasets import load_datasets
 from open_instruct.learner.rows.sample_loader import SampleLoader
-from open_instruct.learner.scoring import Scorer, open_reference_cache, reference_logprobs
-from open_instruct.learner.teacher import Comparison
-from open_instruct.learner.teacher_rows import compare_with
+from open_instruct.learner.scoring import Heldout, Scorer, compare_with, open_reference_cache, reference_logprobs
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.objectives.objective import REFERENCE, Objective
 from open_instruct.packing.balance import best_fit
@@ -79,13 +77,15 @@ class _Learning:
         if (teacher := objective.teacher(config)) is not None:
             opened = Comparison.of(teacher, pretrained, config=config, layout=run.layout)
         self.rows, self.heldout_rows = load_datasets(objective, config, pretrained.tokenizer, run.console)
-        self.shape = BatchShape.of(
-            config.optim,
-            config.data,
-            run.layout,
+        self.shape = BatchShape(
             documents_per_sample=objective.rows_of(config).documents_per_row,
+            max_samples_per_microbatch=config.optim.per_device_train_batch_size,
+            max_microbatches=config.optim.gradient_accumulation_steps,
+            max_seq_length=config.data.max_seq_length,
+            packing=config.data.packing,
             pad_token_id=pretrained.pad_token_id,
-            prefix_sharing=objective.prefix_sharing(config),
+            pad_to_multiple_of=run.layout.model_parallel_degree,
+            prefix_sharing=objective.prefix_sharing(config) if config.data.packing else "off",
         )
         self.samples: Sequence[Sequence[int]] = [(row,) for row in range(len(self.rows))]  # each the rows of one
         if objective.fills_packs(config):

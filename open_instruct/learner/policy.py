@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 from olmo_core.train import Trainer
 
@@ -20,14 +21,15 @@ from open_instruct.errors import RunError
 from open_instruct.learner.backend import GRAD_NORM, Backend, Metrics
 from open_instruct.learner.measure.speed import OwnPace, StepClock, memory_so_far
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.learner.teacher import Comparison
+from open_instruct.learner.model.routing import balance, noted_routers
+from open_instruct.learner.reference import Comparison
 from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import REFERENCE_TOKENS, TEACHER_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.packing.documents import on_device
 from open_instruct.parallel.process import gathered
-from open_instruct.parallel.reduce import WeightedSums, gather_rows, reduce_metrics
+from open_instruct.parallel.reduce import gather_rows, over_microbatches, reduce_metrics
 from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 
 log = logging.getLogger(__name__)
@@ -162,21 +164,23 @@ class Policy:
         step = self.prepared(step)
         self._has_nothing_to_learn = step.counts["rows"] == 0
         self.backend.set_mode("train")
-        sums = WeightedSums()
+        measured: list[Mapping[str, Metric]] = []
         losses: list[float | torch.Tensor] = []
+        num_ranks = dist.get_world_size(self.dp_process_group) if dist.is_initialized() else 1
         for index, microbatch in enumerate(step.microbatches):
             with self.backend.microbatch(index, len(step.microbatches)):
-                with self._clock.timing("forward"):
+                with self._clock.timing("forward"), noted_routers(self.computing_model) as routers:
                     outputs = self.microbatch_loss(microbatch, step.counts)
+                share = 1 / (len(step.microbatches) * num_ranks)
+                added, of_routers = balance(self.model, routers, microbatch.packed, share=share)
                 with self._clock.timing("backward"):
-                    self.backend.backward(outputs.loss)
-            sums.add(outputs.metrics)
+                    self.backend.backward(outputs.loss + added)
             losses.append(outputs.metrics["loss"].value)
-            sums.add(token_fractions(microbatch.packed))
+            measured += [outputs.metrics, of_routers, token_fractions(microbatch.packed)]
         self.model.post_batch()
 
         maxima = {name: Metric(value=value, reduction="max") for name, value in memory_so_far(self.device).items()}
-        metrics = sums.means() | maxima
+        metrics = over_microbatches(measured) | maxima
         # Clipping here and not in `update` reads the norm together with the loss, in one wait for the device.
         if (norm := self.backend.clip()) is not None:
             metrics[GRAD_NORM] = Metric(value=norm, reduction="max")

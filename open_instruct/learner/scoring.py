@@ -1,34 +1,48 @@
-"""Log-probs of a data set's replies under a sharded model with its present weights; those of the start model are kept.
+"""Rows are scored by a sharded model with its present weights; the numbers of frozen models are kept, and read again.
 
-The name of their file covers the weights, the configuration, the precision, and the layout of rows (padded, packed, or
-with shared prompts), since layouts differ by rounding. It holds sums over the reply: a loss that averages divides by
-the length itself, so all losses share the same file. Sums that leave tokens out have a folder of their own.
+These are the log-probs of replies under the start model, and what is kept of a teacher's distributions. The held-out
+rows of a run are scored before, during and after training; the results go to `eval.jsonl`.
 
-Legend: N rows that are asked for, D documents of a row.
+The name of the file of log-probs covers the weights, the configuration, the precision, and the layout of rows (padded,
+packed, or with shared prompts), since layouts differ by rounding. It holds sums over the reply: a loss that averages
+divides by the length itself, so all losses share the same file. Sums that leave tokens out have a folder of their own.
+
+Legend: N rows that are asked for, or labelled tokens, D documents of a row, V vocabulary, C numbers kept of a
+distribution.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from olmo_core.nn.transformer import Transformer
 
 from open_instruct.config.sections import ModelSection
-from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.config.training import TrainingConfig
+from open_instruct.data.token_dataset import TokenDataset, cache_root
 from open_instruct.learner.model.float8 import float8_off
+from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.learner.policy import Policy
-from open_instruct.learner.rows.ahead import built_ahead
+from open_instruct.learner.reference import Comparison, build_teacher
 from open_instruct.learner.rows.row_cache import RowCache, open_row_cache
+from open_instruct.learner.rows.sample_loader import built_ahead
 from open_instruct.losses.logprobs import sum_by_reply
-from open_instruct.models.shards import reshard
+from open_instruct.models.heads.logprob_head import Measure
+from open_instruct.models.lora.adapters import adapters_off
+from open_instruct.models.shards import reshard, whole_of
+from open_instruct.objectives.objective import Evaluation, Objective
 from open_instruct.packing.documents import on_device
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.parallel.peers import doing
-from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.process import gathered, on_main_process
 from open_instruct.records import Batch, StepBatch
 from open_instruct.run.console import Console
+from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.wording import counted
 
@@ -55,8 +69,7 @@ class Scorer:
         zeros_ND = torch.zeros(len(rows), num_documents, dtype=torch.float32, device=device)
         columns: list[torch.Tensor] = []
         position_of = {rows[j]: j for j in range(len(rows))}
-        was_training = model.training
-        model.eval()
+        self.policy.backend.set_mode("eval")
         for batch in self.batches(dataset, rows, title=title):
             with float8_off(model):
                 scores = self.policy.scores(batch)
@@ -75,7 +88,6 @@ class Scorer:
             dist.all_reduce(values_ND, group=group)
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(model)
-        model.train(was_training)
         return values_ND.cpu().numpy()
 
     def batches(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> Iterator[Batch]:
@@ -116,3 +128,102 @@ def open_reference_cache(folder: Path, pretrained: Pretrained, *, model: ModelSe
     """The cache file of these weights in this precision and layout; every rank reads what is in it now."""
     laid_out = f"packed-sharing-{shape.prefix_sharing}" if shape.packing else "padded"
     return open_row_cache(folder, pretrained, model.param_dtype, laid_out, str(shape.documents_per_sample))
+
+
+def compare_with(
+    opened: Comparison,
+    rows: TokenDataset,
+    heldout: TokenDataset | None,
+    *,
+    student: Pretrained,
+    scorer: Scorer,
+    run: Run,
+    config: TrainingConfig,
+) -> tuple[Comparison, TokenDataset, TokenDataset | None]:
+    """The teacher to compare the policy with, and both data sets. Collective; call it after the policy is built.
+
+    Where only a part of each distribution is kept, the rows carry it, from the cache or from a pass of the teacher,
+    which is freed afterwards.
+    """
+
+    def build() -> Transformer:
+        return build_teacher(opened.pretrained, student, scorer.policy.computing_model, run=run, config=config)
+
+    if opened.teacher.keep is None:
+        model = build()
+        head_VD = whole_of(model.lm_head.w_out.weight, getattr(torch, config.model.param_dtype))
+        return replace(opened, model=model, head_VD=head_VD), rows, heldout
+    folder, laid_out = cache_root(config.data.cache_dir), "packed" if scorer.shape.packing else "padded"
+    words = (config.model.param_dtype, laid_out, opened.teacher.kept_as, str(opened.vocab_size))
+    cache = open_row_cache(folder / "teacher_distributions", opened.pretrained, *words)
+    datasets = [dataset for dataset in (rows, heldout) if dataset is not None]
+    num_missing = len({dataset.key(row) for dataset in datasets for row in cache.missing(dataset)})
+    run.console.say(f"teacher's distributions: {counted(len(cache), 'row')} cached, {num_missing:,} to compute")
+    if num_missing:
+        model = build()
+        with adapters_off(model):
+            for dataset in datasets:
+                _keep(opened, opened.teacher.keep, model, dataset, cache=cache, scorer=scorer)
+        on_main_process(cache.write)
+    return opened, cache.beside(rows), None if heldout is None else cache.beside(heldout)
+
+
+@torch.no_grad()
+def _keep(
+    opened: Comparison,
+    keep: Callable[[torch.Tensor], torch.Tensor],
+    model: Transformer,
+    dataset: TokenDataset,
+    *,
+    cache: RowCache,
+    scorer: Scorer,
+) -> None:
+    """Run the teacher over the rows that `cache` lacks, and add the kept numbers to the cache, on every rank."""
+    measure = Measure(lambda logits_NV: keep(opened.shared_logits(logits_NV)))
+    for batch in scorer.batches(dataset, cache.missing(dataset), title="teacher's distributions"):
+        kept_NC = token_logprobs(model, batch.packed, device=scorer.policy.device, measure=measure).measured_N
+        assert kept_NC is not None
+        lengths = dataset.num_label_tokens[list(batch.row_ids)].tolist()
+        kept_by_row = zip(batch.row_ids, kept_NC.float().cpu().split(lengths), strict=True)
+        own = {dataset.key(row): values_NC.numpy() for row, values_NC in kept_by_row}
+        for key, values_NC in chain.from_iterable(
+            each.items() for each in gathered(own, scorer.policy.dp_process_group)
+        ):
+            cache.add(key, values_NC)
+    reshard(model)
+
+
+@dataclass
+class Heldout:
+    """The held-out rows of a run. `reference_ND` are the frozen log-probs of their documents, where there are any."""
+
+    dataset: TokenDataset
+    reference_ND: np.ndarray | None
+    scorer: Scorer
+    objective: Objective = field(kw_only=True)
+    config: TrainingConfig = field(kw_only=True)
+    run: Run = field(kw_only=True)
+    _last: tuple[int, Evaluation] | None = field(default=None, init=False)
+
+    def evaluate(self, step: int) -> Evaluation:
+        """Score the model as it is after `step` steps, once. Every rank enters together."""
+        if self._last is not None and self._last[0] == step:
+            return self._last[1]
+        logps_ND = self.reference_ND
+        if step > 0 or logps_ND is None:  # before the first step policy and reference are the same weights
+            title = f"held-out {self.objective.rows.unit}s at step {step}"
+            logps_ND = self.scorer.score(self.dataset, range(len(self.dataset)), title=title)
+        assert self.objective.evaluate is not None, "or there are no held-out rows"
+        evaluation = self.objective.evaluate(self.dataset, logps_ND, self.reference_ND, self.config)
+        if self.run.process.rank == 0:
+            self.run.directory.write_evaluation({"step": step} | dict(evaluation.row))
+        self.run.console.say(evaluation.sentence.format(when=f"at step {step}"))
+        self._last = step, evaluation
+        return evaluation
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """The entries of an evaluation in a row of metrics.jsonl: its numbers, and the seconds that it took."""
+        began_s = time.perf_counter()
+        row = self.evaluate(step).row
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        return numbers | {"time/evaluation": time.perf_counter() - began_s}

@@ -63,12 +63,9 @@ def group_advantages(rewards: Sequence[float], normalization: Literal["standard"
     """
     if not has_signal(rewards):
         return (0.0,) * len(rewards)
-    mean = math.fsum(rewards) / len(rewards)
-    differences = [reward - mean for reward in rewards]
-    if normalization == "centered":
-        return tuple(differences)
-    std = math.sqrt(math.fsum(value * value for value in differences) / len(rewards))
-    return tuple(value / (std + EPSILON) for value in differences)
+    mean, std = _mean_and_std(rewards)
+    scale = std + EPSILON if normalization == "standard" else 1.0
+    return tuple((reward - mean) / scale for reward in rewards)
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
@@ -150,9 +147,7 @@ def pass_at_k(groups: Sequence[RolloutGroup], *, advantage_pass_k: int) -> Advan
 
 def _over_the_step(advantages: Advantages) -> Advantages:
     """The advantages with mean 0 and standard deviation 1 over all completions; all 0 if they are equal."""
-    values = [value for group in advantages for value in group]
-    mean, std = _mean_and_std(values)
-    normalised = iter((value - mean) / (std + EPSILON) if has_signal(values) else 0.0 for value in values)
+    normalised = iter(group_advantages([value for group in advantages for value in group], "standard"))
     return [tuple(islice(normalised, len(group))) for group in advantages]
 
 

@@ -1,7 +1,8 @@
-"""The correction for a learner and a sampling engine that disagree: rho = learner / engine, token by token.
+"""How far the policy is at sampled tokens from the engine that sampled them, and from a frozen model.
 
-The learner's log-probs are those at the start of the step, so rho holds both the rounding of two
-implementations and the staleness of the weights that sampled. It carries no gradient; log rho is clamped to +-20.
+A correction answers an engine that disagrees with the learner: rho = learner / engine, token by token. The learner's
+log-probs are those at the start of the step, so rho holds both the rounding of two implementations and the staleness
+of the weights that sampled. It carries no gradient; log rho is clamped to +-20.
 
 Tokens that are left out still count in the loss's denominator. So the denominator is known before the forward pass and
 does not depend on how the batch is cut, and a batch with few trusted tokens makes a short step.
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from open_instruct.losses.logprobs import clamped_exp, sequence_means
+from open_instruct.losses.logprobs import MAX_LOG_RATIO, clamped_exp, sequence_means
 
 if TYPE_CHECKING:
     import torch
@@ -91,3 +92,34 @@ def rho_values(correction: Correction) -> dict[str, torch.Tensor]:
     for low, high in pairwise((0.0, *HISTOGRAM_EDGES, math.inf)):
         values[f"rho/hist_{low:g}_to_{high:g}"] = ((rho_N > low) & (rho_N <= high)).to(rho_N.dtype)
     return values
+
+
+def kl_estimates(estimator: str, logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:
+    """The estimate of KL(policy || reference) from each sampled token alone, in nats, shape (N,).
+
+    It is differentiable in `logprobs_N`.
+
+    With d = log policy - log reference (J. Schulman, "Approximating KL divergence", 2020, calls the first three k1, k2
+    and k3):
+
+        0  d                      unbiased, noisy; as a loss its expected gradient is zero: it only shows, never pulls
+        1  d^2 / 2                biased, low noise; as a loss its expected gradient is that of the KL
+        2  exp(-d) - 1 + d        unbiased, never negative; as a loss its gradient is that of KL(reference || policy)
+        3  exp(l - stop(l)) * d   the value of 0; the factor is 1 and adds the score function's gradient d * grad l, so
+                                  the expected gradient is that of the KL
+
+    Estimate 2 clamps d at -20, below which it is flat: float32 overflows at -89, where the gradient is not a number.
+    At a token that the reference rules out (-inf), d is set to 0, without a gradient.
+
+    Example: policy log-prob -1 and reference -2, so d = 1: 1.0, 0.5, 0.3679 and 1.0.
+    """
+    difference_N = logprobs_N - logprobs_N.where(reference_logprobs_N.isneginf(), reference_logprobs_N)
+    if estimator == "0":
+        return difference_N
+    if estimator == "1":
+        return difference_N.square() / 2
+    if estimator == "2":
+        difference_N = difference_N.clamp(min=-MAX_LOG_RATIO)
+        return (-difference_N).expm1() + difference_N
+    assert estimator == "3", estimator
+    return (logprobs_N - logprobs_N.detach()).exp() * difference_N

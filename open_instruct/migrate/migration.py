@@ -1,18 +1,31 @@
-"""From a launch of open-instruct to the same run in our flags, with all that differs."""
+"""`open-instruct migrate-args`: from a launch of open-instruct to the same run in our flags, with all that differs."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from open_instruct.config.flags import Flag, flags_of, is_met
+from open_instruct.config.flags import Flag, flags_of, is_met, spelled
+from open_instruct.config.help import asks_for_help
 from open_instruct.config.parser import parse
 from open_instruct.config.suites.upstream_flags import EVERY, Entry, fate, upstream_behaviours, upstream_table
-from open_instruct.errors import InputError
+from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.losses.preference import PREFERENCE_LOSSES
-from open_instruct.migrate.launch import Sheet
+from open_instruct.migrate.launch import TRAINERS, Sheet, read_launch
 from open_instruct.migrate.rules import settle
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import objective_named
+from open_instruct.wording import pages_in
+
+USAGE = f"""\
+usage: open-instruct migrate-args {"|".join(TRAINERS)} [--json] -- ARGS...
+       open-instruct migrate-args {"|".join(TRAINERS)} [--json] FILE.yaml
+
+Tells a launch of open-instruct in our flags: what is called otherwise, what is left out and why, what cannot be had,
+and every default that differs. ARGS may be the whole line, launcher and script included. Nothing is started.
+The exit code is 0 where the run is the same, and 2 where it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +35,7 @@ class Migration:
     Attributes:
         arguments: the words behind `open-instruct COMMAND`; also what brings upstream's defaults.
         deepspeed: the words after these that make it a run on DeepSpeed, where the launch names a stage of that.
-        renamed, dropped, refused: a sentence for each of upstream's flags.
+        renamed, dropped, refused: a sentence for each of upstream's flags. Where none is refused, the run is the same.
         defaults: of our flags that the launch leaves out, the default `upstream` and `here`, where they differ; and
             what differs by no flag.
     """
@@ -34,9 +47,28 @@ class Migration:
     refused: Mapping[str, str]
     defaults: Mapping[str, Mapping[str, Any]]
 
-    @property
-    def is_equivalent(self) -> bool:
-        return not self.refused
+
+def migrate_args(words: Sequence[str]) -> int:
+    """Print the migration that `words` ask for; returns the exit code."""
+    end = words.index("--") if "--" in words else len(words)
+    ours, theirs = words[:end], words[end + 1 :]
+    if not ours or asks_for_help(ours):
+        print(USAGE)
+        return 0 if ours else EXIT_INPUT
+    as_json = "--json" in ours
+    command, *rest = [word for word in ours if word != "--json"]
+    if command not in TRAINERS:
+        raise InputError(f"'{command}' has no launches upstream; use one of {', '.join(TRAINERS)}")
+    if flags := [word for word in rest if word.startswith("--")]:
+        raise InputError(f"{flags[0]} stands before --: write migrate-args {command} [--json] -- ARGS...")
+    migration = migrate(command, read_launch(command, [*rest, *theirs]))
+    if as_json:
+        print(json.dumps(asdict(migration), indent=2))
+    else:
+        pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
+        names = {"command": command, "migration": migration, "spelled": spelled, "shlex": shlex}
+        print(pages.get_template("migration.txt.jinja").render(names))
+    return EXIT_INPUT if migration.refused else 0
 
 
 def migrate(command: str, sheet: Sheet) -> Migration:

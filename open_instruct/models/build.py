@@ -46,6 +46,8 @@ def build_model(
         bias=False,
         init_device=init_device,
     )
+    if getattr(hf_config, "output_router_logits", False):
+        model.balance_coefficient = hf_config.router_aux_loss_coef
     if model.tie_word_embeddings:
         model.lm_head.w_out.weight = model.embeddings.weight
     return model

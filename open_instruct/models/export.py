@@ -25,7 +25,6 @@ from torch import nn
 
 from open_instruct.data.files.foreign_json import one_line, read_object
 from open_instruct.errors import InputError, RunError
-from open_instruct.families import as_in_files
 from open_instruct.models.export_files import (
     CARD_NAME,
     CHAT_TEMPLATE_NAME,
@@ -43,7 +42,7 @@ from open_instruct.models.export_files import (
     writing_rounds,
 )
 from open_instruct.models.hf.hf_config import without_code
-from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames
+from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames, as_in_files
 from open_instruct.models.load import listing, parameter_shapes, raise_together
 from open_instruct.models.shards import Delivery, Held, deliver, held_of, reshard
 from open_instruct.parallel.process import on_main_process

@@ -24,8 +24,11 @@ from open_instruct.families import FULL, LINEAR, SLIDING, Family, family_of
 from open_instruct.models.attention.gated import GatedAttentionConfig, NormFromZeroConfig
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig
 from open_instruct.models.delta_rule.shape import delta_shape
+from open_instruct.models.experts.routed import ExpertsConfig
 from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, check_size
 
+MAX_EXPERTS = 4096
+ROWS_OF = 8  # values of 16 bits
 MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
 PART_TURNED = "partial_rotary_factor"
 HEAD_DIM = "head_dim (else hidden_size / num_attention_heads)"
@@ -35,14 +38,17 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "is_causal": (True,),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), (False, None)),
-    **dict.fromkeys(("attention_dropout", "num_experts", "num_local_experts"), (0, None)),
+    "attention_dropout": (0, None),
     **dict.fromkeys((PART_TURNED, "embedding_multiplier"), (1, None)),
     **dict.fromkeys(("residual_multiplier", "logits_scaling"), (1, None)),
     **dict.fromkeys(("clip_qkv", "attn_logit_softcapping", "final_logit_softcapping"), (None,)),
     **dict.fromkeys(("attention_multiplier", "quantization_config", "dual_chunk_attention_config"), (None,)),
 }
+# Of families that have no experts.
+NO_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts"), (0, None))
 # Fields that no config class of transformers has but that are known: those of any file, and those read or written here.
-KNOWN = {"model_type", "tokenizer_class", "head_dim", "layer_types", "score_mean", "score_std", *REQUIRED_VALUES}
+KNOWN = {"model_type", "tokenizer_class", "head_dim", "layer_types", "score_mean", "score_std"}
+KNOWN |= {*REQUIRED_VALUES, *NO_EXPERTS}
 
 # The numbers that a type of RoPE is computed from, and those that config.json may leave out.
 ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
@@ -91,13 +97,14 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
     norm_config = NormFromZeroConfig if family.norms_from_zero else LayerNormConfig
     norm = norm_config(name=kind, eps=hf_config.rms_norm_eps, bias=False, dtype=DType.float32)
     layer_types = _layer_types(hf_config, family)
-    blocks = {layer_type: _block(hf_config, family, norm, layer_type) for layer_type in set(layer_types)}
+    kinds = [(layer_type, family.is_sparse(hf_config, layer)) for layer, layer_type in enumerate(layer_types)]
+    blocks = {kind: _block(hf_config, family, norm, *kind) for kind in set(kinds)}
     return TransformerConfig(
         d_model=hf_config.hidden_size,
         vocab_size=hf_config.vocab_size,
         n_layers=hf_config.num_hidden_layers,
-        block=blocks[layer_types[0]],
-        block_overrides={i: blocks[t] for i, t in enumerate(layer_types) if t != layer_types[0]} or None,
+        block=blocks[kinds[0]],
+        block_overrides={layer: blocks[kind] for layer, kind in enumerate(kinds) if kind != kinds[0]} or None,
         lm_head=LMHeadConfig(layer_norm=norm, bias=False, dtype=DType.float32),
         dtype=DType.float32,
         tie_word_embeddings=bool(hf_config.tie_word_embeddings),
@@ -116,6 +123,10 @@ def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
     required = REQUIRED_VALUES if family.has_windows else REQUIRED_VALUES | {"sliding_window": (None,)}
     if family.turned_share:  # which is in rope_parameters then, too
         required = {field: values for field, values in required.items() if field != PART_TURNED}
+    if family.expert_size is None:
+        required = required | NO_EXPERTS
+    else:
+        _check_experts(hf_config, family.expert_size)
     for field, supported in required.items():
         value = getattr(hf_config, field, supported[0])
         if value not in supported:
@@ -131,6 +142,21 @@ def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
             f"config.json: num_attention_heads = {hf_config.num_attention_heads} is not a multiple of "
             f"num_key_value_heads = {hf_config.num_key_value_heads}"
         )
+
+
+def _check_experts(hf_config: PretrainedConfig, expert_size: str) -> None:
+    where = "config.json"
+    num_experts = check_size("num_experts", hf_config.num_experts, MAX_EXPERTS, where)
+    check_size("num_experts_per_tok", hf_config.num_experts_per_tok, num_experts, where)
+    check_size("decoder_sparse_step", getattr(hf_config, "decoder_sparse_step", 1), MAX_SIZE, where)
+    for field in (expert_size, "hidden_size"):
+        if check_size(field, getattr(hf_config, field), MAX_SIZE, where) % ROWS_OF:
+            raise InputError(
+                f"{where}: {field} = {getattr(hf_config, field)} is not a multiple of {ROWS_OF}: the product of tokens "
+                "with their experts takes rows of 16 bytes and multiples of that"
+            )
+    if hf_config.output_router_logits:
+        _number(hf_config.router_aux_loss_coef, "router_aux_loss_coef (output_router_logits = true)")
 
 
 def _layer_types(hf_config: PretrainedConfig, family: Family) -> list[str]:
@@ -156,7 +182,7 @@ def _layer_types(hf_config: PretrainedConfig, family: Family) -> list[str]:
 
 
 def _block(
-    hf_config: PretrainedConfig, family: Family, norm: LayerNormConfig, layer_type: str
+    hf_config: PretrainedConfig, family: Family, norm: LayerNormConfig, layer_type: str, is_sparse: bool
 ) -> TransformerBlockConfig:
     sliding_window = None
     if layer_type == SLIDING:
@@ -185,7 +211,7 @@ def _block(
     return TransformerBlockConfig(
         name=TransformerBlockType.reordered_norm if norm_after else TransformerBlockType.default,
         sequence_mixer=mixer,
-        feed_forward=FeedForwardConfig(hidden_size=hf_config.intermediate_size, bias=False, dtype=DType.float32),
+        feed_forward=_feed_forward(hf_config, family, is_sparse),
         layer_norm=norm,
     )
 
@@ -196,6 +222,19 @@ def _delta_rule(hf_config: PretrainedConfig, family: Family) -> DeltaRuleConfig:
         shape=delta_shape(vars(hf_config), family.delta, "config.json"),
         norm_eps=family.delta.norm_eps or hf_config.rms_norm_eps,
         doubles_rates=family.delta.may_negate and hf_config.linear_allow_neg_eigval,
+    )
+
+
+def _feed_forward(hf_config: PretrainedConfig, family: Family, is_sparse: bool) -> FeedForwardConfig:
+    if not is_sparse or family.expert_size is None:
+        return FeedForwardConfig(hidden_size=hf_config.intermediate_size, bias=False, dtype=DType.float32)
+    return ExpertsConfig(
+        hidden_size=getattr(hf_config, family.expert_size),
+        num_experts=hf_config.num_experts,
+        top_k=hf_config.num_experts_per_tok,
+        normalized=bool(hf_config.norm_topk_prob),
+        bias=False,
+        dtype=DType.float32,
     )
 
 

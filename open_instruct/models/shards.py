@@ -1,8 +1,9 @@
 """Which part of a tensor each rank holds, and how the parts come together on one rank."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from open_instruct.models.hf.names import clean_name, is_of_adapter
+from open_instruct.models.hf.names import clean_name, is_of_adapter, is_stack
 
 Box = tuple[slice, ...]
 """One range for every dim of a tensor."""
@@ -97,10 +98,39 @@ class Held:
     beside: Callable[[int], Mapping[int, Box]]
     num_slabs: int = 1
 
+    def as_in_files(self, name: str) -> Iterator[tuple[str, "Held"]]:
+        """The part of each of `rows_of` a parameter."""
+        stack = replace(self, beside=cache(self.beside))
+        for own_name, index in rows_of(name, self.shape).items():
+            yield own_name, self if index is None else stack._row(index)
+
+    def _row(self, index: int) -> "Held":
+        assert self.num_slabs == 1, "stacks are not cut along their columns"
+        num_values = math.prod(self.shape[1:])
+        if len(self.box) == 1:
+            start = index * num_values - self.box[0].start
+            local = self.local.view(-1)[max(start, 0) : max(start + num_values, 0)]
+        else:
+            at_row = index - self.box[0].start
+            local = self.local[at_row] if 0 <= at_row < len(self.local) else self.local[:0].flatten(0, 1)
+
+        def beside(owner: int) -> Mapping[int, Box]:
+            return {rank: _of_row(box, index, num_values) for rank, box in self.beside(owner).items()}
+
+        return Held(local=local, shape=self.shape[1:], box=_of_row(self.box, index, num_values), beside=beside)
+
     def values(self, whole: torch.Tensor) -> torch.Tensor:
         """The values of the contiguous tensor `whole` that belong in `local`."""
         slabs = whole.unflatten(-1, (self.num_slabs, -1)).movedim(-2, 0)
         return at(slabs.reshape(whole.shape), self.box)
+
+
+def _of_row(box: Box, index: int, num_values: int) -> Box:
+    """The part of one row, of so many values, that a box of the tensor has; an empty box if none."""
+    if len(box) == 1:
+        start, stop = (min(max(end - index * num_values, 0), num_values) for end in (box[0].start, box[0].stop))
+        return (slice(start, stop),)
+    return box[1:] if box[0].start <= index < box[0].stop else (slice(0, 0), *box[2:])
 
 
 def in_order(values: torch.Tensor, num_slabs: int) -> torch.Tensor:
@@ -134,12 +164,18 @@ def held_run(
 
 
 def held_of(model: nn.Module, *, adapters_only: bool = False) -> dict[str, Held]:
-    """`held` of each parameter, by OLMo-core's names.
+    """`held` of each tensor, by OLMo-core's names: of each parameter, or of each matrix of a stack of them.
 
     A checkpoint is read into, and written from, the model without its adapters; with `adapters_only`, theirs alone.
     """
     parameters = model.named_parameters()
-    return {clean_name(name): held(each) for name, each in parameters if is_of_adapter(name) == adapters_only}
+    by_name = {clean_name(name): held(each) for name, each in parameters if is_of_adapter(name) == adapters_only}
+    return {own_name: row for name, each in by_name.items() for own_name, row in each.as_in_files(name)}
+
+
+def rows_of(name: str, shape: Sequence[int]) -> dict[str, int | None]:
+    """The tensors that a parameter is in files: itself, or of a stack of matrices each, with its number."""
+    return {f"{name}.{index}": index for index in range(shape[0])} if is_stack(name) else {name: None}
 
 
 def whole_of(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

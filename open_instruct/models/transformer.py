@@ -28,6 +28,7 @@ from open_instruct.models.attention.attention import SegmentAttention
 from open_instruct.models.attention.context_parallel import ContextGroup
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.compiled import prepare_compiler
+from open_instruct.models.experts.routed import Experts
 from open_instruct.models.heads.logprob_head import HeadSettings
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.shards import local_part
@@ -46,7 +47,12 @@ class SegmentTransformer(Transformer):
     """OLMo-core's model, which takes the `segments` of its rows; without them each row is one document.
 
     `build_model` makes it. It also takes OLMo-core's `doc_lens`.
+
+    :ivar splits_experts: whether `apply_fsdp` splits experts over the ranks of a shard group.
     """
+
+    splits_experts = False
+    balance_coefficient = 0.0  # of the loss that has routers spread tokens over experts evenly
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -148,7 +154,16 @@ class SegmentTransformer(Transformer):
             parameter.requires_grad_(is_trained[name])  # OLMo-core makes norms anew, to be trained
 
     def apply_fsdp(self, dp_mesh: DeviceMesh | None = None, **style: Any) -> None:  # type: ignore[override]
-        """Shard parameters. The matrix of a score is a unit of its own, gathered in float32."""
+        """Shard parameters. The matrix of a score is a unit of its own, gathered in float32.
+
+        Experts are left whole, each on a rank of the shard group, if they are to be split and as many for every rank.
+        """
+        if self.splits_experts:
+            assert dp_mesh is not None
+            policy = MixedPrecisionPolicy(param_dtype=style["param_dtype"], reduce_dtype=style["reduce_dtype"])
+            for module in self.modules():
+                if isinstance(module, Experts) and len(module.w1) % dp_mesh["dp_shard"].size() == 0:
+                    module.split(dp_mesh, policy)
         if isinstance(self.lm_head, ValueHead):
             in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
             fully_shard(self.lm_head.w_out, mesh=dp_mesh, mp_policy=in_float32)

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from open_instruct.config.sections import SFTOptimSection, flag
 from open_instruct.config.training import TrainingConfig
@@ -68,13 +67,12 @@ class DistillationSection:
 class DistillConfig(TrainingConfig):
     """Train a model on conversations towards a larger one: its distribution at every token of the replies, mixed with
     their cross-entropy. Both are sharded as HSDP.
-    """
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct distill configs/distill/olmo2_1b_from_7b_8gpu.yaml --num_processes 8 --output_dir runs/small",
-        "open-instruct distill --model_name_or_path SMALL --teacher_model_name_or_path LARGE "
-        "--mixer_list chats.jsonl 1.0 --output_dir runs/small",
-    )
+    Examples:
+        open-instruct distill configs/distill/olmo2_1b_from_7b_8gpu.yaml --num_processes 8 --output_dir runs/small
+        open-instruct distill --model_name_or_path SMALL --teacher_model_name_or_path LARGE --mixer_list chats.jsonl
+            1.0 --output_dir runs/small
+    """
 
     distillation: DistillationSection
     optim: SFTOptimSection
@@ -88,7 +86,7 @@ def _problems(config: DistillConfig) -> Iterator[str]:
 def teacher_of(config: DistillConfig) -> Teacher:
     """The teacher that the flags name, with the comparison of the student's distribution with it."""
     section = config.distillation
-    k = section.teacher_top_k
+    k = section.teacher_top_k or 0
     settings = {
         "beta": {"forward": 0.0, "reverse": 1.0, "jsd": section.kd_beta}[section.kd_loss],
         "temperature": section.kd_temperature,
@@ -98,9 +96,9 @@ def teacher_of(config: DistillConfig) -> Teacher:
         """`teacher` are its logits (N, V) or, of its most likely tokens, what was kept (N, C)."""
         from open_instruct.losses.distillation import divergence, top_k_divergence
 
-        return (divergence if k is None else top_k_divergence)(logits_NV, teacher, **settings)
+        return (top_k_divergence if k else divergence)(logits_NV, teacher, **settings)
 
-    def keep(logits_NV: torch.Tensor, k: int) -> torch.Tensor:
+    def keep(logits_NV: torch.Tensor) -> torch.Tensor:
         from open_instruct.losses.distillation import keep_top_k
 
         return keep_top_k(logits_NV, k, section.kd_temperature)
@@ -108,9 +106,9 @@ def teacher_of(config: DistillConfig) -> Teacher:
     return Teacher(
         model_name_or_path=section.teacher_model_name_or_path,
         compare=compare,
-        keep=None if k is None else partial(keep, k=k),
+        keep=keep if k else None,
         kept_as=f"top{k}-temperature{section.kd_temperature!r}",
-        num_kept=k or 0,
+        num_kept=k,
     )
 
 

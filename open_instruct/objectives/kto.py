@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag, free_flag
 from open_instruct.config.training import TrainingConfig
@@ -67,12 +67,12 @@ class KTOOptimSection(OptimSection):
 
 @dataclass(kw_only=True)
 class KTOConfig(TrainingConfig):
-    """Train a model with KTO on single replies that are labelled good or bad, sharded as HSDP, and export it."""
+    """Train a model with KTO on single replies that are labelled good or bad, sharded as HSDP, and export it.
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct kto configs/kto/olmo3_7b_8gpu.yaml --num_processes 8 --output_dir runs/olmo3_kto",
-        "open-instruct kto --model_name_or_path MODEL_DIR --mixer_list labelled.jsonl 1.0 --output_dir runs/first",
-    )
+    Examples:
+        open-instruct kto configs/kto/olmo3_7b_8gpu.yaml --num_processes 8 --output_dir runs/olmo3_kto
+        open-instruct kto --model_name_or_path MODEL_DIR --mixer_list labelled.jsonl 1.0 --output_dir runs/first
+    """
 
     data: PreferenceDataSection
     loss: KTOLossSection

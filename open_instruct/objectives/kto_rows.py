@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, RowSource, kind_of
+from open_instruct.data.files.rows import MalformedRow, RawRow, RowSource, kind_of
 from open_instruct.data.messages import Message, check_is_learned, conversation_of
 from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
@@ -50,7 +50,7 @@ class UnpairedBuilder(RowBuilder):
     @classmethod
     def rows_in(cls, source: RowSource) -> RowSource:
         """The source; if its first readable row is a preference pair, every pair gives two rows."""
-        first = next((row.value for row in source.rows(range(len(source))) if isinstance(row, RawRow)), {})
+        first = next((row.value for row in source.rows(range(len(source))) if row.problem is None), {})
         return _BothReplies(source) if "chosen" in first and "label" not in first else source
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
@@ -132,21 +132,20 @@ class _BothReplies(RowSource):
         super().__init__(pairs.name, pairs.fingerprint, 2 * len(pairs))
         self._pairs = pairs
 
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow]:
         wanted = set(indices)
         pairs = sorted({index // 2 for index in indices})
         for pair, row in zip(pairs, self._pairs.rows(pairs), strict=True):
-            both = (row, row) if isinstance(row, BadRow) else _both_rows(row)
-            for offset, each in enumerate(both):
+            for offset, each in enumerate(_both_rows(row)):
                 if 2 * pair + offset in wanted:
                     yield each
 
 
-def _both_rows(row: RawRow) -> tuple[RawRow | BadRow, ...]:
+def _both_rows(row: RawRow) -> tuple[RawRow, ...]:
     try:
-        pair = parse_preference_row(row.value)
+        pair = parse_preference_row(row.content())
     except MalformedRow as error:
-        return (error.at(row.file, row.line),) * 2
+        return (replace(row, problem=error),) * 2
     return tuple(
         replace(row, value={"messages": [*pair.prompt, reply], "label": label})
         for reply, label in ((pair.chosen, True), (pair.rejected, False))

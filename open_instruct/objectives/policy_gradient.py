@@ -26,8 +26,7 @@ from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.data.prompts import PromptBuilder
 from open_instruct.losses.flags_taken import with_flags
-from open_instruct.losses.kl import kl_estimates
-from open_instruct.losses.mismatch import Correction, correct_mismatch, rho_values
+from open_instruct.losses.mismatch import Correction, correct_mismatch, kl_estimates, rho_values
 from open_instruct.losses.policy import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
 from open_instruct.objectives.objective import (
     REFERENCE_TOKENS,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag
 from open_instruct.config.training import TrainingConfig
@@ -56,12 +56,12 @@ class RewardOptimSection(OptimSection):
 
 @dataclass(kw_only=True)
 class RewardModelConfig(TrainingConfig):
-    """Train a reward model on preference pairs, sharded as HSDP, and export it as transformers' class with a score."""
+    """Train a reward model on preference pairs, sharded as HSDP, and export it as transformers' class with a score.
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct reward_model configs/reward_model/olmo3_7b_8gpu.yaml --num_processes 8",
-        "open-instruct reward_model --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir runs/rm",
-    )
+    Examples:
+        open-instruct reward_model configs/reward_model/olmo3_7b_8gpu.yaml --num_processes 8
+        open-instruct reward_model --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir runs/rm
+    """
 
     data: PreferenceDataSection
     loss: RewardLossSection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from open_instruct.config.sections import SFTDataSection, SFTOptimSection
 from open_instruct.config.training import TrainingConfig
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class SFTConfig(TrainingConfig):
-    """Train a model on conversations, every assistant turn of them, sharded as HSDP, and export it."""
+    """Train a model on conversations, every assistant turn of them, sharded as HSDP, and export it.
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct sft configs/sft/olmo3_7b_8gpu.yaml --num_processes 8 --output_dir runs/olmo3_sft",
-        "open-instruct sft --model_name_or_path MODEL_DIR --mixer_list chats.jsonl 1.0 --output_dir runs/warm",
-    )
+    Examples:
+        open-instruct sft configs/sft/olmo3_7b_8gpu.yaml --num_processes 8 --output_dir runs/olmo3_sft
+        open-instruct sft --model_name_or_path MODEL_DIR --mixer_list chats.jsonl 1.0 --output_dir runs/warm
+    """
 
     data: SFTDataSection
     optim: SFTOptimSection

@@ -169,24 +169,18 @@ def plan_steps_of_ranks(
     """
     sampled = [i for i, sample in enumerate(samples) if any(sample.weights_of("rl"))]
     given = [i for i, sample in enumerate(samples) if not any(sample.weights_of("rl"))]
-
-    documents = [sample.document for sample in samples]
-
-    def plan_of(chosen: Sequence[int], count: int) -> tuple[tuple[Microbatches, ...], ...]:
-        return plan_rollouts(
-            documents,
-            chosen,
-            num_ranks=num_ranks,
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-            num_mini_batches=count,
-            prefix_sharing=prefix_sharing,
-        )
-
-    plan = plan_of(sampled, num_mini_batches)
+    plan_of = partial(
+        plan_rollouts,
+        [sample.document for sample in samples],
+        num_ranks=num_ranks,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+        prefix_sharing=prefix_sharing,
+    )
+    plan = plan_of(sampled, num_mini_batches=num_mini_batches)
     if given:
         plan = tuple(
             tuple(first + second for first, second in zip_longest(*planned, fillvalue=()))
-            for planned in zip(plan, plan_of(given, len(plan[0])), strict=True)
+            for planned in zip(plan, plan_of(given, num_mini_batches=len(plan[0])), strict=True)
         )
     samples_of_minibatch = [
         [samples[i] for microbatches in minibatch for microbatch in microbatches for i in microbatch]
@@ -270,18 +264,13 @@ def _streams(samples: Sequence[RolloutSample]) -> dict[str, torch.Tensor]:
 
 def rollout_minibatches(step: RankStep, *, pad_token_id: int, pad_to_multiple_of: int = 1) -> tuple[StepBatch, ...]:
     """The tensors of a rank's part of a step: one `StepBatch` for each optimizer update."""
+    batch_of = partial(
+        rollout_batch,
+        pad_token_id=pad_token_id,
+        pad_to_multiple_of=pad_to_multiple_of,
+        prefix_sharing=step.prefix_sharing,
+    )
     return tuple(
-        StepBatch(
-            microbatches=tuple(
-                rollout_batch(
-                    samples,
-                    pad_token_id=pad_token_id,
-                    pad_to_multiple_of=pad_to_multiple_of,
-                    prefix_sharing=step.prefix_sharing,
-                )
-                for samples in minibatch.microbatches
-            ),
-            counts=minibatch.counts,
-        )
+        StepBatch(microbatches=tuple(map(batch_of, minibatch.microbatches)), counts=minibatch.counts)
         for minibatch in step.minibatches
     )

@@ -14,7 +14,7 @@ from itertools import chain, islice
 import numpy as np
 import torch
 
-from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing
+from open_instruct.config.sections import OptimSection, PrefixSharing
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.packing.balance import Microbatches, balanced, best_fit
 from open_instruct.packing.documents import pack_documents
@@ -30,7 +30,8 @@ class BatchShape:
     """The largest number of samples and tokens in a microbatch and in a step.
 
     A microbatch holds at most `max_samples_per_microbatch` samples of full length, so its token budget is that many
-    samples times their documents times `max_seq_length`.
+    samples times their documents times `max_seq_length`. Where ranks split rows, these must divide evenly, so they are
+    padded to a multiple of `pad_to_multiple_of`.
     """
 
     documents_per_sample: int
@@ -49,29 +50,6 @@ class BatchShape:
     @property
     def max_samples_per_rank(self) -> int:
         return self.max_samples_per_microbatch * self.max_microbatches
-
-    @classmethod
-    def of(
-        cls,
-        optim: OptimSection,
-        data: DataSection,
-        layout: ShardLayout,
-        *,
-        documents_per_sample: int,
-        pad_token_id: int,
-        prefix_sharing: PrefixSharing = "off",
-    ) -> BatchShape:
-        """The shape that the flags ask for; tensor and context parallelism split rows, so they must divide evenly."""
-        return cls(
-            documents_per_sample=documents_per_sample,
-            max_samples_per_microbatch=optim.per_device_train_batch_size,
-            max_microbatches=optim.gradient_accumulation_steps,
-            max_seq_length=data.max_seq_length,
-            packing=data.packing,
-            pad_token_id=pad_token_id,
-            pad_to_multiple_of=layout.model_parallel_degree,
-            prefix_sharing=prefix_sharing if data.packing else "off",
-        )
 
     def num_steps(self, num_samples: int, *, optim: OptimSection, layout: ShardLayout) -> int:
         """Optimizer steps of the whole run."""
@@ -147,7 +125,7 @@ def step_batch(
                 row_ids,
                 shape=shape,
                 scores=scores,
-                row_values=[dataset.values(row) for row in row_ids] if dataset.has_values else None,
+                row_values=[dataset.values(row) for row in row_ids] if len(dataset.details_C) else None,
             )
         )
     return StepBatch(

@@ -27,14 +27,14 @@ def resolve_layout(
     fsdp_num_replicas: int | None = None,
     tensor_parallel_degree: int = 1,
     context_parallel_degree: int = 1,
+    expert_parallel_degree: int = 1,
     single_device: bool = False,
 ) -> ShardLayout:
     """Decide which ranks share a copy of the model; the degrees must be within the limits of their flags.
 
-    Neither FSDP flag: the largest shard degree whose groups never straddle a node. For nodes of
-    equal size that is the GPUs of a node divided by the model-parallel degree, and one replica
-    for each node; for nodes of unequal size, the greatest common divisor of the sizes divided
-    by the same. One flag: the other is inferred. Both: their product must be the data-parallel world.
+    Neither FSDP flag: the largest shard degree whose groups never straddle a node. For nodes of equal size that is the
+    GPUs of a node divided by the model-parallel degree, and one replica for each node; for nodes of unequal size, the
+    greatest common divisor divided by that. One flag: the other is inferred. Both: they make the data-parallel world.
 
     Args:
         gpus_per_node: processes that train on each node, in rank order.
@@ -42,6 +42,7 @@ def resolve_layout(
         fsdp_num_replicas: copies of the model.
         tensor_parallel_degree: ranks that split every matrix.
         context_parallel_degree: ranks that split every row of tokens.
+        expert_parallel_degree: ranks that split the experts of each layer; 1, or the shard degree.
         single_device: one GPU without FSDP; `parallel_problems` checks which flags may go with it.
 
     Returns:
@@ -67,16 +68,17 @@ def resolve_layout(
     shard_degree, num_replicas = _resolve_degrees(
         nodes, fsdp_shard_degree, fsdp_num_replicas, tensor_parallel_degree, context_parallel_degree
     )
+    _check_experts_axis(expert_parallel_degree, shard_degree, tensor_parallel_degree, context_parallel_degree)
     layout = ShardLayout(
         gpus_per_node=nodes,
         shard_degree=shard_degree,
         num_replicas=num_replicas,
         tensor_parallel_degree=tensor_parallel_degree,
         context_parallel_degree=context_parallel_degree,
+        expert_parallel_degree=expert_parallel_degree,
     )
-    return replace(
-        layout, warnings=find_warnings(layout, fsdp_shard_degree=fsdp_shard_degree, fsdp_num_replicas=fsdp_num_replicas)
-    )
+    warnings = find_warnings(layout, fsdp_shard_degree=fsdp_shard_degree, fsdp_num_replicas=fsdp_num_replicas)
+    return replace(layout, warnings=warnings)
 
 
 def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
@@ -98,6 +100,7 @@ def layout_of_degrees(
         fsdp_num_replicas=num_replicas,
         tensor_parallel_degree=parallel.tensor_parallel_degree,
         context_parallel_degree=parallel.context_parallel_degree,
+        expert_parallel_degree=parallel.expert_parallel_degree,
         single_device=parallel.single_gpu_mode,
     )
 
@@ -108,7 +111,8 @@ def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence
     if not degrees or sum(gpus_per_node) != 1 or parallel.single_gpu_mode or not parallel.more_ranks:
         return
     given = " and ".join(f"--{name} {degree}" for name, degree in degrees.items())
-    needed = prod(degrees.values())
+    # Ranks that share a copy of the model are those that split its experts.
+    needed = prod(degrees.values()) // (parallel.expert_parallel_degree if parallel.fsdp_shard_degree else 1)
     raise InputError(f"{given}: that takes {needed} processes, and there is one; {parallel.more_ranks.format(needed)}")
 
 
@@ -135,6 +139,36 @@ def check_heads(layout: ShardLayout, *, num_heads: int, num_kv_heads: int, model
         f"--tensor_parallel_degree {tensor} x --context_parallel_degree {context} = {tensor * context} does not divide "
         f"{heads}; their product can be {one_of(shares)}"
     )
+
+
+def check_experts(layout: ShardLayout, *, num_experts: int, model: str) -> None:
+    """Check that every rank that splits the experts of `model` gets as many of them.
+
+    Raises:
+        InputError: names the flag and lists the degrees that would work.
+    """
+    given = f"--expert_parallel_degree {(degree := layout.expert_parallel_degree)}"
+    if degree > 1 and not num_experts:
+        raise InputError(f"{given}: {model} has no experts to split; leave it out")
+    if num_experts % degree:
+        raise InputError(
+            f"{given} does not divide the {num_experts} experts of a layer of {model}; leave it out, or give "
+            f"--fsdp_shard_degree the same degree, {one_of(divisors(num_experts))}"
+        )
+
+
+def _check_experts_axis(degree: int, shard_degree: int, tensor: int, context: int) -> None:
+    given = f"--expert_parallel_degree {degree}"
+    if degree > 1 and tensor * context > 1:
+        raise InputError(
+            f"{given} goes neither with a tensor nor with a context degree above 1: leave one of them out; GPUs that "
+            "share a copy of the model split its experts"
+        )
+    if degree not in (1, shard_degree):
+        raise InputError(
+            f"{given}: experts are split over the GPUs that share a copy of the model, which are {shard_degree}; use "
+            f"{one_of(sorted({1, shard_degree}))}, or --fsdp_shard_degree {degree} with it"
+        )
 
 
 def divisors(number: int) -> tuple[int, ...]:

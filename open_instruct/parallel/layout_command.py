@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 from rich.console import Console
 
@@ -18,31 +17,23 @@ from open_instruct.parallel.picture import draw_layout
 
 
 @dataclass(kw_only=True)
-class LayoutSection(DegreesSection):
-    """Layout"""
+class LayoutFlags(DegreesSection):
+    """Show how a model would be sharded: which GPUs share one copy of it (a shard group), which hold
+    the same shard of it (a replica group), and which of the traffic leaves a node. Nothing is started.
+
+    Examples:
+        open-instruct layout --gpus_per_node 8 8
+        open-instruct layout --gpus_per_node 2 4
+        open-instruct layout --gpus_per_node 128x8 --fsdp_shard_degree 16
+        open-instruct layout --gpus_per_node 4x8 --tensor_parallel_degree 8
+        open-instruct layout --gpus_per_node 8 8 --json
+    """
 
     gpus_per_node: list[str] = flag(
         "GPUs that train on each node, one number for each node; 4x8 stands for four nodes of 8"
     )
     single_gpu_mode: bool = flag("one GPU without FSDP; refuses any flag that shards", False)
     json: bool = flag("print JSON, with every group as a list of global ranks", False)
-
-
-@dataclass(kw_only=True)
-class LayoutFlags:
-    """Show how a model would be sharded: which GPUs share one copy of it (a shard group), which hold
-    the same shard of it (a replica group), and which of the traffic leaves a node. Nothing is started.
-    """
-
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct layout --gpus_per_node 8 8",
-        "open-instruct layout --gpus_per_node 2 4",
-        "open-instruct layout --gpus_per_node 128x8 --fsdp_shard_degree 16",
-        "open-instruct layout --gpus_per_node 4x8 --tensor_parallel_degree 8",
-        "open-instruct layout --gpus_per_node 8 8 --json",
-    )
-
-    layout: LayoutSection
 
 
 def layout_command(args: Sequence[str]) -> int:
@@ -54,7 +45,7 @@ def layout_command(args: Sequence[str]) -> int:
     if asks_for_help(args):
         print_help(LayoutFlags, "open-instruct layout")
         return 0
-    flags = parse(LayoutFlags, args).layout
+    flags = parse(LayoutFlags, args)
     degrees = {each.name: getattr(flags, each.name) for each in fields(DegreesSection)}
     parallel = ParallelSection(single_gpu_mode=flags.single_gpu_mode, **degrees)
     refuse([*limit_problems(flags), *parallel_problems(parallel)])

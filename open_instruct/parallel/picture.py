@@ -58,6 +58,7 @@ def _traffic(layout: ShardLayout) -> Iterator[Text]:
         ("shard groups", "all-gather weights, reduce-scatter grads", layout.shard_groups),
         ("replica groups", "all-reduce grads", layout.replica_groups),
         ("context groups", "exchange tokens in attention", layout.context_groups),
+        ("expert groups", "exchange tokens at the experts", layout.expert_groups),
         ("tensor groups", "exchange activations in every layer", layout.tensor_groups),
     )
     if layout.world_size == 1:

@@ -9,8 +9,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from olmo_core.distributed.utils import all_gather_object, broadcast_object, get_local_rank, get_rank, init_distributed
+from olmo_core.utils import seed_all
 
 from open_instruct.parallel import peers
+from open_instruct.parallel.data_parallel import keep_mesh
 from open_instruct.parallel.listening import LOOPBACK_INTERFACE
 
 T = TypeVar("T")
@@ -33,9 +36,6 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
     Under torchrun the group is torchrun's; otherwise this process is a group of its own. With CUDA,
     GPU tensors travel over NCCL and host tensors over gloo; without, everything over gloo.
     """
-    from olmo_core.distributed.utils import get_local_rank, init_distributed
-    from olmo_core.utils import seed_all
-
     # OLMo-core prints its messages where INFO is not logged.
     logging.getLogger().setLevel(logging.INFO)
     on_cuda = torch.cuda.is_available()
@@ -78,11 +78,7 @@ def _discover_nodes(local_rank: int) -> tuple[int, ...]:
 
 def gathered(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The objects of all ranks in rank order; without a process group, this one's alone. Collective."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [own]
-    objects = [own] * dist.get_world_size(group)
-    dist.all_gather_object(objects, own, group=group)
-    return objects
+    return all_gather_object(own, group)
 
 
 def on_main_process(function: Callable[[], T]) -> T:
@@ -90,12 +86,8 @@ def on_main_process(function: Callable[[], T]) -> T:
 
     Every rank must call this; the result must be picklable and small.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return function()
-    from olmo_core.distributed.utils import broadcast_object
-
     outcome: tuple[T | None, Exception | None] = (None, None)
-    if dist.get_rank() == 0:
+    if get_rank() == 0:
         try:
             outcome = (function(), None)
         except Exception as error:
@@ -111,6 +103,4 @@ def stop_process() -> None:
     peers.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
-    from open_instruct.parallel.data_parallel import keep_mesh  # imports OLMo-core, which has been loaded by then
-
     keep_mesh(None)

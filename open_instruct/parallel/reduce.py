@@ -1,8 +1,9 @@
 """Metrics of microbatches become those of an update, on all ranks; small numbers of rows are gathered from all."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import islice
 
 import torch
@@ -12,31 +13,26 @@ from open_instruct.parallel.process import gathered
 from open_instruct.records import Metric
 
 
-class WeightedSums:
-    """Metrics gathered over microbatches without a device sync: means by (sum of value x weight, sum of weight)."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[torch.Tensor | float, torch.Tensor | float]] = {}
-        self._others: dict[str, Metric] = {}
-
-    def add(self, metrics: Mapping[str, Metric]) -> None:
+def over_microbatches(measured: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """A `Metric` for each name, with this rank's mean, sum or maximum as its value; no device is waited for."""
+    by_name: dict[str, list[Metric]] = {}
+    for metrics in measured:
         for name, metric in metrics.items():
-            if metric.reduction == "mean":
-                total, weight = self._sums.get(name, (0.0, 0.0))
-                self._sums[name] = (total + metric.value * metric.weight, weight + metric.weight)
-            elif name not in self._others:
-                self._others[name] = metric
-            else:
-                combine = torch.add if metric.reduction == "sum" else torch.maximum
-                value = combine(torch.as_tensor(self._others[name].value), torch.as_tensor(metric.value))
-                self._others[name] = replace(metric, value=value)
+            by_name.setdefault(name, []).append(metric)
+    return {
+        name: _mean(metrics) if metrics[0].reduction == "mean" else reduce(_of_both, metrics)
+        for name, metrics in by_name.items()
+    }
 
-    def means(self) -> dict[str, Metric]:
-        """A `Metric` for each name, with this rank's mean (or sum, or maximum) as its value."""
-        return self._others | {
-            name: Metric(value=total / weight if weight else 0.0, weight=weight)
-            for name, (total, weight) in self._sums.items()
-        }
+
+def _mean(metrics: Sequence[Metric]) -> Metric:
+    weight = sum(each.weight for each in metrics)
+    return Metric(value=sum(each.value * each.weight for each in metrics) / weight if weight else 0.0, weight=weight)
+
+
+def _of_both(one: Metric, other: Metric) -> Metric:
+    combine = torch.add if one.reduction == "sum" else torch.maximum
+    return replace(one, value=combine(torch.as_tensor(one.value), torch.as_tensor(other.value)))
 
 
 def reduce_metrics(

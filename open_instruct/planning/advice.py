@@ -186,16 +186,8 @@ def _freed(setting: Setting) -> dict[str, Any]:
 
 
 def _microbatches(setting: Setting) -> list[Way]:
-    """Smaller microbatches and more of them (kind 2), so that the global batch stays; shorter packs for GRPO."""
-    config = setting.config
-    smaller: list[dict[str, Any]] = []
-    if isinstance(config, GRPOConfig):
-        tokens = config.max_tokens_per_microbatch
-        while tokens > config.data.max_seq_length:
-            tokens = max(tokens // 2, config.data.max_seq_length)
-            smaller.append({"pack_length": tokens})
-        return _ever_stronger(2, smaller)
-    return _ever_stronger(2, [*smaller_microbatches(config)])
+    """Smaller microbatches and more of them (kind 2); shorter packs for GRPO."""
+    return _ever_stronger(2, [*smaller_microbatches(setting.config)])
 
 
 def _engine_shares(setting: Setting) -> list[Way]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.training import TrainingConfig, backend_named
+from open_instruct.config.training import backend_named
 from open_instruct.errors import InputError
-from open_instruct.parallel.layout import check_heads, divisors, layout_of
+from open_instruct.parallel.layout import check_experts, check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
 from open_instruct.planning.memory.phases import Moments, Phase, memory_by_phase, phase_of
 from open_instruct.planning.memory.sync_buckets import sync_buckets
@@ -232,15 +232,19 @@ class Backend:
             return
         for tensor in tensor_degrees(setting.shape, parallel.context_parallel_degree):
             ranks, rest = divmod(sum(setting.gpus_per_node), tensor * parallel.context_parallel_degree)
-            degrees = [] if rest else [(shard, ranks // shard, tensor) for shard in divisors(ranks)]
-            yield from (dict(zip(DEGREES, each, strict=True)) for each in degrees)
+            for shard in () if rest else divisors(ranks):
+                values = dict(zip(DEGREES, (shard, ranks // shard, tensor), strict=True))
+                if parallel.expert_parallel_degree == 1:
+                    yield values
+                elif setting.shape.num_experts % shard == 0:
+                    yield values | {"expert_parallel_degree": shard}
 
     def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
         """Larger shard degrees within a node (kind 0) and across (4), then tensor degrees within a node (5)."""
         now = setting.layout
         context = now.context_parallel_degree
         for values in self.others(setting):
-            shard, _, tensor = values.values()
+            shard, _, tensor, *_ = values.values()
             if tensor == now.tensor_parallel_degree and shard > now.shard_degree:
                 straddles = setting.with_flags(values).layout.straddles_nodes
                 yield Way(kind=4 if straddles else 0, strength=shard, values=values)
@@ -252,7 +256,7 @@ class Backend:
 
 def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...]:
     """The tensor degrees that leave every rank whole heads, which context ranks share out too."""
-    num_shares = 1 if shape.delta else gcd(shape.num_heads, shape.num_kv_heads)
+    num_shares = 1 if shape.num_experts or shape.remembers else gcd(shape.num_heads, shape.num_kv_heads)
     return divisors(num_shares // context_degree) if num_shares % context_degree == 0 else ()
 
 
@@ -270,9 +274,12 @@ def plan_of(setting: Setting) -> Plan:
         layout,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
+        remembers=shape.remembers,
         model=shape.name,
-        remembers=bool(shape.delta),
     )
+    check_experts(layout, num_experts=shape.num_experts, model=shape.name)
+    if shape.num_experts and layout.tensor_parallel_degree > 1:
+        raise InputError("--tensor_parallel_degree: experts are not split over tensor parallel ranks; use 1")
     workload = setting.workload(layout)
     _check_layers_alike(shape, workload)
     moments = setting.backend.moments(shape, layout, workload)
@@ -295,8 +302,14 @@ def _chosen(setting: Setting) -> Plan:
     return best
 
 
-def smaller_microbatches(config: TrainingConfig) -> Iterator[dict[str, Any]]:
-    """The flags of fewer rows in each microbatch and more microbatches, which leave the global batch as it is."""
+def smaller_microbatches(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """The flags of smaller microbatches and more of them, so that the global batch stays; of GRPO shorter packs."""
+    if isinstance(config, GRPOConfig):
+        tokens = config.max_tokens_per_microbatch
+        while tokens > config.data.max_seq_length:
+            tokens = max(tokens // 2, config.data.max_seq_length)
+            yield {"pack_length": tokens}
+        return
     rows, num_microbatches = config.optim.per_device_train_batch_size, config.optim.gradient_accumulation_steps
     for fewer in reversed(divisors(rows)[:-1]):
         yield dict(zip(BATCH, (fewer, num_microbatches * (rows // fewer)), strict=True))
@@ -311,26 +324,25 @@ def _with_checkpointing(setting: Setting) -> Plan:
     kept = plan_of(setting.with_flags({"activation_checkpointing": "none"}))
     if not setting.on_cuda or setting.config.memory.activation_memory_budget < 1 or kept.leaves(ROOM_OF_AUTO):
         return kept
-    full = plan_of(setting.with_flags({"activation_checkpointing": "full"}))
-    plans = [full]
-    for modules in _modules_to_recompute(setting.shape, setting.layout):
-        selected = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": modules}
-        plans.append(plan_of(setting.with_flags(selected)))
-    with_room = [plan for plan in plans if plan.leaves(ROOM_OF_AUTO)]
+    ways = _recomputations(setting.shape, setting.layout)
+    full, *selected = (plan_of(setting.with_flags(flags)) for flags in ways)
+    with_room = [plan for plan in (full, *selected) if plan.leaves(ROOM_OF_AUTO)]
     return min(with_room, key=lambda plan: (plan.time.step_s, plan.time.compute_s, plan.peak.total_bytes), default=full)
 
 
-def _modules_to_recompute(shape: ModelShape, layout: ShardLayout) -> Iterator[list[str]]:
-    """Norms alone, norms with attention, norms with the feed-forward.
+def _recomputations(shape: ModelShape, layout: ShardLayout) -> Iterator[dict[str, Any]]:
+    """The flags to recompute whole blocks, norms alone, norms with attention, norms with the feed-forward.
 
     Float32 copies in norms are most of what a block keeps, and cost next to no arithmetic. Norms within attention are
     not recomputed where tensor ranks exchange their inputs.
     """
+    yield {"activation_checkpointing": "full"}
     norms = ["attention_norm", "feed_forward_norm"]
     has_inner = shape.qk_norm != "none" and layout.tensor_parallel_degree == 1
     inner = ["attention.q_norm", "attention.k_norm"] if has_inner else []
     for modules in ([*norms, *inner], [*norms, "attention"], [*norms, *inner, "feed_forward"]):
-        yield [f"blocks.*.{module}" for module in modules]
+        patterns = [f"blocks.*.{module}" for module in modules]
+        yield {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": patterns}
 
 
 def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:

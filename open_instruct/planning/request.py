@@ -1,4 +1,4 @@
-"""From the words after `open-instruct plan` to the setting that is planned."""
+"""What `open-instruct plan` is asked for, and the setting that is planned: a run, and the machines it would run on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,15 +6,50 @@ from dataclasses import dataclass, replace
 from open_instruct.config.flags import spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import flags_given
-from open_instruct.config.plan import ASSUMED, PlanSection
-from open_instruct.config.validation import limit_problems
+from open_instruct.config.sections import flag
+from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
-from open_instruct.objectives.described import described_run
+from open_instruct.objectives.registry import described_run
 from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.planning.plan import Setting
 from open_instruct.planning.subject.devices import Device, device_named
 from open_instruct.planning.subject.workload import RunConfig, objective_of, shape_of_run
 from open_instruct.wording import counted
+
+
+@dataclass(kw_only=True)
+class PlanFlags:
+    """Say what a run would need before it is started: the layout, where each GPU's memory goes in every phase, what
+    travels within a node and across, a lower bound of a step's time, and which flags would make it fit or make it
+    faster. Takes the run's own flags or YAML file (`open-instruct dpo --help`, and sft, grpo); those of its data and
+    its folder need not be given. --model_name_or_path is a folder, a config.json alone, or the name of a public model
+    of a family that can be trained, whose shape is built in. Nothing is started or downloaded.
+
+    Examples:
+        open-instruct plan dpo --model_name_or_path allenai/OLMo-2-1124-7B --num_nodes 2 --gpus_per_node 8
+        open-instruct plan dpo configs/dpo/olmo2_32b_32gpu_tp.yaml --gpus_per_node 4x8 --gpu h200 --html plan.html
+        open-instruct plan grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --json
+    """
+
+    num_nodes: int | None = flag("nodes of --gpus_per_node GPUs each; default: as many as that lists", None, minimum=1)
+    gpus_per_node: list[str] = flag(
+        "GPUs that train on each node: one number with --num_nodes, else one for each node; 4x8 is four nodes of 8; "
+        "for GRPO default: --num_learners_per_node; with that flag all GPUs of each node, those of engines too",
+        [],
+    )
+    gpu: str = flag("a100, h100, h200, b200, or memory_gib=N for any other, with the speeds of an H100", "h100")
+    mfu: float = flag("assumed share of the GPU's peak FLOP/s (model FLOPs utilisation)", 0.4, above=0, maximum=1)
+    shared_prompt_tokens: int = flag(
+        "count prompts of so many tokens as computed once for a pair or group, as --prefix_sharing does", 0
+    )
+    in_node_gb_s: float | None = flag("GB/s that a GPU sends within its node; default: the GPU's", None, above=0)
+    cross_node_gb_s: float | None = flag("GB/s that a GPU sends to other nodes; default: the GPU's", None, above=0)
+    json: bool = flag("print the whole plan as JSON", False)
+    html: str | None = flag("also write the plan as a page to this file", None)
+
+
+# Flags that a run cannot do without and a plan does not read.
+ASSUMED = {"mixer_list": ["rows.jsonl", "1.0"], "dataset_mixer_list": ["rows.jsonl", "1.0"], "output_dir": "planned"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +58,7 @@ class PlanRequest:
 
     setting: Setting
     warnings: tuple[str, ...]
-    asked: PlanSection
+    asked: PlanFlags
 
 
 def parse_request(words: Sequence[str]) -> PlanRequest:
@@ -33,10 +68,9 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         InputError: a flag is wrong, of the plan or of the run; there is no such model or GPU.
     """
     example = "open-instruct plan dpo --gpus_per_node 8"
-    config, objective, unneeded = described_run(words, assumed=ASSUMED, example=example, plan=PlanSection)
-    asked: PlanSection = config.plan
-    for problem in limit_problems(asked):
-        raise InputError(problem)
+    config, objective, unneeded = described_run(words, assumed=ASSUMED, example=example, plan=PlanFlags)
+    asked: PlanFlags = config.plan
+    refuse(limit_problems(asked))
     sizes = _sizes_of_nodes(asked)
     nodes = _nodes(config, sizes, frozenset(flags_given(type(config), words[1:])))
     if isinstance(config, GRPOConfig) and not config.parallel.single_gpu_mode:
@@ -55,7 +89,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     return PlanRequest(setting=setting, warnings=warnings, asked=asked)
 
 
-def _sizes_of_nodes(asked: PlanSection) -> list[int]:
+def _sizes_of_nodes(asked: PlanFlags) -> list[int]:
     """GPUs of each node, from --gpus_per_node and --num_nodes."""
     sizes = read_node_sizes(asked.gpus_per_node)
     if (num_nodes := asked.num_nodes) is not None:
@@ -126,6 +160,6 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
         raise InputError(f"{given}: must be at least 1 and at most {longest} ({flag})")
 
 
-def _device(asked: PlanSection) -> Device:
+def _device(asked: PlanFlags) -> Device:
     given = {name: getattr(asked, name) for name in ("in_node_gb_s", "cross_node_gb_s")}
     return replace(device_named(asked.gpu), **{name: rate for name, rate in given.items() if rate is not None})

@@ -5,15 +5,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.console import Console
 
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.sections import flag
-from open_instruct.objectives.described import described_run
 from open_instruct.objectives.objective import Objective
-from open_instruct.objectives.registry import objective_names
+from open_instruct.objectives.registry import described_run, objective_names
 from open_instruct.whole_file import write_asked
 
 # Flags that a run cannot do without and that say nothing of its rows.
@@ -21,30 +20,22 @@ ASSUMED = {"output_dir": "preview"}
 
 
 @dataclass(kw_only=True)
-class PreviewSection:
-    """What is shown"""
-
-    rows: int = flag("rows to show, from the whole of what is read", 3, minimum=1)
-    read: int = flag("rows to read and measure, of each data set at most", 1000, minimum=2)
-    out: str | None = flag("write a page to this file (.html), with every token, in place of the terminal", None)
-
-
-@dataclass(kw_only=True)
 class PreviewFlags:
     """Show rows as the model will see them: rendered, cut, with the tokens that are learned set apart, and how long
     they are. Takes the flags or the YAML file of the training command, whose first rows of --mixer_list (of GRPO:
     --dataset_mixer_list) are read. Ends with exit code 2 where that command would refuse its rows.
+
+    Examples:
+        open-instruct preview dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --out pairs.html
+        open-instruct preview sft --model_name_or_path MODEL_DIR --mixer_list chats.csv 1.0 --columns
+            messages=dialogue
+        open-instruct preview grpo configs/grpo/tiny_cpu.yaml --model_name_or_path DIR --dataset_mixer_list p.jsonl
+            1.0
     """
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct preview dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --out pairs.html",
-        "open-instruct preview sft --model_name_or_path MODEL_DIR --mixer_list chats.csv 1.0 --columns "
-        "messages=dialogue",
-        "open-instruct preview grpo configs/grpo/tiny_cpu.yaml --model_name_or_path DIR --dataset_mixer_list p.jsonl "
-        "1.0",
-    )
-
-    preview: PreviewSection
+    rows: int = flag("rows to show, from the whole of what is read", 3, minimum=1)
+    read: int = flag("rows to read and measure, of each data set at most", 1000, minimum=2)
+    out: str | None = flag("write a page to this file (.html), with every token, in place of the terminal", None)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,8 +54,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"open-instruct preview: warning: {warning}", file=sys.stderr)
 
     with _without_torch():
-        from open_instruct.preview.sample import sample_of
-        from open_instruct.preview.shown import html_page, print_sample
+        from open_instruct.preview.sample import html_page, print_sample, sample_of
 
         sample = sample_of(config, objective, num_read=config.preview.read, num_shown=config.preview.rows)
     if config.preview.out is None:
@@ -78,13 +68,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_request(words: Sequence[str]) -> tuple[Any, Objective, list[str]]:
-    """The run's config with a `PreviewSection`, its objective, and warnings.
+    """The run's config with a `PreviewFlags`, its objective, and warnings.
 
     Raises:
         InputError: there is no such run, or a flag is wrong.
     """
     example = "open-instruct preview dpo --mixer_list"
-    config, objective, unneeded = described_run(words, assumed=ASSUMED, example=example, preview=PreviewSection)
+    config, objective, unneeded = described_run(words, assumed=ASSUMED, example=example, preview=PreviewFlags)
     return config, objective, [*objective.validate(config), *unneeded]
 
 

@@ -1,6 +1,7 @@
 """`open-instruct report`: the page of a run, or of several beside each other, written to a file or served.
 
-It is served while the runs go on: on loopback alone, under a secret address, made anew when files have changed.
+It is served while the runs go on: on loopback alone, under a secret address; its script asks for it anew when files
+have changed.
 """
 
 import secrets
@@ -12,7 +13,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from pathlib import Path
 from threading import Lock
-from typing import ClassVar
 
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
@@ -27,29 +27,21 @@ HOST = "127.0.0.1"
 
 
 @dataclass(kw_only=True)
-class ReportSection:
-    """The page"""
+class ReportFlags:
+    """Make one page of what runs have left in their folders, finished or not: curves, held-out scores, memory, time,
+    layout, what is wrong and what to do, and the saved rollouts to read. The page is one file that needs no server and
+    fetches nothing. `open-instruct report RUN [RUN ...]` takes the folders (--output_dir) of the runs.
+
+    Examples:
+        open-instruct report runs/dpo
+        open-instruct report runs/a runs/b --out compared.html
+        open-instruct report runs/grpo --follow
+    """
 
     out: str | None = flag("file to write; default: report.html in RUN, or here where there are several", None)
     follow: bool = flag("write no file: serve the page to this machine alone, and refresh it as the run goes on", False)
     port: int = flag("port on 127.0.0.1 for --follow; 0 takes a free one", 0, minimum=0, maximum=65535)
     max_rollouts: int = flag("saved rollouts of each run that the page may hold; 0 leaves them out", 10_000, minimum=0)
-
-
-@dataclass(kw_only=True)
-class ReportFlags:
-    """Make one page of what runs have left in their folders, finished or not: curves, held-out scores, memory, time,
-    layout, what is wrong and what to do, and the saved rollouts to read. The page is one file that needs no server and
-    fetches nothing. `open-instruct report RUN [RUN ...]` takes the folders (--output_dir) of the runs.
-    """
-
-    examples: ClassVar[tuple[str, ...]] = (
-        "open-instruct report runs/dpo",
-        "open-instruct report runs/a runs/b --out compared.html",
-        "open-instruct report runs/grpo --follow",
-    )
-
-    report: ReportSection
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     if not names:
         raise InputError(f"the first words are the folders of runs: {PROGRAM} RUN [RUN ...] [--flag value ...]")
     folders = [Path(name).expanduser() for name in names]
-    flags = parse(ReportFlags, argv[len(names) :]).report
+    flags = parse(ReportFlags, argv[len(names) :])
     refuse(limit_problems(flags))
     if flags.follow:
         if flags.out is not None:
@@ -74,10 +66,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     began_s = time.monotonic()
     page = report_page(folders, max_rollouts=flags.max_rollouts)
-    if flags.out:
-        out = Path(flags.out).expanduser()
-    else:
-        out = (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    folder = folders[0] if len(folders) == 1 else Path()
+    out = Path(flags.out).expanduser() if flags.out else folder / "report.html"
     write_asked(out, page, flag="--out")
     print(f"{out} ({len(page) / 1e6:.2f} MB, in {time.monotonic() - began_s:.1f} s)")
     return 0
@@ -92,7 +82,7 @@ class Pages:
         self._lock = Lock()
         # Other users of the machine reach its loopback too, and so does any website through a browser.
         self.path = f"/{secrets.token_urlsafe(16)}/"
-        self._made: tuple[str, str] = ("", "")
+        self._made = ""
 
     def mark(self) -> str:
         """A text that changes when a file of the runs does."""
@@ -102,15 +92,12 @@ class Pages:
 
     def page(self) -> str:
         with self._lock:
-            mark = self.mark()
-            if self._made[0] != mark:
-                try:
-                    page = report_page(self._folders, max_rollouts=self._max_rollouts, mark=mark)
-                    self._made = (mark, page)
-                except InputError:  # a run that is being started afresh has no files for a moment
-                    if not self._made[1]:
-                        raise
-            return self._made[1]
+            try:
+                self._made = report_page(self._folders, max_rollouts=self._max_rollouts, mark=self.mark())
+            except InputError:  # a run that is being started afresh has no files for a moment
+                if not self._made:
+                    raise
+            return self._made
 
 
 def _changed_ns(path: Path) -> int:
@@ -122,17 +109,15 @@ def _changed_ns(path: Path) -> int:
 def server_of(pages: Pages, *, port: int) -> ThreadingHTTPServer:
     """:raises InputError: the port is taken."""
 
+    answers = {pages.path: (pages.page, "text/html"), f"{pages.path}mark": (pages.mark, "text/plain")}
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path == f"{pages.path}mark":
-                self._send(pages.mark(), "text/plain")
-            elif self.path == pages.path:
-                self._send(pages.page(), "text/html")
-            else:
+            if self.path not in answers:
                 self.send_error(404)
-
-        def _send(self, text: str, kind: str) -> None:
-            content = text.encode()
+                return
+            answer, kind = answers[self.path]
+            content = answer().encode()
             with suppress(ConnectionError):  # a reader may leave in the middle of a page
                 self.send_response(200)
                 self.send_header("Content-Type", f"{kind}; charset=utf-8")

@@ -149,10 +149,8 @@ def _held_out(run: RunFiles) -> Iterator[Finding]:
         first, last = rows[0][name], rows[-1][name]
         best_row = max(rows, key=lambda row: sign * row[name])
         best = best_row[name]
-        if sign * last > sign * first:
-            yield _found("held_out_better", what, first, last)
-        else:
-            yield _found("held_out_not_better", what, first, last)
+        is_better = sign * last > sign * first
+        yield _found("held_out_better" if is_better else "held_out_not_better", what, first, last)
         if sign * (best - last) > 0.05 * abs(best):
             yield _found("held_out_best_before", what, best_row["step"], best, last)
         return

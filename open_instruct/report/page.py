@@ -15,12 +15,10 @@ from markupsafe import Markup
 from open_instruct.metric_table import entry_of, in_order
 from open_instruct.planning.shown.summary import LETTERS
 from open_instruct.planning.subject.units import GIB
+from open_instruct.report.charts import histograms_of, series_of
 from open_instruct.report.closing import held_out_words, learned_words
 from open_instruct.report.health import findings_of, parts_of_step, planned_gib
-from open_instruct.report.histograms import histograms_of
-from open_instruct.report.rollouts import packed_rollouts, read_rollouts
-from open_instruct.report.run_files import RunFiles, differing_flags
-from open_instruct.report.series import series_of
+from open_instruct.report.run_files import RunFiles, differing_flags, packed_rollouts, read_rollouts
 from open_instruct.report.templates import nodes_drawn, rendered
 from open_instruct.run.console import time_words
 

@@ -12,13 +12,12 @@ from rich.markup import escape
 from rich.text import Text
 
 from open_instruct.config.help import asks_for_help, print_help
-from open_instruct.config.plan import PlanFlags
 from open_instruct.objectives.registry import objective_names
 from open_instruct.parallel.picture import draw_layout, wrapped
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan, plan_of
-from open_instruct.planning.request import parse_request
+from open_instruct.planning.request import PlanFlags, parse_request
 from open_instruct.planning.shown import summary
 from open_instruct.planning.shown.json_record import as_record
 from open_instruct.planning.subject import units

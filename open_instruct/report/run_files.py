@@ -1,19 +1,39 @@
-"""The files in a run's folder, read for its page. Damaged lines and files are passed over; nothing is written."""
+"""The files in a run's folder, read for its page. Damaged lines and files are passed over; nothing is written.
+
+Saved rollouts are packed for the page: text as one JSON, numbers of each token as arrays, all compressed. An array has
+the tokens of all completions, one after the other; `num_tokens` in the JSON says how many each has.
+"""
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
+import pyarrow
 import yaml
+from pyarrow import compute, parquet
 
 from open_instruct.config.parser import MAX_YAML_BYTES
 from open_instruct.errors import InputError
 from open_instruct.run.run_directory import RunDirectory, is_number, rows_of
 from open_instruct.whole_file import read_whole
+from open_instruct.wording import counted
+
+FOLDER = "traces"
+MAX_BYTES = 256 * 2**20  # of the files' columns; a page of more would be slow to open
+OF_TOKENS = ("token_ids", "logprobs", "versions")
+TEXTS = ("step", "ticket", "sample_index", "row_id", "completion", "finish_reason", "reward", "scores", "problems")
+OF_TRAINING = ("advantage", "used_in_training", "rejected")
+OF_PROMPTS = ("prompt", "checks")
+COLUMNS = (*TEXTS, *OF_TRAINING, *OF_PROMPTS, *OF_TOKENS, "episode")
+UNREADABLE = (pyarrow.ArrowException, OSError, ValueError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,20 +117,156 @@ def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 def _num_steps(config: Mapping[str, Any]) -> int | None:
     """The number of steps of the whole run; None if the flags alone do not say it."""
-    try:
+    with suppress(KeyError, TypeError, ZeroDivisionError):
         num_steps = config.get("max_train_steps")
         if config.get("total_episodes"):
             per_step = config["num_unique_prompts_rollout"] * config["num_samples_per_prompt_rollout"]
             num_steps = max(1, config["total_episodes"] // per_step)
         return num_steps if is_number(num_steps) else None
-    except (KeyError, TypeError, ZeroDivisionError):
-        return None
+    return None
 
 
 def _object_in(path: Path, key: str) -> dict[str, Any]:
     """The JSON object in a file; empty if the file is missing or damaged, or is another, without `key`."""
-    try:
+    with suppress(OSError, ValueError):
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) and key in value else {}
+        return value if isinstance(value, dict) and key in value else {}
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """The rows of trace files, by column; `notes` say what was left out. `table` is None where there are none."""
+
+    table: pyarrow.Table | None = None
+    notes: tuple[str, ...] = ()
+
+
+def read_rollouts(folder: Path, *, most: int) -> Rollouts:
+    """The completions in a run's folder. If there are more than `most`, those of every second (third, ...) step."""
+    if most == 0:
+        return Rollouts()
+    files, unreadable = [], []
+    for path in (folder / FOLDER).glob("step*.parquet"):
+        try:
+            files.append((int(path.stem.removeprefix("step")), path, parquet.read_metadata(path)))
+        except UNREADABLE:
+            unreadable.append(path.name)
+    files.sort(key=lambda file: file[0])
+    num_rows = sum(metadata.num_rows for _, _, metadata in files)
+    num_bytes = sum(_num_bytes(metadata) for _, _, metadata in files)
+    every = max(1, -(-num_rows // most), -(-num_bytes // MAX_BYTES))
+    tables = []
+    for _, path, _ in files[::-every][::-1]:  # the last one always
+        try:
+            tables.append(_read(path))
+        except UNREADABLE:
+            unreadable.append(path.name)
+    notes = [f"{FOLDER}/{name} cannot be read, and is left out" for name in unreadable]
+    if not tables:
+        return Rollouts(notes=tuple(notes))
+    table = pyarrow.concat_tables(tables, promote_options="permissive").combine_chunks()
+    if every > 1:
+        shown = f"{counted(len(table), 'rollout')} of {num_rows:,} are here: those of every {every}th step"
+        notes.append(f"{shown}; --max_rollouts takes more")
+    return Rollouts(table=table, notes=tuple(notes))
+
+
+def packed_rollouts(run: RunFiles, rollouts: Rollouts) -> dict[str, str]:
+    """Blocks of gzip in base64 by name; empty if the run left nothing to read."""
+    blocks = {}
+    columns: dict[str, list[Any]] = {}
+    prompts: list[dict[str, Any]] = []
+    pieces: dict[int, str] = {}
+    if (table := rollouts.table) is not None:
+        columns = table.select([*TEXTS, *OF_TRAINING]).to_pydict()
+        columns["completion"] = [
+            text if episode is None else _conversation(episode)
+            for text, episode in zip(columns["completion"], table["episode"].to_pylist(), strict=True)
+        ]
+        columns["num_tokens"] = lengths_of(table).tolist()
+        columns["prompt"], prompts = _prompts(table)
+        token_ids = flat(table, "token_ids").astype("<u4")
+        thousandths = numpy.nan_to_num(flat(table, "logprobs") * 1000, neginf=-numpy.inf)
+        blocks["token_ids"] = packed(token_ids.tobytes())
+        blocks["logprobs"] = packed(thousandths.clip(-32768, 32767).round().astype("<i2").tobytes())
+        blocks["versions"] = packed(flat(table, "versions").astype("<u4").tobytes())
+        pieces = _texts_of_tokens(run, numpy.unique(token_ids).tolist())
+    for evaluation in run.evaluations:
+        for sample in evaluation.get("samples") or ():
+            _add_held_out(columns, prompts, evaluation["step"], sample)
+    if columns:
+        for name in ("reward", "advantage"):
+            columns[name] = [value if is_number(value) else None for value in columns.get(name, [])]
+        text = {"columns": columns, "prompts": prompts, "pieces": pieces}
+        blocks["text"] = packed(json.dumps(text, allow_nan=False).encode())
+    return blocks
+
+
+def _conversation(episode: str) -> str:
+    """The turns of an episode behind the row's own, to be read one after the other."""
+    fields = json.loads(episode)
+    turns = fields["turns"]
+    first = next((at for at, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
+    opening = turns[first - 1 : first] if fields["prompt_token_ids"] else []
+    said = [f"[{turn['role']}]\n{turn['content']}" for turn in (*opening, *turns[first:])]
+    return "\n\n".join([*said, f"[{fields['status']}]"])
+
+
+def packed(content: bytes) -> str:
+    return base64.b64encode(gzip.compress(content, compresslevel=1, mtime=0)).decode("ascii")
+
+
+def flat(table: pyarrow.Table, column: str) -> numpy.ndarray:
+    """The values of a column of lists, end to end."""
+    return table[column].combine_chunks().flatten().fill_null(0).to_numpy(zero_copy_only=False)
+
+
+def lengths_of(table: pyarrow.Table, column: str = "token_ids") -> numpy.ndarray:
+    return compute.list_value_length(table[column].combine_chunks()).fill_null(0).to_numpy(zero_copy_only=False)
+
+
+def _num_bytes(metadata: parquet.FileMetaData) -> int:
+    return sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
+
+
+def _read(path: Path) -> pyarrow.Table:
+    table = parquet.read_table(path, columns=list(COLUMNS))  # which refuses a file that lacks one
+    if any((lengths_of(table, name) != lengths_of(table)).any() for name in OF_TOKENS):
+        raise ValueError("a row has token_ids, logprobs and versions of different lengths")
+    return table
+
+
+def _prompts(table: pyarrow.Table) -> tuple[list[int], list[dict[str, Any]]]:
+    """The number of each row's prompt, and the prompts, each once."""
+    numbers: dict[tuple[str, str], int] = {}
+    rows = zip(*(table[name].to_pylist() for name in OF_PROMPTS), strict=True)
+    prompt_numbers = [numbers.setdefault(row, len(numbers)) for row in rows]
+    return prompt_numbers, [dict(zip(OF_PROMPTS, prompt, strict=True)) for prompt in numbers]
+
+
+def _add_held_out(
+    columns: dict[str, list[Any]], prompts: list[dict[str, Any]], step: float, sample: Mapping[str, Any]
+) -> None:
+    """Add the answer of an evaluation as one more row; the columns that only rollouts have get None."""
+    length = len(next(iter(columns.values()), []))
+    row = {name: sample.get(name) for name in ("row_id", "completion", "finish_reason", "reward")}
+    row |= {"step": step, "scores": json.dumps(sample.get("scores", {})), "prompt": len(prompts), "held_out": True}
+    row["num_tokens"] = 0
+    prompts.append({"prompt": sample.get("prompt"), "checks": json.dumps(sample.get("ground_truth"))})
+    for name in {**columns, **row}:
+        columns.setdefault(name, [None] * length).append(row.get(name))
+
+
+def _texts_of_tokens(run: RunFiles, token_ids: Sequence[int]) -> dict[int, str]:
+    """The text of each token; empty if no tokenizer of the run is left."""
+    from tokenizers import Tokenizer
+
+    folders = [run.folder / "hf_model", run.folder / "adapter"]
+    names = [run.config.get(name) for name in ("tokenizer_name_or_path", "model_name_or_path")]
+    for folder in [*folders, *(Path(name) for name in names if isinstance(name, str))]:
+        with suppress(Exception):  # a file that is not there, or damaged: the library's errors have no class
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            known = tokenizer.get_vocab_size()
+            return {each: tokenizer.decode([each], skip_special_tokens=False) for each in token_ids if each < known}
+    return {}

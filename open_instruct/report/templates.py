@@ -13,7 +13,6 @@ from open_instruct.planning.shown.summary import LETTERS
 from open_instruct.planning.subject import units
 from open_instruct.wording import pages_in
 
-NUM_COLOURS = len(LETTERS)
 MAX_NODES_DRAWN, NODES_DRAWN_FIRST = 8, 4
 MAX_RANKS_DRAWN = 16
 
@@ -24,7 +23,7 @@ def rendered(template: str, **values: Any) -> str:
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}  # curves have an order
     pages.filters["with_flags"] = _with_flags
     colours = {label: index for index, label in enumerate(LETTERS)}
-    pages.globals |= {"num_colours": NUM_COLOURS, "units": units, "part_colours": colours}
+    pages.globals |= {"num_colours": len(LETTERS), "units": units, "part_colours": colours}
     return pages.get_template(template).render(values)
 
 
@@ -36,12 +35,11 @@ def _with_flags(text: str) -> Markup:
 def nodes_drawn(gpus_per_node: Sequence[int], shard_groups: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
     """Yields each drawn node with its `title` and, for its first `ranks`, number and letters of the shard group."""
     groups = {rank: index for index, group in enumerate(shard_groups) for rank in group}
-    nodes = [range(start, stop) for start, stop in pairwise(accumulate(gpus_per_node, initial=0))]
-    drawn = list(range(len(nodes)))
-    if len(drawn) > MAX_NODES_DRAWN:
-        drawn = [*drawn[:NODES_DRAWN_FIRST], drawn[-1]]
-    for node in drawn:
-        ranks = nodes[node]
+    nodes = list(enumerate(pairwise(accumulate(gpus_per_node, initial=0))))
+    if len(nodes) > MAX_NODES_DRAWN:
+        nodes = [*nodes[:NODES_DRAWN_FIRST], nodes[-1]]
+    for node, (start, stop) in nodes:
+        ranks = range(start, stop)
         more = f", {len(ranks) - MAX_RANKS_DRAWN} more not drawn" if len(ranks) > MAX_RANKS_DRAWN else ""
         yield {
             "title": f"node {node}: ranks {ranks[0]} to {ranks[-1]}{more}",

@@ -29,8 +29,8 @@ from open_instruct.episodes.walk import Answer, AskedGroup, Episodes, samples_of
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.records import Prompt, RolloutGroup
-from open_instruct.rollout.learning_signal import refuse_failed_verdicts
 from open_instruct.rollout.samples import RolloutStepBatch, num_right
+from open_instruct.rollout.step_checks import refuse_failed_verdicts
 from open_instruct.wording import counted
 
 STALL_TIMEOUT_S = 3600.0
@@ -39,7 +39,7 @@ MAX_REJECTED_PER_PROMPT = 50
 
 
 class Conductor:
-    """Asks the prompts of a run and hands out its batches; `start`, then `next_batch` and `weights_published` in turn.
+    """Asks the prompts of a run and hands out its batches; call `weights_published` and `next_batch` in turn.
 
     Args:
         prompts: the endless stream of tickets; nobody else may draw from it.
@@ -59,14 +59,6 @@ class Conductor:
         self._changed = threading.Condition()
 
     # The driver's side
-
-    def start(self, version: int) -> None:
-        """Begin to ask prompts; the engines have the weights of `version`, the number of steps taken."""
-        self._version = version
-        for ticket, prompt in self._to_ask_again:
-            self._ask(ticket, prompt)
-        self._to_ask_again = []
-        self._ask_further()
 
     def next_batch(self, step: int, *, timeout_s: float = STALL_TIMEOUT_S) -> RolloutStepBatch:
         """Wait for the batch of `step` (1-based).
@@ -103,9 +95,12 @@ class Conductor:
         return batch
 
     def weights_published(self, version: int) -> None:
-        """Ask the prompts of one more step; every engine has the weights of `version` now."""
+        """Ask the prompts of one more step; every engine has the weights of `version`, the number of steps taken."""
         self._version = version
         self._num_accepted = 0
+        for ticket, prompt in self._to_ask_again:
+            self._ask(ticket, prompt)
+        self._to_ask_again = []
         self._ask_further()
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,7 +116,7 @@ class Conductor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a checkpoint's state; call it before `start`."""
+        """Load a checkpoint's state; call it before the first `weights_published`."""
         assert not self._outstanding, "prompts are out already"
         self._prompts.load_state_dict(state["prompts"])
         self._to_ask_again = [(ticket, self._prompts.dataset[row_id]) for ticket, row_id in state["unconsumed"]]

@@ -5,24 +5,26 @@ If a learner dies, the walk goes back to the last checkpoint; the pool restarts 
 
 import time
 from collections.abc import Sequence
+from typing import Any
+
+from olmo_core.train.callbacks import Callback
 
 from open_instruct.cluster.learner_call import LearnerLost, watching
-from open_instruct.cluster.learner_process import LearnerMethod, LearnerProcess, P, R
-from open_instruct.errors import RunError
+from open_instruct.cluster.learner_group import LearnerMethod, LearnerProcess, P, R
+from open_instruct.errors import InputError, RunError
 from open_instruct.packing.rollouts import RankStep
 from open_instruct.parallel.peers import activity
 from open_instruct.rollout.checked_run import RolloutRun
 from open_instruct.rollout.evaluation import evaluate
 from open_instruct.rollout.fleet import Fleet
-from open_instruct.rollout.learning_signal import SignalWatch, refuse_failed_verdicts
-from open_instruct.rollout.logprob_agreement import check_agreement
 from open_instruct.rollout.samples import work_of_ranks
+from open_instruct.rollout.step_checks import SignalWatch, check_agreement, refuse_failed_verdicts
 from open_instruct.rollout.traces import Traces
 from open_instruct.rollout.view import FleetView
 from open_instruct.run.alarms import slowest
 from open_instruct.run.cadence import Noted, cadence_of, noting_signals, stopped_by
 from open_instruct.run.metrics_log import MetricsLog
-from open_instruct.verifiers.judge_server import JUDGE_COSTS
+from open_instruct.verifiers.judge import JUDGE_COSTS
 
 # The metrics of a step without anything to learn from.
 NOTHING_LEARNED = {
@@ -34,6 +36,8 @@ NOTHING_LEARNED = {
     "rho/max": 1.0,
     "rho/mean": 1.0,
 }
+# The one hook of OLMo-core's callbacks that a GRPO run calls: its learners are processes of their own.
+CALLED = "log_metrics"
 
 
 class Driver:
@@ -139,9 +143,7 @@ class Driver:
             with self.view.phase("sending weights"):
                 sync_time_s = self.fleet.publisher.publish(self.step)
         if not self._agrees:
-            self._agrees = check_agreement(
-                learned, param_dtype=self.config.model.param_dtype, engine_dtype=self.config.engine_dtype
-            )
+            self._agrees = check_agreement(learned, self.config)
         self.conductor.weights_published(self.step)
         self.num_tokens += work[0].num_tokens_global
         return learned | {"num_tokens": self.num_tokens, "time/train": train_time_s, "time/sync": sync_time_s}
@@ -181,7 +183,7 @@ class Driver:
         if self.step != self.fleet.publisher.version or not begins_as_the_engines:
             with self.view.phase("sending weights"):
                 self.fleet.publisher.publish(self.step)
-        self.conductor.start(self.step)
+        self.conductor.weights_published(self.step)
 
     def _restart_learners(self, lost: LearnerLost) -> None:
         self.num_restarts += 1
@@ -218,3 +220,27 @@ class Driver:
         with self.fleet.publisher.learners_at_work():
             call = self.fleet.learners.start(method, *args, **kwargs)
             return call.result(self.config.fleet.step_timeout_s)
+
+
+class Listener:
+    """A tracker that hands the metrics of every step to a callback, in this process.
+
+    Raises:
+        InputError: the callback, which was given under that name, has hooks that nothing would call.
+    """
+
+    def __init__(self, name: str, callback: Callback) -> None:
+        hooks = {hook for hook, usual in vars(Callback).items() if callable(usual) and not hook.startswith("_")}
+        own = [hook for hook in hooks - {CALLED} if getattr(type(callback), hook) is not getattr(Callback, hook)]
+        if own:
+            raise InputError(
+                f"callbacks: {name} has {', '.join(sorted(own))}, which nothing would call: the learners of a GRPO run "
+                f"are processes of their own; here {CALLED} alone is called, after every step"
+            )
+        self._callback = callback
+
+    def log(self, row: dict[str, Any], step: int) -> None:
+        self._callback.log_metrics(step, {name: value for name, value in row.items() if name != "step"})
+
+    def finish(self) -> None:
+        """A listener has nothing to finish."""

@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-from open_instruct.cluster.learner_group import LearnerGroup
-from open_instruct.cluster.learner_process import LearnerProcess
+from open_instruct.cluster.actor_host import allocator_environment, without_growing_segments
+from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
 from open_instruct.cluster.placement import FleetShape, Placement
-from open_instruct.cluster.process_environment import allocator_environment, without_growing_segments
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.data.prompts import PromptStream
 from open_instruct.engines.engine_host import RayEngine
@@ -22,11 +21,10 @@ from open_instruct.parallel.launch import threads_of_each
 from open_instruct.parallel.peers import doing
 from open_instruct.rollout.checked_run import RolloutRun
 from open_instruct.rollout.conductor import Conductor
+from open_instruct.rollout.publisher import WeightPublisher
 from open_instruct.run.console import Console
 from open_instruct.verifiers.pool import VerifierPool
-from open_instruct.verifiers.reward import RewardManager
 from open_instruct.weights.folder import folder_of_run, make_folder
-from open_instruct.weights.publisher import WeightPublisher
 from open_instruct.weights.ways import FOLDER, choose_backend
 from open_instruct.wording import counted
 
@@ -58,7 +56,7 @@ class Fleet:
         fleet = run.config.fleet
         self.run = run
         self.learners = learners
-        self.rewards = RewardManager(verifiers, run.config.reward)
+        self.verifiers = verifiers
         self.engines_share_cores = not placement.on_gpus and len(placement.whereabouts().engines) == 1
         self._placement = placement
         self._environment = environment
@@ -68,20 +66,13 @@ class Fleet:
             make_engine=self._make_engine,
             on_restart=self._engine_restarted,
             on_failure=self.publisher.engines_failed,
-            timeout_s=fleet.engine_timeout_s,
-            max_restarts=fleet.max_restarts,
+            fleet=fleet,
             say=run.console.warn,
         )
         self.publisher.attach(self.engines)
         self.conversations: Conversations | None = None
         if run.environments is not None:
-            self.conversations = Conversations(
-                self.engines,
-                run.chat,
-                run.environments,
-                flags=run.config.environment,
-                max_prompt_tokens=run.config.data.max_prompt_token_length,
-            )
+            self.conversations = Conversations(self.engines, run.chat, run.environments, run.config)
 
     def new_conductor(self) -> Conductor:
         """A new conductor at the start of the run; it may load another state."""
@@ -90,7 +81,7 @@ class Fleet:
 
     def new_episodes(self) -> Episodes:
         """What asks the engines and judges their answers, until it is closed."""
-        return Episodes(self.engines, self.rewards, self.conversations)
+        return Episodes(self.engines, self.verifiers, self.conversations)
 
     def restart_learners(self) -> None:
         """Start new learners in the same places; they hold the start model.
@@ -197,12 +188,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         learners = LearnerGroup(
             learner_class,
             placement,
-            arguments={
-                "config": config,
-                "weight_sync_backend": backend,
-                "weight_sync": sync,
-                "engine_dtype": config.engine_dtype,
-            },
+            arguments={"config": config, "weight_sync_backend": backend, "weight_sync": sync},
             environment=environment | _allocator_of_learners(placement, backend, console),
             say=console.say,
         )

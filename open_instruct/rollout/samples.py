@@ -84,11 +84,14 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
                 samples.append(with_answers(sample, config.answers_ce_coef) if config.answers_ce_coef else sample)
         is_used.append(tuple(used))
     everything = (*batch.groups, *batch.rejected)
+    # How many steps older than the learners' weights are the weights that made each token.
+    behind = [version - made for completion in all_completions(batch.groups) for made in completion.versions]
     metrics = {
         **verdict_metrics(everything),
         **length_metrics(everything),
         **episode_metrics(everything),
-        **_staleness_metrics(batch.groups, version),
+        "staleness/mean": mean(behind),
+        "staleness/max": float(max(behind, default=0)),
         "zero_std_fraction": mean([float(not has_signal(group.rewards)) for group in everything]),
         "num_rejected_groups": float(len(batch.rejected)),
         "num_trained_completions": float(len(samples)),
@@ -154,13 +157,6 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-def _staleness_metrics(groups: Iterable[RolloutGroup], version: int) -> dict[str, float]:
-    """Staleness: how many steps older than the learners' weights are the weights that made each token."""
-    versions = chain.from_iterable(completion.versions for completion in all_completions(groups))
-    behind = [version - made for made in versions]
-    return {"staleness/mean": mean(behind), "staleness/max": float(max(behind, default=0))}
-
-
 def _sample(group: RolloutGroup, completion: Completion, advantage: float) -> RolloutSample:
     prompt_ids = group.prompt.token_ids
     if completion.episode is not None:
@@ -203,7 +199,7 @@ def load_conversations(
     data = config.data
     if not data.sft_mixer_list:
         return None
-    given = reading(config, tokenizer, "--sft_mixer_list", data.sft_mixer_list, data.sft_mixer_list_splits)
+    given = reading(config, tokenizer, "sft_mixer_list")
     dataset, report = load_token_dataset(SFTBuilder, max_seq_length=data.max_seq_length, **given)
     if console is not None:
         console.report("conversations", report.lines())

@@ -10,10 +10,11 @@ from typing import Any
 
 import pyarrow
 from pyarrow import parquet
+from pydantic import TypeAdapter
 
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.errors import InputError, RunError
-from open_instruct.records import Check, Completion, Episode, Prompt, RolloutGroup, Span, Verdict
+from open_instruct.records import Completion, RolloutGroup
 from open_instruct.rollout.samples import RolloutStepBatch, StepSamples
 
 FOLDER = "traces"
@@ -135,7 +136,8 @@ def read_traces(run_folder: Path, step: int) -> list[RolloutGroup]:
         rows = [row for row in rows if not row["rejected"]]
         for row in rows:
             _check_row(row)
-        return [_group_of(list(ticket_rows)) for _, ticket_rows in groupby(rows, key=lambda row: row["ticket"])]
+        groups = [_group_of(list(ticket_rows)) for _, ticket_rows in groupby(rows, key=lambda row: row["ticket"])]
+        return TypeAdapter(list[RolloutGroup]).validate_python(groups)
     except Exception as error:  # pyarrow's kinds of errors have no common ancestor, nor have those of a damaged row
         raise InputError(
             f"{path} cannot be read as a trace of ours: {one_line(error)}; copy it again, or take another step"
@@ -181,17 +183,15 @@ def _rows_of_group(step: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
         }
 
 
-def _group_of(rows: list[dict[str, Any]]) -> RolloutGroup:
-    checks = tuple(Check(**check) for check in json.loads(rows[0]["checks"]))
-    return RolloutGroup(
-        ticket=rows[0]["ticket"],
-        prompt=Prompt(**_fields(rows[0], OF_PROMPT), checks=checks),
-        completions=tuple(map(_completion_of, rows)),
-        verdicts=tuple(
-            Verdict(reward=row["reward"], scores=json.loads(row["scores"]), problems=tuple(row["problems"]))
-            for row in rows
-        ),
-    )
+def _group_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    first = rows[0]
+    prompt = {field: first[column] for column, field in OF_PROMPT.items()}
+    return {
+        "ticket": first["ticket"],
+        "prompt": {**prompt, "checks": json.loads(first["checks"])},
+        "completions": list(map(_completion_of, rows)),
+        "verdicts": [row | {"scores": json.loads(row["scores"])} for row in rows],  # other columns are passed over
+    }
 
 
 def _at_all_tokens(completion: Completion, values: Sequence[float], filling: float) -> list[float]:
@@ -204,27 +204,13 @@ def _at_all_tokens(completion: Completion, values: Sequence[float], filling: flo
     return at_all
 
 
-def _completion_of(row: dict[str, Any]) -> Completion:
-    fields = _fields(row, OF_COMPLETION)
-    if row["episode"] is None:
-        return Completion(**fields, logprobs=tuple(row["logprobs"]), versions=tuple(row["versions"]))
-    episode = json.loads(row["episode"])
-    episode["replies"] = tuple(Span(**reply) for reply in episode["replies"])
-    episode["turns"] = tuple(episode["turns"])
-    episode["prompt_token_ids"] = tuple(episode["prompt_token_ids"])
-    sampled = [at for reply in episode["replies"] for at in range(reply.start, reply.stop)]
-    return Completion(
-        **fields,
-        logprobs=tuple(row["logprobs"][at] for at in sampled),
-        versions=tuple(row["versions"][at] for at in sampled),
-        episode=Episode(**episode),
-    )
-
-
-def _fields(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """The fields of a record, from its columns."""
-    values = {field: row[column] for column, field in names.items()}
-    return {field: tuple(value) if isinstance(value, list) else value for field, value in values.items()}
+def _completion_of(row: dict[str, Any]) -> dict[str, Any]:
+    episode = None if row["episode"] is None else json.loads(row["episode"])
+    replies = [{"start": 0, "stop": len(row["token_ids"])}] if episode is None else episode["replies"]
+    sampled = [at for reply in replies for at in range(reply["start"], reply["stop"])]
+    fields = {field: row[column] for column, field in OF_COMPLETION.items()}
+    of_sampled = {name: [row[name][at] for at in sampled] for name in ("logprobs", "versions")}
+    return {**fields, **of_sampled, "episode": episode}
 
 
 def _steps_there_are(run_folder: Path) -> str:

@@ -101,12 +101,19 @@ def noting_signals(
         if on_first is not None:
             on_first(name)
 
-    before = {number: set_handler(number, note) for number in stop_signals()}
-    try:
+    with stop_signals_handled(note):
         yield noted
+
+
+@contextmanager
+def stop_signals_handled(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Call `handler` at each signal to stop while the block runs."""
+    before = {number: set_handler(number, handler) for number in stop_signals()}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            set_handler(number, handler)
+        for number, earlier in before.items():
+            set_handler(number, earlier)
 
 
 def set_handler(number: int, handler: Any) -> Any:

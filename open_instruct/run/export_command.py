@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -20,7 +20,8 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import objective_named, objective_names
-from open_instruct.run.run_directory import RunDirectory, card_of
+from open_instruct.run.card import card_of
+from open_instruct.run.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from olmo_core.nn.transformer import Transformer
@@ -31,24 +32,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class ExportSection:
-    """What is written, and where"""
-
-    output_dir: str = flag("where the model goes: a new folder, or an earlier export, which is replaced")
-    step: int | None = flag("step of the checkpoint; default: the newest", None, minimum=0)
-    export_dtype: ExportDtype | None = flag("dtype of the model that is written; default: the run's", None)
-
-
-@dataclass(kw_only=True)
 class ExportFlags:
     """Write the weights in a checkpoint of RUN, the --output_dir of a run, as a Hugging Face folder; adapters are added
     to the model. RUN/stepN is that with --step N. Needs one process, whatever the run had, and no more memory than the
     largest tensor.
+
+    Examples:
+        open-instruct export runs/first --step 200 --output_dir step200
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("open-instruct export runs/first --step 200 --output_dir step200",)
-
-    export: ExportSection
+    output_dir: str = flag("where the model goes: a new folder, or an earlier export, which is replaced")
+    step: int | None = flag("step of the checkpoint; default: the newest", None, minimum=0)
+    export_dtype: ExportDtype | None = flag("dtype of the model that is written; default: the run's", None)
 
 
 def main(words: Sequence[str]) -> int:
@@ -58,7 +53,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     if not words or words[0].startswith("-"):
         raise InputError("the first word is the folder of a run: open-instruct export RUN --output_dir DIR")
-    run, flags = Path(words[0]), parse(ExportFlags, words[1:]).export
+    run, flags = Path(words[0]), parse(ExportFlags, words[1:])
     step_name = "" if flags.step is None else f"step{flags.step}"
     if not step_name and run.match("step[0-9]*") and not RunDirectory(path=run).config.exists():
         run, step_name = run.parent, run.name

@@ -6,6 +6,7 @@ The full checks come later, when the model, its tokenizer and the rows are opene
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat_templates import check_syntax, template_text
 from open_instruct.data.files.opening import refuse_missing_file
-from open_instruct.data.mixer import parse_mixer_list, select_rows
+from open_instruct.data.mixer import entries_of, select_rows
 from open_instruct.data.report import BadRowLog
 from open_instruct.data.row_builder import RowBuilder
-from open_instruct.data.tokenizer import check_tokenizer_folder
+from open_instruct.data.tokenizer import check_tokenizer_folder, given_folder
 from open_instruct.errors import InputError
 from open_instruct.models.hf.hf_config import config_fields, weights_file
 from open_instruct.whole_file import read_whole
@@ -52,23 +53,22 @@ def look_at(config: LearnerConfig) -> None:
 
 
 def look_at_rows(
-    form: type[RowBuilder], config: LearnerConfig, *listed: Any, check: Callable[[dict[str, Any]], object]
+    form: type[RowBuilder], config: LearnerConfig, *flags: str, check: Callable[[dict[str, Any]], object]
 ) -> None:
     """Look at the first of the rows that a run is going to take from files on this machine.
 
     Args:
         form: what the rows must be.
         config: of the run.
-        listed: a flag, the mixer list under it, and its splits.
+        flags: those of the mixer lists.
         check: reads a row as far as that needs no tokenizer.
 
     Raises:
         InputError: some are malformed, and are not to be skipped.
     """
-    flag, mixer_list, splits = listed
-    if not mixer_list or config.data.on_bad_row != "error":
+    if config.data.on_bad_row != "error":
         return
-    for entry in parse_mixer_list(mixer_list, splits, flag=flag):
+    for entry in chain.from_iterable(entries_of(config.data, flag) for flag in flags):
         path = Path(entry.name).expanduser()
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
             continue
@@ -79,24 +79,6 @@ def look_at_rows(
             bad.reading(row, check)
         if bad.counts:
             raise bad.error(len(taken), wanted=form.wanted, columns=form.columns, page=form.page)
-
-
-def given_folder(name_or_path: str, *, revision: str | None = None) -> Path | None:
-    """The folder itself; None for the name of a hub repository.
-
-    Raises:
-        InputError: it is neither, or a revision is asked of a folder.
-    """
-    path = Path(name_or_path).expanduser()
-    if path.exists():
-        if revision not in (None, "main"):
-            raise InputError(
-                f"--model_revision {revision}: {name_or_path} is a folder, which has none; leave the flag out"
-            )
-        return path
-    if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
-        raise InputError(f"{name_or_path}: there is no such folder; give the folder that holds config.json")
-    return None
 
 
 def local_folder(name_or_path: str, *, revision: str | None = None) -> Path:

@@ -1,12 +1,12 @@
 """Every training run first opens its process group, its layout, its run directory and its console, and is planned."""
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import psutil
 import torch
 
 from open_instruct.checkpoints.step_folder import latest_step, refuse_another_format
@@ -159,7 +159,7 @@ def memory_of(device: torch.device, *, num_sharing: int) -> int:
     """Bytes of a GPU; without CUDA `num_sharing` processes share the host's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return _host_bytes() // num_sharing
+    return psutil.virtual_memory().total // num_sharing
 
 
 def _refuse_another_run(
@@ -176,13 +176,10 @@ def _refuse_another_run(
             f"{directory.config}, the settings of the run in that folder, cannot be read: {error}. Remove that file to "
             "go on without comparing them, or give another --output_dir"
         ) from error
-    refuse_conflicts(
-        saved,
-        config,
-        saved_data_parallel_world_size=directory.saved_data_parallel_world_size() or layout.data_parallel_world_size,
-        data_parallel_world_size=layout.data_parallel_world_size,
-        ended_after=step if directory.hf_model.is_dir() or directory.adapter.is_dir() else None,
-    )
+    world = layout.data_parallel_world_size
+    has_ended = directory.hf_model.is_dir() or directory.adapter.is_dir()
+    worlds = (directory.saved_data_parallel_world_size() or world, world)
+    refuse_conflicts(saved, config, worlds=worlds, ended_after=step if has_ended else None)
     was = backend_named(before.parallel.backend).sharing(before.parallel, layout)
     now = backend_named(config.parallel.backend).sharing(config.parallel, layout)
     if was != now:
@@ -198,7 +195,3 @@ def _refuse_another_run(
             "steps of a run: the learning rate is from now on that of a run of the new length, which is higher than it "
             "was at the end"
         )
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from olmo_core.nn.transformer import Transformer
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -23,7 +22,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat_templates import choose_chat_template
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES
+from open_instruct.families import family_of
 from open_instruct.models.build import build_model
 from open_instruct.models.export import ExportReport, check_destination, check_exportable, export_hf
 from open_instruct.models.family import unknown_fields
@@ -34,7 +33,8 @@ from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import Head, TensorNames
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.files import check_base, open_adapter
-from open_instruct.parallel.layout import check_heads
+from open_instruct.models.transformer import SegmentTransformer
+from open_instruct.parallel.layout import check_experts, check_heads
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
 from open_instruct.run.first_look import local_folder
@@ -60,7 +60,7 @@ class Pretrained:
     adapter_folder: Path | None = None  # which the adapter is read from
     chat_template: str | None = None  # in place of the tokenizer's own
 
-    def build(self, *, init_device: str) -> Transformer:
+    def build(self, *, init_device: str) -> SegmentTransformer:
         """The model, without weights."""
         return build_model(self.hf_config, init_device=init_device, head=self.names.head)
 
@@ -158,13 +158,14 @@ def open_pretrained(
         tokenizer_folder = local_folder(model.tokenizer_name_or_path, revision=model.revision_of_tokenizer)
     hf_config = load_hf_config(str(folder))
     if layout is not None:
-        check_heads(
-            layout,
-            num_heads=hf_config.num_attention_heads,
-            num_kv_heads=hf_config.num_key_value_heads,
-            remembers=FAMILIES[hf_config.model_type].delta is not None,
-            model=f"the model in {folder}",
-        )
+        family = family_of(hf_config.model_type)
+        where = f"the model in {folder}"
+        num_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+        remembers = family.delta is not None
+        check_heads(layout, num_heads=num_heads, num_kv_heads=num_kv_heads, model=where, remembers=remembers)
+        check_experts(layout, num_experts=getattr(hf_config, "num_experts", None) or 0, model=where)
+    if family_of(hf_config.model_type).expert_size is not None:
+        _check_experts(hf_config, config)
     tokenizer = load_tokenizer(str(tokenizer_folder))
     names = TensorNames(hf_config, head=head)
     if head == "score":
@@ -190,6 +191,27 @@ def open_pretrained(
         return opened
     adapter_folder = local_folder(lora.adapter_name_or_path)
     return replace(opened, adapter=open_adapter(adapter_folder, bare, names, lora), adapter_folder=adapter_folder)
+
+
+def _check_experts(hf_config: PretrainedConfig, config: LearnerConfig) -> None:
+    """:raises InputError: a flag asks for what a model with experts cannot do here."""
+    balances = "the loss that output_router_logits = true in config.json adds"
+    problems = {
+        "--tensor_parallel_degree: experts are not split over tensor parallel ranks, FSDP shards them; use 1": (
+            config.parallel.tensor_parallel_degree > 1
+        ),
+        "--optimizer muon: it takes matrices, and experts lie in stacks of them; use adamw": (
+            config.optim.optimizer == "muon"
+        ),
+        "--float8_linears: experts multiply in --param_dtype alone; use off": config.model.float8_linears != "off",
+    }
+    if hf_config.output_router_logits:
+        is_packed = getattr(config.data, "packing", True)
+        problems[f"--no_packing: {balances} would count padding; leave one of them out"] = not is_packed
+        is_split = config.parallel.context_parallel_degree > 1
+        problems[f"--context_parallel_degree: {balances} is of whole rows; leave one of them out"] = is_split
+    for problem in (problem for problem, is_there in problems.items() if is_there):
+        raise InputError(problem)
 
 
 def start_model_of(pretrained: Pretrained, run: Run) -> str:

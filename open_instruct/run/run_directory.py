@@ -6,17 +6,14 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from yaml import YAMLError
-
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
-from open_instruct.hub.card import model_card
 from open_instruct.shard_layout import ShardLayout
-from open_instruct.whole_file import kind_of_other, remove_partials, replace_text
+from open_instruct.whole_file import kind_of_other, replace_text
 
 OWN_FILES = (
     *("config.yaml", "layout.json", "run.log", "metrics.jsonl", "eval.jsonl", "pids.json", "plan.json"),
@@ -64,7 +61,8 @@ class RunDirectory:
     def remove_partials(self) -> None:
         """Remove files that a killed run left half written."""
         for name in OWN_FILES:
-            remove_partials(self.path / name)
+            for leftover in self.path.glob(f".{name}.*-*.partial"):
+                leftover.unlink(missing_ok=True)
 
     def remove_earlier_run(self) -> None:
         """Remove only names that a run writes, as the folder may hold the user's own files. The held lock stays.
@@ -122,20 +120,6 @@ def exported_by(config: LearnerConfig) -> Path:
     directory = RunDirectory(path=Path(config.run.output_dir))
     exports_adapter = config.adapters is not None and config.adapters.export == "adapter"
     return directory.adapter if exports_adapter else directory.hf_model
-
-
-def card_of(
-    directory: RunDirectory, *, trained_by: str, is_adapter: bool = False, until: int | None = None
-) -> str | None:
-    """The card of the model that the run exports, after step `until` or at the end; see `model_card`.
-
-    None if the run's settings are missing or damaged: the model is exported without a card then.
-    """
-    with suppress(OSError, ValueError, YAMLError):
-        settings = directory.config.read_text(encoding="utf-8")
-        rows = [row for row in rows_of(directory.evaluations) if until is None or row["step"] <= until]
-        return model_card(settings, rows, trained_by=trained_by, is_adapter=is_adapter)
-    return None
 
 
 def is_number(value: Any) -> bool:

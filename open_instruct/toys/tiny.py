@@ -1,16 +1,23 @@
-"""Small random checkpoints in Hugging Face format, with a real tokenizer: for tests, demos and newcomers."""
+"""Small random checkpoints in Hugging Face format, with a real tokenizer: for tests, demos and newcomers.
+
+`open-instruct tiny-model DIR` writes one.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from open_instruct.config.help import asks_for_help, print_help
+from open_instruct.config.parser import parse
+from open_instruct.config.sections import flag
 from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES, FULL, as_in_files
+from open_instruct.families import FAMILIES, FULL
+from open_instruct.whole_file import read_asked
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -80,9 +87,9 @@ def write_tiny_model(
     Raises:
         InputError: the folder is not empty, or an argument cannot work.
     """
-    for flag, value, known in (("family", family, FAMILIES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
+    for name, value, known in (("family", family, FAMILIES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
         if value not in known:
-            raise InputError(f"--{flag} {value}: unknown; choose from {', '.join(known)}")
+            raise InputError(f"--{name} {value}: unknown; choose from {', '.join(known)}")
     vocab_size = SIZES[size].vocab_size if vocab_size is None else vocab_size
     smallest = NUM_BYTES + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
@@ -130,10 +137,14 @@ def tiny_config(family: str, size: Size, *, vocab_size: int, tie: bool) -> Pretr
     if FAMILIES[family].default_head_dim is not None:
         # As in the released models, all heads together are wider than the residual stream.
         fields["head_dim"] = 2 * size.hidden // size.heads
-    if FAMILIES[family].delta is not None:
+    if (delta := FAMILIES[family].delta) is not None:
         fields["layer_types"] = [*FAMILIES[family].default_layer_types(size.layers - 1), FULL]
-        fields |= {"linear_num_key_heads": size.kv_heads, "linear_num_value_heads": size.heads}
+        # Of three convolutions transformers writes a third of all channels each.
+        key_heads = size.kv_heads if delta.is_fused else size.heads
+        fields |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": size.heads}
         fields |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), size.hidden // size.heads)
+    if (expert_size := FAMILIES[family].expert_size) is not None:
+        fields |= {"num_experts": 8, "num_experts_per_tok": 2, expert_size: size.mlp // 4, "norm_topk_prob": True}
     config: PretrainedConfig = getattr(transformers, FAMILIES[family].config_class)(**fields)
     return config
 
@@ -143,6 +154,7 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: 
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -155,8 +167,9 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: 
     model.config.architectures, model.config.dtype = [type(model).__name__], dtype
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    parameters = as_in_files(dict(model.named_parameters()))
-    stored = {name: each.contiguous() for name, each in parameters.items()}  # without a head that is tied
+    # Without a head that is tied; experts matrix by matrix, as on the hub.
+    stored = revert_weight_conversion(model, dict(model.named_parameters()))
+    stored = {name: each.contiguous() for name, each in stored.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -201,3 +214,65 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     # A turn is its role token, a line break and the text; an assistant's turn ends with the eos token.
     tokenizer.chat_template = (files("open_instruct.toys") / "chat_template.jinja").read_text("utf-8")
     return tokenizer
+
+
+@dataclass(kw_only=True)
+class TinyModelFlags:
+    """Write a small random checkpoint in Hugging Face format to DIR, a new or empty folder, with a byte-level BPE
+    tokenizer and a chat template: for tests, demos and trying things out.
+
+    Examples:
+        open-instruct tiny-model tiny --family olmo2
+    """
+
+    family: str = flag("architecture", choices=FAMILIES)
+    size: str = flag(", ".join(f"{name} ({size.roughly})" for name, size in SIZES.items()), "tiny", choices=SIZES)
+    seed: int = flag("random seed of the weights", 0)
+    vocab_size: int | None = flag("rows of the embedding; default: the size's", None)
+    text: list[str] | None = flag(
+        "text files to train the tokenizer on; default: a few pages that come with the package", None
+    )
+    tie_word_embeddings: bool = flag("use the embedding as the head too", False)
+    dtype: str = flag("dtype of the weights", "float32", choices=DTYPES)
+
+
+def tiny_model_command(args: Sequence[str]) -> int:
+    """Write the checkpoint that `args` describe; returns the exit code. Torch is loaded only to write it.
+
+    Raises:
+        InputError: a flag is wrong, or the folder is not empty.
+    """
+    if asks_for_help(args):
+        print_help(TinyModelFlags, "open-instruct tiny-model DIR")
+        return 0
+    name, words = _folder(args)
+    flags = parse(TinyModelFlags, words)
+    folder = write_tiny_model(
+        name,
+        family=flags.family,
+        size=flags.size,
+        seed=flags.seed,
+        vocab_size=flags.vocab_size,
+        corpus=list(_texts(flags.text)) if flags.text else None,
+        tie=flags.tie_word_embeddings,
+        dtype=flags.dtype,
+    )
+    print(f"wrote a random {flags.family} model ({flags.size}) and its tokenizer to {folder}")
+    return 0
+
+
+def _folder(args: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The first word, or the last one if that is no flag's value, and the words of the flags."""
+    if args and not args[0].startswith("-"):
+        return args[0], args[1:]
+    if len(args) > 2 and not any(word.startswith("-") for word in args[-2:]):
+        return args[-1], args[:-1]
+    raise InputError("the first word is the folder to write: open-instruct tiny-model DIR --family olmo2")
+
+
+def _texts(files: Sequence[str]) -> Iterator[str]:
+    for file in files:
+        text = read_asked(file, where=f"--text {file}")
+        if not text:
+            raise InputError(f"--text {file}: the file is empty")
+        yield from text.splitlines(keepends=True)

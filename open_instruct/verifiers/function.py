@@ -31,14 +31,10 @@ class RewardFunction(Verifier):
         self.name = function.__name__  # type: ignore[misc]
         self._function = function
 
-    def score(self, completion: str, ground_truth: Mapping[str, Any]) -> float:
-        """`ground_truth` is the row."""
-        (score,) = self.judge_all(prompt="", completions=[completion], ground_truth=ground_truth, are_truncated=[False])
-        return score
-
     def judge_all(
         self, *, prompt: str, completions: Sequence[str], ground_truth: Mapping[str, Any], are_truncated: Sequence[bool]
     ) -> list[float]:
+        """`ground_truth` is the row."""
         del are_truncated
         repeated = {name: [value] * len(completions) for name, value in {**ground_truth, "prompts": prompt}.items()}
         columns = repeated | {"completions": list(completions)}

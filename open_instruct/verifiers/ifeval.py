@@ -13,7 +13,6 @@ constraints.json says which check of constraints.py each name stands for, and ho
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,25 +21,16 @@ from open_instruct.verifiers import constraints
 from open_instruct.verifiers.verifier import Verifier
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """A constraint as rows name it: `arguments` gives the check's name for each argument of the row.
-
-    Example: "keywords:existence" is `Rule(check=constraints.has_keywords, arguments={"keywords": "words"})`.
-    """
-
-    check: Callable[..., bool]
-    arguments: Mapping[str, str]
-
-
 @cache
-def rules_of(suite: str) -> dict[str, Rule]:
-    """The constraints of "ifeval" or of "rlvr_ifeval" by name."""
+def rules_of(suite: str) -> dict[str, dict[str, Any]]:
+    """The constraints of "ifeval" or of "rlvr_ifeval" by name.
+
+    Each is its `check`, by name, and `arguments`: the check's name for each argument of the row. Example:
+    "keywords:existence" is `{"check": "has_keywords", "arguments": {"keywords": "words"}}`.
+    """
     suites = json.loads(Path(__file__).with_name("constraints.json").read_text(encoding="utf-8"))
-    return {
-        name: Rule(check=getattr(constraints, rule["check"]), arguments=rule["arguments"])
-        for name, rule in suites[suite].items()
-    }
+    rules: dict[str, dict[str, Any]] = suites[suite]
+    return rules
 
 
 class IFEval(Verifier):
@@ -88,11 +78,11 @@ def parse(ground_truth: Any) -> list[tuple[Callable[..., bool], dict[str, Any]]]
     return [_parse_one(rules_of("ifeval"), name, arguments) for name, arguments in zip(ids, kwargs, strict=True)]
 
 
-def _parse_one(rules: Mapping[str, Rule], name: Any, arguments: Any) -> tuple[Callable[..., bool], dict[str, Any]]:
+def _parse_one(rules: Mapping[str, Any], name: Any, arguments: Any) -> tuple[Callable[..., bool], dict[str, Any]]:
     if not isinstance(name, str) or name not in rules:
         raise ValueError(f"there is no constraint {name!r}; known are {', '.join(sorted(rules))}")
-    check = rules[name].check
-    names = rules[name].arguments
+    check = getattr(constraints, rules[name]["check"])
+    names = rules[name]["arguments"]
     if not isinstance(arguments, dict | None):
         raise ValueError(f"the arguments of {name!r} must be an object, not {arguments!r}")
     given = {key: value for key, value in (arguments or {}).items() if value is not None}

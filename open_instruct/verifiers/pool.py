@@ -1,8 +1,9 @@
-"""Scores completions, foreign code in processes that are killed when they take too long. Callable from many threads."""
+"""Judges completions, foreign code in processes that are killed when they take too long. Callable from many threads."""
 
 import json
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +12,10 @@ from typing import Any
 
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.parallel.launch import threads_of_each
-from open_instruct.records import Check, Completion
+from open_instruct.records import Check, Completion, Prompt, Verdict
 from open_instruct.sandbox.sandbox import Forks
 from open_instruct.verifiers.registry import known_verifiers
+from open_instruct.verifiers.reward import Outcome, verdict_of
 from open_instruct.verifiers.verifier import without_thinking
 from open_instruct.verifiers.worker import answered, verdicts
 
@@ -46,14 +48,6 @@ class _Pace:
             self.late_in_a_row += 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """A score; where it is 0 because of a problem, that problem."""
-
-    score: float
-    problem: str | None = None
-
-
 class VerifierPool:
     """Asks verifiers for scores: isolated ones in processes of their own, the others in the caller's.
 
@@ -79,6 +73,18 @@ class VerifierPool:
         for _ in range(flags.num_verifier_processes):
             self._places.put(None)
 
+    def judges_groups(self, prompt: Prompt) -> bool:
+        """Whether a verifier of this prompt scores all of its completions at once."""
+        return any(self.verifiers[check.verifier].judges_groups for check in prompt.checks)
+
+    def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Verdict]:
+        """The verdict on each completion of a prompt; see `verdict_of`."""
+        check_outcomes = [self.scores(check, prompt.text, completions) for check in prompt.checks]
+        return [
+            verdict_of(prompt, completion, [outcomes[at] for outcomes in check_outcomes], self._flags)
+            for at, completion in enumerate(completions)
+        ]
+
     def scores(self, check: Check, prompt: str, completions: Sequence[Completion]) -> list[Outcome]:
         """The scores of completions of one prompt, which is the text that the engine was given.
 
@@ -98,7 +104,7 @@ class VerifierPool:
             "prompt": prompt,
         }
         answer = self._ask_worker(name, asked) if verifier.isolated else verdicts(verifier, **asked)
-        low, high = verifier.bounds
+        low, high = (0.0, 1.0) if verifier.is_bounded else (-sys.float_info.max, sys.float_info.max)
         outcomes = []
         for score in answer.get("scores", [answer] * len(completions)):
             if isinstance(score, dict):

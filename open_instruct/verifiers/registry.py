@@ -21,6 +21,7 @@ GENERAL = [type("General", (Judge,), {"name": name}) for name in judge_prompts()
 JUDGES: list[type[Verifier]] = [Judge, Rubric, *GENERAL]
 BUILT_IN: list[type[Verifier]] = [*answers.ALL, *JUDGES, IFEval, IFEvalOld, Math, StrictMath, Code, CodeStdio]
 ENTRY_POINT_GROUP = "open_instruct.verifiers"
+WAYS_TO_SCORE = ("score", "judge", "judge_all")  # of which a verifier has one of its own
 
 
 def known_verifiers(flags: RewardSection) -> dict[str, Verifier]:
@@ -74,7 +75,8 @@ def _own(word: str, origin: str) -> Verifier:
     named = load_named(word, origin=origin, what="NAME")
     if inspect.isfunction(named):
         return RewardFunction(named)
-    if not (isinstance(named, type) and issubclass(named, Verifier) and isinstance(getattr(named, "name", None), str)):
+    is_kind = isinstance(named, type) and issubclass(named, Verifier) and isinstance(getattr(named, "name", None), str)
+    if not is_kind or all(getattr(named, way) is getattr(Verifier, way) for way in WAYS_TO_SCORE):
         raise InputError(
             f"{origin} is neither a function nor a verifier; write `def reward(completions, **columns)`, or make it a "
             "subclass of open_instruct.verifiers.verifier.Verifier with a name and a score method"

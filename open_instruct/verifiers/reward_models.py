@@ -59,9 +59,6 @@ class RewardModel(Verifier):
         # The text with which the template ends a reply: the reward is read there.
         self._end = whole.removeprefix(prompt).partition("!")[2].rstrip()
 
-    def score(self, completion: str, ground_truth: Any) -> float:
-        return self.judge("", completion, ground_truth, is_truncated=False)
-
     def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
         import torch
 

@@ -1,8 +1,6 @@
 """The base class of verifiers, which score a completion against a row's ground truth, from 0 to 1."""
 
 import os
-import sys
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -16,11 +14,11 @@ MAX_SAID_CHARACTERS = 500
 Score = float | Awaitable[float]
 
 
-class Verifier(ABC):
+class Verifier:
     """One kind of answer.
 
-    A verifier of your own is a subclass with a `name` of its own, which rows give as their `dataset`. Its `score`,
-    `judge` or `judge_all` may be `async def`.
+    A verifier of your own is a subclass with a `name` of its own, which rows give as their `dataset`, and a `score`, or
+    in its place `judge` or `judge_all`. Each may be `async def`.
     """
 
     name: ClassVar[str]
@@ -40,11 +38,6 @@ class Verifier(ABC):
     """The time that `load` may take."""
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest valid score."""
-        return (0.0, 1.0) if self.is_bounded else (-sys.float_info.max, sys.float_info.max)
-
-    @property
     def needs_ground_truth(self) -> bool:
         """Whether a row without a ground truth cannot be judged."""
         return not self.reads_row
@@ -55,7 +48,6 @@ class Verifier(ABC):
         Raises:
             InputError: they cannot be met.
         """
-        return
 
     def begin_run(self, cache: Path) -> None:
         """Make sure that a run whose prompts name it can be judged, in the driver; `cache` is a folder for its files.
@@ -63,11 +55,9 @@ class Verifier(ABC):
         Raises:
             InputError: it cannot.
         """
-        return
 
     def load(self) -> None:
         """Prepare for the first verdict, such as by loading a model; called once in every process that scores."""
-        return
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Refuse a ground truth that `score` could not use; called when rows are loaded.
@@ -75,11 +65,10 @@ class Verifier(ABC):
         Raises:
             ValueError: with the reason, for the author of the row.
         """
-        return
 
-    @abstractmethod
     def score(self, completion: str, ground_truth: Any) -> Score:
         """The score of a completion, which comes without its thinking part unless `sees_thinking`."""
+        raise NotImplementedError
 
     def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> Score:
         """`score` for verifiers that also look at the prompt, or at whether the completion was cut off."""

@@ -1,12 +1,14 @@
 """The receiving end of a weight sync of adapters alone: the methods that vLLM adds to its workers for it."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from open_instruct.engines.vllm_core import ADAPTER_ID
 from open_instruct.errors import RunError
-from open_instruct.weights.receiver import WeightReceiver
+from open_instruct.weights.receiver import WeightReceiver, Weights
+
+ADAPTER_ID = 1
 
 
 class AdapterReceiver(WeightReceiver):
@@ -58,13 +60,9 @@ class AdapterReceiver(WeightReceiver):
     def start_update(self: Any) -> None:
         """Nothing to prepare: the adapter is replaced once the next one has arrived completely."""
 
-    def receive_weights(self: Any) -> None:
-        """Take one version, and compute with it."""
-        try:
-            self.hold_adapter({name: whole for part in self.incoming_weights.buckets() for name, whole in part})
-        except Exception as error:
-            self.incoming_weights.fail(error)
-            raise
+    def take_weights(self: Any, buckets: Iterator[Weights]) -> None:
+        """Compute with the matrices that have come, once all have."""
+        self.hold_adapter({name: whole for weights in buckets for name, whole in weights})
 
     def finish_update(self: Any) -> None:
         """Nothing to finish: no layer was taken apart."""

@@ -108,6 +108,8 @@ def links_to(version: int, chain: str, *, since: int | None) -> list[Link]:
     links: list[Link] = []
     wanted: int | None = version
     while wanted is not None and wanted != since:
+        if len(links) > version:  # each builds on an earlier one
+            raise ValueError(f"version {wanted} builds on itself")
         links.insert(0, Link(**json.loads(read_whole(Path(f"{chain}-{wanted}.json")))))
         wanted = links[0].builds_on
     return links

@@ -18,15 +18,22 @@ from open_instruct.weights.progress import HOST_RANK
 from open_instruct.weights.sender import WeightSender
 from open_instruct.whole_file import replace_text
 
-NO_BYTES = torch.empty(0, dtype=torch.uint8)
-
 
 class FolderSender(WeightSender):
     """One rank's part in writing the weights of `model`. Without `changes_alone` every version is an anchor.
 
     With it, an anchor begins a chain of `anchor_every` versions, or of fewer: once those behind it have as many bytes
     as it has, a new one is less to read for an engine that comes late.
+
+    Args:
+        folder: where to write.
+        anchor_every: of how many versions one is whole; all else is a `WeightSender`'s.
     """
+
+    def __init__(self, *arguments: Any, folder: Path, anchor_every: int = 16, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._folder = folder
+        self._anchor_every = anchor_every
 
     def open(self, num_receivers: int) -> dict[str, Any]:
         """Begin a chain, and remove all others; returns the facts that receivers need, however many there are."""
@@ -75,7 +82,7 @@ class FolderSender(WeightSender):
             return written
         with Path(f"{self._chain}-{version}.{self._rank}").open("wb") as file:
             for message in messages:
-                told = torch.cat(message or [NO_BYTES]).numpy().data
+                told = torch.cat(message).numpy().data
                 file.write(told)
                 written.append((len(told), xxhash.xxh3_64_hexdigest(told)))
         return written

@@ -88,8 +88,7 @@ class Bucket:
             flat: bytes of the bucket, from `first_byte` on.
         """
         for name, part in self.parts.get(rank, {}).items():
-            whole = at(wholes[name], part.box)
-            whole.copy_(part.view(flat, self.dtype, first_byte))
+            at(wholes[name], part.box).copy_(part.view(flat, self.dtype, first_byte))
 
 
 class Manifest:
@@ -109,8 +108,7 @@ class Manifest:
 
     def most_bytes_of(self, rank: int) -> int:
         """The most bytes that `rank` sends of one bucket."""
-        spans = [bucket.span(rank) for bucket in self.buckets]
-        return max(stop - start for start, stop in spans)
+        return max(stop - start for start, stop in (bucket.span(rank) for bucket in self.buckets))
 
     def bucket_at(self, position: int) -> Bucket:
         """The bucket at a position of a channel's life, in which every version sends all buckets."""

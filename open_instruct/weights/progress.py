@@ -34,7 +34,7 @@ HOST = learner_name(HOST_RANK)
 FAILED = "failed"
 SHORTEST_NAP_S = 0.0001
 LONGEST_NAP_S = 0.003
-NAP_GROWTH = 1.1
+NAP_GROWTH = 1.03
 SECONDS_BETWEEN_CHECKS = 0.25
 SECONDS_FOR_LAST_WORDS = 5.0
 
@@ -183,5 +183,5 @@ def abandon(info: Mapping[str, Any], reason: str) -> None:
         info: as `WeightSender.open` gave it.
         reason: the message of their errors: "engine 1 died".
     """
-    with suppress(RunError):  # learner 0 is gone, and with it the channel
-        SyncProgress.join(info, member="the driver").fail(reason)
+    with suppress(RunError):  # learner 0 is gone, and with it the channel; engines are not called meanwhile
+        SyncProgress.join({**info, "timeout_s": SECONDS_FOR_LAST_WORDS}, member="the driver").fail(reason)

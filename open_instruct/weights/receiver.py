@@ -18,13 +18,12 @@ from open_instruct.weights.changes import Mirror, bucket_of_changes, manifest_of
 from open_instruct.weights.folder import FolderWeights
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import SyncProgress, learner_name, receiver_name, receivers_of
-from open_instruct.weights.way import wait_for_device
+from open_instruct.weights.way import CPU, wait_for_device
 from open_instruct.weights.ways import FOLDER, WAYS
 
 # Added to a receiver's time-out, so that the learners' time-out, which names the missing receiver, comes first.
 EXTRA_PATIENCE_S = 5.0
 
-CPU = torch.device("cpu")
 PRIVATE_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -208,22 +207,31 @@ class WeightReceiver:
 
         if getattr(self, "is_update_begun", False):
             self.finish_update()  # its layers are taken apart; this puts them together, complete or not
+        model = self.model_runner.get_model()
+        for layer in model.modules() if self.device.type == "cpu" else ():
+            # vLLM 0.32 lays experts out for its CPU kernel only when it makes that, not when they are loaded anew.
+            method: Any = getattr(layer, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
+                method.moe_kernel = None
         with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self.model_runner.get_model())
+            initialize_layerwise_reload(model)
         self.is_update_begun = True
 
     def receive_weights(self: Any) -> None:
-        """Load one version; returns when it is complete."""
-        from vllm.config import set_current_vllm_config
-
-        model = self.model_runner.get_model()
+        """Take one version; returns when it is complete."""
         try:
-            with set_current_vllm_config(self.vllm_config):
-                for weights in self.incoming_weights.buckets():
-                    model.load_weights(weights)
+            self.take_weights(self.incoming_weights.buckets())
         except Exception as error:
             self.incoming_weights.fail(error)
             raise
+
+    def take_weights(self: Any, buckets: Iterator[Weights]) -> None:
+        """Load them into the model."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            for weights in buckets:
+                self.model_runner.get_model().load_weights(weights)
 
     def finish_update(self: Any) -> None:
         """Make the layers ready to compute."""

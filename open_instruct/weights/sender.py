@@ -14,7 +14,6 @@ For each rank of the learners::
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +30,8 @@ from open_instruct.parallel.process import on_main_process
 from open_instruct.weights.changes import SentParts, bucket_of_changes, manifest_of_changes
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import HOST_RANK, SyncProgress, learner_name, receivers_of
-from open_instruct.weights.way import NUM_SLOTS, LocalOf, Outgoing
+from open_instruct.weights.way import CPU, NUM_SLOTS, LocalOf, Outgoing
 from open_instruct.weights.ways import WAYS, is_on_device
-
-CPU = torch.device("cpu")
 
 
 class WeightSender:
@@ -56,8 +53,6 @@ class WeightSender:
         adapter_alone: bool = False,
         changes_alone: bool = False,
         check_every: int = 1,
-        folder: Path = Path(),
-        anchor_every: int = 16,
     ) -> None:
         """Plan; nothing is allocated before `open`.
 
@@ -73,16 +68,12 @@ class WeightSender:
             changes_alone: send what has changed since the version before; the first version of a channel is whole.
             check_every: of how many such versions one has digests, by which receivers see that they have it to the bit;
                 0 for none.
-            folder: where to write, for a `FolderSender`.
-            anchor_every: of how many versions that are written one is whole.
         """
         reshard(model)
         self._model = model
         self._adapter_alone = adapter_alone
         self._changes_alone = changes_alone
         self._check_every = check_every
-        self._folder = folder
-        self._anchor_every = anchor_every
         held_by_name = held_of(model, adapters_only=adapter_alone)
         pairs = ((name, file_name_of(name, names)) for name in held_by_name) if adapter_alone else names
         self._name_of = {hf_name: name for name, hf_name in pairs}

@@ -23,6 +23,7 @@ from open_instruct.weights.manifest import Manifest
 from open_instruct.weights.progress import SyncProgress
 
 NUM_SLOTS = 2
+CPU = torch.device("cpu")
 
 Info = Mapping[str, Any]
 """The facts of a channel, as `WeightSender.open` returns them."""

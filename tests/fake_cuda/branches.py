@@ -147,18 +147,19 @@ def weights(backend: str, folder: Path) -> Any:
 
 
 def changes(folder: Path) -> Any:
-    """As what parts leave a learner's device to be compared, and the device of the thread that stages."""
+    """What is compared on a learner's device, and with what; and the device of the thread that stages."""
     import torch
 
-    from open_instruct.weights.changes import SentParts
+    from open_instruct.weights import changes
     from open_instruct.weights.manifest import WeightManifest
     from open_instruct.weights.receiver import WeightReceiver
 
     compared: list[str] = []
+    found = changes.changes_on_device
 
-    def note(self: Any, key: Any, values_N: Any) -> Any:
-        compared.append(f"{values_N.dtype} {values_N.device} {[*values_N.shape]} {values_N.is_contiguous()}")
-        return 0, torch.empty(0), torch.empty(0), 0
+    def note(now_N: Any, before_N: Any) -> Any:
+        compared.append(f"{now_N.dtype} {now_N.device} {[*now_N.shape]}, before {before_N.dtype} {before_N.device}")
+        return found(now_N, before_N)
 
     boxes = {0: (slice(0, 4), slice(0, 2))}
     manifest = WeightManifest({"w": (4, 6)}, {"w": boxes}, dtype=torch.bfloat16, bucket_bytes=4096)
@@ -166,17 +167,22 @@ def changes(folder: Path) -> Any:
     channel = SimpleNamespace(stage=lambda version: devices.append(f"version {version}"), fail=print)
     worker: Any = SimpleNamespace(device=torch.device("cuda", 1), incoming_weights=channel)
     with (
-        pretended_gpu(),
-        patch.object(SentParts, "_changed", note),
+        pretended_gpu() as gpu,
+        patch.object(changes, "changes_on_device", note),
+        patch.object(changes, "MOST_CHANGED", 1.0),
         patch.object(torch.cuda, "set_device", lambda device: devices.append(str(device))),
     ):
-        WAITS.taken()
         columns = torch.ones(4, 6, device="cuda")[:, :2]
-        next(SentParts(manifest, rank=0).messages(lambda name: columns, has_digests=True))
-        waits = WAITS.taken()
+        learner = changes.SentParts(manifest, rank=0)
+        waits = []
+        for _ in range(2):
+            WAITS.taken()
+            next(learner.messages(lambda name: columns, has_digests=True))
+            waits.append([where.partition(": ")[2] for where in WAITS.taken()])
+        are_pinned = all(bits.untyped_storage().data_ptr() in gpu.pinned for bits in learner._sent.values())
         WeightReceiver.start_staging(worker, 5)
         worker.staging.result(20)
-    return {"compared": compared, "waits": [where.partition(": ")[2] for where in waits], "staged": devices}
+    return {"compared": compared, "waits": waits, "are_pinned": are_pinned, "staged": devices}
 
 
 def export(folder: Path) -> Any:
@@ -216,8 +222,8 @@ def process(folder: Path) -> Any:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from open_instruct.config.dpo import DPOConfig
     from open_instruct.config.parser import parse
+    from open_instruct.objectives.dpo import DPOConfig
     from open_instruct.parallel.launch import num_to_start
     from open_instruct.run.opened import open_run, planned_run
     from tests.fake_cuda.memory import CASES
@@ -233,7 +239,7 @@ def process(folder: Path) -> Any:
     flags = f"--model_name_or_path {folder} --output_dir {folder / 'run'} --mixer_list none 1.0 --max_seq_length 64"
     config = parse(DPOConfig, [*flags.split(), "--activation_checkpointing", "auto"])
     with (
-        patch("olmo_core.distributed.utils.init_distributed", init),
+        patch("open_instruct.parallel.process.init_distributed", init),
         patch.dict(os.environ, {"LOCAL_RANK": "0"}),
         contextlib.redirect_stdout(io.StringIO()) as said,
         open_run(config, "dpo") as run,
@@ -346,14 +352,12 @@ def adams(folder: Path) -> Any:
     import torch
     from olmo_core.optim import AdamWConfig
 
-    from open_instruct.learner.deepspeed import optimizers
+    from open_instruct.learner.deepspeed import build
 
     device, warnings = torch.device("cuda", 0), list[str]()
-    with patch.object(optimizers, "building_problem", lambda adam: None):
+    with patch.object(build, "building_problem", lambda adam: None):
         kinds = [
-            optimizers.choose_adam(
-                AdamWConfig(), optimizers.adam_for(device, adam_offload=offloads), warn=warnings.append
-            )
+            build.choose_adam(AdamWConfig(), build.adam_for(device, adam_offload=offloads), warn=warnings.append)
             for offloads in (False, True)
         ]
     return [kind.optimizer().__name__ for kind in kinds] + warnings

@@ -89,11 +89,13 @@ CASES = {
     "dpo_budget": Case("--activation_memory_budget 0.5", family="qwen3"),
     "dpo_hybrid": Case(family="olmo_hybrid"),
     "dpo_hybrid_checkpointed": Case("--activation_checkpointing full --prefix_sharing off", family="qwen3_5_text"),
+    "dpo_experts": Case(HSDP, family="qwen3_moe"),
     "dpo_unshared": Case("--prefix_sharing off"),
     "dpo_padded": Case("--no_packing"),
     "dpo_hsdp": Case(HSDP, family="olmo3"),
     "dpo_tensor_parallel": Case("--tensor_parallel_degree 2", family="llama"),
     "dpo_context_parallel": Case("--context_parallel_degree 2", family="qwen3"),
+    "dpo_experts_split": Case("--expert_parallel_degree 8 --activation_checkpointing full", family="qwen3_moe"),
     "dpo_one_device": Case("--single_gpu_mode", world=1),
     "dpo_float32": Case("--param_dtype float32"),
     "dpo_float8_tensorwise": Case("--float8_linears tensorwise"),
@@ -163,6 +165,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from open_instruct.learner.model.inputs_on_host import InputsOnHost
+    from open_instruct.models.experts import exchange
 
     seen: dict[str, Any] = {"attention": None}
 
@@ -187,8 +190,17 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         seen["on_host"].append([_kind(kept.shown_as), _kind(tensor), [*kept.shown_as.shape]])
         return tensor
 
+    exchanged = exchange.all_to_all_single_autograd
+
+    def exchanged_evenly(rows: Any, received: list[int], sent: list[int], group: Any) -> Any:
+        """Since how many rows go to each rank has no value here."""
+        each, rest = divmod(len(rows), len(sent))
+        sizes = [each + (rank < rest) for rank in range(len(sent))]
+        return exchanged(rows, sizes, sizes, group)
+
     with (
         patch.object(InputsOnHost, "unpack", looked_at_unpack),
+        patch.object(exchange, "all_to_all_single_autograd", exchanged_evenly),
         opened(case, folder, LookAtAttention()) as (policy, take_steps),
     ):
         update = policy.update
@@ -330,10 +342,9 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
 
     from open_instruct.learner.loop import Loop
     from open_instruct.learner.policy import Policy
-    from open_instruct.learner.reference import build_reference
+    from open_instruct.learner.reference import Comparison, build_reference
     from open_instruct.learner.rows.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
-    from open_instruct.learner.teacher import Comparison
     from open_instruct.objectives.objective import REFERENCE
     from open_instruct.objectives.registry import objective_named
     from open_instruct.packing.steps import BatchShape
@@ -370,13 +381,15 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
         rows,
         [(row,) for row in range(len(rows))],
         scores={REFERENCE: np.zeros((len(rows), form.documents_per_row), np.float32)} if has_scores else {},
-        shape=BatchShape.of(
-            config.optim,
-            config.data,
-            run.layout,
+        shape=BatchShape(
             documents_per_sample=form.documents_per_row,
+            max_samples_per_microbatch=config.optim.per_device_train_batch_size,
+            max_microbatches=config.optim.gradient_accumulation_steps,
+            max_seq_length=config.data.max_seq_length,
+            packing=config.data.packing,
             pad_token_id=0,
-            prefix_sharing=objective.prefix_sharing(config),
+            pad_to_multiple_of=run.layout.model_parallel_degree,
+            prefix_sharing=objective.prefix_sharing(config) if config.data.packing else "off",
         ),
         seed=0,
         dp_group=policy.dp_process_group,
@@ -443,7 +456,6 @@ def _build_zero(*arguments: Any, **more: Any) -> Any:
         return module if is_device else move(module, *where, **more)
 
     with (
-        patch.object(build, "stream_load", _read_nothing),
         patch.object(build, "adam_for", lambda *_, **__: "AdamW"),
         patch.object(torch.nn.Module, "to", stays),
     ):
@@ -507,10 +519,9 @@ def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
 
 def leave_weights_alone() -> None:
     """There are no files: let what would read them do nothing."""
-    from open_instruct.learner import grpo, reference
-    from open_instruct.learner.olmo_core import build
+    from open_instruct.learner import grpo, reference, sharded
 
-    build.stream_load = reference.stream_load = _read_nothing
+    sharded.stream_load = reference.stream_load = _read_nothing
     grpo.start_model_of = lambda *arguments: ""
 
 

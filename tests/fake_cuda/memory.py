@@ -30,6 +30,7 @@ PHASES = ("forward", "backward", "optimizer step")
 NO_TENSORS = ("scratch of kernels", "CUDA and libraries")
 """What a plan counts besides tensors, and no trace shows."""
 OLMO, QWEN, LLAMA = "allenai/Olmo-3-1025-7B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B"
+EXPERTS = "Qwen/Qwen3-30B-A3B"
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ CASES = {
     "dpo, replicas, reduced last": TracedCase(f"--gradient_reduction last {HSDP}"),
     "dpo, adapters": TracedCase("--use_lora"),
     "dpo, muon": TracedCase(f"--optimizer muon {HSDP}"),
+    "dpo, experts": TracedCase("--activation_checkpointing none", family=EXPERTS, longest=4096),
     "dpo, zero 2": TracedCase(f"{ZERO} 2 --activation_checkpointing full"),
     "dpo, zero 3": TracedCase(f"{ZERO} 3 --activation_checkpointing full"),
     # Its blocks keep gathered weights alive.

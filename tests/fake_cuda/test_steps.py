@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.fake_cuda.cases import CASES, MICROBATCHES_TAKEN
+from tests.fake_cuda.cases import CASES, MICROBATCHES, MICROBATCHES_TAKEN
 from tests.fake_cuda.program import results_of, skip_without_hooks
 
 HOST_WAITS = {name: 3 if name == "grpo_mini_batches" else 2 for name in CASES if name.startswith("grpo")}
+# For how many rows are exchanged: in each pass over a microbatch, and when it is recomputed.
+HOST_WAITS["dpo_experts_split"] = 1 + 2 * MICROBATCHES
 HOST_WAITS |= {"zero_1": 5, "zero_2_on_host": 8, "zero_3_adapters": 7, "zero_3_tensor_parallel": 7}
 """What is not listed waits once: for every update, where loss and gradient are read. GRPO waits for its optimizer too:
 the weights go to the engines next. DeepSpeed waits in its step, for what its norm and its overflow are."""

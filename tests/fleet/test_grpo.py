@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from open_instruct.cluster.watchdog import SHARED_MEMORY
 from open_instruct.rollout.traces import read_traces
 from open_instruct.verifiers.reward_models import RewardModel
+from tests.fleet import dying_run
 from tests.fleet.grpo_case import (
     NUM_PROMPTS_PER_STEP,
     NUM_SAMPLES_PER_PROMPT,
@@ -81,6 +82,17 @@ def weights(case: GRPOCase) -> dict[str, torch.Tensor]:
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in rows]
+
+
+def test_engines_and_learners_agree_on_experts(variant: Callable[..., GRPOCase], tmp_path: Path) -> None:
+    """Their sizes are those of vLLM's kernel on a CPU, in which they lie in another order."""
+    model = write_shallow_model(tmp_path / "model", family="qwen3_moe", is_narrow=False)
+    case = variant(model_name_or_path=model, num_learners_per_node=2, total_episodes=3 * 8)
+    case.run()
+    rows = case.rows()
+    assert len(rows) == 3 and all(row["grad_norm"] > 0 for row in rows)
+    assert max(row["logprob_diff/max"] for row in rows) < 1e-4
+    assert all(1 < row["router/max_load"] < 4 for row in rows)
 
 
 def test_what_a_run_leaves_behind(undisturbed: GRPOCase) -> None:
@@ -312,6 +324,30 @@ def test_a_killed_engine_and_a_killed_learner_are_replaced(
     for step in steps:  # some of them were taken twice
         assert token_ids_of(case, step) == token_ids_of(undisturbed, step)
         assert case.rows()[step - 1]["reward"] == undisturbed.rows()[step - 1]["reward"]
+
+
+def test_whoever_dies_in_a_phase_of_a_weight_sync_is_replaced(
+    variant: Callable[..., GRPOCase], undisturbed: GRPOCase
+) -> None:
+    """Engines and learners, each in the middle of taking, comparing, loading or sending changes, one version after the
+    other: to the very weights of an undisturbed run."""
+    case = variant(num_learners_per_node=2, weight_sync="delta", weight_sync_backend="gloo")
+    case = replace(case, script="../tests/fleet/dying_run.py")
+    folder = case.output_dir.parent / "dying"
+    environment = dying_run.environment_of(folder)
+    deaths = ("stage-2", "compare-3", "apply-3", "send-4")
+    for death in deaths:
+        (folder / death).touch()
+    process = programs.start(case.command(), environment=environment, cwd=case.output_dir.parent)
+    said = finished(process, exit_code=0)
+    assert not {*deaths} & {path.name for path in folder.iterdir()}
+    assert "engine 0 was lost" in said and "starting it again (2 of 3 restarts)" in said
+    assert "learner rank 1 (node 127.0.0.1" in said and "learner rank 0 (node 127.0.0.1" in said
+    assert "starting the learners again from the last checkpoint (2 of 3)" in said
+    assert [row["step"] for row in case.rows()] == list(range(1, NUM_STEPS + 1))
+    assert_same_weights(case, undisturbed)
+    for step in range(1, NUM_STEPS + 1):
+        assert token_ids_of(case, step) == token_ids_of(undisturbed, step)
 
 
 def token_ids_of(case: GRPOCase, step: int) -> list[tuple[int, ...]]:

@@ -18,7 +18,7 @@ from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
 from open_instruct.records import Check
 from open_instruct.toys.tiny import write_tiny_model
-from open_instruct.verifiers.judge_server import JUDGE_COSTS
+from open_instruct.verifiers.judge import JUDGE_COSTS
 from open_instruct.verifiers.pool import VerifierPool
 from tests.ranks.train_case import free_ports
 from tests.unit.scored import completion_of

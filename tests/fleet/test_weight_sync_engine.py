@@ -27,7 +27,10 @@ TOLERANCE = 1e-4
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "backend", "way"),
-    [("qwen2", "shm", "merged"), ("llama", "gloo", "delta"), ("llama", "files", "delta"), ("qwen3", "nccl", "adapter")],
+    [
+        *(("qwen2", "shm", "merged"), ("qwen3_moe", "shm", "merged")),
+        *(("llama", "gloo", "delta"), ("llama", "files", "delta"), ("qwen3", "nccl", "adapter")),
+    ],
 )
 def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, backend: str, way: str) -> None:
     """Version after version, for prompts that it has in its cache of another one, and after an update that broke in the

@@ -49,7 +49,7 @@ class Receiver:
     """What an engine is to the learners."""
 
     def receive(self, info: Mapping[str, Any], meeting_address: str) -> tuple[list[float], tuple[str, str]]:
-        from open_instruct.cluster.process_environment import take_environment
+        from open_instruct.cluster.actor_host import take_environment
         from open_instruct.weights.receiver import IncomingWeights
 
         take_environment({}, meeting_address=meeting_address)

@@ -26,6 +26,7 @@ from open_instruct.engines.engine import Engine
 from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.engines.vllm_core import VLLMCore, engine_environment
 from open_instruct.records import Completion
+from tests.fleet.folder_receiver import FolderReceiver
 
 TEMPERATURE = 0.7
 MAX_MODEL_LEN = 96
@@ -35,7 +36,6 @@ EOS = 2
 # An untrained model ends no turn by itself: some tokens end it here, so that about half the completions are ended.
 STOP_TOKEN_IDS = (EOS, *range(20, 512, 80))
 STEPS_BEFORE_UPDATE = 10
-RECEIVER = "tests.fleet.folder_receiver.FolderReceiver"
 TIMEOUT_S = 300.0
 
 
@@ -75,7 +75,7 @@ def poll_all(engine: Engine, num_keys: int) -> list[Completion]:
     deadline = time.monotonic() + TIMEOUT_S
     while len(told) < num_keys:
         answers = engine.poll(1.0)
-        for key, outcome in answers.outcomes.items():
+        for key, outcome in answers.items():
             if isinstance(outcome, str):
                 raise ValueError(outcome)
             told[key] = outcome
@@ -163,7 +163,7 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
     answers: dict[str, Any] = {"on_cuda": asked_of_vllm(settings)}
     answers["refused_share"] = refused_share(settings)
     with patch.object(vllm_core, "check_temperature", wraps=vllm_core.check_temperature) as probed:
-        engine = Engine(settings, make_core=partial(HaltingCore, weight_receiver=RECEIVER))
+        engine = Engine(settings, make_core=partial(HaltingCore, weight_receiver=FolderReceiver))
     answers |= {"probed": [[*it.items()] for it in probed.call_args.args], "start_s": time.monotonic() - began_s}
 
     def generate(name: str, asked: list[GenerationRequest]) -> list[Completion]:

@@ -11,9 +11,9 @@ from types import ModuleType
 import pytest
 from rich.console import Console, RenderableType
 
-from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
+from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.objectives.sft import SFT, SFTConfig
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"

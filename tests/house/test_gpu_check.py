@@ -295,16 +295,15 @@ def test_host_waits_are_counted_by_line() -> None:
 def test_a_wait_is_laid_to_the_line_of_the_package_that_asked() -> None:
     from gpu_check.host_waits import WARNED, counted_host_waits
 
-    from open_instruct.losses import kl
+    from open_instruct.losses import logprobs
 
     def waiting(*_: object) -> None:
         warnings.warn(WARNED, stacklevel=1)
 
     with counted_host_waits(on_cuda=False) as waits:
-        exec(compile("\n" * 9 + "waiting()", kl.__file__, "exec"), {"waiting": waiting})
-    assert list(waits) == [
-        f"open_instruct/losses/kl.py:10 in <module>: {Path(kl.__file__).read_text().splitlines()[9].strip()}"
-    ]
+        exec(compile("\n" * 9 + "waiting()", logprobs.__file__, "exec"), {"waiting": waiting})
+    line = Path(logprobs.__file__).read_text().splitlines()[9].strip()
+    assert list(waits) == [f"open_instruct/losses/logprobs.py:10 in <module>: {line}"]
 
 
 def test_pairs_that_see_each_other() -> None:

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from open_instruct.config.flags import OWN, flags_of
-from open_instruct.config.plan import PlanFlags
 from open_instruct.config.suites.upstream_flags import upstream_table
 from open_instruct.families import FAMILIES
 from open_instruct.parallel.layout_command import LayoutFlags
+from open_instruct.planning.request import PlanFlags
 from open_instruct.preview.command import PreviewFlags
 from open_instruct.replay import ReplayFlags
 from open_instruct.report.command import ReportFlags
 from open_instruct.run.export_command import ExportFlags
-from open_instruct.toys.tiny_command import TinyModelFlags
+from open_instruct.toys.tiny import TinyModelFlags
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -76,10 +76,10 @@ FLOORS = [
     {"report"},
     {"learner"},
     {"cluster"},
+    {"weights"},
     {"engines"},
     {"environments"},
     {"episodes"},
-    {"weights"},
     {"rollout"},
     {
         "entry",
@@ -114,10 +114,7 @@ WITHOUT_TORCH = [
         "parallel/layout.py",
     ),
     *("run/first_look.py", "parallel/processes.py"),
-    *(
-        f"learner/deepspeed/{name}.py"
-        for name in ("settings", "planned", "planned_zero", "versions", "record", "grpo_flags")
-    ),
+    *(f"learner/deepspeed/{name}.py" for name in ("settings", "planned", "versions", "record", "grpo_flags")),
     "learner/olmo_core/record.py",
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
     *(str(path.relative_to(PACKAGE)) for room in ("planning", "report") for path in (PACKAGE / room).rglob("*.py")),
@@ -418,6 +415,19 @@ def flags_taken(trees: Iterable[ast.Module]) -> set[str]:
 
 
 @cache
+def mixer_lists_asked(tree: ast.Module) -> frozenset[tuple[str, str]]:
+    """Mixer lists, each with its splits, that a call names: these are read together by `entries_of`."""
+    words = {
+        argument.value
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        for argument in call.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+    }
+    return frozenset((word, f"{word}_splits") for word in words if word.endswith(("mixer_list", "mixer_eval_list")))
+
+
+@cache
 def properties_of_configs() -> tuple[tuple[str, frozenset[str]], ...]:
     """Properties of the config classes, each with what it reads: `num_steps` reads `total_episodes`."""
     return tuple(
@@ -437,6 +447,7 @@ class TestFlags:
         read = frozenset().union(*(attributes_read(tree_of(path)) for path in files))
         read |= flags_taken([tree_of(path) for path in files if room_of(path) == "losses"])
         read |= {name for made, behind in properties_of_configs() if made in read for name in behind}
+        read |= {name for path in files for listed in mixer_lists_asked(tree_of(path)) for name in listed}
         assert flags_of(command.config_class).keys() - read == set()
 
     @pytest.mark.parametrize("command", commands_with_flags(), ids=lambda command: command.script)

@@ -5,19 +5,16 @@ A wrong call is one that mypy refuses. It stands beside an `ignore`, and mypy re
 
 from typing import Any, assert_type
 
-from open_instruct.cluster.learner_group import LearnerGroup
-from open_instruct.cluster.learner_process import LearnerProcess
-from open_instruct.engines.engine import Engine
+from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
+from open_instruct.engines.engine import Engine, Outcomes
 from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool
-from open_instruct.engines.requests import EngineAnswers
-from open_instruct.engines.vllm_core import VLLMCore, WeightWorker
+from open_instruct.engines.vllm_core import VLLMCore
 from open_instruct.grpo_olmo_core_actor import PolicyTrainerOLMoCoreProcess
 from open_instruct.packing.rollouts import RankStep
 from open_instruct.weights.receiver import WeightReceiver
 
 LEARNER: type[LearnerProcess] = PolicyTrainerOLMoCoreProcess
-WORKER: type[WeightWorker] = WeightReceiver
 
 
 def to_learners(learners: LearnerGroup[LearnerProcess], work: list[RankStep]) -> None:
@@ -31,7 +28,7 @@ def to_learners(learners: LearnerGroup[LearnerProcess], work: list[RankStep]) ->
 
 
 def to_engines(pool: EnginePool, engine: RayEngine) -> None:
-    assert_type(engine.ask(1.0, Engine.poll, 0.5), EngineAnswers)
+    assert_type(engine.ask(1.0, Engine.poll, 0.5), Outcomes)
     assert_type(pool.call_all(1.0, Engine.begin_update, True), list[None])
     engine.tell(Engine.cancel, 7)  # type: ignore[arg-type]
     pool.start_all(1.0, Engine.finish_update)  # type: ignore[call-arg]
@@ -39,5 +36,5 @@ def to_engines(pool: EnginePool, engine: RayEngine) -> None:
 
 
 def to_weight_workers(core: VLLMCore) -> None:
-    core.call_workers(WeightWorker.receive_weights)
-    core.call_workers(WeightWorker.open_channel)  # type: ignore[call-arg]
+    core.call_workers(WeightReceiver.receive_weights)
+    core.call_workers(WeightReceiver.open_channel)  # type: ignore[call-arg]

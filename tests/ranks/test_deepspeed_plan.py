@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from open_instruct.config.parser import parse
-from open_instruct.learner.deepspeed import planned_zero
-from open_instruct.learner.deepspeed.planned import DeepSpeed
-from open_instruct.learner.deepspeed.planned_zero import ZeroMoments, exchanges_of
+from open_instruct.learner.deepspeed import planned
+from open_instruct.learner.deepspeed.planned import DeepSpeed, ZeroMoments, exchanges_of
 from open_instruct.learner.deepspeed.settings import zpg_of
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import layout_of
@@ -145,11 +144,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a case, planned with what DeepSpeed is told in it."""
     sharing = CASES[request.param].sharing
-    monkeypatch.setattr(planned_zero, "BUCKET", sharing.get("reduce_bucket_size", planned_zero.BUCKET))
-    at_once = sharing.get("stage3_max_live_parameters", planned_zero.MOST_AT_ONCE)
-    monkeypatch.setattr(planned_zero, "MOST_AT_ONCE", at_once)
-    small = sharing.get("stage3_param_persistence_threshold", planned_zero.SMALL)
-    monkeypatch.setattr(planned_zero, "SMALL", small)
+    monkeypatch.setattr(planned, "BUCKET", sharing.get("reduce_bucket_size", planned.BUCKET))
+    at_once = sharing.get("stage3_max_live_parameters", planned.MOST_AT_ONCE)
+    monkeypatch.setattr(planned, "MOST_AT_ONCE", at_once)
+    small = sharing.get("stage3_param_persistence_threshold", planned.SMALL)
+    monkeypatch.setattr(planned, "SMALL", small)
     return str(request.param)
 
 

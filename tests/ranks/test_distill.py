@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import load_token_dataset
 from tests.ranks.objective_case import (
@@ -161,8 +162,7 @@ def test_the_numbers_are_those_of_transformers(one_process: TrainCase, name: str
     ]
     dataset, _ = load_token_dataset(
         SFTBuilder,
-        mixer_list=[str(one_process.rows), "1.0"],
-        splits=["train"],
+        entries=parse_mixer_list([str(one_process.rows), "1.0"]),
         chat=ChatFormat.choose(AutoTokenizer.from_pretrained(one_process.model), None),
         max_seq_length=192,
         on_bad_row="error",

@@ -1,5 +1,6 @@
 """The collectives that the planner predicts for a step are those that the train modules issue: each call, each byte."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -40,11 +41,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied": {"family": "olmo2", "vocab_size": 515, "tie": False, "layers": 2},
     "tied": {"family": "qwen3", "vocab_size": 512, "tie": True, "layers": 2},
     "deep": {"family": "qwen3", "vocab_size": 512, "tie": True, "layers": 3},
+    "experts": {"family": "qwen3_moe", "vocab_size": 512, "tie": False, "layers": 2},
     "plain": {"family": "llama", "vocab_size": 514, "tie": False, "layers": 2},
     "teacher": {"family": "olmo3", "vocab_size": 512, "tie": False, "layers": 2},
+    "every expert": {"family": "qwen3_moe", "vocab_size": 512, "tie": False, "layers": 2},
 }
 
 HSDP = {"fsdp_shard_degree": 2}
+SPLIT = {"expert_parallel_degree": 2}
 CONTEXT = {"context_parallel_degree": 2}
 TENSOR = {"tensor_parallel_degree": 2}
 TEACHER = {"teacher_model_name_or_path": "teacher"}
@@ -119,6 +123,7 @@ CASES: dict[str, Case] = {
     "grpo fsdp 4, two updates, reduced last": Case(
         model="tied", num_ranks=4, algorithm="grpo", flags=LAST | {"fsdp_shard_degree": 4, "num_mini_batches": 2}
     ),
+    "grpo fsdp 4, experts": Case(model="experts", num_ranks=4, algorithm="grpo", flags={"fsdp_shard_degree": 4}),
     "grpo hsdp 2x2": Case(model="untied", num_ranks=4, algorithm="grpo", flags=HSDP | {"beta": 0.05}),
     "grpo fsdp 4, six updates": Case(
         model="deep",
@@ -135,6 +140,12 @@ CASES: dict[str, Case] = {
         algorithm="grpo",
         flags=TENSOR | TEACHER | {"top_entropy_quantile": 0.5, "num_mini_batches": 2, "beta": 0.05},
     ),
+    "experts of 2": Case(model="every expert", num_ranks=2, flags=SPLIT | MLP),
+    "experts of 2, replicas": Case(model="every expert", num_ranks=4, flags=HSDP | SPLIT),
+    "grpo experts of 4": Case(
+        model="every expert", num_ranks=4, algorithm="grpo", flags={"expert_parallel_degree": 4, "beta": 0.05}
+    ),
+    "grpo experts of 2, replicas": Case(model="every expert", num_ranks=4, algorithm="grpo", flags=HSDP | SPLIT),
     "updated reference": Case(model="untied", num_ranks=4, flags=HSDP | {"ref_policy_update_freq": 1}),
     "updated reference, weighed pairs": Case(
         model="tied",
@@ -179,6 +190,9 @@ class Counted:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.models = {name: write_shallow_model(folder / name, **given) for name, given in MODELS.items()}
+        # Each token meets every expert, so that as many go to each rank.
+        config = self.models["every expert"] / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"num_experts_per_tok": 8}))
         self.of_processes = cache(self._run)
 
     def __getitem__(self, name: str) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ KILLS_JOB = "tests.ranks.jobs.delta_kills"
 FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}
 TP_2 = {"replicas": 1, "shards": 1, "tensor": 2, "checkpointing": False}
 HSDP_2X2 = {"replicas": 2, "shards": 2, "tensor": 1, "checkpointing": True}
+EXPERTS = {"splits_experts": True}
 FSDP_2_TP_2 = {"replicas": 1, "shards": 2, "tensor": 2, "checkpointing": False}
 CONTEXT_2_REPLICAS_2 = {"replicas": 2, "shards": 1, "tensor": 1, "context": 2, "checkpointing": False}
 ALONE = "the adapter alone"
@@ -33,6 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen2": {},
         "qwen3": {"tie": True, "dtype": "bfloat16"},
         "llama": {},
+        "qwen3_moe": {},
     }
     return {family: write_tiny_model(root / family, family=family, **kind) for family, kind in kinds.items()}  # type: ignore[arg-type]
 
@@ -57,6 +59,9 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("olmo2", FSDP_2, "files", "bfloat16", CHANGES),
         ("llama", "ranges", "files", "float32", CHANGES),
         ("qwen2", FSDP_2, "files", "bfloat16", ALONE),
+        ("qwen3_moe", FSDP_2, "gloo", "bfloat16"),
+        ("qwen3_moe", FSDP_2 | EXPERTS, "gloo", "bfloat16"),
+        ("qwen3_moe", FSDP_2, "shm", "float32", CHANGES),
     ],
     4: [
         ("llama", HSDP_2X2, "gloo", "bfloat16"),
@@ -72,6 +77,9 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("olmo2", "ranges", "gloo", "bfloat16", CHANGES),
         ("llama", HSDP_2X2, "files", "bfloat16", CHANGES),
         ("qwen3", FSDP_2_TP_2, "files", "bfloat16", CHANGES),
+        ("qwen3_moe", HSDP_2X2, "shm", "bfloat16"),
+        ("qwen3_moe", HSDP_2X2 | EXPERTS, "shm", "float32", CHANGES),
+        ("qwen3_moe", "ranges", "gloo", "float32"),
     ],
 }
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import AutoModelForCausalLM
 
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
@@ -35,6 +36,7 @@ REPLICAS_2_TP_2 = {"replicas": 2, "shards": 1, "tensor": 2, "checkpointing": Fal
 RANGES = "ranges"
 FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}
 TP_2 = {"replicas": 1, "shards": 1, "tensor": 2, "checkpointing": False}
+EXPERTS = {"splits_experts": True}
 
 ODD_VOCABULARY = 263  # shards of 66, 66, 66 and 65 rows
 
@@ -50,11 +52,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen2_fp32": {"family": "qwen2"},
         "qwen3_tied_bf16": {"family": "qwen3", "tie": True, "dtype": "bfloat16"},
         "llama_fp32": {"family": "llama", "tie": False},
+        "qwen3_moe_bf16": {"family": "qwen3_moe", "dtype": "bfloat16"},
+        "packed_fp32": {"family": "qwen3_moe", "tie": True},
     }
     folders = {name: write_shallow_model(root / name, **kind) for name, kind in kinds.items()}
     for name in ("olmo2_odd_bf16", "qwen3_tied_bf16"):
         write_indexed(folders[name], load_file(folders[name] / SINGLE_NAME))
         (folders[name] / SINGLE_NAME).unlink()
+    # As transformers 5 has experts in memory.
+    packed = AutoModelForCausalLM.from_pretrained(folders["packed_fp32"])
+    save_file(dict(packed.named_parameters()), folders["packed_fp32"] / SINGLE_NAME, metadata={"format": "pt"})
     # An old habit: a tied model that stores its head once more.
     tensors = load_file(folders["olmo3_tied_fp16"] / SINGLE_NAME)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -70,7 +77,7 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def check_export(out: Path, source: Path, dtype: torch.dtype, logits: list[list[float]] | None) -> None:
     """The export holds the source's numbers and opens in transformers, where it computes what we computed."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     assert (out / "README.md").read_text() == "# A card"
     ours, theirs = stored_tensors(out), stored_tensors(source)
@@ -92,7 +99,12 @@ def check_export(out: Path, source: Path, dtype: torch.dtype, logits: list[list[
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 IMPORTS: dict[int, list[tuple[str, Any]]] = {
-    1: [("olmo2_odd_bf16", UNSHARDED), ("qwen3_tied_bf16", UNSHARDED), ("olmo3_tied_fp16", UNSHARDED)],
+    1: [
+        ("olmo2_odd_bf16", UNSHARDED),
+        ("qwen3_tied_bf16", UNSHARDED),
+        ("olmo3_tied_fp16", UNSHARDED),
+        ("packed_fp32", UNSHARDED),
+    ],
     2: [
         ("olmo2_odd_bf16", FSDP_2),
         ("olmo3_tied_fp16", FSDP_2),
@@ -100,6 +112,9 @@ IMPORTS: dict[int, list[tuple[str, Any]]] = {
         ("qwen2_fp32", RANGES),
         ("qwen3_tied_bf16", TP_2),
         ("olmo3_tied_fp16", RANGES),
+        ("qwen3_moe_bf16", FSDP_2),
+        ("qwen3_moe_bf16", FSDP_2 | EXPERTS),
+        ("packed_fp32", RANGES),
     ],
     4: [
         ("olmo2_odd_bf16", FSDP_4),
@@ -111,6 +126,9 @@ IMPORTS: dict[int, list[tuple[str, Any]]] = {
         ("qwen3_tied_bf16", FSDP_2_TP_2),
         ("llama_fp32", REPLICAS_2_TP_2),
         ("olmo2_odd_bf16", RANGES),
+        ("packed_fp32", HSDP_2X2),
+        ("packed_fp32", HSDP_2X2 | EXPERTS),
+        ("qwen3_moe_bf16", RANGES),
     ],
 }
 

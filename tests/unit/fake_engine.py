@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from open_instruct.config.rollout_sections import FleetSection
@@ -160,10 +161,10 @@ class FakeCore:
 class InProcessEngine:
     """A handle on an engine of this process, as the pool wants it. `die` makes it silent, like a lost process."""
 
-    def __init__(self, name: str = "engine") -> None:
+    def __init__(self, name: str = "engine", *, fleet: FleetSection = SETTINGS.fleet) -> None:
         self.name = name
         self.core = FakeCore()
-        self.engine = Engine(SETTINGS, make_core=lambda settings: self.core)
+        self.engine = Engine(replace(SETTINGS, fleet=fleet), make_core=lambda settings: self.core)
         self.told: list[tuple[str, tuple[Any, ...]]] = []
         self.asked: list[str] = []
         self.is_killed = False

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import OptimSection
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
@@ -41,15 +42,14 @@ def load_rows(
     **changes: Any,
 ) -> tuple[TokenDataset, DataReport]:
     arguments: dict[str, Any] = {
-        "splits": ["train"],
         "max_seq_length": 128,
         "on_bad_row": "error",
         "seed": 0,
         "cache_dir": folder / "cache",
     }
-    words = list(map(str, mixer_list))
+    entries = parse_mixer_list(list(map(str, mixer_list)))
     chat = ChatFormat.choose(tokenizer, chat_template_name)
-    return load_token_dataset(builder, mixer_list=words, chat=chat, **(arguments | changes))
+    return load_token_dataset(builder, entries=entries, chat=chat, **(arguments | changes))
 
 
 def train_module(

@@ -113,6 +113,10 @@ class WaitsForAll(Waits):
         return [await self.score(each, None) for each in completions]
 
 
+class Silent(Verifier):
+    name = "silent"
+
+
 class NotOne:
     name = "not_one"
 

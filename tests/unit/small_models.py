@@ -22,7 +22,7 @@ def hf_config(family: str, **fields: Any) -> transformers.PretrainedConfig:
     """A configuration with other `fields` than the usual."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    usual = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, **sizes, **heads}
+    usual: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, **sizes, **heads}
     if FAMILIES[family].has_windows:
         usual["sliding_window"] = WINDOW
     if FAMILIES[family].default_head_dim is not None:
@@ -32,6 +32,8 @@ def hf_config(family: str, **fields: Any) -> transformers.PretrainedConfig:
         usual |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
         # What these layers read may be small before it is normalised, which enlarges its rounding.
         usual |= {"rms_norm_eps": 1e-3}
+    if (expert_size := FAMILIES[family].expert_size) is not None:
+        usual |= {"num_experts": 8, "num_experts_per_tok": 3, expert_size: 24}
     return getattr(transformers, FAMILIES[family].config_class)(**(usual | fields))
 
 

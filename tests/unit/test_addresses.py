@@ -2,9 +2,9 @@
 
 import pytest
 
-from open_instruct.cluster import process_environment
+from open_instruct.cluster import actor_host
+from open_instruct.cluster.actor_host import allocator_environment, take_environment
 from open_instruct.cluster.addresses import Host, Whereabouts, interface_of
-from open_instruct.cluster.process_environment import allocator_environment, take_environment
 from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, listen_at
 from open_instruct.weights.ways import choose_backend
 
@@ -48,7 +48,7 @@ class TestProcessEnvironment:
     @pytest.fixture(autouse=True)
     def own_environment(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         environment = {"PATH": "/bin"}
-        monkeypatch.setattr(process_environment.os, "environ", environment)
+        monkeypatch.setattr(actor_host.os, "environ", environment)
         return environment
 
     def test_gloo_and_nccl_take_the_interface_that_leads_to_the_others(
@@ -57,8 +57,8 @@ class TestProcessEnvironment:
         """An engine's node has several, and NCCL would begin with the first one it likes."""
         ways = {A.address: "10.0.0.2", "192.0.2.1": "192.0.2.9"}
         names = {"10.0.0.2": "bond0", "192.0.2.9": "eth0"}
-        monkeypatch.setattr(process_environment, "address_towards", lambda host, port: ways[host])
-        monkeypatch.setattr(process_environment, "interface_of", names.get)
+        monkeypatch.setattr(actor_host, "address_towards", lambda host, port: ways[host])
+        monkeypatch.setattr(actor_host, "interface_of", names.get)
         take_environment({"RANK": "1"}, meeting_address=A.address)
         assert own_environment["RANK"] == "1"
         assert own_environment["GLOO_SOCKET_IFNAME"] == "bond0"

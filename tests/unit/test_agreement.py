@@ -5,12 +5,13 @@ import math
 import pytest
 
 from open_instruct.errors import RunError
-from open_instruct.rollout.logprob_agreement import check_agreement
+from open_instruct.rollout.step_checks import check_agreement
+from tests.unit.fake_rollouts import grpo_config
 
 
 def agrees(mean: float, largest: float, dtypes: tuple[str, str]) -> bool:
     metrics = {"loss": 0.0, "logprob_diff/mean": mean, "logprob_diff/max": largest}
-    return check_agreement(metrics, param_dtype=dtypes[0], engine_dtype=dtypes[1])
+    return check_agreement(metrics, grpo_config("--param_dtype", dtypes[0], "--vllm_dtype", dtypes[1]))
 
 
 @pytest.mark.parametrize(
@@ -43,4 +44,4 @@ def test_more_than_rounding_is(dtypes: tuple[str, str], mean: float, largest: fl
 
 
 def test_a_step_without_a_signal_proves_nothing() -> None:
-    assert not check_agreement({"loss": 0.0}, param_dtype="float32", engine_dtype="float32")
+    assert not check_agreement({"loss": 0.0}, grpo_config())

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from open_instruct.learner.rows.ahead import built_ahead
-from open_instruct.learner.rows.sample_loader import SampleLoader
+from open_instruct.learner.rows.sample_loader import SampleLoader, built_ahead
 from open_instruct.records import StepBatch
 from tests.unit.conftest import JoinAs
 from tests.unit.test_training_pieces import make_pairs, shape_of

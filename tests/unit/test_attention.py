@@ -84,7 +84,9 @@ def test_documents_do_not_see_each_other(family: str) -> None:
     other[:, 10:18] = one[:, 10:18]
     with torch.no_grad():
         logits_of_one, logits_of_other = (packed_logits(model, ids, (10, 8, 12)) for ids in (one, other))
-    assert torch.equal(logits_of_one[:, 10:18], logits_of_other[:, 10:18])
+    # The products of an expert have other sizes where other documents have more or fewer of its tokens.
+    atol = 0.0 if FAMILIES[family].expert_size is None else 1e-5
+    torch.testing.assert_close(logits_of_one[:, 10:18], logits_of_other[:, 10:18], atol=atol, rtol=0)
     assert not torch.equal(logits_of_one[:, 18:], logits_of_other[:, 18:])
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from open_instruct import __version__, cli, entry
-from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.training import backend_named
 from open_instruct.entry import LAUNCHER_ERROR_FILE, run_entry, run_to_exit_code, typed
 from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNAL, EXIT_PREEMPTED, InputError, RunError
+from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED
 from open_instruct.run.cadence import noting_signals

@@ -52,7 +52,7 @@ def conductor(
         if state is not None:
             it.load_state_dict(json.loads(json.dumps(state)))
         if start is not None:
-            it.start(start)
+            it.weights_published(start)
         yield it, pool
         it.close()
 

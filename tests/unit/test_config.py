@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from open_instruct.config import resolved
-from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.flags import LARGEST_INT, NONE_WORDS, Flag, flags_of
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.help import help_page
+from open_instruct.config.help import help_page, told_of
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import _git_state, as_flat_dict, refuse_conflicts, resume_conflicts, write_config
 from open_instruct.config.suites.upstream_flags import taken, upstream_table
 from open_instruct.errors import InputError
 from open_instruct.losses.preference import PREFERENCE_LOSSES
+from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.objectives.sft import SFTConfig
 from open_instruct.parallel.layout_command import LayoutFlags
 
@@ -302,7 +302,7 @@ class TestHelp:
         assert "--max_seq_length INT [default: 2048]" in joined
         assert "--output_dir STR [required]" in joined
         assert "usage: program [FILE.yaml] --model_name_or_path STR" in joined
-        for example in DPOConfig.examples:
+        for example in told_of(DPOConfig)[1]:
             assert example in text
 
     @pytest.mark.parametrize("width", [40, 72, 110])
@@ -432,12 +432,7 @@ def flags_that_are(resume: str) -> list[str]:
 
 class TestResume:
     def conflicts(self, before: list[str], after: list[str], worlds: tuple[int, int] = (4, 4)) -> list[str]:
-        return resume_conflicts(
-            as_flat_dict(config_of(*before)),
-            config_of(*after),
-            saved_data_parallel_world_size=worlds[0],
-            data_parallel_world_size=worlds[1],
-        )
+        return resume_conflicts(as_flat_dict(config_of(*before)), config_of(*after), worlds=worlds)
 
     @pytest.mark.parametrize("name", flags_that_are("same"))
     def test_another_identity_is_another_run(self, name: str) -> None:

@@ -1,6 +1,7 @@
 """The flags of the learner on DeepSpeed: what is refused and why, and what they make of its own configuration."""
 
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,16 @@ import torch
 
 from open_instruct import grpo_fast
 from open_instruct.cluster.placement import FleetShape
-from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.errors import EXIT_INPUT, InputError
-from open_instruct.learner.deepspeed import record
 from open_instruct.learner.deepspeed.grpo_flags import GRPOFastConfig
 from open_instruct.learner.deepspeed.settings import engine_settings, zpg_of
 from open_instruct.learner.deepspeed.versions import refuse_unfit
 from open_instruct.learner.model import kernels
 from open_instruct.learner.model.kernels import kernel_warnings
 from open_instruct.learner.optim.optimizers import build_optimizer_config
+from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.parallel.layout import layout_of
 from open_instruct.rollout import checked_run
 from open_instruct.run.opened import shared_by
@@ -185,34 +185,53 @@ def test_offload_and_second_copies_reach_it() -> None:
     assert settings_of("--adam_offload", 1)["zero_optimization"]["offload_optimizer"]["pin_memory"] is False
 
 
+@pytest.fixture
+def with_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Pretends that this version of DeepSpeed is installed, or none."""
+    real = metadata.version
+
+    def pretend(version: str | None) -> None:
+        def version_of(name: str) -> str:
+            if name == "deepspeed" and version is None:
+                raise metadata.PackageNotFoundError(name)
+            return version if name == "deepspeed" and version is not None else real(name)
+
+        monkeypatch.setattr("importlib.metadata.version", version_of)
+
+    return pretend
+
+
 # Compared as strings, 0.9.5 would be newer than 0.19.8 and 0.100.0 older.
 @pytest.mark.parametrize("version", [None, "0.9.5", "0.18.8+cu128", "0.19.7", "0.20.0", "0.100.0"])
-def test_another_version_is_refused(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_refused(
+    version: str | None, with_version: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from open_instruct.learner.deepspeed import library
 
+    with_version(version)
     with pytest.raises(InputError) as caught:
-        refuse_unfit(version)
+        refuse_unfit()
     (said,) = str(caught.value).splitlines()
     installed = "is not installed" if version is None else f"deepspeed {version} is installed, and <0.20,>=0.19.8 is"
     assert installed in said and "pip install 'open-instruct[deepspeed]'" in said and "make install puts it in" in said
     # And nothing of it is imported then.
-    monkeypatch.setattr(library, "installed_version", lambda: version)
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(InputError):
         library._loaded()
 
 
-def test_a_driver_asks_for_the_version_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_asks_for_the_version_alone(with_version: Callable[[str | None], None]) -> None:
     """Its learners load the library."""
-    monkeypatch.setattr(record, "installed_version", lambda: "0.19.7")
+    with_version("0.19.7")
     words = ["--model_name_or_path", "m", "--dataset_mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
     with pytest.raises(InputError, match=r"deepspeed 0\.19\.7 is installed"):
         checked_run.open_rollout_run(parse(GRPOConfig, [*words, "--backend", "deepspeed"])).__enter__()
 
 
 @pytest.mark.parametrize("version", ["0.19.8", "0.19.10", "0.19.8+unknown"])
-def test_the_versions_that_were_asked_for_will_do(version: str) -> None:
-    refuse_unfit(version)
+def test_the_versions_that_were_asked_for_will_do(version: str, with_version: Callable[[str | None], None]) -> None:
+    with_version(version)
+    refuse_unfit()
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -232,30 +251,30 @@ class TestAdam:
     def test_it_is_that_of_the_device_that_holds_the_states(
         self, device: torch.device, adam_offload: bool, adam: Any, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from open_instruct.learner.deepspeed import optimizers
+        from open_instruct.learner.deepspeed import build
 
-        monkeypatch.setattr(optimizers, "building_problem", lambda adam: None)
-        assert optimizers.adam_for(device, adam_offload=adam_offload) == adam
+        monkeypatch.setattr(build, "building_problem", lambda adam: None)
+        assert build.adam_for(device, adam_offload=adam_offload) == adam
         optim = config_of("--weight_decay 0.1 --learning_rate 0.5 --adam_beta2 0.95 --adam_epsilon 1e-5").optim
         torchs = build_optimizer_config(optim, device=device)
-        chosen = optimizers.choose_adam(torchs, adam, warn=pytest.fail)
-        assert [base.__name__ for base in chosen.optimizer().__bases__] == ["HeldStep", name]
+        chosen = build.choose_adam(torchs, adam, warn=pytest.fail)
+        assert chosen.optimizer().__name__ == name
         for one in ("lr", "betas", "eps", "weight_decay", "group_overrides"):
             assert getattr(chosen, one) == getattr(torchs, one)
 
     def test_pytorchs_steps_where_its_kernel_cannot_be_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from open_instruct.learner.deepspeed import optimizers
+        from open_instruct.learner.deepspeed import build
 
-        monkeypatch.setattr(optimizers, "building_problem", lambda adam: COMPILER_IS_MISSING)
+        monkeypatch.setattr(build, "building_problem", lambda adam: COMPILER_IS_MISSING)
         torchs, said = build_optimizer_config(config_of("").optim, device=CPU), list[str]()
-        chosen = optimizers.choose_adam(torchs, "FusedAdam", warn=said.append)
-        assert chosen.optimizer() is optimizers.HeldAdamW
+        chosen = build.choose_adam(torchs, "FusedAdam", warn=said.append)
+        assert chosen is torchs
         assert said == [
             "DeepSpeed's FusedAdam cannot be compiled here (RuntimeError: no nvcc); PyTorch's AdamW takes the steps"
         ]
 
     def test_what_its_builder_raises_is_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from open_instruct.learner.deepspeed.optimizers import building_problem, deepspeed
+        from open_instruct.learner.deepspeed.build import building_problem, deepspeed
 
         def load(builder: object) -> None:
             raise RuntimeError("no\n  nvcc")

@@ -15,8 +15,8 @@ import torch
 
 from open_instruct.errors import InputError, RunError
 from open_instruct.learner.model.forward import beside_labels, hidden_at_labels, token_logprobs
+from open_instruct.learner.reference import Comparison
 from open_instruct.learner.rows.row_cache import RowCache
-from open_instruct.learner.teacher import Comparison
 from open_instruct.losses.distillation import divergence, keep_top_k, top_k_divergence
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import LogprobHead, Measure
@@ -248,22 +248,19 @@ def test_the_cache_gives_back_what_was_put_in(tmp_path: Path) -> None:
 
     dataset = make_pairs(3)
     cache = RowCache(tmp_path / "folder" / "kept.safetensors")
-    cache.read()
     assert cache.missing(dataset) == [0, 1, 2]
     numbers = {row: np.arange(4.0 * (row + 1), dtype=np.float32) + 100 * row for row in range(3)}
     for row in (2, 0):
         cache.add(dataset.key(row), numbers[row])
     cache.write()
     again = RowCache(cache.path)
-    again.read()
     assert len(again) == 2 and again.missing(dataset) == [1]
     again.add(dataset.key(1), numbers[1])
     rows = again.beside(dataset)
     assert all(np.array_equal(rows.values(row), numbers[row]) for row in range(3))
-    assert rows.fingerprint == dataset.fingerprint and rows[1] == dataset[1] and not dataset.has_values
+    assert rows.fingerprint == dataset.fingerprint and rows[1] == dataset[1] and not len(dataset.details_C)
     cache.path.write_bytes(cache.path.read_bytes()[:-3])
     damaged = RowCache(cache.path)
-    damaged.read()
     assert len(damaged) == 0
 
 

@@ -1,13 +1,16 @@
 """The engine's loop around a core: who gets which completion, and which weights made its tokens."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
+from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.requests import GenerationRequest
 from open_instruct.errors import RunError
@@ -43,8 +46,8 @@ def poll_all(engine: Engine, num_keys: int) -> dict[int, Completion]:
 
     def all_are_told() -> bool:
         answers = engine.poll(0.01)
-        assert not told.keys() & answers.outcomes.keys()
-        told.update({key: each for key, each in answers.outcomes.items() if isinstance(each, Completion)})
+        assert not told.keys() & answers.keys()
+        told.update({key: each for key, each in answers.items() if isinstance(each, Completion)})
         return len(told) >= num_keys
 
     eventually(all_are_told)
@@ -102,8 +105,8 @@ class TestGenerate:
         engine.begin({5: too_long, 6: request(6)})
         assert poll_all(engine, 1).keys() == {6}
         engine.begin({7: too_long})
-        assert engine.poll(TIMEOUT_S).outcomes == {7: "the prompt is too long"}
-        assert not engine.poll(0).outcomes
+        assert engine.poll(TIMEOUT_S) == {7: "the prompt is too long"}
+        assert not engine.poll(0)
 
 
 class TestPoll:
@@ -122,9 +125,9 @@ class TestPoll:
         core.hold()
         engine.begin({1: request(1, num_tokens=1)})
         polled = meanwhile(engine.poll, TIMEOUT_S)
-        assert not engine.poll(0).outcomes
+        assert not engine.poll(0)
         core.allow(1)
-        assert polled.result(TIMEOUT_S).outcomes.keys() == {1}
+        assert polled.result(TIMEOUT_S).keys() == {1}
 
 
 class TestCancel:
@@ -133,7 +136,7 @@ class TestCancel:
             engine.cancel([0])
         assert poll_all(engine, 1).keys() == {1}
         assert [call for call in core.calls if call[0] == "abort"] == [("abort", 0)]
-        assert not engine.poll(0.02).outcomes
+        assert not engine.poll(0.02)
 
     def test_of_what_waits_never_begins_it(self, engine: Engine, core: FakeCore) -> None:
         with held_after(engine, core, 0, *(request(key) for key in range(MAX_NUM_SEQS + 2))):
@@ -145,7 +148,7 @@ class TestCancel:
         engine.begin({1: request(1)})
         eventually(lambda: engine._outcomes)
         engine.cancel([1])
-        assert not engine.poll(0.02).outcomes
+        assert not engine.poll(0.02)
 
     def test_of_the_last_ends_a_drain(self, engine: Engine, core: FakeCore) -> None:
         with held_after(engine, core, 1, request(1, num_tokens=50)):
@@ -195,10 +198,10 @@ class TestUpdate:
     def test_requests_that_come_meanwhile_wait(self, engine: Engine, core: FakeCore, drain: bool) -> None:
         engine.begin_update(drain)
         engine.begin({1: request(1)})
-        assert not engine.poll(0.05).outcomes
+        assert not engine.poll(0.05)
         assert (engine._is_admitting, len(engine._waiting), len(engine._running)) == (False, 1, 0)
         engine.receive_weights()
-        assert not engine.poll(0.05).outcomes
+        assert not engine.poll(0.05)
         engine.finish_update(2)
         assert poll_all(engine, 1)[1].versions == (2, 2, 2)
 
@@ -209,7 +212,7 @@ class TestUpdate:
         beginning.result(TIMEOUT_S)
         with pytest.raises(RunError, match=r"^learner 0 failed$"):
             engine.receive_weights()
-        assert not engine.poll(0.05).outcomes  # nothing is made with half of the new weights
+        assert not engine.poll(0.05)  # nothing is made with half of the new weights
         engine.open_channel({"port": 1})
         update(engine, 6)
         assert poll_all(engine, 1)[1].versions == (0, 0, 6, 6)
@@ -283,11 +286,16 @@ class TestShutdown:
 
 
 class TestHealth:
-    def test_tells_how_long_a_step_takes(self, engine: Engine, core: FakeCore) -> None:
-        assert engine.poll(0).seconds_in_step == 0
+    def test_a_step_that_lasts_too_long_is_a_failure(self, core: FakeCore) -> None:
+        hasty = FleetSection(engine_timeout_s=0.05)  # type: ignore[arg-type]
+        engine = Engine(replace(SETTINGS, fleet=hasty), make_core=lambda settings: core)
+        time.sleep(0.1)
+        assert engine.poll(0) == {}  # none is under way
         core.hold()
         engine.begin({1: request(1)})
-        eventually(lambda: engine.poll(0).seconds_in_step > 0.02)
+        eventually(lambda: core.num_steps_begun == 1)
+        time.sleep(0.1)
+        with pytest.raises(RunError, match="in one step for"):
+            engine.poll(0)
         core.release()
-        poll_all(engine, 1)
-        eventually(lambda: engine.poll(0).seconds_in_step == 0)
+        engine.shutdown()

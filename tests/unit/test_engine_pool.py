@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines import engine_pool
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.engine_pool import EnginePool
@@ -35,7 +36,8 @@ class Pool:
     """
 
     def __init__(self, num_engines: int, *, max_restarts: int = 3, timeout_s: float = TIMEOUT_S) -> None:
-        self.made = [InProcessEngine(f"engine {index}") for index in range(num_engines)]
+        self.fleet = FleetSection(engine_timeout_s=timeout_s, max_restarts=max_restarts)  # type: ignore[arg-type]
+        self.made = [InProcessEngine(f"engine {index}", fleet=self.fleet) for index in range(num_engines)]
         self.restarts: list[tuple[str, int]] = []
         self.hooks: dict[str, list[Callable[[], Any]]] = {"make": [], "restart": []}
         self.said: list[str] = []
@@ -45,8 +47,7 @@ class Pool:
             make_engine=self._make,
             on_restart=lambda index: self._note("restart", index),
             on_failure=self.failures.append,
-            timeout_s=timeout_s,
-            max_restarts=max_restarts,
+            fleet=self.fleet,
             say=self.said.append,
         )
 
@@ -68,7 +69,7 @@ class Pool:
 
     def _make(self, index: int) -> InProcessEngine:
         self._note("make", index)
-        self.made.append(InProcessEngine(f"engine {index}"))
+        self.made.append(InProcessEngine(f"engine {index}", fleet=self.fleet))
         return self.made[-1]
 
     def _note(self, what: str, index: int) -> None:

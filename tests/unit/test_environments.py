@@ -17,15 +17,15 @@ from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
 from open_instruct.environments import built_in
-from open_instruct.environments.adapters import make_environment
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
-from open_instruct.environments.environment import Opening, Reply, ToolAnswer, ToolCall, Turn
+from open_instruct.environments.environment import Opening, Reply, ToolAnswer, ToolCall, Turn, make_environment
 from open_instruct.environments.registry import factory_named
 from open_instruct.episodes.conversations import Conversations
 from open_instruct.errors import InputError
 from open_instruct.records import Completion, Prompt
 from open_instruct.sandbox import sandbox as sandbox_module
 from open_instruct.sandbox.sandbox import START, Sandbox
+from tests.unit.fake_rollouts import grpo_config
 from tests.unit.test_chat import CHATML, make_tokenizer
 
 USER = {"role": "user", "content": "What is 2 + 3?"}
@@ -269,14 +269,9 @@ def ask(tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., Asked]]:
 
     def ask(factory: Callable[..., Any], texts: Sequence[str | None], *, max_tokens: int = 400, **limits: Any) -> Asked:
         engines = Engines(tokenizer, texts)
-        flags = EnvironmentSection(**({"max_turns": 4, "environment_timeout_s": 0.5} | limits))
-        conversations = Conversations(
-            engines,  # type: ignore[arg-type]
-            chat,
-            {"it": factory},
-            flags=flags,
-            max_prompt_tokens=2000,
-        )
+        config = grpo_config("--max_prompt_token_length", "2000")
+        config.environment = EnvironmentSection(**({"max_turns": 4, "environment_timeout_s": 0.5} | limits))
+        conversations = Conversations(engines, chat, {"it": factory}, config)  # type: ignore[arg-type]
         opened.append(conversations)
         (prompt_ids,) = chat.tokenize([chat.render([USER], ())[0]])
         prompt = Prompt(
@@ -417,13 +412,8 @@ class TestEpisodes:
                 closed.set()
 
         chat = ChatFormat.choose(tokenizer, "chatml")
-        conversations = Conversations(
-            Engines(tokenizer, [None]),  # type: ignore[arg-type]
-            chat,
-            {"it": Waits},
-            flags=EnvironmentSection(),
-            max_prompt_tokens=2000,
-        )
+        engines: Any = Engines(tokenizer, [None])
+        conversations = Conversations(engines, chat, {"it": Waits}, grpo_config("--max_prompt_token_length", "2000"))
         prompt = Prompt(row_id=0, token_ids=(1,), text="", checks=(), environment="it", row={"messages": [USER]})
         sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=9)
         future = conversations.ask(

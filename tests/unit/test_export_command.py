@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from open_instruct.checkpoints.step_folder import Manifest, write_manifest
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.errors import InputError
+from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.run.export_command import checkpoint_of, main, settings_of
 

@@ -17,11 +17,12 @@ from olmo_core.nn.hf.convert import convert_state_from_hf
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES, Family, as_in_files
+from open_instruct.families import FAMILIES, Family
 from open_instruct.models.build import build_model, find_not_finite
 from open_instruct.models.family import transformer_config, unknown_fields
 from open_instruct.models.hf.hf_config import load_hf_config
-from open_instruct.models.hf.names import TensorNames
+from open_instruct.models.hf.names import TensorNames, as_in_files
+from open_instruct.models.shards import held_of
 from tests.unit.small_models import CPU
 from tests.unit.small_models import hf_config as small_config
 
@@ -63,17 +64,16 @@ def hf_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
     return model
 
 
-OF_OUR_NAMES = {name for name, family in FAMILIES.items() if family.qkv_bias or family.delta is not None} | {"mistral"}
-
-
 def same_model(config: transformers.PretrainedConfig, reference: torch.nn.Module) -> Transformer:
     model = build_model(config)
     model.init_weights(device=CPU, max_seq_len=NUM_TOKENS)
     theirs = as_in_files(reference.state_dict())
     # What OLMo-core's own conversion does not know.
-    if config.model_type in OF_OUR_NAMES:
-        state = {name: theirs[hf_name] for name, hf_name in TensorNames(config)}
-        model.load_state_dict(state, strict=not config.tie_word_embeddings)
+    family = FAMILIES[config.model_type]
+    if family.qkv_bias or family.expert_size or family.delta or config.model_type == "mistral":
+        held = held_of(model)
+        for name, hf_name in TensorNames(config):
+            held[name].local.copy_(theirs[hf_name])
     else:
         model.load_state_dict(convert_state_from_hf(config, theirs, model_type=config.model_type))
     assert find_not_finite(model) == {}
@@ -98,6 +98,12 @@ def same_model(config: transformers.PretrainedConfig, reference: torch.nn.Module
         ("qwen3", {}),
         ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
         ("qwen3", {"rope_parameters": YARN}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"norm_topk_prob": True, "tie_word_embeddings": True, "head_dim": 24}),
+        ("qwen3_moe", {"mlp_only_layers": [1], "decoder_sparse_step": 2, "num_experts_per_tok": 1}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 2], "num_experts_per_tok": 8, "rope_parameters": YARN}),
+        ("olmoe", {}),
+        ("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 4}),
         ("llama", {}),
         ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4, "num_hidden_layers": 1}),
         ("llama", {"head_dim": 16, "rms_norm_eps": 1e-3}),
@@ -161,7 +167,7 @@ def other_values(value: Any) -> tuple[Any, ...]:
     if isinstance(value, str):
         return ("gelu",)
     if isinstance(value, list):
-        return (value[::-1], ["sliding_attention"] * 2, ["full_attention"] * 2, ["chunked_attention"] * 2)
+        return (value[::-1], [1], ["sliding_attention"] * 2, ["full_attention"] * 2, ["chunked_attention"] * 2)
     if isinstance(value, dict):
         return (DEFAULT_ROPE | {"rope_theta": 100.0}, LINEAR, YARN, DEFAULT_ROPE | {"partial_rotary_factor": 0.5})
     return SET
@@ -277,7 +283,11 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         (hf_config("llama", head_dim=3), "= 3 is odd, and RoPE turns pairs"),
         (hf_config("llama", num_key_value_heads=3), "num_key_value_heads = 3"),
         (transformers.GPT2Config(), "'gpt2' is not supported.*OLMo 2.*OLMo 3.*Qwen 3.*Llama 3"),
-        (transformers.Qwen3MoeConfig(), "'qwen3_moe' is not supported"),
+        (transformers.MixtralConfig(), "'mixtral' is not supported"),
+        (hf_config("qwen3_moe", num_experts_per_tok=9), "num_experts_per_tok = 9; .* from 1 to 8"),
+        (hf_config("qwen3_moe", moe_intermediate_size=20), "moe_intermediate_size = 20 is not a multiple of 8"),
+        (hf_config("olmoe", clip_qkv=8.0), "clip_qkv = 8.0"),
+        (hf_config("qwen3", num_experts=8), "num_experts = 8"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )

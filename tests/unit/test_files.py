@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import Table, ipc, parquet
 
-from open_instruct.data.files import columnar
+from open_instruct.data.files import tables
 from open_instruct.data.files.opening import looks_like_a_file, open_rows
-from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, json_list, parse_json_object
+from open_instruct.data.files.rows import MalformedRow, RawRow, json_list, parse_json_object
 from open_instruct.errors import InputError
 from tests.unit.mutations import mutated_bytes
 from tests.unit.token_data import write_rows
@@ -36,13 +36,13 @@ VALUES = st.recursive(
 def values(path: Path | str, indices: list[int] | None = None, split: str = "train") -> list[dict[str, Any]]:
     source = open_rows(str(path), split)
     rows = list(source.rows(range(len(source)) if indices is None else indices))
-    assert all(isinstance(row, RawRow) for row in rows), rows
-    return [row.value for row in rows if isinstance(row, RawRow)]
+    assert all(row.problem is None for row in rows), rows
+    return [row.value for row in rows]
 
 
-def outcome(row: RawRow | BadRow) -> Any:
+def outcome(row: RawRow) -> Any:
     """The content of a row, or the line and the kind of a bad one."""
-    return row.value if isinstance(row, RawRow) else (row.line, row.kind)
+    return row.value if row.problem is None else (row.line, row.problem.kind)
 
 
 def write(path: Path, text: str | bytes) -> Path:
@@ -89,7 +89,7 @@ def test_jsonl_reports_bad_lines_and_goes_on(tmp_path: Path, line: bytes, kind: 
     path.write_bytes(b'{"n": 0}\n' + line + b'\n{"n": 2}\n')
     rows = list(open_rows(str(path)).rows([0, 1, 2]))
     assert list(map(outcome, rows)) == [{"n": 0}, (2, kind), {"n": 2}]
-    assert str(rows[1]).startswith(f"{path}, line 2: ") and reason in str(rows[1])
+    assert str(rows[1]) == f"{path}, line 2" and reason in str(rows[1].problem)
 
 
 @given(st.binary(max_size=60))
@@ -182,7 +182,7 @@ def test_any_bytes_of_a_json_file_are_read_or_refused(tmp_path: Path) -> None:
         write(path, mutated_bytes(whole, random.Random(seed)))
         try:
             source = json_list(path, "rows.json", "--mixer_list")
-            assert all(isinstance(row, RawRow | BadRow) for row in source.rows(range(len(source))))
+            assert all(isinstance(row, RawRow) for row in source.rows(range(len(source))))
         except InputError:
             refused += 1
     assert 0 < refused < 300
@@ -221,7 +221,7 @@ def test_rows_of_a_table_that_cannot_be_used(tmp_path: Path) -> None:
     good = {"prompt": "q", "chosen": "yes"}
     bad = [(line, "not_readable") for line in (3, 4, 5)]
     assert list(map(outcome, rows)) == [good, *bad, good | {"chosen": "last"}]
-    reasons = [row.reason for row in rows if isinstance(row, BadRow)]
+    reasons = [row.problem.reason for row in rows if row.problem is not None]
     assert reasons[0].startswith("3 cells under 2 column names (prompt, chosen)") and "not UTF-8" in reasons[2]
 
 
@@ -282,7 +282,7 @@ def test_any_bytes_of_a_columnar_file_are_read_or_refused(tmp_path: Path, kind: 
         try:
             source = open_rows(str(path))
             for row in source.rows(range(min(len(source), 40))):
-                assert isinstance(row, RawRow | BadRow)
+                assert isinstance(row, RawRow)
         except InputError:
             refused += 1
     assert refused > 0
@@ -306,8 +306,8 @@ def test_a_text_that_many_rows_have_is_unpacked_for_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     path, num_bytes, num_rows = tmp_path / f"rows.{kind}", 2**20, 200
-    monkeypatch.setattr(columnar, "_BYTES_AT_ONCE", 2**23)
-    monkeypatch.setattr(columnar, "_LONGEST_ROW", 2**19)
+    monkeypatch.setattr(tables, "_BYTES_AT_ONCE", 2**23)
+    monkeypatch.setattr(tables, "_LONGEST_ROW", 2**19)
     one_text_of_many_rows(path, num_rows=num_rows, num_bytes=num_bytes)
     assert path.stat().st_size < 2 * num_bytes
     before, most = pyarrow.total_allocated_bytes(), 0
@@ -317,7 +317,7 @@ def test_a_text_that_many_rows_have_is_unpacked_for_few_at_a_time(
         most = max(most, pyarrow.total_allocated_bytes() - before)
     assert most < 2**25
     expected = [each for line in range(1, num_rows, 2) for each in ((line, "not_readable"), {"prompt": "short"})]
-    assert list(map(outcome, rows)) == expected and "more than 0 MiB" in str(rows[0])
+    assert list(map(outcome, rows)) == expected and "more than 0 MiB" in str(rows[0].problem)
 
 
 # --- folders --------------------------------------------------------------------------------------------

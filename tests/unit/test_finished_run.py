@@ -17,8 +17,7 @@ from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.errors import InputError
 from open_instruct.models.box_files import Part, WrittenFile, share_out
-from open_instruct.rollout.checked_run import RolloutRun
-from open_instruct.rollout.finished import export_finished
+from open_instruct.rollout.checked_run import RolloutRun, export_finished
 from open_instruct.run.console import Console
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.run.run_directory import RunDirectory

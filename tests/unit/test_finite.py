@@ -10,7 +10,7 @@ import torch
 from olmo_core.optim import SkipStepOptimizer
 
 from open_instruct.checkpoints import resume as checkpoints
-from open_instruct.checkpoints.finite import check_weights
+from open_instruct.checkpoints.resume import check_weights
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import OptimSection
 from open_instruct.errors import RunError

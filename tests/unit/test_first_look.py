@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
+from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.run.first_look import local_folder, look_at
 from tests.unit.test_cli import run_dpo
 

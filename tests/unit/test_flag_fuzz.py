@@ -10,13 +10,12 @@ import pytest
 
 from open_instruct.config.flags import Flag, flags_of
 from open_instruct.config.parser import parse
-from open_instruct.config.plan import PlanSection
 from open_instruct.config.resolved import as_flat_dict, refuse_conflicts, write_config
 from open_instruct.errors import InputError
-from open_instruct.objectives.described import config_class_of
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import config_class_of, objective_named
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.layout_command import layout_command
+from open_instruct.planning.request import PlanFlags
 from open_instruct.report import plan_command
 
 RUNS = {name: objective_named(name) for name in ("dpo", "kto", "sft", "grpo")}
@@ -94,7 +93,8 @@ def from_yaml(line: Sequence[str], name: str, draw: random.Random, folder: Path)
 
 
 def show_layout(draw: random.Random) -> None:
-    flags = ["--fsdp_shard_degree", "--fsdp_num_replicas", "--tensor_parallel_degree", "--context_parallel_degree"]
+    flags = [f"--{name}" for name in ("fsdp_shard_degree", "fsdp_num_replicas")]
+    flags += [f"--{what}_parallel_degree" for what in ("tensor", "context", "expert")]
     line = ["--gpus_per_node", *draw.choices(["1", "2", "8", "4x8", *NUMBERS, *ODD], k=draw.randint(1, 3))]
     for flag in draw.sample([*flags, "--json", "--single_gpu_mode"], 2):
         line += [flag, draw.choice([*NUMBERS, *ODD, "7B"])]
@@ -111,7 +111,7 @@ def test_every_refusal_is_an_input_error(
     for seed in range(block * 400, (block + 1) * 400):
         draw = random.Random(seed)
         name, walk = draw.choice([*RUNS]), draw.choice([run, run, run, run, from_yaml, plan, None])
-        more = {"plan": PlanSection} if walk is plan else {}
+        more = {"plan": PlanFlags} if walk is plan else {}
         line = line_of(config_class_of(name, **more), draw)
         try:
             if walk is None:

@@ -11,7 +11,7 @@ import pytest
 
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
-from open_instruct.learner.heldout import Heldout
+from open_instruct.learner.scoring import Heldout
 from open_instruct.objectives.objective import Evaluation
 from open_instruct.objectives.sft import SFT, SFTConfig
 from open_instruct.run.run_directory import RunDirectory

@@ -16,7 +16,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import choose_chat_template
@@ -30,6 +29,7 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_config
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import parameter_shapes, stream_load
+from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.planning.subject.model import model_shape
 from open_instruct.run.first_look import look_at
 from open_instruct.run.pretrained import open_pretrained

@@ -11,11 +11,12 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import provenance, write_config
 from open_instruct.entry import run_entry
-from open_instruct.run.run_directory import RunDirectory, card_of
+from open_instruct.objectives.dpo import DPOConfig, validate_dpo
+from open_instruct.run.card import card_of
+from open_instruct.run.run_directory import RunDirectory
 from tests.unit.fake_hub import FakeHub, fake_hub
 
 NEEDED = ["--model_name_or_path", "allenai/OLMo-2-1B", "--mixer_list", "allenai/pairs", "1.0", "mine.jsonl", "500"]

@@ -18,11 +18,10 @@ from open_instruct.errors import InputError
 from open_instruct.records import Check, Prompt
 from open_instruct.rollout import checked_run
 from open_instruct.toys.tiny import write_tiny_model
-from open_instruct.verifiers.judge import judge_prompts, parse_rubrics
-from open_instruct.verifiers.judge_server import CACHE_FILE, JUDGE_COSTS
-from open_instruct.verifiers.pool import Outcome, VerifierPool
+from open_instruct.verifiers.judge import CACHE_FILE, JUDGE_COSTS, judge_prompts, parse_rubrics
+from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
-from open_instruct.verifiers.reward import RewardManager
+from open_instruct.verifiers.reward import Outcome
 from tests.unit.judge_stub import Answer, Stub, judge_stub
 from tests.unit.scored import completion_of
 
@@ -284,9 +283,8 @@ def test_a_judge_is_one_verifier_of_several(tmp_path: Path) -> None:
     with judged(lambda body: "Score: 5", tmp_path) as judge:
         checks = (Check(verifier="gsm8k", ground_truth="5"), Check(verifier="general-quality", ground_truth=None))
         prompt = Prompt(row_id=0, token_ids=(1,), text=QUESTION, checks=checks)
-        manager = RewardManager(judge.pool, judge.flags)
-        assert manager.judges_groups(prompt)
-        verdicts = manager.judge(prompt, [completion_of("5"), completion_of("4")])
+        assert judge.pool.judges_groups(prompt)
+        verdicts = judge.pool.judge(prompt, [completion_of("5"), completion_of("4")])
     assert [verdict.scores for verdict in verdicts] == [
         {"gsm8k": 1.0, "general-quality": 0.5},
         {"gsm8k": 0.0, "general-quality": 0.5},

@@ -9,13 +9,14 @@ import torch
 from torch.nn import attention as torch_attention
 from torch.nn.attention import _registry
 
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import MemorySection
 from open_instruct.errors import InputError
-from open_instruct.learner.model import kernels, replica
+from open_instruct.learner import reference
+from open_instruct.learner.model import kernels
 from open_instruct.learner.model.kernels import FA3, compiler_problem, compiles, kernel_warnings, try_fa3
 from open_instruct.models.build import build_model
+from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
 from tests.unit.small_models import hf_config
 
@@ -41,6 +42,7 @@ class TestCompiling:
             ({}, {}, CUDA, is_broken, False),
             ({}, {"tensor_parallel_degree": 2}, CUDA, works, False),
             ({}, {"context_parallel_degree": 2}, CUDA, works, False),
+            ({}, {"fsdp_shard_degree": 2, "expert_parallel_degree": 2}, CUDA, works, False),
             ({"compile_model": True}, {"tensor_parallel_degree": 2}, CUDA, works, True),
             ({"activation_memory_budget": 0.5}, {"context_parallel_degree": 2}, CUDA, works, True),
             ({}, {"fsdp_num_replicas": 2}, CUDA, works, True),
@@ -95,16 +97,16 @@ def test_by_default_one_gpu_computes_in_bfloat16_and_compiled(
     words: list[str], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(replica, "mesh_of", lambda layout, device: None)
+    monkeypatch.setattr(reference, "mesh_of", lambda layout, device: None)
     monkeypatch.setattr(
-        replica, "parallelize_model", lambda model, **options: asked.append({"model": model, **options})
+        reference, "parallelize_model", lambda model, **options: asked.append({"model": model, **options})
     )
     monkeypatch.setattr(kernels, "compiler_problem", works)
     required = ["--model_name_or_path", "none", "--mixer_list", "none", "1.0", "--output_dir", "none"]
     config = parse(DPOConfig, [*required, "--single_gpu_mode", *words])
     run: Any = SimpleNamespace(layout=resolve_layout([1], single_device=True), process=SimpleNamespace(device=CUDA))
     start: Any = SimpleNamespace(build=lambda init_device: build_model(hf_config("llama"), init_device=init_device))
-    replica.build_replica(start, run=run, config=config)
+    reference.build_replica(start, run=run, config=config)
     assert [(each["compile_model"], each["device"]) for each in asked] == [(is_compiled, CUDA)]
     assert {parameter.dtype for parameter in asked[0]["model"].parameters()} == {torch.bfloat16}
 

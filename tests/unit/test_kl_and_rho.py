@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.losses.flags_taken import with_flags
-from open_instruct.losses.kl import kl_estimates
-from open_instruct.losses.mismatch import Correction, correct_mismatch, rho_values
+from open_instruct.losses.mismatch import Correction, correct_mismatch, kl_estimates, rho_values
 
 FAR_APART = [89.0, -89.0, 1e4, -1e4]
 

@@ -108,7 +108,7 @@ class TestRows:
         dataset, report = load(rows, "1.0")
         assert replies(tokenizer, dataset) == [("good", "fine"), ("bad", "fine"), ("fine", "good"), ("poor", "good")]
         assert [float(dataset.values(row)[0]) for row in range(4)] == [1, 0, 1, 0]
-        assert report.sources == [(str(rows), 4, 4)]
+        assert report.sources == [f"{rows}: 4 taken of 4 rows"]
         # An amount counts the rows that pairs became.
         assert len(load(rows, "3")[0]) == 3
 

@@ -3,10 +3,10 @@
 import pytest
 
 from open_instruct import entry
-from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import RanksSection
 from open_instruct.errors import InputError
+from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.parallel import launch
 from open_instruct.parallel.launch import idle_gpus, num_to_start, refuse_other_number
 

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import chain, product
 from math import gcd
 from pathlib import Path
@@ -19,7 +20,7 @@ from open_instruct.cli import main
 from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.sections import ParallelSection, RanksSection
 from open_instruct.errors import InputError
-from open_instruct.parallel.layout import divisors, layout_of, resolve_layout
+from open_instruct.parallel.layout import check_experts, divisors, layout_of, resolve_layout
 from open_instruct.parallel.layout_command import layout_command
 from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
 from open_instruct.parallel.picture import draw_layout
@@ -98,6 +99,32 @@ def test_groups_with_tensor_and_context_degree() -> None:
     # FSDP shards over the context ranks as well.
     assert layout.shard_groups == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
     assert layout.replica_groups[0] == (0, 8)
+
+
+def test_groups_of_experts() -> None:
+    assert resolve_layout([2, 2], expert_parallel_degree=2).expert_groups == ((0, 1), (2, 3))
+    assert resolve_layout([2, 2]).expert_groups == ((0,), (1,), (2,), (3,))
+    picture = draw_layout(resolve_layout([8, 8], expert_parallel_degree=8)).plain
+    assert "expert groups   exchange tokens at the experts            within a node" in picture
+
+
+@pytest.mark.parametrize(
+    ("degree", "num_experts", "message"),
+    [
+        (2, 8, None),
+        (1, 0, None),
+        (2, 0, "--expert_parallel_degree 2: a model has no experts to split; leave it out"),
+        (
+            4,
+            6,
+            "4 does not divide the 6 experts of a layer of a model; leave it out, or give --fsdp_shard_degree the",
+        ),
+    ],
+)
+def test_experts_are_split_evenly(degree: int, num_experts: int, message: str | None) -> None:
+    layout = resolve_layout([4], fsdp_shard_degree=degree, expert_parallel_degree=degree)
+    with nullcontext() if message is None else pytest.raises(InputError, match=message):
+        check_experts(layout, num_experts=num_experts, model="a model")
 
 
 @given(layouts())
@@ -185,6 +212,15 @@ def test_single_device() -> None:
             {"tensor_parallel_degree": 4, "context_parallel_degree": 8},
             "with tensor degree 4 use --context_parallel_degree 1, 2 or 4",
         ),
+        (
+            [8, 8],
+            {"expert_parallel_degree": 4},
+            "--expert_parallel_degree 4: experts are split over the GPUs that share a copy of the model, which are 8; "
+            "use 1 or 8, or --fsdp_shard_degree 4 with it",
+        ),
+        ([4], {"expert_parallel_degree": 2, "fsdp_shard_degree": 1}, "which are 1; use 1, or --fsdp_shard_degree 2"),
+        ([8], {"expert_parallel_degree": 4, "tensor_parallel_degree": 2}, "neither with a tensor nor with a context"),
+        ([8], {"expert_parallel_degree": 4, "context_parallel_degree": 2}, "neither with a tensor nor with a context"),
         ([], {}, "--gpus_per_node is empty"),
         ([8, 8], {"single_device": True}, "--single_gpu_mode trains on one GPU, not on 16"),
     ],
@@ -481,6 +517,8 @@ BOTH = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
             "8: that takes 8 processes, and there is one; --num_processes 8 starts them",
         ),
         (RanksSection(**BOTH), "--tensor_parallel_degree 2 and --context_parallel_degree 2: that takes 4 processes"),
+        (RanksSection(expert_parallel_degree=2, fsdp_shard_degree=2, fsdp_num_replicas=2), "that takes 4 processes"),
+        (RanksSection(expert_parallel_degree=2), "--expert_parallel_degree 2: that takes 2 processes"),
         (RanksSection(fsdp_num_replicas=2, backend="deepspeed", tensor_parallel_degree=2), "takes 4 processes"),
         (LearnerParallelSection(fsdp_shard_degree=4), "and there is one; --num_learners_per_node 4 starts them"),
     ],

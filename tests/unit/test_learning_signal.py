@@ -6,7 +6,7 @@ import pytest
 
 from open_instruct.errors import RunError
 from open_instruct.records import RolloutGroup, Verdict
-from open_instruct.rollout.learning_signal import MAX_SILENT_STEPS, SignalWatch, refuse_failed_verdicts
+from open_instruct.rollout.step_checks import MAX_SILENT_STEPS, SignalWatch, refuse_failed_verdicts
 from tests.unit.fake_rollouts import completion, group_of, grpo_config
 
 CONFIG = grpo_config("--apply_r1_style_format_reward")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
@@ -31,6 +30,7 @@ from open_instruct.models.lora.files import (
     open_adapter,
 )
 from open_instruct.models.shards import held_of, held_run
+from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from tests.unit.small_models import CPU, hf_config, new_model, with_random_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,8 +15,7 @@ import pytest
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import EnvironmentSection
-from open_instruct.environments.adapters import make_environment
-from open_instruct.environments.environment import EnvironmentFault, Reply, begin_run
+from open_instruct.environments.environment import EnvironmentFault, Reply, begin_run, make_environment
 from open_instruct.environments.mcp_tools import McpServer
 from open_instruct.environments.registry import factory_named, known_environments
 from open_instruct.errors import InputError

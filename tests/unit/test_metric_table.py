@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from open_instruct.metric_table import entry_of, in_order, metric_table
-from open_instruct.report.series import series_of
+from open_instruct.report.charts import series_of
 from open_instruct.run.metrics_log import step_words
 from tests.house.test_docs_commands import REPOSITORY
 

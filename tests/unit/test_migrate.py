@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from open_instruct.cli import main
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
@@ -19,6 +18,7 @@ from open_instruct.config.suites.upstream_flags import upstream_defaults, upstre
 from open_instruct.errors import InputError
 from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, read_launch
 from open_instruct.migrate.migration import Migration, migrate
+from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.objectives.registry import objective_named
 
 DPO = "--model_name_or_path m --mixer_list rows.jsonl 1.0 --max_seq_length 512"
@@ -48,7 +48,7 @@ def grpo_config(words: str) -> GRPOConfig:
 class TestDefaults:
     def test_those_of_dpo_that_differ_are_told_and_set(self) -> None:
         migration = of("dpo", DPO)
-        assert migration.is_equivalent
+        assert not migration.refused
         assert {name: tuple(both.values()) for name, both in migration.defaults.items()} == {
             "output_dir": ("output/", None),
             "packing": (False, True),
@@ -87,7 +87,7 @@ class TestDefaults:
         assert of("sft", SFT).defaults["num_epochs"] == {"upstream": 2, "here": 1}
         other = of("sft", f"open_instruct/olmo_core_finetune.py {DPO}")
         assert other.defaults["num_epochs"] == {"upstream": 3, "here": 1}
-        assert other.is_equivalent and other.defaults["packing_strategy"] == {"upstream": "bfd", "here": "step"}
+        assert not other.refused and other.defaults["packing_strategy"] == {"upstream": "bfd", "here": "step"}
         assert "rank" in other.defaults["denominators"]["upstream"] and "documents" in other.defaults
         assert "microbatch" in of("sft", SFT).defaults["denominators"]["upstream"]
         assert "documents" not in of("sft", SFT).defaults and "documents" not in of("dpo", DPO).defaults
@@ -130,7 +130,7 @@ class TestFlags:
         self, launch: str, words: str, expected: dict[str, str]
     ) -> None:
         migration = beside_needed(launch, words)
-        assert not migration.is_equivalent
+        assert migration.refused
         for flag, part in expected.items():
             assert part in migration.refused[flag]
 
@@ -142,7 +142,7 @@ class TestFlags:
         ],
     )
     def test_models_of_our_families_are_the_same(self, name: str) -> None:
-        assert of("dpo", f"--mixer_list r 1.0 --max_seq_length 8 --model_name_or_path {name}").is_equivalent
+        assert not of("dpo", f"--mixer_list r 1.0 --max_seq_length 8 --model_name_or_path {name}").refused
 
     @pytest.mark.parametrize(
         ("words", "deepspeed"),
@@ -158,7 +158,7 @@ class TestFlags:
     )
     def test_a_launch_on_deepspeed_may_be_one_here(self, words: str, deepspeed: str) -> None:
         migration = beside_needed("grpo", words)
-        assert migration.is_equivalent and "--backend" not in migration.arguments
+        assert not migration.refused and "--backend" not in migration.arguments
         expected = f"--backend deepspeed {deepspeed}".split() if deepspeed else []
         assert migration.deepspeed == expected
         validate_grpo(parse(GRPOConfig, [*migration.arguments, *expected]))
@@ -167,7 +167,7 @@ class TestFlags:
         words = "--model_name_or_path m --max_seq_length 8 --max_train_samples 500"
         for rows in ("--dataset_name rows", "--mixer_list rows 1.0", "--dataset_mixer_list rows 1.0"):
             migration = of("dpo", f"{words} {rows}")
-            assert migration.is_equivalent and "--mixer_list rows 500" in " ".join(migration.arguments)
+            assert not migration.refused and "--mixer_list rows 500" in " ".join(migration.arguments)
         refused = of("dpo", f"{words} --mixer_list a 1.0 b 1.0").refused
         assert "--mixer_list NAME COUNT" in refused["max_train_samples"]
 

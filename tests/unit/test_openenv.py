@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from open_instruct.config.rollout_sections import EnvironmentSection
-from open_instruct.environments.adapters import make_environment
-from open_instruct.environments.environment import EnvironmentFault, Opening, Reply, Turn, begin_run
+from open_instruct.environments.environment import EnvironmentFault, Opening, Reply, Turn, begin_run, make_environment
 from open_instruct.environments.registry import factory_named, known_environments
 from open_instruct.errors import InputError
 from tests.unit.test_environments import USER, Asked, ask, calls, decoded, tokenizer  # noqa: F401  # fixtures

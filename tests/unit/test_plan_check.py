@@ -3,14 +3,15 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
+from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process
 from open_instruct.planning import plan
@@ -49,7 +50,7 @@ def start(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     """What `dpo.py` does, and says, on the first rank of CPU nodes with so much memory."""
 
     def start(host_gib: float, nodes: tuple[int, ...], *words: str) -> str:
-        monkeypatch.setattr(opened, "_host_bytes", lambda: round(host_gib * GIB))
+        monkeypatch.setattr(opened.psutil, "virtual_memory", lambda: SimpleNamespace(total=round(host_gib * GIB)))
         required = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
         small = ["--per_device_train_batch_size", "1", "--max_seq_length", "64"]
         config = parse(DPOConfig, [*required, *([] if "--max_seq_length" in words else small), *words])
@@ -93,7 +94,7 @@ def test_a_plan_that_does_not_fit_is_said_in_colour_with_the_change_that_fits(
 def test_a_model_that_cannot_be_read_has_no_plan_and_runs_all_the_same(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     verdict = checked(folder, memory_gib=0.001)
-    assert verdict.line.startswith("plan: none (InputError: ") and not verdict.cannot_fit
+    assert verdict.line.startswith("plan: none (InputError: ") and not verdict.warning
 
 
 def test_so_has_one_whose_layers_differ(folder: Path) -> None:
@@ -101,7 +102,7 @@ def test_so_has_one_whose_layers_differ(folder: Path) -> None:
     words = ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules"]
     verdict = checked(folder, *words, "blocks.0.feed_forward", memory_gib=80)
     assert verdict.line.startswith("plan: none (InputError: ") and "treats layers differently" in verdict.line
-    assert not verdict.cannot_fit
+    assert not verdict.warning
     assert checked(folder, *words, "blocks.*.feed_forward", memory_gib=80).line.startswith("plan: needs")
 
 
@@ -178,7 +179,7 @@ class TestLauncher:
     @pytest.fixture(autouse=True)
     def on_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(opened, "_host_bytes", lambda: 64 * GIB)
+        monkeypatch.setattr(opened.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB))
 
     def config(self, folder: Path, *words: str) -> GRPOConfig:
         required = ["--model_name_or_path", str(folder), "--dataset_mixer_list", "rows.jsonl", "1.0"]

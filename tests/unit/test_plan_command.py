@@ -44,6 +44,11 @@ SHARED = ["--shared_prompt_tokens"]
 LEARNERS = ["--num_learners_per_node"]
 GRPO_7B = ["grpo", *OLMO_7B, *LEARNERS]
 ON_ONE_GPU = ["grpo", "--model_name_or_path", "Qwen/Qwen3-1.7B", "--single_gpu_mode"]
+QWEN3_30B_A3B = json.loads(
+    '{"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,'
+    ' "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "vocab_size": 151936, "dtype":'
+    ' "bfloat16", "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}'
+)
 STEPS = ["--gradient_accumulation_steps", "16"]
 ESCAPE = "\x1b"
 
@@ -406,6 +411,20 @@ class TestRanking:
         assert {layout.tensor_parallel_degree for layout in layouts} == degrees
         context = setting.layout.context_parallel_degree
         assert all(layout.context_parallel_degree == context for layout in layouts)
+
+    def test_experts_stay_split(self, tmp_path: Path) -> None:
+        """Over the shard group of every layout that divides them, and of what is advised."""
+        (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+        rows = [*FULL, "--per_device_train_batch_size", "1", "--gpus_per_node", "3x8"]
+        model = ["dpo", "--model_name_or_path", str(tmp_path), *rows, "--fsdp_shard_degree", "2"]
+        split = [*model, "--expert_parallel_degree", "2"]
+        setting = requested(*split).setting
+        assert {plan.layout.expert_parallel_degree for plan in ranked_layouts(setting)} == {1, 2, 4, 8}
+        needs, needs_gathered = (planned(*words).peak.total_bytes for words in (split, model))
+        assert needs < needs_gathered / 4  # the state of an expert is cut among all 24, and not among 2
+        change = change_to_fit(planned(*split, "--gpu", f"memory_gib={needs / GIB - 0.1}"))
+        assert change is not None
+        assert "--expert_parallel_degree 4" in change.flags and "--fsdp_shard_degree 4" in change.flags
 
 
 class TestPage:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,10 +15,13 @@ from benchmarks.memory_runs.tracked import track
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import MemorySection, OptimSection
 from open_instruct.learner.model.kernels import build_activation_checkpointing
-from open_instruct.learner.olmo_core.fsdp2 import CastCopy
+from open_instruct.learner.olmo_core.fsdp2 import hand_gradients_over
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
+from open_instruct.models.experts import exchange
+from open_instruct.models.experts.exchange import ExpertGroup
+from open_instruct.models.experts.routed import Experts
 from open_instruct.models.heads import logprob_head
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt
@@ -25,9 +29,8 @@ from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.activations import profile_of
 from open_instruct.planning.memory.phases import NUM_SYNC_SLOTS, READ_CHUNK_BYTES, Moments, memory_by_phase
-from open_instruct.planning.memory.pieces import Pass
 from open_instruct.planning.memory.state import local_size
-from open_instruct.planning.subject.model import DELTA_BLOCKS, ModelShape, model_shape, shape_of_fields
+from open_instruct.planning.subject.model import ModelShape, model_shape, shape_of_fields
 from open_instruct.planning.subject.workload import Scoring, Workload, adapted
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.toys.tiny import Size, tiny_config
@@ -117,6 +120,10 @@ def test_a_block_is_what_it_really_keeps_and_needs(
         ("qwen3", FLOAT32, (), {"lora_target_modules": ["v_proj", "down_proj"]}),
         ("qwen3", BFLOAT16, (FEED_FORWARD,), {"lora_dropout": 0.1}),
         ("llama", BFLOAT16, ("blocks.*.attention", NORMS), {}),
+        ("qwen3_moe", FLOAT32, (), None),
+        ("qwen3_moe", BFLOAT16, (), None),
+        ("qwen3_moe", BFLOAT16, (FEED_FORWARD,), None),
+        ("qwen3_moe", BFLOAT16, (), {}),
     ],
 )
 def test_so_is_another_block(
@@ -132,8 +139,30 @@ def test_so_is_another_block(
 def test_blocks_of_a_model_that_remembers(family: Any, dtype: torch.dtype, recomputed: tuple[str, ...]) -> None:
     """The rule itself is counted by a fit; attention between its layers operation by operation, but for its gate."""
     # Of what a forward pass needs that keeps nothing, the bound is not close: the backward pass needs more.
-    compare_block(family, dtype, recomputed, is_delta=True, rel=(0.15, 0.9 if recomputed else 0.15, 0.15))
-    compare_block(family, dtype, recomputed, rel=(0.07, 0.3 if recomputed else 0.07, 0.1))
+    compare_block(family, dtype, recomputed, layer=0, rel=(0.15, 0.9 if recomputed else 0.15, 0.15))
+    compare_block(family, dtype, recomputed, layer=1, rel=(0.07, 0.3 if recomputed else 0.07, 0.1))
+
+
+@pytest.mark.parametrize(("dtype", "recomputed"), [(FLOAT32, ()), (BFLOAT16, ()), (BFLOAT16, (FEED_FORWARD,))])
+def test_so_is_a_block_whose_experts_are_split(
+    dtype: torch.dtype, recomputed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where as many rows arrive as are sent."""
+    monkeypatch.setattr(exchange, "all_to_all_single", lambda counts, *_: counts)
+    monkeypatch.setattr(exchange, "all_to_all_single_autograd", lambda rows, *_: rows.clone())
+    compare_block("qwen3_moe", dtype, recomputed, expert_degree=2)
+
+
+class PretendedGroup(ExpertGroup):
+    """Of ranks with a part of each stack, of which this one is there alone."""
+
+    def __init__(self, experts: Experts, degree: int) -> None:
+        self.group, self.degree = None, degree  # type: ignore[assignment]
+        for name, stack in list(experts.named_parameters()):
+            experts.register_parameter(name, nn.Parameter(stack.detach().chunk(degree)[0].clone()))
+
+    def own(self, stack: torch.Tensor) -> torch.Tensor:
+        return stack
 
 
 def compare_block(
@@ -142,8 +171,9 @@ def compare_block(
     recomputed: tuple[str, ...],
     lora: LoRASection | None = None,
     *,
-    is_delta: bool = False,
+    layer: int = 0,
     rel: tuple[float, float, float] = (0.01, 0.02, 0.05),
+    expert_degree: int = 1,
 ) -> None:
     """What a block of a real model, on a CPU by itself, makes and keeps, with what is planned of it."""
     hf_config = tiny_config(family, replace(SIZE, layers=1 if rel[0] < 0.02 else 2), vocab_size=512, tie=False)
@@ -157,10 +187,13 @@ def compare_block(
         config = build_activation_checkpointing(memory, model=model, device=torch.device("cpu"))
         assert config is not None
         model.apply_activation_checkpointing(config.mode, modules=config.modules)
-    block = model.blocks["0" if is_delta else str(len(model.blocks) - 1)]
+    block = model.blocks[str(layer)]
+    if expert_degree > 1:
+        (experts,) = (each for each in block.modules() if isinstance(each, Experts))
+        experts.group = PretendedGroup(experts, expert_degree)
     x = torch.randn(1, sum(LENGTHS), SIZE.hidden, dtype=dtype, requires_grad=True)
     row = Segments.of(LENGTHS, (0,) * len(LENGTHS), device=x.device)
-    if not is_delta and block.attention.rope is not None:
+    if getattr(block.attention, "rope", None) is not None:
         block.attention.rope.warmup_cache(sum(LENGTHS), torch.device("cpu"))
 
     with Live() as live:
@@ -172,26 +205,26 @@ def compare_block(
         output.backward(gradient)
         backward_peak = live.peak - output.untyped_storage().nbytes()
 
-    sizes = Pass(
-        num_tokens=sum(LENGTHS),
-        num_rows=sum(LENGTHS),
-        longest_document=max(LENGTHS),
-        num_labels=sum(LENGTHS),
-        compute_bytes=dtype.itemsize,
+    split = resolve_layout([expert_degree], expert_parallel_degree=expert_degree)
+    layout = split if expert_degree > 1 else ALONE
+    workload = replace(
+        WORKLOAD,
+        tokens_per_microbatch=sum(LENGTHS),
+        longest_sequence=max(LENGTHS),
+        param_dtype=str(dtype).removeprefix("torch."),
         on_cuda=False,
-        tensor_degree=1,
-        recomputed_modules=recomputed,
-        casts_adapters=dtype == torch.bfloat16,
+        checkpointing="selected_modules",
+        checkpointing_modules=recomputed,
     )
     shape = adapted(shape_of(hf_config), lora)
-    profile = profile_of(DELTA_BLOCKS if is_delta else "blocks", shape, sizes)
+    profile = profile_of(shape.layers[layer].kind, shape, layout, workload, splits_rows=True)
     assert profile.kept_bytes == pytest.approx(kept, rel=rel[0])
     assert profile.forward_peak.total == pytest.approx(forward_peak, rel=rel[1])
     assert profile.backward_peak.total == pytest.approx(backward_peak, rel=rel[2])
     trained = sum(
-        parameter.num_params
+        parameter.num_params // (expert_degree if parameter.is_stack else 1)
         for parameter in shape.parameters
-        if parameter.name.startswith(f"blocks.{0 if is_delta else len(model.blocks) - 1}.") and parameter.is_trained
+        if parameter.layer == layer and parameter.is_trained
     )
     assert profile.backward[-1].weight_gradients == trained * dtype.itemsize
 
@@ -212,7 +245,7 @@ def test_the_passes_of_a_whole_model(
     if lora is not None:
         adapt(model, lora, dtype=torch.bfloat16)
     elif dtype == "bfloat16":
-        CastCopy(model, build_model(hf_config, init_device="cpu"))
+        hand_gradients_over(model, build_model(hf_config, init_device="cpu"))
     model.lm_head.max_logits_bytes = max_logits_bytes
     monkeypatch.setattr(activations, "MAX_LOGITS_BYTES", max_logits_bytes)
     activations.profile_of.cache_clear()
@@ -305,7 +338,7 @@ def test_keys_are_gathered_as_the_row_has_them(prefixes: tuple[int, ...]) -> Non
     )
     row = Segments.of(tuple(50 - prefix for prefix in prefixes) * 2, prefixes * 2, device=torch.device("cpu"))
     assert row.key_index_K is not None
-    assert activations.pass_of(LAYOUT, workload).num_gathered_keys == len(row.key_index_K) == 400
+    assert activations.gathered_keys(LAYOUT, workload) == len(row.key_index_K) == 400
 
 
 def test_a_step_of_muon_needs_what_it_really_does() -> None:

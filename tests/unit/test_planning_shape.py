@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
+from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.subject.model import model_shape, public_models
 from open_instruct.planning.subject.workload import Scoring, workload_of
@@ -34,6 +34,8 @@ NUM_PARAMS = {
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-14B": 14_768_307_200,
     "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.2-3B": 3_212_749_824,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
@@ -57,6 +59,7 @@ def test_public_models_have_the_parameters_of_their_release(name: str, num_param
         ("Qwen2.5-Math-7B-Instruct", "Qwen/Qwen2.5-7B"),
         ("Qwen3-8B-Base", "Qwen/Qwen3-8B"),
         ("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-4B"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-30B-A3B"),
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
         ("meta-llama/Meta-Llama-3-8B", "meta-llama/Llama-3-8B"),
     ],
@@ -184,7 +187,7 @@ def test_an_engine_that_shares_the_learners_gpu_takes_its_part() -> None:
 
     assert beside_weights("--vllm_gpu_memory_utilization", "0.5") == 40 * 2**30 - 2 * SHAPE.num_params
     cache = ["--vllm_kv_cache_mib", "1024"]
-    a_token, a_sequence = 2 * (3 * SHAPE.d_ff + 4 * SHAPE.d_model), 8 * SHAPE.vocab_size
+    a_token, a_sequence = 2 * (3 * SHAPE.layers[0].d_ff + 4 * SHAPE.d_model), 8 * SHAPE.vocab_size
     assert beside_weights(*cache) == 2**30 + 16384 * a_token + 256 * a_sequence
     given = beside_weights(*cache, "--vllm_max_num_batched_tokens", "4096", "--vllm_max_num_seqs", "64")
     assert given == 2**30 + 4096 * a_token + 64 * a_sequence

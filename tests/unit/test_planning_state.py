@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.config.sections import OptimSection
 from open_instruct.families import FAMILIES
-from open_instruct.learner.olmo_core.fsdp2 import CastCopy
+from open_instruct.learner.olmo_core.fsdp2 import hand_gradients_over
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
+from open_instruct.models.experts import exchange
 from open_instruct.models.hf.names import clean_name
-from open_instruct.models.load import parameter_shapes
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
@@ -46,6 +46,7 @@ TIED_OR_NOT = [
     ("qwen3", False),
     ("llama", True),
     ("llama", False),
+    ("qwen3_moe", False),
 ]
 WORKLOAD = Workload(
     algorithm="sft",
@@ -79,6 +80,8 @@ LAYOUTS = {
 
 
 def config_of(family: str, is_tied: bool, size: Size = UNEVEN) -> Any:
+    if FAMILIES[family].expert_size is not None:
+        size = replace(size, hidden=136, mlp=4 * 56)  # experts are multiples of 8 wide
     return tiny_config(family, size, vocab_size=size.vocab_size, tie=is_tied)  # type: ignore[arg-type]
 
 
@@ -91,6 +94,7 @@ def sharded_model(hf_config: Any, layout: ShardLayout, *, lora: LoRASection | No
     configs = parallel_configs(layout, param_dtype="bfloat16")
     dp, tp = configs["dp"], configs["tp"]
     model = build_model(hf_config)
+    model.splits_experts = layout.expert_parallel_degree > 1
     if lora is not None:
         adapt(model, lora, dtype=torch.bfloat16)
     return parallelize_model(
@@ -126,6 +130,7 @@ def held_after_a_step(model: Any, optimizer: str, computing: Any = None) -> tupl
 CASES = [
     *(("olmo2", False, name) for name in LAYOUTS),
     *(("qwen3", True, name) for name in ("24 tensor 2", "1024")),
+    *(("qwen3_moe", False, name) for name in ("8 as 2 replicas", "24")),
     *((family, is_tied, "24") for family, is_tied in [("olmo3", False), ("qwen3", False), ("llama", True)]),
 ]
 
@@ -137,6 +142,20 @@ def test_state_is_what_the_sharded_model_holds(join_as: JoinAs, family: str, is_
         join_as(rank, layout.world_size)
         held = held_after_a_step(sharded_model(hf_config, layout), "adamw")
         assert state_bytes(shape_of(hf_config), layout, WORKLOAD, rank=rank) == held, f"rank {rank}"
+
+
+@pytest.mark.parametrize("shard_degree", [2, 8])  # of the last 2 experts of a rank, or of one, replicas have a part
+def test_state_of_experts_that_are_split(join_as: JoinAs, shard_degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "all_to_all_single", lambda counts, *_: counts)
+    monkeypatch.setattr(exchange, "all_to_all_single_autograd", lambda rows, *_: rows.clone())
+    layout = layout_of(24, fsdp_shard_degree=shard_degree, expert_parallel_degree=shard_degree)
+    hf_config = config_of("qwen3_moe", False, SIZES["tiny"])
+    for rank in (0, 1, 10, 23):
+        join_as(rank, layout.world_size)
+        model = sharded_model(hf_config, layout)
+        stacks = [each for each in model.parameters() if each.ndim == 3]
+        assert stacks and all("Strided" in str(each.placements) for each in stacks)
+        assert state_bytes(shape_of(hf_config), layout, WORKLOAD, rank=rank) == held_after_a_step(model, "adamw")
 
 
 # Fewer rows of a half than there are shards, and more.
@@ -213,7 +232,7 @@ def test_state_of_one_gpu_without_sharding(param_dtype: str) -> None:
     copy = None
     if param_dtype == "bfloat16":
         copy = build_model(hf_config, init_device="cpu").to(torch.bfloat16)
-        CastCopy(copy, masters)
+        hand_gradients_over(copy, masters)
     layout = resolve_layout([1], single_device=True)
     parameters, gradients, optimizer = held_after_a_step(masters, "adamw", computing=copy)
     parameters += storage_bytes(copy.parameters()) if copy else 0
@@ -225,8 +244,8 @@ def test_state_of_one_gpu_without_sharding(param_dtype: str) -> None:
 def test_parameters_are_those_of_the_model(family: str, is_tied: bool) -> None:
     hf_config = config_of(family, is_tied)
     model, shape = build_model(hf_config), shape_of(hf_config)
-    assert {parameter.name: parameter.shape for parameter in shape.parameters} == parameter_shapes(model)
-    assert [parameter.name for parameter in shape.parameters] == list(parameter_shapes(model))
+    real = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    assert [(parameter.name, parameter.shape) for parameter in shape.parameters] == [*real.items()]
     assert shape.num_params == sum(parameter.numel() for parameter in model.parameters())
     # Embeddings that are tied belong to the root.
     in_units = sum(unit.count * sum(each.num_params for each in unit.parameters) for unit in shape.units)

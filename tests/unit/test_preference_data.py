@@ -90,7 +90,7 @@ def test_mixture_in_order_with_repeats(load: Load, tmp_path: Path) -> None:
     dataset, report = load(one, "2.5", two, "3")
     assert len(dataset) == report.num_pairs == 13
     assert [dataset.key(i) for i in range(4)] == [dataset.key(i) for i in range(4, 8)]
-    assert report.sources == [(str(one), 4, 10), (str(two), 6, 3)]
+    assert report.sources == [f"{one}: 10 taken of 4 rows", f"{two}: 3 taken of 6 rows"]
     assert report.num_rows == report.num_kept == 7
     assert report.num_tokens == dataset.num_tokens.sum()
     distinct = {i: sum(map(len, dataset[i])) for i in [*range(4), 10, 11, 12]}
@@ -126,7 +126,7 @@ def test_replies_are_cut_on_the_right_and_prompts_never(load: Load, tokenizer: A
     assert max(len(document) for documents in dataset for document in documents) <= room
     assert report.filtered == {"same_tokens": 1, "prompt_too_long": 2}
     assert (report.num_truncated, report.num_kept) == (2, 4)
-    assert report.num_rows == report.num_bad + sum(report.filtered.values()) + report.num_kept == 7
+    assert report.num_rows == sum(report.bad.values()) + sum(report.filtered.values()) + report.num_kept == 7
 
 
 def test_everything_filtered_says_what_would_work(load: Load, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_bad_rows_can_be_skipped_and_counted(load: Load, bad_file: Path) -> None
     assert len(dataset) == report.num_kept == 2
     assert report.bad == dict.fromkeys((*BAD_KINDS, "prompts_differ"), 1)
     assert len(report.bad_rows) == 5
-    assert DataReport.of_fields(json.loads(json.dumps(asdict(report)))) == report
+    assert DataReport(**json.loads(json.dumps(asdict(report)))) == report
     assert report.num_truncated == 2 and "2 rows with a reply cut to --max_seq_length" in report.lines()
     assert f"kept in {report.cache_file}" in report.lines()
     text = "\n".join(report.lines())

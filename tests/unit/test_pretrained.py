@@ -7,9 +7,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
+from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.run import pretrained
 from open_instruct.run.pretrained import local_folder, open_pretrained
 from open_instruct.toys.tiny import write_tiny_model

@@ -21,8 +21,7 @@ from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import objective_named
-from open_instruct.preview.sample import Sample, sample_of
-from open_instruct.preview.shown import bars_of, html_page, print_sample
+from open_instruct.preview.sample import Sample, bars_of, html_page, print_sample, sample_of
 from tests.unit.token_data import byte_tokenizer, load_rows, write_rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]

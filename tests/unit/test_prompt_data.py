@@ -96,7 +96,7 @@ def test_verifiers_and_ground_truths_pair_up(keys: dict[str, Any], checks: list[
         ({"dataset": None}, "missing_key", "no 'dataset', and no --verifier NAME to judge such rows; the row has"),
         ({"dataset": []}, "bad_verifier", "names no verifier"),
         ({"dataset": 7}, "bad_verifier", "a number"),
-        ({"dataset": "gsm8"}, "unknown_verifier", "did you mean 'gsm8k'?"),
+        ({"dataset": "gsm8"}, "unknown_verifier", "did you mean gsm8k?"),
         ({"dataset": ["gsm8k", "ifeval"], "ground_truth": ["1"]}, "unpaired_ground_truth", "1 entries for the 2"),
         ({"weights": [1, 2]}, "bad_weight", "2 entries for 1"),
         ({"weight": -1}, "bad_weight", "not -1"),
@@ -246,7 +246,7 @@ def test_long_prompts_are_left_out_and_counted(load: Load, tmp_path: Path) -> No
     assert [len(prompt.token_ids) for prompt in dataset] == [HEAD + 8, HEAD + 1]
     assert [prompt.row_id for prompt in dataset] == [0, 1]
     assert report.filtered == {"long_prompt": 1}
-    assert report.num_rows == report.num_bad + sum(report.filtered.values()) + report.num_kept
+    assert report.num_rows == sum(report.bad.values()) + sum(report.filtered.values()) + report.num_kept
     told = "\n".join(report.lines())
     assert "1 row left out: the prompt is longer than --max_prompt_token_length" in told
     assert f"2 prompts, {2 * HEAD + 9} tokens, {HEAD + 4} tokens a prompt" in told
@@ -261,7 +261,7 @@ def test_bad_rows_name_file_and_line(load: Load, tmp_path: Path) -> None:
     told = str(raised.value)
     assert "2 rows of 3 cannot be used (unknown_verifier 2)" in told
     assert f"{rows}, line 2: 'dataset': there is no verifier 'math1'" in told
-    assert f"{rows}, line 3: 'dataset': there is no verifier 'string_match'; did you mean 'string_matcher'?" in told
+    assert f"{rows}, line 3: 'dataset': there is no verifier 'string_match'; did you mean string_matcher?" in told
 
 
 def test_parquet_rows_are_the_same_prompts(load: Load, tmp_path: Path) -> None:

@@ -11,13 +11,12 @@ from typing import Any, cast
 import pytest
 
 from open_instruct.cluster.learner_call import LearnerLost
-from open_instruct.cluster.learner_group import LearnerGroup
-from open_instruct.cluster.learner_process import LearnerProcess
+from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.errors import RunError
-from open_instruct.weights import publisher as publisher_module
-from open_instruct.weights.publisher import WeightPublisher
+from open_instruct.rollout import publisher as publisher_module
+from open_instruct.rollout.publisher import WeightPublisher
 from tests.unit.fake_engine import TIMEOUT_S, InProcessEngine, eventually, request
 
 SEND = "broadcast_to_vllm"
@@ -84,8 +83,7 @@ class Stage:
             make_engine=self._make,
             on_restart=self.publisher.engine_restarted,
             on_failure=self.publisher.engines_failed,
-            timeout_s=TIMEOUT_S,
-            max_restarts=max_restarts,
+            fleet=fleet,
             say=lambda text: None,
         )
         self.publisher.attach(self.pool)

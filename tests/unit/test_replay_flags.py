@@ -11,8 +11,18 @@ from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, write_config
 from open_instruct.errors import InputError
 from open_instruct.objectives.sft import SFTConfig
-from open_instruct.replay import Replay, ReplaySection, flags_that_may_differ, parse_replay
-from open_instruct.rollout.replay import as_decided, differences, on_one_process, recorded_row, table, weights_before
+from open_instruct.replay import (
+    Replay,
+    ReplayFlags,
+    as_decided,
+    differences,
+    flags_that_may_differ,
+    on_one_process,
+    parse_replay,
+    recorded_row,
+    table,
+    weights_before,
+)
 from open_instruct.run.run_directory import RunDirectory
 
 REQUIRED = ["--model_name_or_path", "start", "--dataset_mixer_list", "prompts.jsonl", "1.0"]
@@ -44,7 +54,7 @@ def refusal(*words: str) -> str:
 
 def test_a_replay_keeps_the_settings_of_the_run(run: Path) -> None:
     replay = asked(run)
-    assert (replay.run, replay.asked.replay, replay.changes) == (run, ReplaySection(step=3), {})
+    assert (replay.run, replay.asked.replay, replay.changes) == (run, ReplayFlags(step=3), {})
     assert replay.settings.loss.clip_higher == 0.3
 
 

@@ -25,21 +25,19 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from open_instruct.cli import main
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.report import health, page
+from open_instruct.report.charts import MAX_POINTS, histograms_of, series_of
 from open_instruct.report.command import Pages, server_of
 from open_instruct.report.health import Finding, findings_of, parts_of_step
-from open_instruct.report.histograms import histograms_of
-from open_instruct.report.rollouts import Rollouts, read_rollouts
-from open_instruct.report.run_files import RunFiles, differing_flags
-from open_instruct.report.series import MAX_POINTS, series_of
+from open_instruct.report.run_files import Rollouts, RunFiles, differing_flags, read_rollouts
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.rollout.traces import write_traces
 from open_instruct.run.metrics_log import MetricsLog

@@ -18,7 +18,6 @@ from open_instruct.users_code import load_named
 from open_instruct.verifiers.function import file_with
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.registry import judges_named, known_verifiers
-from open_instruct.verifiers.reward import RewardManager
 from tests.unit.scored import completion_of, score
 
 FUNCTIONS = """
@@ -84,10 +83,10 @@ def test_a_function_is_given_what_it_takes(pool: VerifierPool, name: str, comple
 
 
 def test_it_is_called_once_for_all_completions_of_a_prompt(pool: VerifierPool) -> None:
-    rewards, check = RewardManager(pool, RewardSection()), Check(verifier="ranked", ground_truth=ROW)
+    check = Check(verifier="ranked", ground_truth=ROW)
     prompt = Prompt(row_id=0, token_ids=(1,), text="Say hi.", checks=(check,))
-    assert rewards.judges_groups(prompt)
-    verdicts = rewards.judge(prompt, [completion_of(text) for text in ("hi!!", "hi", "hi!")])
+    assert pool.judges_groups(prompt)
+    verdicts = pool.judge(prompt, [completion_of(text) for text in ("hi!!", "hi", "hi!")])
     assert [verdict.reward for verdict in verdicts] == [0.0, 2.0, 1.0]
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from open_instruct.cli import main
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.opened import made_ready

@@ -12,8 +12,7 @@ import pytest
 
 from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.data.prompt_rows import environment_of
-from open_instruct.environments.adapters import make_environment
-from open_instruct.environments.environment import Reply, ToolCall, begin_run
+from open_instruct.environments.environment import Reply, ToolCall, begin_run, make_environment
 from open_instruct.environments.registry import known_environments
 from open_instruct.errors import InputError
 from tests.unit.test_environments import blocks_of_the_page

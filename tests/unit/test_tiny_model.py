@@ -16,8 +16,14 @@ from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.families import FAMILIES
 from open_instruct.models.family import transformer_config
 from open_instruct.models.hf.hf_config import load_hf_config
-from open_instruct.toys.tiny import SIZES, built_in_corpus, tiny_config, train_tokenizer, write_tiny_model
-from open_instruct.toys.tiny_command import tiny_model_command
+from open_instruct.toys.tiny import (
+    SIZES,
+    built_in_corpus,
+    tiny_config,
+    tiny_model_command,
+    train_tokenizer,
+    write_tiny_model,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -123,7 +129,8 @@ def test_command(is_first: bool, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("NEW", "missing: --family"),
         (
             "NEW --family gpt2",
-            "--family takes one of olmo2, olmo3, qwen2, qwen3, llama, olmo_hybrid, qwen3_5_text, not 'gpt2'",
+            "--family takes one of olmo2, olmo3, qwen2, qwen3, qwen3_moe, olmoe, llama, olmo_hybrid, qwen3_5_text, "
+            "not 'gpt2'",
         ),
         ("NEW --family llama --vocab_size 12", "--vocab_size 12: too small"),
         ("NEW --family llama --text /nowhere/at/all", "--text /nowhere/at/all: no such file"),

@@ -2,6 +2,7 @@
 
 import errno
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from open_instruct.errors import InputError, RunError
-from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.records import Check, Completion, Episode, Prompt, RolloutGroup, Span, Verdict
 from open_instruct.rollout.samples import RolloutStepBatch, StepSamples, training_samples
 from open_instruct.rollout.traces import Traces, read_traces, trace_file, write_traces
 from tests.unit.fake_rollouts import completion, group_of, grpo_config
@@ -93,6 +94,21 @@ def test_what_was_written_comes_back_exactly(batch: RolloutStepBatch) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_traces(Path(folder), 3, batch, unlearned(batch))
         assert read_traces(Path(folder), 3) == list(batch.groups)
+
+
+def test_an_episode_comes_back_exactly(tmp_path: Path) -> None:
+    episode = Episode(
+        status="env_error",
+        replies=(Span(start=0, stop=1), Span(start=3, stop=4)),
+        turns=({"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}),
+        rewards={"calculator": 0.5},
+        prompt_token_ids=(1, 40),
+        problem="it was lost",
+    )
+    answer = replace(completion(2), token_ids=(60, 8, 9, 61), episode=episode)
+    batch = RolloutStepBatch(groups=(group_of([1.0], [answer]),))
+    write_traces(tmp_path, 1, batch, unlearned(batch))
+    assert read_traces(tmp_path, 1) == list(batch.groups)
 
 
 MIXED = group_of([1.0, 0.0])

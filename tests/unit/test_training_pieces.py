@@ -32,7 +32,7 @@ from open_instruct.learner.rows.row_cache import RowCache
 from open_instruct.learner.scoring import open_reference_cache
 from open_instruct.models.build import build_model
 from open_instruct.packing.steps import BatchShape, collate, step_batch
-from open_instruct.parallel.reduce import WeightedSums, reduce_metrics
+from open_instruct.parallel.reduce import over_microbatches, reduce_metrics
 from open_instruct.records import Metric
 from open_instruct.run.metrics_log import MetricsLog, build_trackers
 from open_instruct.run.run_directory import RunDirectory
@@ -85,11 +85,9 @@ class TestMetrics:
         assert reduced == {"mean": 2.0, "sum": 5.0, "max": -1.0}
 
     def test_microbatches_count_by_their_weight(self) -> None:
-        sums = WeightedSums()
-        sums.add({"loss": Metric(value=torch.tensor(1.0), weight=3.0)})
-        sums.add({"loss": Metric(value=torch.tensor(5.0), weight=1.0)})
-        sums.add({"loss": Metric(value=torch.tensor(0.0), weight=0.0)})
-        assert reduce_metrics(sums.means(), group=None, device=CPU) == {"loss": 2.0}
+        weighted = [(1.0, 3.0), (5.0, 1.0), (0.0, 0.0)]
+        losses = [{"loss": Metric(value=torch.tensor(value), weight=weight)} for value, weight in weighted]
+        assert reduce_metrics(over_microbatches(losses), group=None, device=CPU) == {"loss": 2.0}
 
     def test_padding_fraction_counts_slots(self) -> None:
         pairs = make_pairs(2)
@@ -142,7 +140,6 @@ class TestReferenceCache:
 
     def test_another_mixture_finds_its_rows(self, tmp_path: Path) -> None:
         again = RowCache(self.fill(tmp_path, make_pairs(6)).path)
-        again.read()
         pairs = make_pairs(6)
         order = [5, 1, 1]
         pairs.keys_N32 = pairs.keys_N32[order]
@@ -174,7 +171,6 @@ class TestReferenceCache:
         cache = self.fill(tmp_path, make_pairs(3))
         cache.path.write_bytes(cache.path.read_bytes()[:40])
         again = RowCache(cache.path)
-        again.read()
         assert len(again) == 0
 
 

@@ -26,9 +26,9 @@ from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers import pool as verifier_pool
 from open_instruct.verifiers.answers import Passthrough, has_r1_format
 from open_instruct.verifiers.event_loop import awaited
-from open_instruct.verifiers.pool import Outcome, VerifierPool
+from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
-from open_instruct.verifiers.reward import RewardManager
+from open_instruct.verifiers.reward import Outcome, verdict_of
 from open_instruct.verifiers.worker import verdicts
 from tests.unit.scored import completion_of, score
 
@@ -478,6 +478,7 @@ def assert_ends(process_id: int) -> None:
         ("no_such_module:X", "cannot be loaded"),
         ("odd_verifiers:NoSuchClass", "cannot be loaded"),
         ("odd_verifiers:NotOne", "is neither a function nor a verifier"),
+        ("odd_verifiers:Silent", "a name and a score method"),
         ("odd_verifiers:Clash", "'gsm8k', as another verifier is"),
         ("odd_verifiers:ifeval", "'ifeval', as another verifier is"),
     ],
@@ -578,10 +579,9 @@ class TestOwnFiles:
 class TestReward:
     def reward(self, pool: VerifierPool, text: str, *checks: Check, truncated: bool = False, **config: Any) -> float:
         prompt = Prompt(row_id=0, token_ids=(1,), text="?", checks=checks)
-        (verdict,) = RewardManager(pool, RewardSection(**config)).judge(
-            prompt, [completion_of(text, is_truncated=truncated)]
-        )
-        return verdict.reward
+        completion = completion_of(text, is_truncated=truncated)
+        outcomes = [pool.scores(check, prompt.text, [completion])[0] for check in checks]
+        return verdict_of(prompt, completion, outcomes, RewardSection(**config)).reward
 
     def test_scores_are_weighted_or_added_up(self, pool: VerifierPool) -> None:
         checks = (check("gsm8k", "5", weight=3.0), check("string_matcher", "no", weight=1.0))
@@ -602,5 +602,5 @@ class TestReward:
 
     def test_problems_are_reported(self, pool: VerifierPool) -> None:
         prompt = Prompt(row_id=0, token_ids=(1,), text="?", checks=(check("odd"),))
-        (verdict,) = RewardManager(pool, RewardSection()).judge(prompt, [completion_of("die")])
+        (verdict,) = pool.judge(prompt, [completion_of("die")])
         assert (verdict.reward, verdict.scores, len(verdict.problems)) == (0.0, {"odd": 0.0}, 1)

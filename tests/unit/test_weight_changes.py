@@ -23,8 +23,8 @@ from open_instruct.weights.changes import (
     SentParts,
     bits_of,
     bucket_of_changes,
-    digest_of,
-    form_of,
+    changes_on_device,
+    changes_on_host,
     manifest_of_changes,
     places_of_runs,
     renew,
@@ -156,25 +156,42 @@ def test_a_bit_that_is_another_one_is_noticed_by_name(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "form", "entries", "places"),
+    ("before", "after", "form", "entries", "values"),
     [
-        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 9, 4, 5, 6, 7, 8], PLACES, [2], [2]),
+        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 9, 4, 5, 6, 7, 8], PLACES, [2], [9]),
         ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8], PLACES, [], []),
-        ([1] * 12, [1, 2, 2, 2, *[1] * 8], RUNS, [1, 3], [1, 2, 3]),
-        ([1] * 6, [2, 2, *[1] * 4], WHOLE, [], [0, 1]),
-        ([1] * 6, [2] * 6, WHOLE, [], None),
+        ([1] * 12, [1, 2, 2, 2, *[1] * 8], RUNS, [1, 3], [2, 2, 2]),
+        ([1] * 20, [2, *[1] * 5, 3, 3, 3, 3, 3, *[1] * 9], RUNS, [0, 6, 1, 5], [2, 3, 3, 3, 3, 3]),
+        ([1] * 6, [2, 2, *[1] * 4], WHOLE, [], [2, 2, 1, 1, 1, 1]),
+        ([1] * 16, [2] * 16, WHOLE, [], [2] * 16),
     ],
-    ids=["a place", "nothing", "a run", "too little to save", "all"],
+    ids=["a place", "nothing", "a run", "two runs", "too little to save", "all"],
 )
 def test_the_form_is_that_of_the_fewest_bytes(
-    before: list[int], after: list[int], form: int, entries: list[int], places: list[int] | None
+    before: list[int], after: list[int], form: int, entries: list[int], values: list[int]
 ) -> None:
     sent_N, now_N = (torch.tensor(each, dtype=torch.float32).bfloat16() for each in (before, after))
-    places_C, digest = renew(bits_of(sent_N), now_N.float(), dtype=torch.bfloat16)
-    assert torch.equal(sent_N, now_N) and digest == digest_of(bits_of(now_N))
-    assert (None if places_C is None else places_C.tolist()) == places
-    found = form_of(places_C, num_values=len(after), itemsize=2)
-    assert (found[0], found[1].tolist()) == (form, entries)
+    told = renew(bits_of(sent_N), now_N.float(), dtype=torch.bfloat16)
+    assert torch.equal(sent_N, now_N)
+    assert (told[0], told[1].tolist()) == (form, entries)
+    assert told[2].view(torch.bfloat16).tolist() == values
+
+
+@given(st.sampled_from([torch.uint8, torch.int16, torch.int32]), st.data())
+def test_a_device_and_its_host_find_the_same_changes(dtype: torch.dtype, data: st.DataObject) -> None:
+    """Wherever they lie in words of eight bytes, and in memory that begins in the middle of one."""
+    bits = st.lists(st.integers(0, 1), min_size=1, max_size=40)
+    both = data.draw(
+        bits.flatmap(
+            lambda one: st.tuples(st.just(one), st.lists(st.integers(0, 1), min_size=len(one), max_size=len(one)))
+        )
+    )
+    start = data.draw(st.integers(0, 3))
+    now, before = (torch.tensor([0] * start + side, dtype=dtype)[start:] for side in both)
+    places = [place for place, (one, other) in enumerate(zip(*both, strict=True)) if one != other]
+    for find in (changes_on_host, changes_on_device):
+        found, values = find(now, before)
+        assert found.tolist() == places and values.tolist() == now[places].tolist()
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5))))
@@ -207,5 +224,4 @@ def test_bytes_decide_up_to_which_share_changes_travel(
     generator = torch.Generator().manual_seed(0)
     changed = torch.rand(10_000 // run_length, generator=generator).argsort() < share * 10_000 // run_length
     after = changed.repeat_interleave(run_length).to(dtype)
-    places_C, _ = renew(torch.zeros_like(after), after.view(FLOATS[dtype]), dtype=FLOATS[dtype])
-    assert form_of(places_C, num_values=len(after), itemsize=dtype.itemsize)[0] == form
+    assert renew(torch.zeros_like(after), after.view(FLOATS[dtype]), dtype=FLOATS[dtype])[0] == form

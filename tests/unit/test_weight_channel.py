@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -15,8 +17,9 @@ import torch.distributed as dist
 
 from open_instruct.errors import RunError
 from open_instruct.parallel.listening import LOOPBACK
+from open_instruct.weights import progress
 from open_instruct.weights.broadcasts import ERROR_HANDLING, broadcast_group
-from open_instruct.weights.progress import SyncProgress, learner_name, receiver_name
+from open_instruct.weights.progress import SyncProgress, abandon, learner_name, receiver_name
 from open_instruct.weights.receiver import EXTRA_PATIENCE_S, WeightReceiver
 from open_instruct.weights.way import wait_for_device
 
@@ -147,3 +150,13 @@ def test_a_channel_whose_end_is_known_late_does_not_end_the_next_one() -> None:
     new.may_end.set()
     worker.staging.result(20)
     assert WeightReceiver.has_staged(worker)
+
+
+def test_a_channel_whose_learner_is_gone_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile the engine whose failure is told is not asked for anything, not even whether it lives."""
+    monkeypatch.setattr(progress, "SECONDS_FOR_LAST_WORDS", 0.2)
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+    began_s = time.monotonic()
+    abandon({"address": LOOPBACK, "port": port, "timeout_s": 300.0}, "engine 0 lost it")
+    assert time.monotonic() - began_s < 60

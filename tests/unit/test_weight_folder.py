@@ -108,6 +108,8 @@ def harm(path: Path, how: str) -> None:
         path.write_bytes(data[:40] + bytes([data[40] ^ 1]) + data[41:])
     elif how == "no link":
         path.write_text("[]")
+    elif how == "builds on itself":
+        path.write_text(json.dumps(json.loads(data) | {"builds_on": 2}))
     elif how == "of other sizes":
         path.write_text(json.dumps(json.loads(data) | {"messages": [[[-1, ""]]]}))
 
@@ -121,6 +123,7 @@ def harm(path: Path, how: str) -> None:
         ("2.json", "missing", "No such file"),
         ("2.json", "torn", "Expecting"),
         ("2.json", "no link", "mapping"),
+        ("2.json", "builds on itself", "builds on itself"),
         ("2.json", "of other sizes", "negative"),
     ],
 )

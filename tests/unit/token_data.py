@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.messages import Message
+from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.packing.steps import BatchShape
 from open_instruct.records import Document, Span
 from open_instruct.toys.tiny import train_tokenizer
@@ -58,9 +59,10 @@ def load_rows(
     **changes: Any,
 ) -> Any:
     """What `load_token_dataset` or `load_prompt_dataset` makes of a mixture."""
-    arguments: dict[str, Any] = {"splits": ["train"], "on_bad_row": "error", "seed": 0}
+    listed = {name: changes.pop(name) for name in ("splits", "flag") if name in changes}
+    entries = parse_mixer_list(list(map(str, mixer_list)), **listed)
     chat = chat_format(tokenizer, template)
-    return load(mixer_list=list(map(str, mixer_list)), chat=chat, **(arguments | changes))
+    return load(entries=entries, chat=chat, **({"on_bad_row": "error", "seed": 0} | changes))
 
 
 def turns(*contents: str, roles: str = "") -> list[Any]:

@@ -14,6 +14,7 @@ import yaml
 
 EVERY = "every"
 NONE_WORD = "none"
+LEFT_OUT = "null"  # in place of our spelling of a value: the flag is left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +23,12 @@ class Entry:
 
     Example: `timeout: {as: dist_timeout_s, times: 60}` is::
 
-        Entry(ours="dist_timeout_s", times=60)
+        Entry(ours="dist_timeout_s", times="60")
     """
 
     ours: str | None = None
-    values: Mapping[str, str | None] = field(default_factory=dict)
-    times: float = 1
+    values: Mapping[str, str] = field(default_factory=dict)
+    times: str = ""
     form: str = ""
     unneeded: str | None = None
     refused: str | None = None
@@ -53,12 +54,12 @@ class Fate:
 def upstream_table(section: str = EVERY) -> dict[str, Entry]:
     """The entries of a section of flags.yaml, by the name of upstream's flag."""
     table = read_table("flags.yaml").get(section, {})
-    return {name: _entry(facts) for names, facts in table.items() for name in names.split(", ")}
+    return {name: _entry(**facts) for names, facts in table.items() for name in names.split(", ")}
 
 
 def upstream_defaults(trainer: str) -> dict[str, list[str]]:
     """The words of the default of each flag of upstream's `trainer` that has a counterpart here."""
-    return {name: _spelled(value).split() for name, value in read_table("defaults.yaml")[trainer].items()}
+    return {name: value.split() for name, value in read_table("defaults.yaml")[trainer].items()}
 
 
 def upstream_behaviours(name: str) -> dict[str, list[str]]:
@@ -73,7 +74,7 @@ def taken(name: str, words: Sequence[str], known: Collection[str]) -> Fate | Non
     sections = reversed(read_table("flags.yaml"))
     tables = [upstream_table(section) for section in sections if section == EVERY or (section == "grpo") == is_grpo]
     if name in known:  # the same name here; only some values are spelled otherwise
-        value = " ".join(map(_spelled, words)).lower()
+        value = " ".join(words).lower()
         spelled = (table[name] for table in tables if name in table)
         return next((fate(entry, words) for entry in spelled if entry.ours == name and value in entry.values), None)
     for each, its_words in ((name, words), (name.removeprefix("no_"), ["false"])):
@@ -88,14 +89,14 @@ def fate(entry: Entry, words: Sequence[str]) -> Fate:
     """The fate of a flag that was given `words`, by its entry."""
     words = [_spelled(word) for word in words] or ["true"]
     value = " ".join(words).lower()
-    if entry.refused is not None and value not in (*entry.unless, *entry.values):
+    if entry.refused is not None and value not in (*map(str.lower, entry.unless), *entry.values):
         return Fate(refused=entry.refused)
-    if entry.ours is None or entry.values.get(value, value) is None:
+    if entry.ours is None or entry.values.get(value) == LEFT_OUT:
         return Fate(unneeded=entry.unneeded or "that is how it is here")
     if spelling := entry.values.get(value):
         words = spelling.split()
-    elif entry.times != 1 and len(words) == 1:
-        words = [_multiplied(words[0], entry.times)]
+    elif entry.times and len(words) == 1:
+        words = [_multiplied(words[0], float(entry.times))]
     elif entry.form == "mixture":
         words = _mixture(words)
     elif entry.form == "whole":
@@ -122,24 +123,18 @@ def _mixture(words: list[str]) -> list[str]:
     return [str(word) for pair in mixture.items() for word in pair]
 
 
-def _spelled(value: Any) -> str:
-    """A scalar of YAML, or a word, as our command line has it."""
-    text = NONE_WORD if value is None else str(value)
-    return text.lower() if text.lower() in ("true", "false", NONE_WORD) else text
+def _spelled(word: str) -> str:
+    """A word as our command line has it."""
+    return word.lower() if word.lower() in ("true", "false", NONE_WORD) else word
 
 
-def _entry(facts: Mapping[str, Any]) -> Entry:
-    values = {
-        _spelled(theirs): None if ours is None else _spelled(ours) for theirs, ours in facts.get("values", {}).items()
-    }
-    rest = {name: value for name, value in facts.items() if name not in ("as", "values", "unless")}
-    unless = [_spelled(value).lower() for value in facts.get("unless", ())]
-    return Entry(ours=facts.get("as"), values=values, unless=unless, **rest)
+def _entry(**facts: Any) -> Entry:
+    return Entry(ours=facts.pop("as", None), **facts)
 
 
 @cache
 def read_table(file: str) -> dict[str, Any]:
-    """The content of a YAML file of this folder."""
+    """The content of a YAML file of this folder, in which every scalar is the word that stands there."""
     text = (files("open_instruct.config.suites") / file).read_text(encoding="utf-8")
-    table: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    table: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
     return table

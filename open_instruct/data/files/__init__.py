@@ -1,1 +1,1 @@
-"""Where rows come from: one file a kind of source."""
+"""Where rows come from: files of JSON, tables, folders, the hub."""

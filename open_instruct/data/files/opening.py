@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from open_instruct.data.files.columnar import column_file
-from open_instruct.data.files.rows import BadRow, RawRow, RowSource, is_json_lines, json_lines, json_list
-from open_instruct.data.files.tables import text_table
+from open_instruct.data.files.rows import RawRow, RowSource, is_json_lines, json_lines, json_list
+from open_instruct.data.files.tables import column_file, text_table
 from open_instruct.errors import InputError
 from open_instruct.whole_file import near_files
 
@@ -112,7 +111,7 @@ class _Folder(RowSource):
         fingerprint = hashlib.sha256(" ".join(each.fingerprint for each in self._sources).encode()).hexdigest()
         super().__init__(name if split == "train" else f"{name}[{split}]", fingerprint, self._starts[-1])
 
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow]:
         for source, (start, stop) in zip(self._sources, pairwise(self._starts), strict=True):
             own = indices[bisect_left(indices, start) : bisect_left(indices, stop)]
             yield from source.rows([index - start for index in own])
@@ -156,6 +155,6 @@ class _NamedRows(RowSource):
         super().__init__(f"{name}[{split}]", str(dataset._fingerprint), len(dataset))
         self._dataset = dataset.with_format(None)
 
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow]:
         for index, value in zip(indices, self._dataset.select(indices), strict=True):
             yield RawRow(file=self.name, line=index + 1, value=value)

@@ -1,7 +1,7 @@
 """Raw rows with their places in files, the base of the sources that read them, and the sources of JSON.
 
 A source knows the number and the hash of its rows before any row is parsed, so that the mixer and the cache decide
-first. The other kinds of files have a file each in this folder.
+first. Tables are read in tables.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from io import BufferedReader
 from itertools import islice
@@ -34,37 +34,27 @@ class MalformedRow(ValueError):
         self.kind = kind
         self.reason = reason
 
-    def at(self, file: str, line: int) -> BadRow:
-        """The bad row, with its place."""
-        return BadRow(file=file, line=line, kind=self.kind, reason=self.reason)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawRow:
-    """One parsed row. `line` counts from 1: the line of a .jsonl file, the row of anything else.
+    """One row of a source. `line` counts from 1: the line of a .jsonl file, the row of anything else.
 
     Example: `RawRow(file="rows.jsonl", line=3, value={"chosen": [...], "rejected": [...]})`.
     """
 
     file: str
     line: int
-    value: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadRow:
-    """One row that cannot be used, and why.
-
-    Example: `BadRow(file="rows.jsonl", line=3, kind="not_json", reason="not JSON: ...")`.
-    """
-
-    file: str
-    line: int
-    kind: str
-    reason: str
+    value: dict[str, Any] = field(default_factory=dict)
+    problem: MalformedRow | None = None  # why it has no value, if it has none
 
     def __str__(self) -> str:
-        return f"{self.file}, line {self.line}: {self.reason}"
+        return f"{self.file}, line {self.line}"
+
+    def content(self) -> dict[str, Any]:
+        """:raises MalformedRow: the row could not be read."""
+        if self.problem is not None:
+            raise self.problem
+        return self.value
 
 
 class RowSource(ABC):
@@ -79,40 +69,36 @@ class RowSource(ABC):
         return self._num_rows
 
     @abstractmethod
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow]:
         """One item for each of `indices`, which must be ascending and distinct, in that order."""
+
+
+# Gives the line of each row and what is there.
+Reader = Callable[[], Iterable[tuple[int, Any]]]
+# Makes a row of what is there; it may raise MalformedRow.
+Parser = Callable[[Any], dict[str, Any]]
 
 
 class FileRows(RowSource):
     """The rows of one file, read from its start each time, so that memory holds one of them."""
 
-    def __init__(
-        self,
-        path: Path,
-        name: str,
-        *,
-        read: Callable[[], Iterable[tuple[int, Any]]],
-        parse: Callable[[Any], dict[str, Any]],
-        num_rows: int | None = None,
-    ) -> None:
-        """`read` gives the line of each row and what is there, and `parse` makes a row of that.
-
-        `parse` may raise MalformedRow. Without `num_rows`, all is read once to be counted.
-        """
+    def __init__(self, path: Path, name: str, *, read: Reader, parse: Parser, num_rows: int | None = None) -> None:
+        """Without `num_rows`, all is read once to be counted."""
         with unpacked(path) as file:
             fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
         super().__init__(name, fingerprint, sum(1 for _ in read()) if num_rows is None else num_rows)
         self._read = read
         self._parse = parse
 
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow]:
         wanted = set(indices)
         for index, (line, found) in enumerate(islice(self._read(), max(wanted, default=-1) + 1)):
             if index in wanted:
                 try:
                     yield RawRow(file=self.name, line=line, value=self._parse(found))
                 except MalformedRow as error:
-                    yield error.at(self.name, line)
+                    # Without its traceback, whose frames would hold what the row was unpacked from.
+                    yield RawRow(file=self.name, line=line, problem=error.with_traceback(None))
 
 
 def json_lines(path: Path, name: str) -> FileRows:

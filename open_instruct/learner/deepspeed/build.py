@@ -2,31 +2,31 @@
 
 import math
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from olmo_core.distributed import parallel as olmo_core_parallel
+from olmo_core.optim import OptimConfig
 from torch.distributed.device_mesh import DeviceMesh
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.deepspeed.library import deepspeed
-from open_instruct.learner.deepspeed.optimizers import adam_for, choose_adam
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.deepspeed.zero import ZeroBackend
-from open_instruct.learner.model.inputs_on_host import offload_inputs
 from open_instruct.learner.model.kernels import choose_kernels
-from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.learner.optim.optimizers import AdamLikeConfig, build_optimizer_config, build_scheduler
+from open_instruct.learner.sharded import unfilled
 from open_instruct.models.heads.value_head import ValueHead
-from open_instruct.models.load import stream_load
-from open_instruct.models.lora.adapters import adapt, fill_adapter
 from open_instruct.parallel.data_parallel import keep_mesh, mesh_of
-from open_instruct.parallel.peers import doing
+from open_instruct.parallel.process import gathered
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
-from open_instruct.wording import counted
+
+Adam = Literal["FusedAdam", "CPUAdam", "AdamW"]
 
 
 def set_up(run: Run, config: LearnerConfig) -> tuple[DeviceMesh, dict[str, Any]]:
@@ -51,22 +51,18 @@ def uncompiled(config: LearnerConfig) -> LearnerConfig:
 
 def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int) -> ZeroBackend:
     """Build without weights, partition, then stream the checkpoint into the shards of the trained weights."""
-    doing("loading the start model")
     mesh, settings = set_up(run, config)
-    model, optim, parallel = config.model, config.optim, config.parallel
-    device, max_seq_length = run.process.device, config.data.max_seq_length
-    transformer, param_dtype = pretrained.build(init_device="meta"), getattr(torch, model.param_dtype)
-    if (lora := config.adapters) is not None:
-        adapt(transformer, lora, dtype=param_dtype)
+    optim, device, max_seq_length = config.optim, run.process.device, config.data.max_seq_length
+    transformer = unfilled(pretrained, config, init_device="meta")
     if isinstance(transformer.lm_head, ValueHead):
         transformer.lm_head.keeps_float32 = False  # DeepSpeed takes one dtype for all, and steps float32 ones
-    transformer.to(param_dtype)  # adapters too
+    transformer.to(getattr(torch, config.model.param_dtype))  # adapters too
     adamw = build_optimizer_config(optim, device=device, names=pretrained.names.olmo_core_names)
     keep_mesh(None)  # OLMo-core's train module makes a mesh of its own, which nothing reads
     module = ZeroBackend(
         settings=settings,
         model=transformer,
-        optim=choose_adam(adamw, adam_for(device, adam_offload=parallel.adam_offload), warn=run.console.warn),
+        optim=choose_adam(adamw, adam_for(device, adam_offload=config.parallel.adam_offload), warn=run.console.warn),
         scheduler=build_scheduler(optim, num_steps=num_steps),
         rank_microbatch_size=max_seq_length,
         max_sequence_length=max_seq_length,
@@ -80,14 +76,48 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     keep_mesh(mesh)
     if run.layout.context_parallel_degree > 1:
         module.model.apply_cp(olmo_core_parallel.get_cp_mesh(mesh))
-    offload_inputs(module.model, config.memory, device)
-    report = stream_load(module.model, pretrained.files, pretrained.names)
-    if lora is not None:
-        fill_adapter(module.model, lora, seed=optim.seed, start=pretrained.adapter)
-    module.masters.changed(num_steps=0)
+    module.fill(pretrained, run=run, config=config)
+    run.console.say(f"{type(module.optim).__name__} takes the steps")
     dist.barrier()  # no rank is ready before all are
-    run.console.say(
-        f"loaded {counted(report.num_tensors, 'tensor')} ({report.num_bytes_read / 1e6:,.1f} MB on this rank) "
-        f"in {report.wall_time_s:.1f} s; {type(module.optim).__name__.removeprefix('Held')} takes the steps"
-    )
     return module
+
+
+def adam_for(device: torch.device, *, adam_offload: bool) -> Adam:
+    """DeepSpeed's Adam on CUDA, for states on the device or in host memory; PyTorch's on a CPU, without a compiler."""
+    return "AdamW" if device.type != "cuda" else "CPUAdam" if adam_offload else "FusedAdam"
+
+
+def building_problem(adam: Adam) -> str | None:
+    """Why the kernel of DeepSpeed's Adam cannot be compiled here. It takes a minute or two, once a machine."""
+    try:
+        getattr(deepspeed.ops.op_builder, f"{adam}Builder")().load()
+    except Exception as error:  # a compiler, or the lack of one, may raise anything
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+class FusedAdamConfig(AdamLikeConfig):
+    """DeepSpeed's Adam on CUDA."""
+
+    @classmethod
+    def optimizer(cls) -> type[torch.optim.Optimizer]:
+        return deepspeed.ops.adam.FusedAdam
+
+
+class CPUAdamConfig(FusedAdamConfig):
+    """DeepSpeed's Adam for states in host memory."""
+
+    @classmethod
+    def optimizer(cls) -> type[torch.optim.Optimizer]:
+        return deepspeed.ops.adam.DeepSpeedCPUAdam
+
+
+def choose_adam(adamw: OptimConfig[Any], adam: Adam, *, warn: Callable[[str], None]) -> OptimConfig[Any]:
+    """The config of `adam` if every rank can compile its kernel, otherwise PyTorch's `adamw`. Collective."""
+    if adam == "AdamW":
+        return adamw
+    if problems := [why for why in gathered(building_problem(adam)) if why]:
+        warn(f"DeepSpeed's {adam} cannot be compiled here ({problems[0]}); PyTorch's AdamW takes the steps")
+        return adamw
+    kind = FusedAdamConfig if adam == "FusedAdam" else CPUAdamConfig
+    return kind(**{each.name: getattr(adamw, each.name) for each in fields(kind)})

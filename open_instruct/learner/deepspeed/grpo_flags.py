@@ -1,7 +1,6 @@
 """The flags of `grpo_fast.py`: those of GRPO, from where --backend deepspeed is set."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import LearnerParallelSection
@@ -17,10 +16,10 @@ class ZeroLearnerSection(LearnerParallelSection):
 
 @dataclass(kw_only=True)
 class GRPOFastConfig(GRPOConfig):
-    """Train a policy on verifiable rewards: vLLM engines generate, learners on DeepSpeed train, weights flow back."""
+    """Train a policy on verifiable rewards: vLLM engines generate, learners on DeepSpeed train, weights flow back.
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "python open_instruct/grpo_fast.py configs/grpo/tiny_cpu_deepspeed.yaml --output_dir runs/zero",
-    )
+    Examples:
+        python open_instruct/grpo_fast.py configs/grpo/tiny_cpu_deepspeed.yaml --output_dir runs/zero
+    """
 
     parallel: ZeroLearnerSection

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from open_instruct.learner.deepspeed.versions import installed_version, refuse_unfit
+from open_instruct.learner.deepspeed.versions import refuse_unfit
 
 
 def _loaded() -> Any:
-    refuse_unfit(installed_version())
+    refuse_unfit()
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # which it would find out with a warning
     with warnings.catch_warnings(action="ignore", category=FutureWarning):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.deepspeed.settings import problems, settle, zpg_of
-from open_instruct.learner.deepspeed.versions import installed_version, refuse_unfit
+from open_instruct.learner.deepspeed.versions import refuse_unfit
 from open_instruct.parallel.layout import check_divides, layout_of_degrees
 from open_instruct.shard_layout import ShardLayout
 
@@ -23,13 +23,11 @@ class DeepSpeed:
 
     settle = staticmethod(settle)
     problems = staticmethod(problems)
+    refuse_unfit = staticmethod(refuse_unfit)
 
     def warnings(self, config: LearnerConfig) -> Iterator[str]:
         if (zpg := config.parallel.deepspeed_zpg) != zpg_of(config.parallel):
             yield f"--deepspeed_zpg {zpg}: read only with --deepspeed_stage 3; nothing is gathered below"
-
-    def refuse_unfit(self) -> None:
-        refuse_unfit(installed_version())
 
     def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
         """All ranks share the weights, on all nodes."""

@@ -12,7 +12,7 @@ from open_instruct.config.validation import changed
 
 # Flags that only the other backend has, with a reason; and the first stage of ZeRO at which a flag has a use.
 NOT_HAD = {
-    **dict.fromkeys(("fsdp_shard_degree", "fsdp_num_replicas", "init_device"), ""),
+    **dict.fromkeys(("fsdp_shard_degree", "fsdp_num_replicas", "expert_parallel_degree", "init_device"), ""),
     **dict.fromkeys(("gradient_reduction", "fsdp_prefetch_factor", "compile_model"), ""),
     **dict.fromkeys(("activation_memory_budget", "float8_linears"), ""),
     "optimizer": " (it steps AdamW; its own Muon takes the gradient's norm, and clips, when matrices are orthogonal)",

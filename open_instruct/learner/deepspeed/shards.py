@@ -1,4 +1,7 @@
-"""A rank's shards under ZeRO: partitioned weights to compute with, and the optimizer's float32 weights.
+"""A rank's part of a model on DeepSpeed: matrices that AutoTP splits, and what ZeRO shares of weights and optimizer.
+
+Where T ranks split each pair of matrices, a rank computes with rows of the first ones, and with columns of the second:
+the layers of DeepSpeed's AutoTP take the place of OLMo-core's matrices, chosen by name.
 
 The optimizer trains flat float32 weights, a range of each parameter on each rank. A parameter's `held` attribute is
 this rank's range, so loading, saving and exporting read and write the ranges, and never gather.
@@ -8,20 +11,122 @@ The forward pass computes with copies of these weights in its own dtype.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from olmo_core.nn.attention import Attention
+from olmo_core.nn.feed_forward import FeedForward
+from olmo_core.nn.layer_norm import LayerNorm, QwenRMSNorm
+from olmo_core.nn.transformer import Transformer
 from torch import nn
 
 from open_instruct.learner.deepspeed.library import deepspeed
-from open_instruct.learner.deepspeed.tensor_parallel import UNCUT, Cut, split_matrices
 from open_instruct.models.box_files import Part
+from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.shards import held_run
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.process import gathered
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The part of a parameter that a rank has: number `index` of `degree` parts along `dim`.
+
+    Example: the right half of a matrix, `Cut(dim=1, index=1, degree=2)`.
+    """
+
+    dim: int
+    index: int
+    degree: int
+
+    def whole(self, part: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of all parts together."""
+        return tuple(size * self.degree if dim == self.dim else size for dim, size in enumerate(part))
+
+
+UNCUT = Cut(dim=0, index=0, degree=1)
+
+
+def split_matrices(model: Transformer, degree: int) -> None:
+    """Have this rank compute with its part of every matrix of `model`, which is on the meta device.
+
+    A parameter that is cut gets a `cut` attribute. A head that is tied, or whose rows cannot be divided evenly,
+    stays whole on every rank, and so do embeddings and norms.
+    """
+    groups = deepspeed.utils.groups
+    groups._init_tp_mesh_device(tensor_model_parallel_size=degree)
+    group = groups.get_tensor_model_parallel_group()  # of this rank and its neighbours, made once a run
+    deepspeed.module_inject.layers.set_autotp_mode(training=True)
+    for block in model.blocks.values():
+        attention, feed_forward = block.attention, cast(FeedForward, block.feed_forward)
+        assert isinstance(attention, Attention)
+        _split_pair(attention, ("w_q", "w_k", "w_v"), "w_out", group)
+        attention.n_heads //= degree
+        attention.n_kv_heads //= degree
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(attention, name)
+            if norm is not None and attention.use_head_qk_norm:
+                norm.weight.sums_over = group  # every rank has the gradient of its own heads
+            elif norm is not None:
+                setattr(attention, name, SplitNorm(norm, group))
+        if feed_forward.w1.weight.shape[0] % degree == 0:
+            _split_pair(feed_forward, ("w1", "w3"), "w2", group)
+    head = model.lm_head
+    if isinstance(head, LogprobHead) and not model.tie_word_embeddings and head.vocab_size % degree == 0:
+        head.w_out = _column_parallel(head.w_out, group, gather_output=True)
+    vars(model)["ds_autotp_parsed"] = True  # else DeepSpeed would look for matrices itself
+
+
+def _split_pair(module: Any, firsts: tuple[str, ...], second: str, group: Any) -> None:
+    for name in firsts:
+        setattr(module, name, _column_parallel(getattr(module, name), group))
+    row_parallel = deepspeed.module_inject.layers.LinearAllreduce(getattr(module, second), group)
+    _mark(row_parallel.weight, 1, group)
+    setattr(module, second, row_parallel)
+
+
+def _column_parallel(linear: nn.Module, group: Any, **more: Any) -> Any:
+    layer = deepspeed.module_inject.layers.LinearLayer(linear, group, **more)
+    for parameter in layer.parameters():
+        _mark(parameter, 0, group)
+    return layer
+
+
+def _mark(parameter: Any, dim: int, group: Any) -> None:
+    parameter.cut = Cut(dim=dim, index=dist.get_rank(group), degree=dist.get_world_size(group))
+
+
+class SplitNorm(nn.Module):
+    """OLMo-core's norm over all heads, for a rank that has some of them: ranks exchange sums of squares only."""
+
+    def __init__(self, norm: LayerNorm, group: Any) -> None:
+        super().__init__()
+        assert norm.bias is None and norm.full_precision
+        self.eps: float = norm.eps
+        self.group: Any = group
+        self.casts_first: bool = isinstance(norm, QwenRMSNorm)
+        self.weight: Any = nn.Parameter(norm.weight.detach().chunk(dist.get_world_size(group))[0].clone())
+        _mark(self.weight, 0, group)
+        self.weight.tensor_model_parallel = True
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        exact_BTD = x_BTD.float()
+        squares_BT1 = _summed(exact_BTD.pow(2).mean(-1, keepdim=True), self.group)
+        exact_BTD = exact_BTD * torch.rsqrt(squares_BT1 / dist.get_world_size(self.group) + self.eps)
+        if self.casts_first:
+            exact_BTD = exact_BTD.type_as(x_BTD)
+        return (self.weight.type_as(exact_BTD) * exact_BTD).type_as(x_BTD)
+
+
+def _summed(values: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum over the ranks of `group`; backward sums the gradients of these ranks too."""
+    layers = deepspeed.module_inject.layers
+    summed: torch.Tensor = layers.ColumnParallel.apply(group, layers.RowParallel.apply(group, values, False))
+    return summed
 
 
 def without_weights(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Callable[..., None]:

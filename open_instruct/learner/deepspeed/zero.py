@@ -7,24 +7,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
-from olmo_core.train.train_module import TransformerTrainModule
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-from open_instruct.checkpoints.resume import wait_for_copy
+from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
-from open_instruct.learner.backend import GRAD_NORM, Metrics, refuse_other_backend
+from open_instruct.learner.backend import GRAD_NORM, Metrics, has_part, refuse_other_backend
 from open_instruct.learner.deepspeed.library import deepspeed
-from open_instruct.learner.deepspeed.optimizers import HeldStep
 from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
-from open_instruct.learner.optim.optimizers import set_learning_rate
-from open_instruct.learner.reference import IN_CHECKPOINT, Reference
+from open_instruct.learner.reference import Reference
+from open_instruct.learner.sharded import IN_CHECKPOINT, ShardedModule
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
@@ -83,22 +81,15 @@ class HeldReference(Reference):
             ours.copy_(kept)
         self.masters.changed()
 
-    def state_to_save(self, options: Any) -> dict[str, Any]:
-        del options
-        return {} if self.update_freq is None else {IN_CHECKPOINT: self.masters.parts(self.weights)}
-
-    def load(self, state: dict[str, Any], options: Any) -> None:
-        """Nothing is left to do: a checkpoint is read into the parts in place."""
+    def state(self) -> dict[str, Any]:
+        return dict(self.masters.parts(self.weights))
 
 
-class ZeroBackend(TransformerTrainModule):
+class ZeroBackend(ShardedModule):
     """A `Backend`: a model and an optimizer that DeepSpeed shares among ranks.
-
-    It is built without weights: fill them, then call `masters.changed`.
 
     Args:
         settings: DeepSpeed's configuration.
-        optim: an optimizer whose class is a `HeldStep`.
         olmo_core: arguments of `TransformerTrainModule`.
     """
 
@@ -112,11 +103,12 @@ class ZeroBackend(TransformerTrainModule):
         # Ranks call the head a different number of times in a microbatch, so stage 3 gathers its weights only once.
         deepspeed.utils.set_z3_leaf_modules(model, [type(model.lm_head)])
         super().__init__(model=model, **olmo_core)
-        self.reference: Reference | None = None
         self._norm: float | None = None
         self._leaves_out = False
-        assert isinstance(self.optim, HeldStep)
-        self.optim.is_held = self._is_held
+        assert self.optim is not None
+        step = self.optim.step
+        # DeepSpeed knows the gradient's norm only when it calls the optimizer, so the check has to be there.
+        self.optim.step = lambda: None if self._is_held() else step()  # type: ignore[assignment, method-assign]
         with _embeddings_alone(self.model):
             self.engine: Any = deepspeed.initialize(
                 model=self.model, optimizer=self.optim, config=dict(settings), dist_init_required=False
@@ -126,25 +118,12 @@ class ZeroBackend(TransformerTrainModule):
         self.masters: Masters = Masters(self.engine, rank=dist.get_rank())
 
     @property
-    def train_module(self) -> ZeroBackend:
-        return self
-
-    @property
     def computing_model(self) -> Transformer:
         """The engine, which is called like its model; only the engine gathers the weights that stage 3 partitions."""
         return cast(Transformer, self.engine)
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
-
-    @property
-    def leaves_out_outliers(self) -> bool:
-        return False
-
-    def set_mode(self, mode: Literal["train", "eval"]) -> None:
-        self._set_model_mode(mode)
-        self.engine.train(mode == "train")
+    def weights_changed(self) -> None:
+        self.masters.changed()
 
     def microbatch(self, index: int, num_microbatches: int) -> AbstractContextManager[None]:
         """A microbatch needs no context of its own: gradients add up until the engine steps."""
@@ -157,9 +136,6 @@ class ZeroBackend(TransformerTrainModule):
 
     def clip(self) -> None:
         """Nothing is known of the norm here: gradients are reduced and clipped in the step."""
-
-    def set_learning_rate(self) -> float | torch.Tensor:
-        return set_learning_rate(self.optim, self.scheduler, self.trainer)
 
     def step(self, *, loss: float, grad_norm: float) -> Metrics:
         """Take the engine's step. If the norm that it returns is not finite, no weight has changed."""
@@ -197,33 +173,31 @@ class ZeroBackend(TransformerTrainModule):
             model=self.computing_model,
             masters=self.masters,
             weights={name: master.weights.clone() for name, master in self.masters.own.items()},
-            wait_for_copy=lambda: wait_for_copy(self.trainer),
+            wait_for_copy=lambda: cast(SafeCheckpointer, self.trainer.checkpointer).wait_for_copy(),
             **moves,
         )
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
+        return self._own_state() | self.state_of_reference()
+
+    def _own_state(self) -> dict[str, Any]:
         """The state as flat ranges, the same for every stage: a run may go on under another stage or on other ranks."""
         own = self.masters.own.items()
         state: dict[str, Any] = {f"weights{self._over}": self.masters.parts({name: each.weights for name, each in own})}
         for moment in MOMENTS:
             state[f"{moment}{self._over}"] = self.masters.parts({name: each.moments[moment] for name, each in own})
-        reference = {} if self.reference is None else self.reference.state_to_save(self.state_dict_save_opts)
-        return {OF_ZERO: {**state, "num_steps": self.masters.num_steps}} | reference
+        return {OF_ZERO: {**state, "num_steps": self.masters.num_steps}}
 
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
-        refuse_other_backend(metadata.state_dict_metadata, own="deepspeed", part=OF_ZERO)
-        if not any(name.startswith(f"{OF_ZERO}.weights{self._over}.") for name in metadata.state_dict_metadata):
+        names = metadata.state_dict_metadata
+        refuse_other_backend(names, own="deepspeed", part=OF_ZERO)
+        if not has_part(names, f"{OF_ZERO}.weights{self._over}"):
             raise InputError(
                 f"the checkpoints in --output_dir are of another --tensor_parallel_degree than {self._split_over}: "
                 "give theirs again, or start in another --output_dir from the hf_model such a run ends with"
             )
-        state = self.state_dict_to_save(optim=optim)
-        if self.reference is not None and not self.reference.state_to_load(metadata, self.state_dict_load_opts):
-            state.pop(IN_CHECKPOINT, None)
-        return state
+        return self._own_state() | (self.state_of_reference() if has_part(names, IN_CHECKPOINT) else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict whose parts were filled in place."""
         self.masters.changed(num_steps=state_dict[OF_ZERO]["num_steps"])
-        if self.reference is not None:
-            self.reference.load(state_dict, self.state_dict_load_opts)

@@ -64,13 +64,11 @@ class OwnPace:
 
     def __init__(self, head: torch.nn.Module, device: torch.device) -> None:
         self._clock = StepClock(device)
-        self._began: Moment = 0.0
         self._spans = deque[tuple[int, Moment, Moment]](maxlen=MOST_PASSES)
         if isinstance(head, LogprobHead) and head.tp_enabled:
-            head.compute_losses = self._around(head.compute_losses or losses_of_logits)
-            return
-        head.register_forward_pre_hook(self._begin)  # behind those that gather weights
-        head.register_forward_hook(self._end, with_kwargs=True, prepend=True)
+            head.compute_losses = self._timed(head.compute_losses or losses_of_logits, _num_logits)
+        else:
+            head.forward = self._timed(head.forward, _num_positions)  # between the hooks that gather weights
 
     def read(self) -> float | None:
         """Median seconds for a token since the last call; None where all passes are too short to tell."""
@@ -83,21 +81,21 @@ class OwnPace:
         self._spans.clear()
         return median(paces) if paces else None
 
-    def _around(self, compute_losses: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(logits_NV: torch.Tensor, *others: Any) -> Any:
-            began, losses, ended = self._clock.now(), compute_losses(logits_NV, *others), self._clock.now()
-            self._spans.append((max(1, len(logits_NV)), began, ended))
-            return losses
+    def _timed(self, function: Callable[..., Any], num_tokens: Callable[..., int]) -> Callable[..., Any]:
+        def timed(*inputs: Any, **more: Any) -> Any:
+            began, output, ended = self._clock.now(), function(*inputs, **more), self._clock.now()
+            self._spans.append((max(1, num_tokens(*inputs, **more)), began, ended))
+            return output
 
         return timed
 
-    def _begin(self, head: torch.nn.Module, inputs: Any) -> None:
-        self._began = self._clock.now()
 
-    def _end(self, head: torch.nn.Module, inputs: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        kept = kwargs.get("logits_to_keep")
-        num_tokens = (inputs[0][..., 0] if kept is None else kept).numel()
-        self._spans.append((max(1, num_tokens), self._began, self._clock.now()))
+def _num_logits(logits_NV: torch.Tensor, *others: Any) -> int:
+    return len(logits_NV)
+
+
+def _num_positions(hidden_BTD: torch.Tensor, *, logits_to_keep: torch.Tensor | None = None, **others: Any) -> int:
+    return (hidden_BTD[..., 0] if logits_to_keep is None else logits_to_keep).numel()
 
 
 def _seconds_between(began: Moment, ended: Moment) -> float | None:

@@ -100,13 +100,13 @@ def compiler_problem(device: torch.device) -> str | None:
 def compiles(memory: MemorySection, *, layout: ShardLayout, device: torch.device) -> bool:
     """Whether blocks are compiled. On CUDA they are, unless --no_compile_model is given.
 
-    Under tensor or context parallelism they are compiled only on request. --activation_memory_budget is a request too,
-    since the compiler is what spends that budget.
+    Under tensor, context or expert parallelism they are compiled only on request. --activation_memory_budget is a
+    request too, since the compiler is what spends that budget.
 
     :raises InputError: compilation was requested, and the compiler does not work.
     """
     is_asked = memory.compile_model or memory.activation_memory_budget < 1
-    is_split = layout.tensor_parallel_degree * layout.context_parallel_degree > 1
+    is_split = layout.model_parallel_degree * layout.expert_parallel_degree > 1
     if device.type != "cuda" or memory.compile_model is False or (is_split and not is_asked):
         return False
     what = compiler_problem(device)

@@ -2,22 +2,17 @@
 
 import math
 
-import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.model.float8 import float8_config
-from open_instruct.learner.model.inputs_on_host import offload_inputs
 from open_instruct.learner.model.kernels import choose_kernels, compiles
-from open_instruct.learner.model.replica import build_replica, sharding
 from open_instruct.learner.olmo_core.fsdp2 import FSDP2Backend
 from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
-from open_instruct.models.load import stream_load
-from open_instruct.models.lora.adapters import adapt, fill_adapter
-from open_instruct.parallel.peers import doing
+from open_instruct.learner.reference import build_replica, sharding
+from open_instruct.learner.sharded import unfilled
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
-from open_instruct.wording import counted
 
 # Checkpoints of adapters hold no frozen weights.
 STATE_OF_ADAPTERS = {
@@ -30,40 +25,28 @@ STATE_OF_ADAPTERS = {
 
 def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int) -> FSDP2Backend:
     """FSDP-first: build without weights, parallelize, then stream the checkpoint into the shards."""
-    doing("loading the start model")
-    model, optim, memory = config.model, config.optim, config.memory
-    device = run.process.device
-    transformer = pretrained.build(init_device=model.init_device)
-    lora = config.adapters
-    if lora is not None:
-        adapt(transformer, lora, dtype=getattr(torch, model.param_dtype))
+    model, optim, device = config.model, config.optim, run.process.device
+    transformer = unfilled(pretrained, config, init_device=model.init_device)
+    transformer.splits_experts = run.layout.expert_parallel_degree > 1
     kernels = {
         "ac_config": choose_kernels(transformer, run=run, config=config),
         "float8_config": float8_config(model.float8_linears, model=transformer, device=device),
     }
     # FSDP gathers in the compute dtype; on a single device a copy in that dtype computes, unless the model is frozen.
-    has_copy = run.layout.single_device and model.param_dtype != "float32" and lora is None
+    has_copy = run.layout.single_device and model.param_dtype != "float32" and config.adapters is None
     module = FSDP2Backend(
         reduces_last=config.parallel.gradient_reduction == "last",
         model=transformer,
         optim=build_optimizer_config(optim, device=device, names=pretrained.names.olmo_core_names),
         scheduler=build_scheduler(optim, num_steps=num_steps),
-        compile_model=not has_copy and compiles(memory, layout=run.layout, device=device),
+        compile_model=not has_copy and compiles(config.memory, layout=run.layout, device=device),
         # Infinity clips nothing and still measures the norm.
         max_grad_norm=optim.max_grad_norm or math.inf,
         **sharding(run, config),
         **({} if has_copy else kernels),
-        **({} if lora is None else STATE_OF_ADAPTERS),
+        **({} if config.adapters is None else STATE_OF_ADAPTERS),
     )
     if has_copy:
         module.compute_with(build_replica(pretrained, run=run, config=config, **kernels))
-    offload_inputs(module.computing_model, memory, device)
-    report = stream_load(module.model, pretrained.files, pretrained.names)
-    if lora is not None:
-        fill_adapter(module.model, lora, seed=optim.seed, start=pretrained.adapter)
-    module.refresh_copy()
-    run.console.say(
-        f"loaded {counted(report.num_tensors, 'tensor')} ({module.model.num_params / 1e6:,.1f}M parameters) "
-        f"in {report.wall_time_s:.1f} s"
-    )
+    module.fill(pretrained, run=run, config=config)
     return module

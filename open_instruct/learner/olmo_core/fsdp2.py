@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from olmo_core.distributed.utils import get_world_size
 from olmo_core.nn.transformer import Transformer
 from olmo_core.optim import SkipStepOptimizer
-from olmo_core.train.train_module import TransformerTrainModule
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.fsdp import FSDPModule
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.backend import Metrics, refuse_other_backend
-from open_instruct.learner.optim.optimizers import set_learning_rate
+from open_instruct.learner.backend import Metrics, has_part, refuse_other_backend
 from open_instruct.learner.reference import Reference, build_reference
+from open_instruct.learner.sharded import IN_CHECKPOINT, ShardedModule
 from open_instruct.models.attention.attention import context_of
 from open_instruct.models.compiled import prepare_compiler
 from open_instruct.models.hf.names import clean_name
@@ -27,37 +27,28 @@ from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
 
-class CastCopy:
-    """A copy of the model in the compute dtype: `model` computes for `masters`, the trained float32 model.
+def hand_gradients_over(copy: Transformer, masters: Transformer) -> None:
+    """Have the gradients of `copy`, which computes in another dtype, go to `masters`, the trained float32 model.
 
     FSDP casts a sharded model unit by unit. On a single device the whole copy stays, and the masters are updated, saved
-    and exported: an update that is small beside a weight would be lost in bfloat16, but not in float32. Gradients of
-    `model` go to the masters as soon as each is whole, and add up there in float32.
+    and exported: an update that is small beside a weight would be lost in bfloat16, but not in float32. Gradients go
+    over as soon as each is whole, and add up there in float32.
     """
-
-    def __init__(self, model: Transformer, masters: Transformer) -> None:
-        self.model = model
-        self._master_of = dict(zip(model.parameters(), masters.parameters(), strict=True))
-        for parameter in self._master_of:
-            parameter.register_post_accumulate_grad_hook(self._hand_over)
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the masters' values into `model`."""
-        for parameter, master in self._master_of.items():
-            local_part(parameter).copy_(local_part(master))
-
-    def _hand_over(self, parameter: torch.Tensor) -> None:
-        master, gradient = self._master_of[parameter], parameter.grad  # type: ignore[index]
-        assert gradient is not None
-        parameter.grad = None
-        if master.grad is None:
-            master.grad = gradient.to(master.dtype)
-        else:
-            master.grad.add_(gradient)
+    for parameter, master in zip(copy.parameters(), masters.parameters(), strict=True):
+        parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))
 
 
-class FSDP2Backend(TransformerTrainModule):
+def _hand_over(master: torch.Tensor, parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    assert gradient is not None
+    parameter.grad = None
+    if master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    else:
+        master.grad.add_(gradient)
+
+
+class FSDP2Backend(ShardedModule):
     """A `Backend`: a model that FSDP2 shards as HSDP, and OLMo-core's optimizer.
 
     Args:
@@ -70,38 +61,25 @@ class FSDP2Backend(TransformerTrainModule):
         # Tensors are copied from a GPU while the training goes on, not when they are listed.
         self.state_dict_save_opts.cpu_offload = False
         self.reduces_last = reduces_last
-        self.reference: Reference | None = None
-        self._copy: CastCopy | None = None
+        self._copy: Transformer | None = None
         # FSDP averages gradients over the ranks that split rows too, though each has only its own tokens' part.
         context = context_of(self.model)
         self._num_averaged = get_world_size(self.dp_process_group) * (1 if context is None else context.degree)
 
-    @property
-    def train_module(self) -> FSDP2Backend:
-        return self
-
     def compute_with(self, model: Transformer) -> None:
         """Run the passes with `model`, a copy of the trained `self.model` in another dtype; fill the copy next."""
-        self._copy = CastCopy(model, self.model)
+        self._copy = model
+        hand_gradients_over(model, self.model)
 
     @property
     def computing_model(self) -> Transformer:
-        return self.model if self._copy is None else self._copy.model
+        return self.model if self._copy is None else self._copy
 
     @property
     def compute_dtype(self) -> torch.dtype:
         if self.dp_config is not None and self.dp_config.param_dtype is not None:
             return self.dp_config.param_dtype.as_pt()
         return next(self.computing_model.parameters()).dtype
-
-    @property
-    def leaves_out_outliers(self) -> bool:
-        return isinstance(self.optim, SkipStepOptimizer)
-
-    def set_mode(self, mode: Literal["train", "eval"]) -> None:
-        self._set_model_mode(mode)
-        if self._copy is not None:
-            self._copy.model.train(mode == "train")
 
     @contextmanager
     def microbatch(self, index: int, num_microbatches: int) -> Iterator[None]:
@@ -119,9 +97,6 @@ class FSDP2Backend(TransformerTrainModule):
         assert self.max_grad_norm is not None
         return self._clip_grad_norm(self.max_grad_norm)
 
-    def set_learning_rate(self) -> float | torch.Tensor:
-        return set_learning_rate(self.optim, self.scheduler, self.trainer)
-
     def step(self, *, loss: float, grad_norm: float) -> Metrics:
         assert self.optim is not None
         if isinstance(self.optim, SkipStepOptimizer):
@@ -129,7 +104,7 @@ class FSDP2Backend(TransformerTrainModule):
             self.optim.latest_grad_norm = torch.tensor(grad_norm)
         self.optim.step()
         self.model.post_optim_step()
-        self.refresh_copy()
+        self.weights_changed()
         return {"step_skipped": self.optim.step_skipped} if isinstance(self.optim, SkipStepOptimizer) else {}
 
     def leave_out_step(self) -> None:
@@ -138,10 +113,12 @@ class FSDP2Backend(TransformerTrainModule):
     def moving_reference(self, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any) -> Reference:
         return Reference(model=build_reference(pretrained, run=run, config=config), **moves)
 
-    def refresh_copy(self) -> None:
+    @torch.no_grad()
+    def weights_changed(self) -> None:
         """Update the copy that computes; call it after every change of the weights of `model`."""
         if self._copy is not None:
-            self._copy.refresh()
+            for parameter, master in zip(self._copy.parameters(), self.model.parameters(), strict=True):
+                local_part(parameter).copy_(local_part(master))
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
         if optim is False or self.optim is None or not self.optim.state:
@@ -150,22 +127,16 @@ class FSDP2Backend(TransformerTrainModule):
         else:
             # PyTorch's own functions take five times as long to list it, and the training waits for that.
             state = state_of(self.model, self.optim)
-        if self.reference is not None:
-            state |= self.reference.state_to_save(self.state_dict_save_opts)
-        return state
+        return state | self.state_of_reference()
 
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
         refuse_other_backend(metadata.state_dict_metadata, own="olmo_core", part="model")
         state = super().state_dict_to_load(metadata, optim=optim)
-        if self.reference is not None:
-            state |= self.reference.state_to_load(metadata, self.state_dict_load_opts)
-        return state
+        return state | (self.state_of_reference() if has_part(metadata.state_dict_metadata, IN_CHECKPOINT) else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        if self.reference is not None:
-            self.reference.load(state_dict, self.state_dict_load_opts)
-        self.refresh_copy()
+        self.weights_changed()
 
 
 def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:

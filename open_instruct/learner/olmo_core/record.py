@@ -46,7 +46,8 @@ class OlmoCore:
         )
 
     def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
-        return f"{layout.num_replicas} x {layout.shard_degree} (replicas x shard degree)"
+        splits_experts = ", which splits experts" if layout.expert_parallel_degree > 1 else ""
+        return f"{layout.num_replicas} x {layout.shard_degree} (replicas x shard degree{splits_experts})"
 
     def planned(self, config: LearnerConfig) -> Planned:
         from open_instruct.planning.plan import Backend

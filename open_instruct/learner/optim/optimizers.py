@@ -15,9 +15,11 @@ from olmo_core.optim import (
     OptimGroupOverride,
     SkipStepAdamW,
     SkipStepAdamWConfig,
+    SkipStepOptimizer,
 )
 from olmo_core.optim.scheduler import Scheduler
 from olmo_core.train import Trainer
+from olmo_core.train.callbacks import Callback
 
 from open_instruct.config.sections import OF_SOME_MODELS, OptimizerSection
 from open_instruct.learner.optim.muon import MuonWithAdamW
@@ -73,6 +75,20 @@ class HostSkipStepAdamWConfig(SkipStepAdamWConfig):
     @classmethod
     def optimizer(cls) -> type[SkipStepAdamW]:
         return HostSkipStepAdamW
+
+
+@dataclass
+class SkipStepHistory(Callback):
+    """Carries a skip-step optimizer's rolling window over a restart; OLMo-core leaves it out of its state."""
+
+    optimizer: SkipStepOptimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.optimizer._losses, "grad_norms": self.optimizer._grad_norms}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer._losses = state_dict["losses"]
+        self.optimizer._grad_norms = state_dict["grad_norms"]
 
 
 def build_optimizer_config(

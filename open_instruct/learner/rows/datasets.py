@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.mixer import entries_of
 from open_instruct.data.report import DataReport
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.objectives.objective import Objective
@@ -26,8 +27,8 @@ def load_datasets(
     """
     data, own = config.data, objective.row_arguments(config)
 
-    def load_one(title: str, *listed: Any) -> TokenDataset:
-        given = {**reading(config, tokenizer, *listed), "max_seq_length": data.max_seq_length, **own}
+    def load_one(title: str, flag: str) -> TokenDataset:
+        given = {**reading(config, tokenizer, flag), "max_seq_length": data.max_seq_length, **own}
 
         def read(speaks: bool) -> tuple[TokenDataset, DataReport]:
             with Console(speaks=speaks).counting(title) as on_progress:
@@ -37,21 +38,17 @@ def load_datasets(
         return read(False)[0]
 
     doing("reading the rows")
-    training = load_one("training data", "--mixer_list", data.mixer_list, data.mixer_list_splits)
+    training = load_one("training data", "mixer_list")
     if not data.eval_mixer_list:
         return training, None
-    return training, load_one("held-out data", "--eval_mixer_list", data.eval_mixer_list, data.eval_mixer_list_splits)
+    return training, load_one("held-out data", "eval_mixer_list")
 
 
-def reading(
-    config: LearnerConfig, tokenizer: PreTrainedTokenizerFast, flag: str, mixer_list: list[str], splits: list[str]
-) -> dict[str, Any]:
+def reading(config: LearnerConfig, tokenizer: PreTrainedTokenizerFast, flag: str) -> dict[str, Any]:
     """Arguments of `load_token_dataset` for the rows that `flag` lists, without the form of the rows."""
     data = config.data
     return {
-        "flag": flag,
-        "mixer_list": mixer_list,
-        "splits": splits,
+        "entries": entries_of(data, flag),
         "chat": ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos),
         "on_bad_row": data.on_bad_row,
         "seed": config.optim.seed,

@@ -22,7 +22,10 @@ KEY_NUM_BYTES = 32
 
 
 class RowCache:
-    """A file that maps each row's key to any number of float32 values; the same on every rank."""
+    """A file that maps each row's key to any number of float32 values; the same on every rank.
+
+    It is empty where there is no file, or a damaged one, which the next `write` replaces.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,8 +33,6 @@ class RowCache:
         self._added: list[np.ndarray] = []
         self._place_of: dict[str, tuple[int, int]] = {}  # start and stop among the values, in the order of the file
 
-    def read(self) -> None:
-        """Map the file, if it is there. A damaged file counts as empty, and is replaced by the next `write`."""
         try:
             arrays, _ = read_arrays(self.path)
             keys = [key.tobytes().hex() for key in arrays["keys"]]
@@ -91,6 +92,5 @@ def open_row_cache(folder: Path, model: Pretrained, *words: str) -> RowCache:
     """
     fingerprint = with_config(model.weights_fingerprint, model.hf_config.to_dict())
     cache = RowCache(folder / f"{'-'.join([fingerprint[:32], *words])}.safetensors")
-    cache.read()
     dist.barrier()
     return cache

@@ -1,16 +1,22 @@
-"""Samples in the order of the run, cut into global batches, of which each rank builds its own part."""
+"""Samples in the order of the run, cut into global batches, of which each rank builds its own part.
 
-from collections.abc import Iterator, Mapping, Sequence
+The host builds the next batch in a thread while the device is busy.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 
 from open_instruct.data.token_dataset import TokenDataset, check_saved_place
-from open_instruct.learner.rows.ahead import built_ahead
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.records import StepBatch
+
+T = TypeVar("T")
+V = TypeVar("V")
 
 
 @dataclass(eq=False)
@@ -87,3 +93,19 @@ class SampleLoader:
         )
         self.epoch = state_dict["epoch"]
         self.batches_processed = state_dict["batches_processed"]
+
+
+def built_ahead(build: Callable[[T], V], items: Iterable[T]) -> Iterator[V]:
+    """`build` of each of `items`, in order; while the caller is busy with one, a thread builds the next, and no more.
+
+    An error of `build` is raised when its result is asked for. Closing the iterator early waits for the thread.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="built-ahead") as thread:
+        wanted: Future[V] | None = None
+        for item in items:
+            following = thread.submit(build, item)
+            if wanted is not None:
+                yield wanted.result()
+            wanted = following
+        if wanted is not None:
+            yield wanted.result()

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from open_instruct.errors import InputError
 from open_instruct.families import DeltaLayers
 from open_instruct.models.delta_rule.walk import CHUNK
-from open_instruct.models.hf.hf_config import MAX_SIZE, check_size
-
-MAX_KERNEL = 64
+from open_instruct.models.hf.hf_config import size_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +72,7 @@ def delta_shape(fields: Mapping[str, Any], layers: DeltaLayers, where: str) -> D
     Raises:
         InputError: a size is none, or groups of value heads cannot share the key heads.
     """
-
-    def count(field: str, default: int, largest: int = MAX_SIZE) -> int:
-        value = default if fields.get(field) is None else fields[field]
-        return check_size(field, value, largest, where)
-
+    count = partial(size_of, fields, where)
     key_heads = count("linear_num_key_heads", layers.key_heads or fields["num_attention_heads"])
     value_heads = count("linear_num_value_heads", layers.value_heads or fields["num_attention_heads"])
     if value_heads % key_heads:
@@ -90,6 +85,6 @@ def delta_shape(fields: Mapping[str, Any], layers: DeltaLayers, where: str) -> D
         value_heads=value_heads,
         key_dim=key_dim,
         value_dim=count("linear_value_head_dim", layers.head_dim or 2 * key_dim),
-        kernel=count("linear_conv_kernel_dim", 4, MAX_KERNEL),
+        kernel=count("linear_conv_kernel_dim", 4),
         is_fused=layers.is_fused,
     )

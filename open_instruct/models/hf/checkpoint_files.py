@@ -16,8 +16,9 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from open_instruct.data.files.foreign_json import one_line, read_object
 from open_instruct.errors import InputError
 from open_instruct.models.hf.hf_config import INDEX_NAME, weights_file
-from open_instruct.models.hf.names import usual_name
+from open_instruct.models.hf.names import unpacked
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -46,12 +47,13 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """The entry of a tensor in the header of the file at `path`, under the name `stored_as`."""
+    """The entry of a tensor in the header of the file at `path`; or of a part of it, `part` of the tensor `stored`."""
 
     path: Path
-    stored_as: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    stored: str
+    part: tuple[Any, ...] = ()
 
 
 class CheckpointFiles:
@@ -81,9 +83,12 @@ class CheckpointFiles:
             raise InputError(f"{folder} is not a folder: give the folder of a Hugging Face checkpoint")
         path = weights_file(folder)
         stored = _read_indexed(path) if path.name == INDEX_NAME else read_header(path)
-        tensors = {usual_name(name): tensor for name, tensor in stored.items()}
-        if len(tensors) < len(stored):
-            raise InputError(f"{path} names a tensor twice, in an older and in a newer way: fetch the checkpoint again")
+        tensors: dict[str, StoredTensor] = {}
+        for name, tensor in stored.items():
+            for own_name, part in _unpacked(name, tensor):
+                if own_name in tensors:
+                    raise InputError(f"{path} has tensor {own_name!r} under two names: fetch the checkpoint again")
+                tensors[own_name] = part
         return cls(folder, tensors)
 
     @property
@@ -113,7 +118,7 @@ class CheckpointFiles:
         if isinstance(tensor := self.tensors[name], torch.Tensor):
             return tensor[slices]
         with safe_open(tensor.path, framework="pt") as file:
-            view: torch.Tensor = file.get_tensor(tensor.stored_as)[slices]
+            view: torch.Tensor = file.get_tensor(tensor.stored)[tensor.part][slices]
         return view
 
     def __contains__(self, name: str) -> bool:
@@ -121,6 +126,12 @@ class CheckpointFiles:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
+
+
+def _unpacked(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    for own_name, part in unpacked(name, tensor.shape).items():
+        shape = tuple(torch.empty(tensor.shape, device="meta")[part].shape)
+        yield own_name, replace(tensor, part=part, shape=shape)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -139,7 +150,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 if (dtype := tensor.get_dtype()) not in DTYPES:
                     raise InputError(f"{path}: tensor {name!r} has dtype {dtype!r}; known: {', '.join(DTYPES)}")
                 shape = tuple(tensor.get_shape())
-                tensors[name] = StoredTensor(path=path, stored_as=name, dtype=DTYPES[dtype], shape=shape)
+                tensors[name] = StoredTensor(path=path, dtype=DTYPES[dtype], shape=shape, stored=name)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ SIZES: dict[str, int] = {
     "num_key_value_heads": MAX_SIZE,
     "vocab_size": MAX_SIZE,
     "max_position_embeddings": MAX_POSITIONS,
+    "sliding_window": MAX_POSITIONS,
+    "linear_conv_kernel_dim": 64,
 }
 REFUSED = {
     # Tokenizers and engines would read that other file.
@@ -125,6 +128,11 @@ def check_size(name: str, value: Any, largest: int, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
         raise InputError(f"{where}: {name} = {_shown(value)}; it must be a whole number from 1 to {largest}")
     return value
+
+
+def size_of(fields: Mapping[str, Any], where: str, name: str, default: Any = None) -> int:
+    """The size `name` that the fields of a config.json give; raises InputError if it is none."""
+    return check_size(name, default if fields.get(name) is None else fields[name], SIZES.get(name, MAX_SIZE), where)
 
 
 def _shown(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Names of parameters and modules: the one map between OLMo-core's and Hugging Face's, and the patterns of flags."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -31,11 +31,14 @@ _ATTENTION = {
     "attention.w_v.weight": "self_attn.v_proj.weight",
     "attention.w_out.weight": "self_attn.o_proj.weight",
 }
-_FEED_FORWARD = {
+_DENSE = {
     "feed_forward.w1.weight": "mlp.gate_proj.weight",
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
+_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# As transformers 5 has experts in memory: all of a layer in one tensor, gates above what they multiply.
+_PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _QK_NORM = {
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
@@ -81,6 +84,11 @@ def is_of_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in ADAPTER
 
 
+def is_stack(name: str) -> bool:
+    """Whether a parameter is a matrix of each expert of a layer."""
+    return ".experts." in name
+
+
 def names_module(patterns: Iterable[str], name: str) -> bool:
     """Whether one of `patterns` names the module: a shell's pattern for each part between dots, so a * stops at dots.
 
@@ -98,26 +106,68 @@ def is_harmless_extra(hf_name: str) -> bool:
     return _HARMLESS_EXTRA.search(hf_name) is not None
 
 
-def usual_name(hf_name: str) -> str:
-    """The name that a tensor of a file has here."""
-    # The second is where the text part of a model that sees has its tensors.
-    parts = hf_name.replace("model.language_model.", "model.", 1).split(".")
-    return ".".join(_SAVED_AS.get(part, part) for part in parts)
-
-
-def _block(family: Family, *, is_delta: bool) -> dict[str, str]:
+def _block(family: Family, *, is_delta: bool, num_experts: int) -> dict[str, str]:
+    mlp = _sparse(num_experts) if num_experts else _DENSE
     if is_delta:
         assert family.delta is not None
-        own = _DELTA | (_DELTA_FUSED if family.delta.is_fused else _DELTA_APART)
-        return own | _FEED_FORWARD | _NORM_BEFORE
-    block = _ATTENTION | _FEED_FORWARD | (_NORM_AFTER if family.norm_after else _NORM_BEFORE)
+        return _DELTA | (_DELTA_FUSED if family.delta.is_fused else _DELTA_APART) | mlp | _NORM_BEFORE
+    block = _ATTENTION | mlp | (_NORM_AFTER if family.norm_after else _NORM_BEFORE)
     if family.qk_norm != "none":
         block |= _QK_NORM
     return block | _QKV_BIAS if family.qkv_bias else block
 
 
+def _sparse(num_experts: int) -> dict[str, str]:
+    return {"feed_forward.router.weight": "mlp.gate.weight"} | {
+        f"feed_forward.experts.{ours}.{expert}": f"mlp.experts.{expert}.{theirs}.weight"
+        for ours, theirs in _EXPERTS.items()
+        for expert in range(num_experts)
+    }
+
+
+def unpacked(stored: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
+    """What a tensor of a file is here: its usual name; of one that packs experts' matrices each by name and place.
+
+    Example: `unpacked("model.layers.0.mlp.experts.down_proj", (2, 64, 32))` is
+    `{"model.layers.0.mlp.experts.0.down_proj.weight": (0, slice(0, 64)), ...}`.
+    """
+    # Below `language_model` a model that also sees pictures has its text part.
+    names = stored.replace("model.language_model.", "model.", 1).split(".")
+    hf_name = ".".join(_SAVED_AS.get(name, name) for name in names)
+    prefix, _, packed = hf_name.rpartition(".")
+    parts = _PACKED.get(packed, ())
+    if not prefix.endswith(".mlp.experts") or len(shape) != 3 or not parts:
+        return {hf_name: ()}
+    rows = shape[1] // len(parts)
+    return {
+        f"{prefix}.{expert}.{part}.weight": (expert, slice(number * rows, (number + 1) * rows))
+        for expert in range(shape[0])
+        for number, part in enumerate(parts)
+    }
+
+
+def as_in_files(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a model of transformers as files have them: experts and convolutions one by one.
+
+    Its own `revert_weight_conversion` cuts the convolutions of Olmo-Hybrid into three of one size, which they are not.
+    """
+    stored: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        matrices = [tensors.get(name.replace("conv1d", f"{one}_proj")) for one in "qkv"]
+        sizes = [len(matrix) for matrix in matrices if matrix is not None]
+        if name.endswith("linear_attn.conv1d.weight") and sizes:
+            parts = tensor.split(sizes)
+            stored |= {name.replace("conv1d", f"{one}_conv1d"): part for one, part in zip("qkv", parts, strict=True)}
+        else:
+            stored |= {own_name: tensor[part] for own_name, part in unpacked(name, tensor.shape).items()}
+    return stored
+
+
 class TensorNames:
-    """Both names of every parameter of one model, one to one, in layer order.
+    """Both names of every tensor of one model, one to one, in layer order.
+
+    A tensor is a parameter, or one expert's matrix of a stack of them: matrix 5 of `blocks.3.feed_forward.experts.w1`
+    is `blocks.3.feed_forward.experts.w1.5`. Whoever asks `held_of` for the parameters of a model finds them as these.
 
     With tied embeddings the head is the embedding matrix: it has no pair, and a file may leave
     `lm_head.weight` out or hold a copy equal to the embeddings. A head that gives a score is tied to nothing.
@@ -136,7 +186,8 @@ class TensorNames:
         layer_types = getattr(hf_config, "layer_types", None) or [None] * hf_config.num_hidden_layers
         pairs = {EMBEDDINGS: _MODEL[EMBEDDINGS]}
         for layer, layer_type in enumerate(layer_types):
-            block = _block(family, is_delta=layer_type == LINEAR)
+            num_experts = hf_config.num_experts if family.is_sparse(hf_config, layer) else 0
+            block = _block(family, is_delta=layer_type == LINEAR, num_experts=num_experts)
             pairs |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in block.items()}
         pairs |= {ours: theirs for ours, theirs in _MODEL.items() if not (self.tied and ours == LM_HEAD)}
         if head == "score":

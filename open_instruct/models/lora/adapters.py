@@ -21,7 +21,9 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
+from open_instruct.config.lora import ALL_LINEAR, MODULES_OF_TARGETS, LoRASection
+from open_instruct.errors import InputError
+from open_instruct.models.experts.routed import RoutedFeedForward
 from open_instruct.models.hf.names import ADAPTER, LM_HEAD, clean_name, is_of_adapter
 from open_instruct.models.shards import Held, held, held_of, local_part, reshard, whole_of
 
@@ -71,9 +73,17 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
     """Add adapters to `model` before it is sharded; its own parameters are frozen and cast to `dtype`."""
     wanted = {MODULES_OF_TARGETS[target] for target in lora.targets}
     for block in model.blocks.values():
-        for name in sorted(wanted & dict(block.named_modules()).keys()):  # mixers of other kinds have others
-            adapted = AdaptedLinear(block.get_submodule(name), lora)  # type: ignore[arg-type]
-            block.set_submodule(name, adapted)
+        modules = dict(block.named_modules())
+        for name in sorted(wanted):
+            if isinstance(block.feed_forward, RoutedFeedForward) and name.startswith("feed_forward."):
+                if ALL_LINEAR not in lora.lora_target_modules:
+                    raise InputError(
+                        "--lora_target_modules: experts have no adapters, as they lie in stacks; leave out gate_proj, "
+                        "up_proj and down_proj, or name all-linear"
+                    )
+                continue
+            if name in modules:  # mixers of other kinds have others
+                block.set_submodule(name, AdaptedLinear(modules[name], lora))
     for name, parameter in model.named_parameters():
         is_new = is_of_adapter(name) or _is_score(model, name)
         parameter.requires_grad_(is_new)

@@ -19,12 +19,13 @@ features. The input of the first block needs no gradient then; the block is coun
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 from open_instruct.planning.memory.autograd_sizes import Gradient, Kind, Profile, Tensor
 from open_instruct.planning.memory.delta_layer import delta_layer
-from open_instruct.planning.memory.pieces import FLOAT32, Pass, Piece, whole
+from open_instruct.planning.memory.pieces import FLOAT32, Piece, whole
 from open_instruct.planning.memory.scratch import attention_scratch
-from open_instruct.planning.subject.model import DELTA_BLOCKS, ModelShape
+from open_instruct.planning.subject.model import LayerShape, ModelShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.shard_layout import ShardLayout
 
@@ -55,42 +56,8 @@ def num_kept_chunks(shape: ModelShape, chunks: Sequence[int], bytes_per_number: 
     return min(len(chunks), MAX_KEPT_BYTES // (chunks[0] * shape.vocab_size * bytes_per_number))
 
 
-def pass_of(layout: ShardLayout, workload: Workload, *, splits_rows: bool = True) -> Pass:
-    """The sizes of one microbatch of `workload`, whose rows are taken to be full; a context degree splits its tokens.
-
-    Between matrices that tensor ranks split, they may have a part of the tokens each.
-    """
-    workload, tensor_degree = workload.with_full_rows(), layout.tensor_parallel_degree
-    num_tokens = -(-workload.tokens_per_microbatch // layout.context_parallel_degree)
-    some = {"none": (), "selected_modules": workload.checkpointing_modules}
-    num_labels = -(-workload.label_tokens_per_microbatch // layout.context_parallel_degree)
-    num_rows = -(-num_tokens // tensor_degree) if splits_rows else num_tokens
-    return Pass(
-        num_tokens=num_tokens,
-        num_rows=num_rows,
-        longest_document=min(num_tokens, workload.longest_sequence),
-        # Where tokens are split the head runs at every position.
-        num_labels=num_labels if num_rows == num_tokens else num_rows,
-        compute_bytes=workload.compute_bytes,
-        on_cuda=workload.on_cuda,
-        tensor_degree=tensor_degree,
-        recomputed_modules=some.get(workload.checkpointing, ("blocks.*",)),
-        # FSDP gathers them in the dtype that is computed in.
-        casts_adapters=layout.single_device and workload.compute_bytes < FLOAT32,
-        temperature=workload.temperature,
-        records_entropy=workload.records_entropy,
-        multiplies_in_float8=workload.multiplies_in_float8,
-        num_gathered_keys=_gathered_keys(layout, workload),
-    )
-
-
-def _gathered_keys(layout: ShardLayout, workload: Workload) -> int | None:
-    """Keys of a row with those of a shared prefix before each of its documents but the first, which follows it.
-
-    None where none is shared.
-    """
-    if not workload.shared_prefix_tokens:
-        return None
+def gathered_keys(layout: ShardLayout, workload: Workload) -> int:
+    """Keys of a row with those of a shared prefix before each of its documents but the first, which follows it."""
     num_documents = workload.documents_per_group
     keys_of_group = num_documents * workload.longest_sequence
     num_keys = workload.tokens_per_microbatch * keys_of_group // workload.rows.tokens_of(num_documents)
@@ -98,22 +65,25 @@ def _gathered_keys(layout: ShardLayout, workload: Workload) -> int | None:
 
 
 @lru_cache(maxsize=512)
-def profile_of(piece: str, shape: ModelShape, sizes: Pass) -> Profile:
-    """One block of a unit's name, from the residual stream to itself; or norm and head, from there to log-probs."""
-    is_head, is_delta = piece == "head", piece == DELTA_BLOCKS
-    run: _Block | _Head = _Head(shape, sizes) if is_head else _Block(shape, sizes, is_delta=is_delta)
+def profile_of(
+    kind: LayerShape | None, shape: ModelShape, layout: ShardLayout, workload: Workload, *, splits_rows: bool
+) -> Profile:
+    """One block, from the residual stream to itself; or last norm and head, from there to the labels' log-probs.
+
+    Args:
+        kind: of the block; None: the head.
+        workload: of one microbatch, whose rows are taken to be full; a context degree splits its tokens.
+        splits_rows: tensor ranks have a part of the tokens each between the matrices that they split.
+    """
+    sizes = (shape, layout, workload.with_full_rows(), splits_rows)
+    run = _Head(*sizes) if kind is None else _Block(kind, *sizes)
     return run.tape.profile(run.record())
 
 
-def _split(count: int, sizes: Pass) -> int:
-    """A tensor rank's share of `count`."""
-    return -(-count // sizes.tensor_degree)
-
-
 class _Block(Piece):
-    def __init__(self, shape: ModelShape, sizes: Pass, *, is_delta: bool) -> None:
-        super().__init__(shape, sizes)
-        self.is_delta, self.norm_after = is_delta, shape.traits.norm_after and not is_delta
+    def __init__(self, layer: LayerShape, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.layer = layer
 
     def record(self) -> Tensor:
         x = self.tape.source
@@ -125,34 +95,69 @@ class _Block(Piece):
 
     def _sublayer(self, norm: str, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """A sublayer with its norm: OLMo normalises the output, other families the input."""
-        return self._normed(norm, run(x)) if self.norm_after else run(self._normed(norm, x))
+        is_after = self.shape.traits.norm_after and self.layer.delta is None
+        return self._normed(norm, run(x)) if is_after else run(self._normed(norm, x))
 
     def _normed(self, module: str, x: Tensor) -> Tensor:
         with self.recomputed(module):
-            return self.norm(x, self.sizes.num_rows, self.shape.d_model)
+            return self.norm(x, self.num_rows, self.shape.d_model)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         d_model = self.shape.d_model
-        width = _split(self.shape.d_ff, self.sizes)
+        width = self.split(self.layer.d_ff)
         with self.recomputed("feed_forward"):
+            if self.layer.num_experts:
+                return self._routed(x, d_model, width)
             # All tokens, where tensor ranks hold a part each between matrices; of their sum this rank's part.
-            x = self.cast(x, self.sizes.num_tokens * d_model, self.c)
+            x = self.cast(x, self.num_tokens * d_model, self.c)
             gate = self.linear("feed_forward.w1", x, d_model, width)
             active = self.tape.run(gate.num_bytes, gate, saved=[gate])
             up = self.linear("feed_forward.w3", x, d_model, width)
             product = self.tape.run(gate.num_bytes, active, up, saved=[active, up])
             output = self.linear("feed_forward.w2", product, width, d_model)
             self.tape.hold(x)
-            return self.cast(output, self.sizes.num_rows * d_model, self.c)
+            return self.cast(output, self.num_rows * d_model, self.c)
+
+    def _routed(self, x: Tensor, d_model: int, width: int) -> Tensor:
+        """`models/experts/routed.py`: tokens, each as often as it has experts, in the order of these."""
+        run, num_tokens, c = self.tape.run, self.num_tokens, self.c
+        num, chosen = self.layer.num_experts, self.shape.experts_per_token
+        own, is_split = num // self.layout.expert_parallel_degree, self.layout.expert_parallel_degree > 1
+        pairs = num_tokens * chosen
+        logits = self.product(x, d_model, num, self.kind)
+        probs = run(num_tokens * num * FLOAT32, self.cast(logits, num_tokens * num, FLOAT32), saves_output=True)
+        which = run(pairs * 8, gradients=())
+        weights = run(pairs * FLOAT32, probs, saved=[which], gradients=[whole(probs)])
+        weights = self.cast(run(weights.num_bytes, weights, saved=[weights]), pairs, c)
+        sorted_by, order, back = (run(pairs * 8, gradients=()) for _ in range(3))
+        repeated = run(pairs * d_model * c, x, gradients=[whole(x)])
+        sent = given = run(repeated.num_bytes, repeated, saved=[order])
+        if is_split:  # rows arrive, as many as were sent, and are put in another order
+            order_there, back_there = (run(pairs * 8, gradients=()) for _ in range(2))
+            arrived = run(sent.num_bytes, sent)
+            given = run(sent.num_bytes, arrived, saved=[order_there])
+        gate, up = (self.product(given, d_model, width, self.kind, of=own, num_rows=pairs) for _ in range(2))
+        active = run(gate.num_bytes, gate, saved=[gate])
+        product = run(gate.num_bytes, active, up, saved=[active, up])
+        self.tape.hold(gate, up)
+        by_expert = self.product(product, width, d_model, self.kind, of=own, num_rows=pairs)
+        if is_split:
+            self.tape.hold(given)
+            by_expert = run(by_expert.num_bytes, run(by_expert.num_bytes, by_expert, saved=[back_there]))
+            self.tape.hold(arrived)
+        by_token = run(by_expert.num_bytes, by_expert, saved=[back])
+        self.tape.hold(x, sent, by_expert, sorted_by, logits)
+        both = [weights, by_token]
+        return run(num_tokens * d_model * c, *both, saved=both, gradients=[whole(each) for each in both])
 
     def _attention(self, x: Tensor) -> Tensor:
         d_model = self.shape.d_model
-        q_width = _split(self.shape.q_width, self.sizes)
-        kv_width = _split(self.shape.kv_width, self.sizes)
+        q_width = self.split(self.shape.q_width)
+        kv_width = self.split(self.shape.kv_width)
         with self.recomputed("attention"):
-            if self.is_delta:
-                return delta_layer(self, x)
-            x = self.cast(x, self.sizes.num_tokens * d_model, self.c)
+            if self.layer.delta is not None:
+                return delta_layer(self, self.layer.delta, x)
+            x = self.cast(x, self.num_tokens * d_model, self.c)
             is_gated = self.shape.traits.gates_attention
             query = gate = self.linear("attention.w_q", x, d_model, q_width * (2 if is_gated else 1))
             if is_gated:  # both halves are views
@@ -170,17 +175,17 @@ class _Block(Piece):
                 open_gate = self.tape.run(attended.num_bytes, gate, saves_output=True)
                 attended = self.tape.run(attended.num_bytes, attended, open_gate, saved=[attended, open_gate])
             output = self.linear("attention.w_out", attended, q_width, d_model)
-            return self.cast(output, self.sizes.num_rows * d_model, self.c)
+            return self.cast(output, self.num_rows * d_model, self.c)
 
     def _qk_norm(self, module: str, x: Tensor, width: int) -> Tensor:
         """Over all features (OLMo), or head by head with one weight for all heads (Qwen 3)."""
         with self.recomputed(module):
             num_parts = 1 if self.shape.qk_norm == "full" else width // self.shape.head_dim
-            return self.norm(x, self.sizes.num_tokens * num_parts, width // num_parts)
+            return self.norm(x, self.num_tokens * num_parts, width // num_parts)
 
     def _rotated(self, query: Tensor, key: Tensor, q_width: int, kv_width: int) -> tuple[Tensor, Tensor]:
         """RoPE; cosine and sine of every token are kept, once for both."""
-        num_tokens = self.sizes.num_tokens
+        num_tokens = self.num_tokens
         b = FLOAT32 if self.shape.traits.in_float32 else self.c
         angles = [self.tape.run(num_tokens * self.shape.turned_dim * b, gradients=()) for _ in ("sine", "cosine")]
         rotated = []
@@ -202,10 +207,11 @@ class _Block(Piece):
 
         Both keep queries, keys, values, their output, and one float32 a head and token.
         """
-        num_tokens, run = self.sizes.num_tokens, self.tape.run
+        num_tokens, run = self.num_tokens, self.tape.run
         num_bytes = num_tokens * (q_width // self.shape.head_dim) * FLOAT32
-        if self.sizes.on_cuda and self.c < FLOAT32:
-            if (num_keys := self.sizes.num_gathered_keys) is not None:
+        if self.workload.on_cuda and self.c < FLOAT32:
+            if self.workload.shared_prefix_tokens:
+                num_keys = gathered_keys(self.layout, self.workload)
                 key, value = (run(tensor.num_bytes * num_keys // num_tokens, tensor) for tensor in (key, value))
             weights = run(num_bytes, query, gradients=())
             # The kernel makes all three gradients, and needs its own memory beside them.
@@ -214,20 +220,20 @@ class _Block(Piece):
             saved = [query, key, value, weights]
             return run(query.num_bytes, query, key, value, saved=saved, saves_output=True, gradients=gradients)
         parts = [run(0, tensor) for tensor in (query, key, value)]
-        all_of_them = [query, key, value]
-        pairs = zip(parts, all_of_them, strict=True)
-        gradients = [Gradient(of=part, num_bytes=tensor.num_bytes) for part, tensor in pairs]
-        num_bytes += query.num_bytes
-        by_document = run(num_bytes, *parts, saved=all_of_them, saves_output=True, gradients=gradients)
+        all_three = [query, key, value]
+        gradients = [
+            Gradient(of=part, num_bytes=tensor.num_bytes) for part, tensor in zip(parts, all_three, strict=True)
+        ]
+        by_document = run(query.num_bytes + num_bytes, *parts, saved=all_three, saves_output=True, gradients=gradients)
         return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
 
     def _scratch(self, key: Tensor, q_width: int) -> int:
-        sizes, dim = self.sizes, self.shape.head_dim
-        kv_width = _split(self.shape.kv_width, sizes)
+        dim, longest_document = self.shape.head_dim, min(self.num_tokens, self.workload.longest_sequence)
+        kv_width = self.split(self.shape.kv_width)
         return attention_scratch(
-            num_queries=sizes.num_tokens,
+            num_queries=self.num_tokens,
             num_keys=key.num_bytes // (kv_width * self.c),
-            num_documents=-(-sizes.num_tokens // sizes.longest_document),
+            num_documents=-(-self.num_tokens // longest_document),
             heads=(q_width // dim, kv_width // dim),
             dim=dim,
         )
@@ -236,20 +242,21 @@ class _Block(Piece):
 class _Head(Piece):
     def record(self) -> Tensor:
         """Chunks of at most `MAX_LOGITS_BYTES` of logits, recomputed where there is more than one."""
-        shape, sizes, run = self.shape, self.sizes, self.tape.run
-        d_model = shape.d_model
-        hidden = normed = self.norm(self.tape.source, sizes.num_rows, d_model)
-        if sizes.num_rows == sizes.num_tokens:
-            index = run(sizes.num_labels * 8, gradients=())
+        shape, workload, run, d_model = self.shape, self.workload, self.tape.run, self.shape.d_model
+        hidden = normed = self.norm(self.tape.source, self.num_rows, d_model)
+        num_positions = self.num_rows
+        # Where tokens are split the head runs at every position.
+        if is_whole := self.num_rows == self.num_tokens:
+            num_positions = -(-workload.label_tokens_per_microbatch // self.layout.context_parallel_degree)
+            index = run(num_positions * 8, gradients=())
             saved = [normed, index]
-            hidden = run(sizes.num_labels * d_model * self.c, normed, index, saved=saved, gradients=[whole(normed)])
-        all_chunks = logit_chunks(shape, sizes.num_labels)
+            hidden = run(num_positions * d_model * self.c, normed, index, saved=saved, gradients=[whole(normed)])
+        all_chunks = logit_chunks(shape, num_positions)
         kind: Kind = "weight" if shape.scores else self.kind
-        stays_whole = shape.is_tied and sizes.num_rows == sizes.num_tokens
-        num_words = shape.vocab_size if stays_whole else _split(1 if shape.scores else shape.vocab_size, sizes)
+        stays_whole = shape.is_tied and is_whole
+        num_words = shape.vocab_size if stays_whole else self.split(1 if shape.scores else shape.vocab_size)
         weight = Tensor(num_words * d_model * self.c, kind=kind)
-        keeps = sizes.on_cuda and sizes.num_rows == sizes.num_tokens
-        num_kept = num_kept_chunks(shape, all_chunks, self.c if keeps else 0)
+        num_kept = num_kept_chunks(shape, all_chunks, self.c if workload.on_cuda and is_whole else 0)
         # Of chunks that keep nothing any two will do; of those that do, the last, beside which all others are kept.
         last_are_kept = num_kept == len(all_chunks)
         others = all_chunks[:-CHUNKS_RECORDED] if last_are_kept else all_chunks[:num_kept]
@@ -265,17 +272,16 @@ class _Head(Piece):
                 product = run(num_bytes, view, hidden, weight, saved=[hidden], gradients=gradients)
                 with self.tape.recomputed(len(all_chunks) > 1):
                     losses.append(self._losses(product, num_labels))
-        return run(sizes.num_labels * FLOAT32, *losses)
+        return run(num_positions * FLOAT32, *losses)
 
     def _losses(self, product: Tensor, num_labels: int) -> Tensor:
-        shape, sizes, run = self.shape, self.sizes, self.tape.run
-        num_logits = num_labels * shape.vocab_size
+        run, num_logits = self.tape.run, num_labels * self.shape.vocab_size
         logits = self.cast(product, num_logits, FLOAT32)
-        if sizes.temperature != 1.0:
+        if self.workload.temperature != 1.0:
             logits = run(logits.num_bytes, logits)
         logprobs = run(logits.num_bytes, logits, saves_output=True)
         losses = run(num_labels * FLOAT32, logprobs, saved=[logprobs])
-        if sizes.records_entropy:
+        if self.workload.records_entropy:
             # The probabilities exist only within the operation.
             run(num_labels * FLOAT32, logprobs, scratch_bytes=logits.num_bytes, gradients=())
         self.tape.hold(product)  # the caller's

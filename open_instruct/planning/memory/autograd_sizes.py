@@ -75,6 +75,7 @@ class Profile:
     # Of a forward pass without a backward; the output counts too.
     scoring_peak: Usage
     kept_bytes: int
+    source_bytes: int
     # Whether the source must live until the backward pass.
     keeps_source: bool
     # Moment by moment, with what was kept, and the gradient of the output from the start.
@@ -153,6 +154,7 @@ class Tape:
             forward_peak=forward_peak,
             scoring_peak=scoring_peak,
             kept_bytes=_made(kept),
+            source_bytes=self.source.num_bytes,
             keeps_source=self.source in kept,
             backward=tuple(self._backward(output, kept)),
         )

@@ -9,10 +9,9 @@ from open_instruct.planning.memory.autograd_sizes import Gradient, Tensor
 from open_instruct.planning.memory.pieces import FLOAT32, Piece, whole
 
 
-def delta_layer(piece: Piece, x: Tensor) -> Tensor:
+def delta_layer(piece: Piece, shape: DeltaShape, x: Tensor) -> Tensor:
     """The output of the layer for x."""
-    shape, d_model, num_tokens = piece.shape.delta, piece.shape.d_model, piece.sizes.num_tokens
-    assert shape is not None
+    d_model, num_tokens = piece.shape.d_model, piece.num_tokens
     values = shape.widths[-1]
     convolved = []
     for part, width in shape.parts.items():
@@ -41,12 +40,13 @@ def _rule(piece: Piece, shape: DeltaShape, inputs: list[Tensor]) -> Tensor:
 
     A kernel on CUDA keeps less, and is counted as this.
     """
-    sizes, heads, keys, values = piece.sizes, shape.value_heads, shape.key_dim, shape.value_dim
-    num_chunks = -(-sizes.longest_document // CHUNK) * -(-sizes.num_tokens // sizes.longest_document)
+    heads, keys, values = shape.value_heads, shape.key_dim, shape.value_dim
+    longest_document = min(piece.num_tokens, piece.workload.longest_sequence)
+    num_chunks = -(-longest_document // CHUNK) * -(-piece.num_tokens // longest_document)
     per_chunk = CHUNK * (10 * keys + 2 * values + 6 * CHUNK) + keys * (2 * values + 5 * keys)
     per_number = num_chunks * heads * FLOAT32
     kept = piece.tape.run(per_number * per_chunk, *inputs)
     forward_bytes, backward_bytes = (per_number * CHUNK * each for each in (4 * (keys + values), 3 * values + CHUNK))
     gradients = [Gradient(of=kept, num_bytes=backward_bytes)]
-    num_bytes = sizes.num_tokens * shape.widths[-1] * piece.c
+    num_bytes = piece.num_tokens * shape.widths[-1] * piece.c
     return piece.tape.run(num_bytes, kept, saved=[kept], gradients=gradients, scratch_bytes=forward_bytes)

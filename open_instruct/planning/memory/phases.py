@@ -113,8 +113,8 @@ class Moments:
 
     def on_host(self) -> dict[str, int]:
         """Bytes in the host's memory: offloaded inputs of all blocks, copies for checkpoints and for weight syncs."""
-        block_bytes = pinned(self.passes.kept_by_block) if self.passes.offloads else 0
-        return {INPUTS: self.shape.num_layers * block_bytes} | (self.copies() if self.workload.on_cuda else {})
+        offloaded = self.passes.kept_by_blocks if self.passes.offloads else []
+        return {INPUTS: sum(map(pinned, offloaded))} | (self.copies() if self.workload.on_cuda else {})
 
     def step(self) -> Iterable[Moment]:
         """The moments of the optimizer step."""
@@ -160,17 +160,20 @@ class Moments:
             trained = (each for each in self.shape.parameters if each.is_trained)
             num_tensors = (num_models + num_moments(each, self.workload) for each in trained)
             copied = sum(num * pinned(size * MASTER_BYTES) for num, size in zip(num_tensors, self.own, strict=True))
-        return copied // self.layout.num_replicas if self.workload.copies_checkpoints else 0
+        # Of experts that are split no replica has another's part.
+        num_writers = 1 if self.layout.expert_parallel_degree > 1 else self.layout.num_replicas
+        return copied // num_writers if self.workload.copies_checkpoints else 0
 
     def copies(self) -> dict[str, int]:
         """Bytes that a process keeps in its host's memory beside a GPU's, and in its own without one.
 
-        Of a weight sync by changes (`SentParts`) they are a rank's part as engines have it, of one bucket also as it is
-        now, and messages about as many buckets as there are slots and one more, at most.
+        Of a weight sync by changes (`SentParts`) they are a rank's part as engines have it, pinned beside a GPU, of one
+        bucket what changed, and messages about as many buckets as there are slots and one more, at most.
         """
         is_delta = self.workload.sync_choice[0] == "delta"
         own = [each for each, _ in sync_buckets(self.shape, self.layout, self.workload)] if is_delta else [0]
-        return {CHECKPOINT: self.checkpoint_copy(), SENT: sum(own) + (NUM_SYNC_SLOTS + 2) * max(own)}
+        kept = sum(map(pinned if self.workload.on_cuda else int, own))
+        return {CHECKPOINT: self.checkpoint_copy(), SENT: kept + (NUM_SYNC_SLOTS + 2) * max(own)}
 
     def _frozen_bytes(self, frozen: Scoring) -> int:
         """Bytes of a frozen model: sharded as the policy is; on a single device in --param_dtype alone."""

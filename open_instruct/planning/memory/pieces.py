@@ -1,11 +1,11 @@
-"""What one block and the head are recorded with: the sizes of a pass, and the operations that they share."""
+"""What one block and the head are recorded with: the sizes of a microbatch, and the operations that they share."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 from open_instruct.planning.memory.autograd_sizes import Gradient, Kind, Tape, Tensor
 from open_instruct.planning.subject.model import ModelShape
-from open_instruct.planning.subject.workload import is_wrapped
+from open_instruct.planning.subject.workload import Workload, is_wrapped
+from open_instruct.shard_layout import ShardLayout
 
 FLOAT32 = 4
 
@@ -13,37 +13,23 @@ FLOAT32 = 4
 BYTES_OF_CAST = 2 * FLOAT32 + 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """The sizes of one microbatch on one rank, and the modules that are recomputed."""
-
-    num_tokens: int
-    num_rows: int  # tokens between tensor-parallel matrices; each tensor rank has a part of them
-    longest_document: int
-    num_labels: int
-    compute_bytes: int
-    on_cuda: bool
-    tensor_degree: int
-    recomputed_modules: tuple[str, ...]
-    casts_adapters: bool = False  # they are float32, and copied to the dtype that is computed in
-    temperature: float = 1.0
-    records_entropy: bool = False
-    multiplies_in_float8: bool = False  # matrices of blocks
-    num_gathered_keys: int | None = None  # with those of a shared prefix before each document; None: nothing is shared
-
-
 class Piece:
     """Operations shared by a block and the head, recorded on a tape."""
 
-    def __init__(self, shape: ModelShape, sizes: Pass) -> None:
-        self.shape, self.sizes, self.c = shape, sizes, sizes.compute_bytes
+    def __init__(self, shape: ModelShape, layout: ShardLayout, workload: Workload, splits_rows: bool) -> None:
+        self.shape, self.layout, self.workload, self.c = shape, layout, workload, workload.compute_bytes
         self.kind: Kind = "weight" if shape.adapters is None else "frozen"  # of the model's own parameters
-        self.stream_bytes = sizes.num_rows * shape.d_model * self.c
-        self.tape = Tape(Tensor(self.stream_bytes, kind="source"))
+        self.num_tokens = -(-workload.tokens_per_microbatch // layout.context_parallel_degree)
+        self.num_rows = self.split(self.num_tokens) if splits_rows else self.num_tokens  # tokens between matrices
+        self.tape = Tape(Tensor(self.num_rows * shape.d_model * self.c, kind="source"))
+
+    def split(self, count: int) -> int:
+        """A tensor rank's share of `count`."""
+        return -(-count // self.layout.tensor_parallel_degree)
 
     def recomputed(self, module: str) -> AbstractContextManager[None]:
         """Within runs a module of the block, which may be checkpointed; "" is the block itself. All are alike."""
-        return self.tape.recomputed(is_wrapped(self.sizes.recomputed_modules, 0, module))
+        return self.tape.recomputed(is_wrapped(self.workload.recomputed_modules, 0, module))
 
     def cast(self, tensor: Tensor, num_elements: int, to_bytes: int) -> Tensor:
         """A copy of `num_elements` in another dtype; the tensor itself if it has that size."""
@@ -52,14 +38,14 @@ class Piece:
 
     def linear(self, module: str, x: Tensor, num_inputs: int, num_outputs: int) -> Tensor:
         """The output of a matrix of the block for all tokens, with that of its adapter."""
-        adapters, num_tokens = self.shape.adapters, self.sizes.num_tokens
+        adapters, num_tokens = self.shape.adapters, self.num_tokens
         given = x
         output = self.product(x, num_inputs, num_outputs, self.kind)
         if adapters is None or module not in adapters.modules:
             return output
         if adapters.drops:
             # Dropout's mask is one byte a value on CUDA, elsewhere one factor.
-            mask = self.tape.run(num_tokens * num_inputs * (1 if self.sizes.on_cuda else self.c), gradients=())
+            mask = self.tape.run(num_tokens * num_inputs * (1 if self.workload.on_cuda else self.c), gradients=())
             x = self.tape.run(num_tokens * num_inputs * self.c, x, mask, saved=[mask], gradients=[whole(x)])
         low = self.product(x, num_inputs, adapters.rank)
         added = self.product(low, adapters.rank, num_outputs)
@@ -67,14 +53,21 @@ class Piece:
         self.tape.hold(given, low)
         return output
 
-    def product(self, x: Tensor, num_inputs: int, num_outputs: int, kind: Kind = "weight") -> Tensor:
-        """x W^T: keeps x. Its backward makes the gradient of W first, then that of x."""
-        num_tokens = self.sizes.num_tokens
-        weight = Tensor(num_inputs * num_outputs * self.c, kind=kind)
-        if self.sizes.casts_adapters and kind != self.kind:
+    def product(
+        self, x: Tensor, num_inputs: int, num_outputs: int, kind: Kind = "weight", *, of: int = 1, num_rows: int = 0
+    ) -> Tensor:
+        """x W^T: keeps x. Its backward makes the gradient of W first, then that of x.
+
+        :param of: so many matrices, each of which multiplies some of the rows.
+        """
+        num_tokens = num_rows or self.num_tokens
+        weight = Tensor(of * num_inputs * num_outputs * self.c, kind=kind)
+        # A single device has them in float32; FSDP gathers them in the dtype that is computed in.
+        if self.layout.single_device and self.c < FLOAT32 and kind != self.kind:
             weight = self.tape.run(weight.num_bytes, weight, gradients=[Gradient(of=weight, num_bytes=None)])
         in_bytes, out_bytes = (num_tokens * size * self.c for size in (num_inputs, num_outputs))
-        cast_bytes = BYTES_OF_CAST * num_tokens * max(num_inputs, num_outputs) * self.sizes.multiplies_in_float8
+        num_cast = num_tokens * max(num_inputs, num_outputs) if self.workload.multiplies_in_float8 else 0
+        cast_bytes = BYTES_OF_CAST * num_cast
         gradients = [whole(weight), Gradient(of=x, num_bytes=in_bytes, scratch_bytes=cast_bytes)]
         saved = [x, weight]
         return self.tape.run(out_bytes, x, weight, saved=saved, gradients=gradients, scratch_bytes=cast_bytes)

@@ -8,6 +8,8 @@ Sources, in PyTorch 2.13 and OLMo-core 3.0:
 - Where adapters are trained, all else has neither gradient nor moments, and is held in `--param_dtype` alone.
 - Tensor parallelism (`apply_tp`) splits one axis of a matrix first. FSDP2 (`FSDPParam._init_sharded_param`) then cuts
   axis 0 of what is left into chunks of ceil(rows / shards) rows: the last ranks may have fewer, or none.
+- Experts that a shard group splits are whole on their ranks, and FSDP2 cuts those over the replicas alone
+  (`models/experts/exchange.py`).
 - Shards of parameters are kept padded to the size of the first (`reset_sharded_param`), and gradients are views into
   the padded output of their unit's reduce-scatter (`foreach_reduce`). Moments have the size of the shard itself.
 - AdamW counts steps in one float32 a parameter. Muon keeps one moment, for the matrices of the blocks; everything else
@@ -69,6 +71,20 @@ def uses_muon(parameter: ParameterShape, workload: Workload) -> bool:
     return workload.optimizer == "muon" and len(parameter.shape) == 2 and parameter.layer is not None
 
 
+def is_split_stack(parameter: ParameterShape, layout: ShardLayout) -> bool:
+    """Whether ranks of a shard group have some of the matrices of a stack each."""
+    degree = layout.expert_parallel_degree
+    return degree > 1 and parameter.is_stack and parameter.shape[0] % degree == 0
+
+
+def gathered_shape(parameter: ParameterShape, layout: ShardLayout, *, rank: int = 0) -> tuple[int, ...]:
+    """The shape of a parameter on `rank` while its unit is gathered."""
+    if is_split_stack(parameter, layout):
+        return (parameter.shape[0] // layout.expert_parallel_degree, *parameter.shape[1:])
+    degree = layout.tensor_parallel_degree
+    return tensor_local_shape(parameter, degree, rank % degree)
+
+
 def tensor_local_shape(parameter: ParameterShape, tensor_degree: int, tensor_rank: int) -> tuple[int, ...]:
     """The shape of a parameter's part on one tensor rank."""
     if (axis := parameter.tensor_axis) is None:
@@ -79,9 +95,11 @@ def tensor_local_shape(parameter: ParameterShape, tensor_degree: int, tensor_ran
 
 def local_size(parameter: ParameterShape, layout: ShardLayout, *, rank: int = 0) -> LocalSize:
     """The sizes of `parameter` on `rank`, by its places in its tensor group and in its shard group."""
-    degree, num_shards = layout.tensor_parallel_degree, layout.shard_group_size
-    rows, *others = tensor_local_shape(parameter, degree, rank % degree)
-    own_rows = chunk_rows(rows, num_shards, rank // degree % num_shards)
+    neighbours, num_shards = layout.tensor_parallel_degree, layout.shard_group_size
+    if is_split_stack(parameter, layout):
+        neighbours, num_shards = layout.shard_degree, layout.num_replicas
+    rows, *others = gathered_shape(parameter, layout, rank=rank)
+    own_rows = chunk_rows(rows, num_shards, rank // neighbours % num_shards)
     padded = ceil(rows / num_shards) * prod(others)
     return LocalSize(own=own_rows * prod(others), padded=padded, gathered=padded * num_shards)
 

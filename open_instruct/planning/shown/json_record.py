@@ -9,7 +9,10 @@ from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import BATCH, Plan
 
 CHANGES = ("to_fit", "with_adapters", "faster", "recomputes_less", "exchanges_less")
-DEGREES = ("shard_degree", "num_replicas", "tensor_parallel_degree", "context_parallel_degree", "straddles_nodes")
+DEGREES = (
+    *("shard_degree", "num_replicas", "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"),
+    "straddles_nodes",
+)
 
 
 def as_record(plan: Plan, advice: Advice) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from open_instruct.errors import InputError
 from open_instruct.planning.advice import Advice
-from open_instruct.planning.plan import Plan, Setting, plan_of
+from open_instruct.planning.plan import Setting, plan_of
 from open_instruct.planning.shown.json_record import memory_record
 from open_instruct.planning.subject.devices import device_named
 from open_instruct.planning.subject.units import GIB
@@ -21,13 +21,11 @@ log = logging.getLogger(__name__)
 class StartCheck:
     """The plan as a starting run prints it: a line, and a `warning` where the run will not fit.
 
-    `cannot_fit`: weights, gradients and optimizer states alone are too large. `memory` is the content of the run's
-    `plan.json`; empty where nothing could be planned.
+    `memory` is the content of the run's `plan.json`; empty where nothing could be planned.
     """
 
     line: str
     warning: str = ""
-    cannot_fit: bool = False
     memory: dict[str, Any] = field(default_factory=dict)
 
 
@@ -56,21 +54,17 @@ def check_plan(
             on_cuda=on_cuda,
             has_engines_in_node=not on_cuda,  # without GPUs a run that other nodes may join is not planned
         )
-        checked = _checked(plan_of(setting))
+        plan = plan_of(setting)
+        line, *problem = said("start", plan)
+        sentences = [*problem, *Advice(plan).lines()] if problem else []
+        checked = StartCheck(
+            line=line,
+            warning=" ".join(f"{sentence.removesuffix('.')}." for sentence in sentences),
+            memory=memory_record(plan),
+        )
     except Exception as error:  # a plan is a help; the run itself judges what it can read
         log.info("the run has no plan", exc_info=True)
         return StartCheck(line=f"plan: none ({type(error).__name__}: {error})")
-    if checked.cannot_fit and config.memory.plan_check:
+    if config.memory.plan_check and sum(plan.moments.state_bytes()) > memory_bytes:
         raise InputError(f"{checked.warning} --no_plan_check starts it all the same")
     return checked
-
-
-def _checked(plan: Plan) -> StartCheck:
-    line, *problem = said("start", plan)
-    sentences = [*problem, *Advice(plan).lines()] if problem else []
-    return StartCheck(
-        line=line,
-        warning=" ".join(f"{sentence.removesuffix('.')}." for sentence in sentences),
-        cannot_fit=sum(plan.moments.state_bytes()) > plan.setting.device.memory_bytes,
-        memory=memory_record(plan),
-    )

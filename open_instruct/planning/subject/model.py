@@ -10,21 +10,19 @@ import difflib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, LINEAR, SLIDING, Family, QKNorm, family_of
 from open_instruct.models.delta_rule.shape import DeltaShape, delta_shape
-from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, SIZES, check_size
-from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, LM_HEAD, is_of_adapter
-
-DELTA_BLOCKS = "delta blocks"
-"""The unit of a block whose mixer is a layer of the gated delta rule."""
+from open_instruct.models.hf.hf_config import size_of
+from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, LM_HEAD, is_of_adapter, is_stack
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -47,11 +45,16 @@ class ParameterShape:
     shape: tuple[int, ...]
     layer: int | None = None  # None outside the blocks
     tensor_axis: int | None = None  # the axis that tensor parallelism splits; None: every tensor rank has all of it
+    row_of: tuple[int, int] | None = None  # it is this row of a stack of so many
     is_trained: bool = True  # else it has no gradient, and stays in the dtype that is computed in
 
     @property
     def num_params(self) -> int:
         return prod(self.shape)
+
+    @property
+    def is_stack(self) -> bool:
+        return is_stack(self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +70,31 @@ class Adapters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What one layer of a model has, where layers differ.
+
+    Example: the layers of OLMo 3 without a window are `LayerShape(d_ff=11008)`, the others have `window=4096`.
+    """
+
+    d_ff: int  # of its feed-forward, or of each of its experts
+    num_experts: int = 0  # 0: the feed-forward is dense
+    window: int | None = None  # the tokens that a query sees, itself among them; None: all before
+    delta: DeltaShape | None = None  # in the place of attention
+
+    @property
+    def kind(self) -> "LayerShape":
+        """What decides its parameters and its memory: not the window."""
+        return replace(self, window=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """The parameters that FSDP gathers and frees together, and how many units are like this one."""
 
     name: str
     parameters: tuple[ParameterShape, ...]
     count: int = 1
+    kind: LayerShape | None = None  # of a block
 
     @property
     def trained(self) -> tuple[ParameterShape, ...]:
@@ -87,23 +109,18 @@ class ModelShape:
     name: str
     family: str
     d_model: int
-    d_ff: int
-    num_layers: int
+    layers: tuple[LayerShape, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    turned_dim: int  # features of a head that RoPE turns
     vocab_size: int
     is_tied: bool
     qk_norm: QKNorm
-    windows: tuple[
-        int | None, ...
-    ]  # of each layer that attends: the tokens that a query sees, itself among them; None: all before
     checkpoint_bytes_per_param: int = 2
     scores: bool = False  # its head has one row
+    experts_per_token: int = 1
     adapters: Adapters | None = None
-    delta: DeltaShape | None = None
-    turned_share: float = 1.0  # of a head, which RoPE turns
-    delta_layers: tuple[int, ...] = ()  # those of the gated delta rule, of the shape `delta`
 
     @cached_property
     def parameters(self) -> tuple[ParameterShape, ...]:
@@ -119,37 +136,23 @@ class ModelShape:
             is_trained = self.adapters is None or is_of_adapter(name) or (self.scores and name == LM_HEAD)
             return ParameterShape(name=name, shape=size, layer=layer, tensor_axis=axis, is_trained=is_trained)
 
-        kinds = {is_delta: list(self._block(is_delta)) for is_delta in {False, bool(self.delta_layers)}}
+        blocks = {layer.kind: list(self._block(layer.kind)) for layer in self.layers}
         parameters = [parameter(EMBEDDINGS, (self.vocab_size, self.d_model), 0)]
-        for layer in range(self.num_layers):
-            block = kinds[layer in self.delta_layers]
-            parameters += [parameter(f"blocks.{layer}.{name}", size, axis, layer) for name, size, axis in block]
+        for number, layer in enumerate(self.layers):
+            for name, size, axis in blocks[layer.kind]:
+                parameters.append(parameter(f"blocks.{number}.{name}", size, axis, number))
         parameters.append(parameter("lm_head.norm.weight", (self.d_model,), None))
         if not self.is_tied:
             parameters.append(parameter(LM_HEAD, (1 if self.scores else self.vocab_size, self.d_model), 0))
         return tuple(parameters)
 
-    def _block(self, is_delta: bool) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
+    def _block(self, layer: LayerShape) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
         """Names within a block, sizes and tensor axes."""
-        d_model, d_ff, q_width, kv_width = self.d_model, self.d_ff, self.q_width, self.kv_width
-        norm_widths = {"none": (), "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.qk_norm]
-        given_by_w_q = q_width * (2 if self.traits.gates_attention else 1)
-        mixer: dict[str, tuple[tuple[int, ...], int | None]] = {
-            "attention.w_q.weight": ((given_by_w_q, d_model), 0),
-            "attention.w_k.weight": ((kv_width, d_model), 0),
-            "attention.w_v.weight": ((kv_width, d_model), 0),
-            "attention.w_out.weight": ((d_model, q_width), 1),
-            **{f"attention.{one}_norm.weight": ((width,), None) for one, width in zip("qk", norm_widths, strict=False)},
-        }
-        if is_delta:
-            assert self.delta is not None
-            mixer = {f"attention.{name}": (size, None) for name, size in self.delta.tensors(d_model).items()}
-        parameters = mixer | {
-            "attention_norm.weight": ((d_model,), None),
-            "feed_forward.w1.weight": ((d_ff, d_model), 0),
-            "feed_forward.w2.weight": ((d_model, d_ff), 1),
-            "feed_forward.w3.weight": ((d_ff, d_model), 0),
-            "feed_forward_norm.weight": ((d_model,), None),
+        parameters: dict[str, tuple[tuple[int, ...], int | None]] = {
+            **(self._attention() if layer.delta is None else _whole(layer.delta.tensors(self.d_model))),
+            "attention_norm.weight": ((self.d_model,), None),
+            **self._feed_forward(layer),
+            "feed_forward_norm.weight": ((self.d_model,), None),
         }
         for name, (size, axis) in parameters.items():
             module = name.removesuffix(".weight")
@@ -160,6 +163,29 @@ class ModelShape:
                 yield f"{module}.{ADAPTER[0]}", (self.adapters.rank, size[1]), axis or None
                 yield f"{module}.{ADAPTER[1]}", (size[0], self.adapters.rank), None if axis else axis
 
+    def _attention(self) -> dict[str, tuple[tuple[int, ...], int | None]]:
+        d_model, q_width, kv_width = self.d_model, self.q_width, self.kv_width
+        norm_widths = {"none": (), "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.qk_norm]
+        return {
+            "attention.w_q.weight": ((q_width * (2 if self.traits.gates_attention else 1), d_model), 0),
+            "attention.w_k.weight": ((kv_width, d_model), 0),
+            "attention.w_v.weight": ((kv_width, d_model), 0),
+            "attention.w_out.weight": ((d_model, q_width), 1),
+            **{f"attention.{one}_norm.weight": ((width,), None) for one, width in zip("qk", norm_widths, strict=False)},
+        }
+
+    def _feed_forward(self, layer: LayerShape) -> dict[str, tuple[tuple[int, ...], int | None]]:
+        d_model, d_ff, num = self.d_model, layer.d_ff, layer.num_experts
+        sizes = {"w1": (d_ff, d_model), "w2": (d_model, d_ff), "w3": (d_ff, d_model)}
+        if num:
+            stacks = {f"feed_forward.experts.{each}": ((num, *sizes[each]), None) for each in ("w1", "w3", "w2")}
+            return {"feed_forward.router.weight": ((num, d_model), None), **stacks}
+        return {f"feed_forward.{each}.weight": (size, 1 if each == "w2" else 0) for each, size in sizes.items()}
+
+    def met(self, parameter: ParameterShape) -> int:
+        """The numbers of a matrix that one token is multiplied with: of experts, those of a few."""
+        return parameter.num_params * self.experts_per_token // (parameter.shape[0] if parameter.is_stack else 1)
+
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """FSDP's root, its embeddings, and a block of each kind, in the order in which a forward pass gathers them.
@@ -169,16 +195,36 @@ class ModelShape:
         """
         embeddings, *rest = self.parameters
         root = tuple(parameter for parameter in rest if parameter.layer is None)
-        kinds = {"blocks": set(range(self.num_layers)) - {*self.delta_layers}, DELTA_BLOCKS: {*self.delta_layers}}
+        kinds = [layer.kind for layer in self.layers]
+        blocks = []
+        for kind in dict.fromkeys(kinds):
+            first = kinds.index(kind)
+            parameters = tuple(each for each in rest if each.layer == first)
+            blocks.append(Unit(name=f"blocks as {first}", parameters=parameters, count=kinds.count(kind), kind=kind))
         return (
             Unit(name="root", parameters=(embeddings, *root) if self.is_tied else root),
             Unit(name="embeddings", parameters=() if self.is_tied else (embeddings,)),
-            *(
-                Unit(name=kind, parameters=tuple(each for each in rest if each.layer == min(layers)), count=len(layers))
-                for kind, layers in kinds.items()
-                if layers
-            ),
+            *blocks,
         )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Those of the layers that attend."""
+        return tuple(layer.window for layer in self.layers if layer.delta is None)
+
+    @property
+    def num_experts(self) -> int:
+        """Those of the layers that have experts."""
+        return max(layer.num_experts for layer in self.layers)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether there are layers of the gated delta rule."""
+        return any(layer.delta for layer in self.layers)
 
     @property
     def num_params(self) -> int:
@@ -206,14 +252,14 @@ class ModelShape:
         return self.num_heads * self.head_dim
 
     @property
-    def turned_dim(self) -> int:
-        """Features of a head that RoPE turns."""
-        return int(self.head_dim * self.turned_share)
-
-    @property
     def kv_width(self) -> int:
         """Features of all key heads together; as many for the values."""
         return self.num_kv_heads * self.head_dim
+
+
+def _whole(tensors: dict[str, tuple[int, ...]]) -> dict[str, tuple[tuple[int, ...], int | None]]:
+    """Those of a layer's mixer that every tensor rank has whole."""
+    return {f"attention.{name}": (size, None) for name, size in tensors.items()}
 
 
 def read_config(file: Path) -> ModelShape:
@@ -229,11 +275,7 @@ def read_config(file: Path) -> ModelShape:
 def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelShape:
     """`read_config` for the fields of a config.json; `where` stands in errors."""
     family = family_of(fields.get("model_type"), where)
-
-    def count(field: str, default: int | None = None) -> int:
-        value = default if fields.get(field) is None else fields[field]
-        return check_size(field, value, SIZES.get(field, MAX_SIZE), where)
-
+    count = partial(size_of, fields, where)
     num_layers = count("num_hidden_layers")
     num_heads = count("num_attention_heads")
     d_model = count("hidden_size")
@@ -242,38 +284,47 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
         raise InputError(
             f"{where}: num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = {num_kv_heads}"
         )
-    layer_types = _layer_types(fields, family, num_layers, where)
+    head_dim = count("head_dim", family.default_head_dim or d_model // num_heads)
     dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
     return ModelShape(
         name=name,
         family=fields["model_type"],
         d_model=d_model,
-        d_ff=count("intermediate_size"),
-        num_layers=num_layers,
+        layers=tuple(_layers(fields, family, num_layers, where)),
+        experts_per_token=1 if family.expert_size is None else count("num_experts_per_tok"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=count("head_dim", family.default_head_dim or d_model // num_heads),
+        head_dim=head_dim,
+        turned_dim=int(head_dim * _turned_share(fields, family)),
         vocab_size=count("vocab_size"),
         is_tied=bool(fields.get("tie_word_embeddings", False)),
         qk_norm=family.qk_norm,
-        windows=_windows(fields, family, layer_types, where),
-        turned_share=_turned_share(fields, family),
-        delta=None if family.delta is None else delta_shape(fields, family.delta, where),
-        delta_layers=tuple(layer for layer, layer_type in enumerate(layer_types) if layer_type == LINEAR),
         checkpoint_bytes_per_param=BYTES_OF_DTYPE.get(dtype, 4),
     )
 
 
-def _layer_types(fields: dict[str, Any], family: Family, num_layers: int, where: str) -> list[str]:
-    layer_types = fields.get("layer_types")
-    if layer_types is None or not (family.has_windows or family.delta):
-        return family.default_layer_types(num_layers)
+def _layers(fields: dict[str, Any], family: Family, num_layers: int, where: str) -> Iterator[LayerShape]:
+    count = partial(size_of, fields, where)
+    layer_types = fields.get("layer_types") if family.has_windows or family.delta else None
+    if layer_types is None:
+        layer_types = family.default_layer_types(num_layers)
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise InputError(f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries")
-    return layer_types
+    has_window = family.has_windows and fields.get("sliding_window") is not None
+    window = count("sliding_window") if has_window else None
+    delta = None if family.delta is None else delta_shape(fields, family.delta, where)
+    for layer, layer_type in enumerate(layer_types):
+        expert_size = family.expert_size if family.is_sparse(SimpleNamespace(**fields), layer) else None
+        yield LayerShape(
+            d_ff=count(expert_size or "intermediate_size"),
+            num_experts=count("num_experts", fields.get("num_local_experts")) if expert_size else 0,
+            window=window if layer_type == SLIDING else None,
+            delta=delta if layer_type == LINEAR else None,
+        )
 
 
 def _turned_share(fields: dict[str, Any], family: Family) -> float:
+    """The share of a head that RoPE turns."""
     rope = fields.get("rope_parameters")
     rope = rope if isinstance(rope, dict) else {"rope_theta": fields.get("rope_theta", 1)}
     if family.may_not_turn and rope.get("rope_theta") is None:
@@ -282,13 +333,6 @@ def _turned_share(fields: dict[str, Any], family: Family) -> float:
         return 1.0
     part = "partial_rotary_factor"
     return float(rope.get(part, fields.get(part, family.turned_share)))
-
-
-def _windows(fields: dict[str, Any], family: Family, layer_types: list[str], where: str) -> tuple[int | None, ...]:
-    window = fields.get("sliding_window") if family.has_windows else None
-    if window is not None:
-        check_size("sliding_window", window, MAX_POSITIONS, where)
-    return tuple(window if each == SLIDING else None for each in layer_types if each != LINEAR)
 
 
 def model_shape(name_or_path: str) -> ModelShape:

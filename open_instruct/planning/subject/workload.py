@@ -116,6 +116,16 @@ class Workload:
         return replace(self, tokens_per_microbatch=self.pack_tokens, label_tokens_per_microbatch=num_labels)
 
     @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """Patterns of the modules of the blocks that run again in the backward pass."""
+        modules = {"none": (), "selected_modules": self.checkpointing_modules}
+        return modules.get(self.checkpointing, ("blocks.*",))
+
+    def recomputes(self, module: str) -> bool:
+        """Whether `module` of all blocks ("attention", "feed_forward", or "" for whole blocks) is recomputed."""
+        return any(is_wrapped(self.recomputed_modules, 0, name) for name in ("", module))
+
+    @property
     def merges_adapters(self) -> bool:
         """Whether the engines are sent the weights with any adapters merged into them."""
         return self.num_engines > 0 and not self.sends_adapter
@@ -327,6 +337,7 @@ def _cache_bytes(fleet: FleetSection, shape: ModelShape, bytes_per_param: int, d
         share = int(fleet.vllm_gpu_memory_utilization * device_memory_bytes)
         return max(0, share - shape.num_params * bytes_per_param)
     tokens = fleet.vllm_max_num_batched_tokens or ENGINE_TOKENS
-    block_bytes = tokens * (3 * shape.d_ff + 4 * shape.d_model) * bytes_per_param
+    width = max(each.d_ff * (shape.experts_per_token if each.num_experts else 1) for each in shape.layers)
+    block_bytes = tokens * (3 * width + 4 * shape.d_model) * bytes_per_param
     logit_bytes = 2 * (fleet.vllm_max_num_seqs or ENGINE_SEQS) * shape.vocab_size * 4
     return fleet.vllm_kv_cache_mib * MIB + block_bytes + logit_bytes

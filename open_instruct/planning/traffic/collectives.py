@@ -1,17 +1,15 @@
 """One kind of collective of a step: its calls, their bytes, and which links they pass."""
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import Literal
 
 from open_instruct.shard_layout import ShardLayout
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
-Axis = Literal["shard", "replica", "tensor", "context", "sync", "world", "all"]
+Axis = Literal["shard", "replica", "tensor", "context", "expert", "sync", "world", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +84,7 @@ def span_of(layout: ShardLayout, axis: Axis, within: int = 0) -> tuple[int, bool
     if within:
         groups = [group[at : at + within] for group in groups for at in range(0, len(group), within)]
     straddling = layout.straddling(groups)
-    ends = tuple(accumulate(layout.gpus_per_node))
-    fewest = min((min(Counter(bisect_right(ends, rank) for rank in group).values()) for group in straddling), default=1)
+    fewest = min((min(Counter(map(layout.node_of, group)).values()) for group in straddling), default=1)
     return len(groups[0]), bool(straddling), fewest
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from open_instruct.planning.memory.activations import logit_chunks
 from open_instruct.planning.subject.model import ModelShape
-from open_instruct.planning.subject.workload import Workload, is_wrapped
+from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Axis, Collective, Exchange, exchange_in, span_of
 from open_instruct.shard_layout import ShardLayout
 
@@ -30,6 +30,7 @@ def activation_exchanges(
     """
     yield from along("tensor", _tensor(shape, layout, workload, num_values, trains=trains), layout, num_passes)
     yield from along("context", context_calls(shape, layout, workload, num_values, trains=trains), layout, num_passes)
+    yield from along("expert", expert_calls(shape, workload, trains=trains), layout, num_passes)
 
 
 def along(axis: Axis, calls: Iterable[Calls], layout: ShardLayout, num_passes: int) -> Iterator[Exchange]:
@@ -37,13 +38,6 @@ def along(axis: Axis, calls: Iterable[Calls], layout: ShardLayout, num_passes: i
     for what, collective, num_bytes, num_calls in calls if span_of(layout, axis)[0] > 1 else ():
         if num_calls:
             yield exchange_in(layout, axis, what, collective, num_bytes, num_passes * num_calls)
-
-
-def is_recomputed(workload: Workload, module: str) -> bool:
-    """Whether `module` of all blocks ("attention", "feed_forward", or "" for whole blocks) is recomputed."""
-    if workload.checkpointing == "selected_modules":
-        return any(is_wrapped(workload.checkpointing_modules, 0, name) for name in ("", module))
-    return workload.checkpointing in ("full", "offload")
 
 
 def num_head_positions(layout: ShardLayout, workload: Workload) -> int:
@@ -64,7 +58,7 @@ def _tensor(
     # Embeddings that are frozen: no gradient goes below the first adapters.
     to_embeddings = backward if shape.adapters is None else 0
     attention_again, feed_forward_again, blocks_again = (
-        backward * layers * is_recomputed(workload, module) for module in ("attention", "feed_forward", "")
+        backward * layers * workload.recomputes(module) for module in ("attention", "feed_forward", "")
     )
 
     # Each sublayer gathers its input, and scatters the sum of what its ranks put out; backwards the other way round.
@@ -106,9 +100,22 @@ def context_calls(
     At the end of a forward pass every rank gets the losses of the whole row, and the entropies if they are recorded.
     """
     num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
-    num_calls = shape.num_layers * (2 + is_recomputed(workload, "attention") if trains else 1)
+    num_calls = shape.num_layers * (2 + workload.recomputes("attention") if trains else 1)
     # Queries, keys and values, and what attention puts out. Heads are split between tensor ranks already.
     for width in (shape.q_width + 2 * shape.kv_width, shape.q_width):
         num_bytes = num_tokens * width * workload.compute_bytes // layout.tensor_parallel_degree
         yield "tokens and heads in attention", "all_to_all", num_bytes, num_calls
     yield "losses of a row", "all_gather", LOSS_BYTES * workload.tokens_per_microbatch, num_values
+
+
+def expert_calls(shape: ModelShape, workload: Workload, *, trains: bool) -> Iterator[Calls]:
+    """Tokens to the ranks of their experts, and back (`models/experts/exchange.py`), where each expert gets as many.
+
+    How many go to each is told first, in 32 bits.
+    """
+    again = int(trains and workload.recomputes("feed_forward"))
+    num_layers = sum(layer.num_experts > 0 for layer in shape.layers)
+    num_pairs = workload.tokens_per_microbatch * shape.experts_per_token
+    num_bytes = num_pairs * shape.d_model * workload.compute_bytes
+    yield "tokens at their experts", "all_to_all", num_bytes, num_layers * 2 * (1 + trains + again)
+    yield "numbers of tokens", "all_to_all", 4 * shape.num_experts, num_layers * (1 + again)

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from open_instruct.planning.memory.pieces import FLOAT32
-from open_instruct.planning.memory.state import gathered_params, local_size, uses_muon
-from open_instruct.planning.subject.model import ModelShape, Unit
+from open_instruct.planning.memory.state import gathered_params, is_split_stack, local_size, uses_muon
+from open_instruct.planning.subject.model import ModelShape, ParameterShape, Unit
 from open_instruct.planning.subject.workload import Scoring, Workload
-from open_instruct.planning.traffic.collectives import Axis, Exchange, exchange_in
+from open_instruct.planning.traffic.collectives import Axis, Exchange, exchange_in, span_of
 from open_instruct.planning.traffic.model_parallel import activation_exchanges
 from open_instruct.shard_layout import ShardLayout
 
@@ -54,16 +54,16 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
         # of their own are not needed backwards.
         num_gathers = 1 if unit.name == "embeddings" else 2
         yield from _gathers(layout, workload, unit, num_passes * num_gathers)
-        if not unit.trained:
-            continue
-        gradient_bytes = gathered_params(unit.trained, layout) * REDUCE_BYTES
-        if layout.shard_group_size > 1:
-            what, num_calls = "gradients of a block, after it", num_reductions * unit.count
-            yield exchange_in(layout, "shard", what, "reduce_scatter", gradient_bytes, num_calls)
-        # OLMo-core lets the replicas' sum wait for the last microbatch of an update.
-        shard_bytes = gradient_bytes // layout.shard_group_size
-        what, num_calls = "gradients of a shard, over replicas", num_updates * unit.count
-        yield exchange_in(layout, "replica", what, "all_reduce", shard_bytes, num_calls)
+        for axis, parameters in _by_axis(unit.trained, layout).items():
+            gradient_bytes = gathered_params(parameters, layout) * REDUCE_BYTES
+            if span_of(layout, axis)[0] > 1:
+                what, num_calls = "gradients of a block, after it", num_reductions * unit.count
+                yield exchange_in(layout, axis, what, "reduce_scatter", gradient_bytes, num_calls)
+            if axis == "shard":
+                # OLMo-core lets the replicas' sum wait for the last microbatch of an update.
+                shard_bytes = gradient_bytes // layout.shard_group_size
+                what, num_calls = "gradients of a shard, over replicas", num_updates * unit.count
+                yield exchange_in(layout, "replica", what, "all_reduce", shard_bytes, num_calls)
     yield from activation_exchanges(shape, layout, workload, num_passes, workload.num_values, trains=True)
     # Tensor ranks have whole norms, which see a part of the tokens each, and whole halves of adapters, beside which a
     # matrix is split. Whole gradients are added up in float32.
@@ -73,9 +73,11 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
         num_bytes = width * (REDUCE_BYTES if adds_up else workload.compute_bytes)
         yield exchange_in(layout, "tensor", "gradients of norms", "all_reduce", num_bytes, num_reductions * count)
     # One norm for every parameter, which DTensor stacks and adds up along each axis that cuts some of them.
-    degrees: dict[Axis, int] = {"shard": layout.shard_group_size, "tensor": layout.tensor_parallel_degree}
-    for axis, degree in degrees.items():
-        if degree > 1:
+    # Replicas that have parts of experts are among them.
+    cutting: Axis = "world" if layout.expert_parallel_degree > 1 else "shard"
+    axes: tuple[Axis, ...] = (cutting, "tensor")
+    for axis in axes:
+        if span_of(layout, axis)[0] > 1:
             num_bytes = NORM_BYTES * sum(each.is_trained for each in shape.parameters)
             yield exchange_in(layout, axis, "norm of the gradient", "all_reduce", num_bytes, num_updates)
     yield from _muon(shape, layout, workload)
@@ -101,10 +103,20 @@ def _muon(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterato
 
 
 def _gathers(layout: ShardLayout, workload: Workload, unit: Unit, num_times: int) -> Iterator[Exchange]:
-    if layout.shard_group_size > 1 and unit.parameters:
-        what = "weights of a block, before it runs"
-        num_bytes = gathered_params(unit.parameters, layout) * workload.compute_bytes
-        yield exchange_in(layout, "shard", what, "all_gather", num_bytes, num_times * unit.count)
+    for axis, parameters in _by_axis(unit.parameters, layout).items():
+        if span_of(layout, axis)[0] > 1:
+            what = "weights of a block, before it runs"
+            num_bytes = gathered_params(parameters, layout) * workload.compute_bytes
+            yield exchange_in(layout, axis, what, "all_gather", num_bytes, num_times * unit.count)
+
+
+def _by_axis(parameters: Iterable[ParameterShape], layout: ShardLayout) -> dict[Axis, tuple[ParameterShape, ...]]:
+    """Parameters by the axis that FSDP shards them over: experts that are split, over the replicas alone."""
+    axes: dict[Axis, tuple[ParameterShape, ...]] = {}
+    for each in parameters:
+        axis: Axis = "replica" if is_split_stack(each, layout) else "shard"
+        axes[axis] = (*axes.get(axis, ()), each)
+    return axes
 
 
 def traffic_of_merging(shape: ModelShape, layout: ShardLayout) -> Iterator[Exchange]:

@@ -13,7 +13,7 @@ from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Exchange
-from open_instruct.planning.traffic.model_parallel import is_recomputed, num_head_positions
+from open_instruct.planning.traffic.model_parallel import num_head_positions
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.weight_sync import PLACE_BYTES, ROW_BYTES
 
@@ -24,7 +24,8 @@ ON_THE_PATH = {"tensor": "tensor groups", "context": "context groups", "sync": "
 
 # Changed values of a step: in bfloat16 some hundredths of all, at a learning rate of 1e-6 (docs/weights.md).
 SHARES = (0.01, 0.04, 0.1)
-# Weights in bfloat16 that one thread casts and compares (benchmarks/weight_sync.py --changes).
+# Weights in bfloat16 that one thread casts and compares (benchmarks/weight_sync.py --changes). A GPU compares what was
+# sent as fast as that comes to it.
 COMPARED_GB_S = 1.5
 # From a host to its GPU, over 16 lanes of PCIe 5.0.
 LOADED_GB_S = 64.0
@@ -108,11 +109,12 @@ def sync_costs(
     own_bytes, all_bytes = map(sum, zip(*sync_buckets(shape, layout, work), strict=True))
     travel_s = seconds_of((exchange for exchange in exchanges if exchange.axis == "sync"), device)
     yield SyncCost(changed=1.0, num_bytes=all_bytes, seconds=travel_s)
+    compared_gb_s = LOADED_GB_S if work.on_cuda else COMPARED_GB_S
     load_s = all_bytes / work.engine_tensor_degree / (LOADED_GB_S * GIGA) if work.on_cuda else 0.0
     num_parts = len(shape.parameters) * layout.shard_group_size * layout.tensor_parallel_degree
     for share in SHARES:
         num_bytes = num_parts * ROW_BYTES + round(all_bytes * share * (1 + PLACE_BYTES / work.sync_bytes_per_param))
-        seconds = max(own_bytes / (COMPARED_GB_S * GIGA), travel_s * num_bytes / all_bytes) + load_s
+        seconds = max(own_bytes / (compared_gb_s * GIGA), travel_s * num_bytes / all_bytes) + load_s
         yield SyncCost(changed=share, num_bytes=num_bytes, seconds=seconds)
 
 
@@ -146,8 +148,8 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     keeps = workload.on_cuda and layout.tensor_parallel_degree == 1
     num_kept = num_kept_chunks(shape, chunks, workload.compute_bytes if keeps else 0)
     again = head * sum(chunks[num_kept:]) // sum(chunks) if len(chunks) > 1 else 0
-    again += sum(flops for module, flops in blocks.items() if is_recomputed(workload, module))
-    frozen = [each.num_params for each in _matrices(shape) if not each.is_trained]
+    again += sum(flops for module, flops in blocks.items() if workload.recomputes(module))
+    frozen = [shape.met(each) for each in _matrices(shape) if not each.is_trained]
     unmade = 2 * workload.tokens_per_microbatch * sum(frozen)
     unmade += head if frozen and not shape.scores else 0
     total = workload.num_updates * workload.num_microbatches * (3 * forward - unmade + again)
@@ -171,21 +173,20 @@ def attended_pairs(length: int, window: int | None) -> int:
 def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
     """Operations of a forward pass of all blocks over a whole microbatch, by module."""
     attention, feed_forward = (
-        sum(each.num_params for each in _matrices(shape) if module in each.name)
+        sum(shape.met(each) for each in _matrices(shape) if module in each.name)
         for module in (".attention.", ".feed_forward.")
     )
     num_tokens, num_pairs = workload.tokens_per_microbatch, sum(_pairs(workload, window) for window in shape.windows)
     per_number = 1 if workload.multiplies_in_float8 else 2
     # Attention is two products: queries with keys, and attention weights with values.
     products = per_number * num_tokens * attention + 2 * 2 * shape.q_width * num_pairs
-    if shape.delta is not None:
-        products += num_tokens * len(shape.delta_layers) * shape.delta.rule_flops
+    products += num_tokens * sum(layer.delta.rule_flops for layer in shape.layers if layer.delta)
     return {"attention": products, "feed_forward": per_number * num_tokens * feed_forward}
 
 
 def _matrices(shape: ModelShape) -> list[ParameterShape]:
-    """The matrices of all blocks."""
-    return [each for each in shape.parameters if each.layer is not None and len(each.shape) == 2]
+    """The matrices of all blocks, and their stacks of them."""
+    return [each for each in shape.parameters if each.layer is not None and (len(each.shape) == 2 or each.is_stack)]
 
 
 def _pairs(workload: Workload, window: int | None) -> int:

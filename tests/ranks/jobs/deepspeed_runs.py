@@ -16,7 +16,7 @@ from open_instruct.config.parser import parse
 from open_instruct.errors import InputError, RunError
 
 # What `train` imports when it is called, so that the ranks share it.
-from open_instruct.learner import export, heldout, loop  # noqa: F401
+from open_instruct.learner import export, loop  # noqa: F401
 from open_instruct.learner.deepspeed import build
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.settings import engine_settings

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.learner.olmo_core.build import build_backend
 from open_instruct.learner.policy import Policy
 from open_instruct.models.shards import local_part
-from open_instruct.objectives.dpo import DPO
+from open_instruct.objectives.dpo import DPO, DPOConfig
 from open_instruct.objectives.objective import REFERENCE
 from open_instruct.packing.steps import collate
 from open_instruct.parallel.process import stop_process

@@ -17,13 +17,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from open_instruct.config.parser import parse
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.learner import policy as policy_module
-from open_instruct.learner.grpo import DriversState
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.olmo_core.build import build_backend
 from open_instruct.learner.policy import Policy
-from open_instruct.learner.reference import Reference, build_reference
-from open_instruct.learner.teacher import Comparison
-from open_instruct.learner.teacher_rows import compare_with
+from open_instruct.learner.reference import Comparison, Reference, build_reference
+from open_instruct.learner.scoring import compare_with
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import weights_of
@@ -93,7 +91,8 @@ def _steps(
             teacher, rows, None, student=pretrained, scorer=scorer, run=run, config=config
         )
     settings: Any = {"start_model": "", "cadence": Cadence(num_steps=2, save_every=1), "max_tokens_per_step": 10**6}
-    loop = Loop(policy, DriversState(), run=run, config=config, **settings)
+    place: Any = SimpleNamespace(state_dict=dict)
+    loop = Loop(policy, place, run=run, config=config, **settings)
     microbatch = _row(num_tokens, objective.rows_of(config).documents_per_row)
     num_rows = num_microbatches * run.layout.data_parallel_world_size
     counts = {"rows": num_rows, "tokens": num_tokens * num_rows, "labels": num_tokens * num_rows // 2}

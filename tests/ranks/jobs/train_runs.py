@@ -9,7 +9,7 @@ from unittest import mock
 from open_instruct.config.parser import parse
 
 # What `train` imports when it is called, so that the ranks share it.
-from open_instruct.learner import export, heldout, loop  # noqa: F401
+from open_instruct.learner import export, loop  # noqa: F401
 from open_instruct.learner.measure import speed
 from open_instruct.learner.olmo_core import build  # noqa: F401
 from open_instruct.learner.rows import datasets, sample_loader  # noqa: F401

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from open_instruct.config.lora import LoRASection
 from open_instruct.errors import InputError, RunError
+from open_instruct.models import shards
 from open_instruct.models.build import build_model
 from open_instruct.models.export import check_exportable, export_hf
 from open_instruct.models.fingerprint import weights_fingerprint
@@ -30,7 +31,7 @@ from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames, clean_name
 from open_instruct.models.load import check_cover, parameter_shapes, stream_load
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.models.shards import held_of, held_run, own_box
+from open_instruct.models.shards import held_of, held_run, own_box, rows_of
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 12
@@ -48,11 +49,13 @@ def sharded(
     tensor: int,
     checkpointing: bool,
     context: int = 1,
+    splits_experts: bool = False,
     dtype: str = "float32",
     compute_dtype: str = "float32",
     lora: LoRASection | None = None,
 ) -> Any:
     model = build_model(hf_config).to(getattr(torch, dtype))
+    model.splits_experts = splits_experts
     if lora is not None:
         adapt(model, lora, dtype=getattr(torch, dtype))
     dp = TransformerDataParallelConfig(
@@ -108,11 +111,15 @@ def _differing(model: Any, files: CheckpointFiles, names: TensorNames) -> list[s
     """Parameters whose own shard, or whose gathered whole, is not bit for bit what the file holds."""
     differing = []
     parameters = {clean_name(name): parameter for name, parameter in model.named_parameters()}
-    for name, held in held_of(model).items():
+    parts = held_of(model)
+    for name, parameter in parameters.items():
         if names.tied and name == "lm_head.w_out.weight":
             continue
-        stored = files.read(names.hf_name(name)).to(held.local.dtype)
-        parameter = parameters[name]
+        held = shards.held(parameter)
+        rows = [files.read(names.hf_name(row)) for row in rows_of(name, held.shape)]
+        stored = (torch.stack(rows) if len(held.shape) > 2 else rows[0]).to(held.local.dtype)
+        if sum(parts[row].local.numel() for row in rows_of(name, held.shape)) != held.local.numel():
+            differing.append(name)
         if hasattr(parameter, "held"):
             differing += [] if torch.equal(held.local, stored.view(-1)[held.box]) else [name]
             continue

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from open_instruct.cluster.learner_call import LearnerCall, LearnerLost
-from open_instruct.cluster.learner_group import LearnerGroup
-from open_instruct.cluster.learner_process import LearnerProcess
+from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.engine_pool import EnginePool
@@ -158,13 +157,12 @@ class WeightPublisher:
         engines = self._engines
         version = self._learners_version
         assert version is not None, "the learners were lost"
-        is_connected = self._is_connected
         # Learners write on into a folder as long as all goes well, whatever engines are new to it.
         goes_on = self.version is not None and self._channel.get("backend") == FOLDER
         self.version = None
-        self._is_connected = False  # unless all goes well
-        if not is_connected:
+        if not self._is_connected:
             self._connect(engines, timeout_s, goes_on=goes_on)
+        self._is_connected = False  # unless all goes well
         is_delta = self._channel["changes_alone"]
         # Between hosts changes come while engines generate; on a GPU's own way they would compete with its steps.
         is_staged = is_delta and not is_on_device(self._channel["backend"])

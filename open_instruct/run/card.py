@@ -1,0 +1,53 @@
+"""The model card, README.md, of an exported model, made from the files of a run alone."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import yaml
+
+from open_instruct.data.files.opening import looks_like_a_file
+from open_instruct.run.run_directory import RunDirectory, rows_of
+from open_instruct.wording import pages_in
+
+
+def card_of(
+    directory: RunDirectory, *, trained_by: str, is_adapter: bool = False, until: int | None = None
+) -> str | None:
+    """The card of the model that the run exports, after step `until` or at the end.
+
+    None if the run's settings are missing or damaged: the model is exported without a card then.
+
+    Args:
+        trained_by: the command, or the name of an objective of one's own.
+        is_adapter: whether the model is an adapter alone.
+    """
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        settings = directory.config.read_text(encoding="utf-8")  # whose comments have the versions
+        flags = yaml.safe_load(settings)
+        mixture = flags.get("mixer_list") or flags.get("dataset_mixer_list") or []
+        base = flags["model_name_or_path"]
+        data = list(zip(mixture[::2], mixture[1::2], strict=True))
+        head = {
+            "library_name": "peft" if is_adapter else "transformers",
+            "pipeline_tag": "text-classification" if trained_by == "reward_model" else "text-generation",
+            "tags": ["open-instruct", trained_by],
+            "base_model": base if _is_on_hub(base) else None,
+            "datasets": sorted({name for name, _ in data if _is_on_hub(name)}),
+        }
+        given = {name: value for name, value in head.items() if value}
+        pages = pages_in(Path(__file__).parent, trim_blocks=True, keep_trailing_newline=True)
+        return pages.get_template("card.md.jinja").render(
+            head=yaml.safe_dump(given, sort_keys=False),
+            title=Path(flags["output_dir"]).name or "Model",
+            base=base,
+            trained_by=trained_by,
+            is_adapter=is_adapter,
+            data=data,
+            evaluations=[row for row in rows_of(directory.evaluations) if until is None or row["step"] <= until],
+            settings=settings,
+        )
+    return None
+
+
+def _is_on_hub(name: str) -> bool:
+    return "/" in name and not looks_like_a_file(name) and not Path(name).exists()
