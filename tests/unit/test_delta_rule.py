@@ -20,9 +20,9 @@ from open_instruct.families import FAMILIES
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.delta_rule import rule
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig, DeltaRuleMixer
-from open_instruct.models.delta_rule.rule import Inputs, by_chunks, gated_delta_rule, walk_on_device
-from open_instruct.models.delta_rule.shape import DeltaShape, delta_shape
-from open_instruct.models.delta_rule.walk import CHUNK, walked
+from open_instruct.models.delta_rule.rule import Inputs, by_chunks, gated_delta_rule
+from open_instruct.models.delta_rule.shape import CHUNK, DeltaShape, delta_shape
+from open_instruct.models.delta_rule.walk import walk_on_device
 from open_instruct.models.hf.names import TensorNames, as_in_files, clean_name
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.models.lora.files import file_name_of
@@ -71,12 +71,14 @@ def documents_of(lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> list[li
 
 
 def test_a_walk_is_the_one_in_its_docstring() -> None:
-    walk = walked((6, 3, 2, 3), (0, 4, 6, 0), num_before=2)
-    assert walk.starts == (0, 4, 6, 8, 9, 11) and walk.stops == (4, 6, 8, 9, 11, 14)
+    walk = walk_on_device((6, 3, 2, 3), (0, 4, 6, 0), 2, CPU)
+    chunks = [range(4), range(4, 6), range(6, 8), range(8, 9), range(9, 11), range(11, 14)]
+    assert [[token for token in each if token < 14] for each in walk.tokens_NC.tolist()] == [*map(list, chunks)]
+    assert walk.tokens_NC.flatten()[walk.places_T].tolist() == [*range(14)]
     assert walk.goes_on_from == (None, 0, 0, 2, 2, None)
     none = 14
-    assert walk.history == (none, none, 0, 1, 2, 3, 4, 5, 2, 3, 6, 7, 8, 6, 7, 9, 10, none, none, 11, 12, 13)
-    assert [walk.history[first + 2] for first in walk.after_history] == list(range(14))
+    assert walk.history.tolist() == [none, none, 0, 1, 2, 3, 4, 5, 2, 3, 6, 7, 8, 6, 7, 9, 10, none, none, 11, 12, 13]
+    assert walk.history[walk.after_history_T + 2].tolist() == [*range(14)]
 
 
 @pytest.mark.parametrize(("lengths", "prefixes"), ROWS.values(), ids=ROWS.keys())

@@ -22,8 +22,9 @@ from torch import nn
 
 from open_instruct.models.attention.attention import Gathered
 from open_instruct.models.attention.segments import Segments
-from open_instruct.models.delta_rule.rule import Inputs, WalkOnDevice, exact, gated_delta_rule, walk_on_device
+from open_instruct.models.delta_rule.rule import Inputs, exact, gated_delta_rule
 from open_instruct.models.delta_rule.shape import DeltaShape
+from open_instruct.models.delta_rule.walk import Walk, walk_on_device
 
 
 @dataclass
@@ -115,7 +116,7 @@ class DeltaRuleMixer(SequenceMixer):
         return 6 * sum(each.numel() for each in self.parameters()) + 3 * self.shape.rule_flops
 
 
-def convolve(x_TC: torch.Tensor, convolution: nn.Module, walk: WalkOnDevice) -> torch.Tensor:
+def convolve(x_TC: torch.Tensor, convolution: nn.Module, walk: Walk) -> torch.Tensor:
     """Each channel over a token and those before it in its document, zero before the first; (T, C)."""
     with_zero = torch.cat([x_TC, x_TC.new_zeros(1, x_TC.shape[1])])
     laid_out = Gathered.apply(with_zero, walk.history)

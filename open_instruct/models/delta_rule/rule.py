@@ -13,13 +13,13 @@ Legend of the shape suffixes: T tokens of a row, N chunks, C tokens of a chunk, 
 of a key, V features of a value.
 """
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from open_instruct.models.attention.segments import Segments
-from open_instruct.models.delta_rule.walk import CHUNK, walked
+from open_instruct.models.delta_rule.shape import CHUNK
+from open_instruct.models.delta_rule.walk import Walk
 
 NORM_EPS = 1e-6
 
@@ -41,33 +41,7 @@ class Inputs(NamedTuple):
     rate: torch.Tensor
 
 
-class WalkOnDevice(NamedTuple):
-    """A `Walk` as indices on a device; `tokens_NC` are those of each chunk, and after its last the number of tokens."""
-
-    goes_on_from: tuple[int | None, ...]
-    tokens_NC: torch.Tensor
-    places_T: torch.Tensor
-    history: torch.Tensor
-    after_history_T: torch.Tensor
-
-
-# Kept for all layers of a model, and for what is recomputed in a backward pass.
-@lru_cache(maxsize=4)
-def walk_on_device(
-    lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], num_before: int, device: torch.device
-) -> WalkOnDevice:
-    """The walk of a row, for a convolution that sees `num_before` tokens before its own."""
-    walk = walked(lengths, prefix_lengths, num_before=num_before)
-    starts_N1, stops_N1 = (torch.tensor(each).unsqueeze(1) for each in (walk.starts, walk.stops))
-    tokens_NC = starts_N1 + torch.arange(CHUNK)
-    tokens_NC = tokens_NC.where(tokens_NC < stops_N1, sum(lengths))
-    indices = (tokens_NC, *map(torch.tensor, (walk.places, walk.history, walk.after_history)))
-    if device.type == "cuda":  # or the host would wait for the device
-        indices = tuple(index.pin_memory().to(device, non_blocking=True) for index in indices)
-    return WalkOnDevice(walk.goes_on_from, *indices)
-
-
-def gated_delta_rule(inputs: Inputs, segments: Segments, walk: WalkOnDevice) -> torch.Tensor:
+def gated_delta_rule(inputs: Inputs, segments: Segments, walk: Walk) -> torch.Tensor:
     """What every token reads, (T, H, V).
 
     On CUDA by the kernel of flash-linear-attention where that is installed, which knows no prefixes.
@@ -77,7 +51,7 @@ def gated_delta_rule(inputs: Inputs, segments: Segments, walk: WalkOnDevice) -> 
     return by_chunks(inputs, walk)
 
 
-def by_chunks(inputs: Inputs, walk: WalkOnDevice) -> torch.Tensor:
+def by_chunks(inputs: Inputs, walk: Walk) -> torch.Tensor:
     """The rule in plain PyTorch, (T, H, V)."""
     with torch.autocast(inputs.query.device.type, enabled=False):
         query, key, value, decay, rate = (_in_chunks(exact(each), walk.tokens_NC) for each in inputs)
@@ -113,7 +87,7 @@ def _in_chunks(tensor: torch.Tensor, tokens_NC: torch.Tensor) -> torch.Tensor:
     return chunks if tensor.dim() == 3 else chunks.unsqueeze(-1)
 
 
-def _states(changes_NHKK: torch.Tensor, additions_NHKV: torch.Tensor, walk: WalkOnDevice) -> torch.Tensor:
+def _states(changes_NHKK: torch.Tensor, additions_NHKV: torch.Tensor, walk: Walk) -> torch.Tensor:
     """The memory that each chunk finds, (N, H, K, V)."""
     nothing = torch.zeros_like(additions_NHKV[0])
     found, left = list[torch.Tensor](), list[torch.Tensor]()

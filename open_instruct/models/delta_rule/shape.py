@@ -7,8 +7,10 @@ from typing import Any
 
 from open_instruct.errors import InputError
 from open_instruct.families import DeltaLayers
-from open_instruct.models.delta_rule.walk import CHUNK
 from open_instruct.models.hf.hf_config import size_of
+
+CHUNK = 64
+"""Tokens of the longest chunk: what a chunk computes at once grows with its square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,66 +7,79 @@ another segment goes on from, and what it leaves is taken up as often as it is n
     tokens     0 1 2 3 | 4 5    6 7 | 8  9 10   11 12 13
     chunk      0         1      2     3  4      5
     goes on    -         0      0     2  2      -          (b from 4 tokens of a, c from those and 2 of b)
+
+Legend of the shape suffixes: T tokens of the row, N chunks, C tokens of the longest chunk.
 """
 
-from bisect import bisect_left, bisect_right
-from itertools import accumulate, chain, pairwise
+from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
-CHUNK = 64
-"""Tokens of the longest chunk: what a chunk computes at once grows with its square."""
+import torch
+
+from open_instruct.models.delta_rule.shape import CHUNK
 
 
 class Walk(NamedTuple):
-    """A row, walked.
+    """A row, walked; where there is no token, its index is the number of tokens.
 
     Attributes:
-        starts, stops: the first token of each chunk, and the one after its last.
         goes_on_from: the chunk that each goes on from; None: it begins a document.
-        places: of each token, its place where all chunks are filled up to `CHUNK` tokens.
-        history: the tokens of the row with those before every segment's first, as many as asked for; where a
-            document has none, the number of tokens of the row.
-        after_history: of each token, the window of the history that ends with it.
+        tokens_NC: the tokens of each chunk, and after its last none.
+        places_T: of each token, its place among those of all chunks, C for each.
+        history: the tokens of the row, with as many as asked for before each that does not follow its neighbour; none
+            before a document.
+        after_history_T: of each token, the window of the history that ends with it.
     """
 
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
     goes_on_from: tuple[int | None, ...]
-    places: tuple[int, ...]
-    history: tuple[int, ...]
-    after_history: tuple[int, ...]
+    tokens_NC: torch.Tensor
+    places_T: torch.Tensor
+    history: torch.Tensor
+    after_history_T: torch.Tensor
 
 
-def walked(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], *, num_before: int) -> Walk:
-    """The walk of a row, with the `num_before` tokens before every segment's first."""
-    num_tokens = sum(lengths)
-    stops = list(accumulate(lengths))
-    starts = [stop - length for stop, length in zip(stops, lengths, strict=True)]
+# Kept for all layers of a model, and for what is recomputed in a backward pass.
+@lru_cache(maxsize=4)
+def walk_on_device(
+    lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], num_before: int, device: torch.device
+) -> Walk:
+    """The walk of a row, for a convolution that sees `num_before` tokens before its own."""
+    before = _before(lengths, prefix_lengths)
+    num_tokens = len(before)
+    left_later = {one for token, one in enumerate(before) if one != token - 1}
+    chunk_of, starts, goes_on_from = list[int](), list[int](), list[int | None]()
+    for token, one in enumerate(before):
+        if one != token - 1 or one in left_later or token - starts[-1] == CHUNK:
+            starts.append(token)
+            goes_on_from.append(None if one == num_tokens else chunk_of[one])
+        chunk_of.append(len(starts) - 1)
+    tokens_T, before_T, chunk_T = torch.arange(num_tokens), torch.tensor([*before, num_tokens]), torch.tensor(chunk_of)
+    places_T = CHUNK * chunk_T + tokens_T - torch.tensor(starts)[chunk_T]
+    in_chunks = torch.full((len(starts) * CHUNK,), num_tokens)
+    in_chunks[places_T] = tokens_T
+
+    is_first_T = before_T[:-1] != tokens_T - 1
+    after_history_T = tokens_T + num_before * (is_first_T.cumsum(0) - 1)
+    history = torch.empty(num_tokens + num_before * int(is_first_T.sum()), dtype=torch.long)
+    history[after_history_T + num_before] = tokens_T
+    earlier = tokens_T[is_first_T]
+    for steps_back in range(1, num_before + 1):
+        earlier = before_T[earlier]
+        history[after_history_T[is_first_T] + num_before - steps_back] = earlier
+    indices = [in_chunks.view(-1, CHUNK), places_T, history, after_history_T]
+    if device.type == "cuda":  # or the host would wait for the device
+        indices = [index.pin_memory().to(device, non_blocking=True) for index in indices]
+    return Walk(tuple(goes_on_from), *indices)
+
+
+def _before(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> list[int]:
+    """Of each token of a row the one that it goes on from; the number of all tokens where it begins a document."""
+    before: list[int] = []
     seen: list[int] = []  # by the last token of the segment before
-    history: list[int] = []
-    after_history: list[int] = []
-    left_at: list[int | None] = []  # the token after which each segment goes on
-    for start, stop, prefix in zip(starts, stops, prefix_lengths, strict=True):
+    for stop, length, prefix in zip(accumulate(lengths), lengths, prefix_lengths, strict=True):
+        start = stop - length
         del seen[prefix:]
-        before = seen[max(prefix - num_before, 0) :]
-        after_history += range(len(history), len(history) + stop - start)
-        history += [num_tokens] * (num_before - len(before)) + before
-        history += range(start, stop)
-        left_at.append(seen[-1] if seen else None)
+        before += [seen[-1] if seen else sum(lengths), *range(start, stop - 1)]
         seen += range(start, stop)
-
-    cuts = sorted({token + 1 for token in left_at if token is not None} | set(stops))
-    chunks: list[tuple[int, int, int | None]] = []
-    that_ends: dict[int, int] = {}
-    for start, stop, left in zip(starts, stops, left_at, strict=True):
-        goes_on_from = None if left is None else that_ends[left + 1]
-        inner = cuts[bisect_right(cuts, start) : bisect_left(cuts, stop) + 1]
-        for first, end in pairwise([start, *inner]):
-            for at in range(first, end, CHUNK):
-                chunks.append((at, min(at + CHUNK, end), goes_on_from))
-                goes_on_from = len(chunks) - 1
-            that_ends[end] = len(chunks) - 1
-    first_tokens, ends, before_them = zip(*chunks, strict=True)
-    in_chunks = (range(index * CHUNK, index * CHUNK + stop - at) for index, (at, stop, _) in enumerate(chunks))
-    places = tuple(chain.from_iterable(in_chunks))
-    return Walk(first_tokens, ends, before_them, places, tuple(history), tuple(after_history))
+    return before

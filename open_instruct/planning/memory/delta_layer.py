@@ -3,8 +3,7 @@
 Source: `models/delta_rule/mixer.py`; its operations around the rule are recorded one by one, the rule is not.
 """
 
-from open_instruct.models.delta_rule.shape import DeltaShape
-from open_instruct.models.delta_rule.walk import CHUNK
+from open_instruct.models.delta_rule.shape import CHUNK, DeltaShape
 from open_instruct.planning.memory.autograd_sizes import Gradient, Tensor
 from open_instruct.planning.memory.pieces import FLOAT32, Piece, whole
 
