@@ -9,31 +9,10 @@ from typing import Any, Literal
 from open_instruct.errors import InputError
 
 QKNorm = Literal["none", "head", "full"]
+DeltaLayers = Literal["fused", "apart"]
 LAYERS_OF_A_PATTERN = 4
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """What a config.json's `layer_types` names; the last are layers of the gated delta rule."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaLayers:
-    """The layers of the gated delta rule in a family that has some among those of attention.
-
-    Attributes:
-        is_fused: whether queries, keys and values come from one matrix, and go through one convolution.
-        key_heads, value_heads, head_dim: of a config.json that gives none; None: as many as attention has,
-            and sizes that follow from `hidden_size`.
-        norm_eps: of the norm of what is read; None: `rms_norm_eps`.
-        may_negate: whether config.json may double the rates of writing (`linear_allow_neg_eigval`, true by default).
-
-    Example: `DeltaLayers(is_fused=True, key_heads=16, value_heads=32, head_dim=128)` of Qwen 3.5.
-    """
-
-    is_fused: bool = False
-    key_heads: int | None = None
-    value_heads: int | None = None
-    head_dim: int | None = None
-    norm_eps: float | None = None
-    may_negate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +27,15 @@ class Family:
         in_float32: whether the norm's weight is multiplied, and RoPE applied, before rounding to the model's dtype.
         qkv_bias: whether queries, keys and values have a bias each; nothing else ever does.
         has_windows: whether config.json may give layers a sliding window (`layer_types`).
-        delta: its layers of the gated delta rule (`layer_types`), which have their norms before them.
+        delta: whether config.json gives layers of the gated delta rule (`layer_types`), with their norms before them:
+            queries, keys and values come from one matrix, or from a matrix each.
+        delta_norm_eps: of the norm of what these layers read; None: `rms_norm_eps`.
+        delta_may_negate: whether config.json may double their rates of writing (`linear_allow_neg_eigval`).
         gates_attention: whether `q_proj` gives a gate beside each query, which attention's output is multiplied by.
         norms_from_zero: whether the weight of a norm is stored less one, and multiplied before rounding.
         turned_share: of a head, that RoPE turns if config.json has no `partial_rotary_factor`; None: always all.
         may_not_turn: whether config.json may have no RoPE (`rope_theta` null).
         engine_needs: a package that vLLM's model of the family imports, and that vLLM does not bring along.
-        is_served_on_cpus: whether vLLM's build for CPUs runs it as our engines ask for it.
         default_head_dim: of a config.json that gives none; None: hidden_size / num_attention_heads.
         expert_size: the field of config.json that gives the width of an expert; None: every MLP is dense.
 
@@ -71,12 +52,13 @@ class Family:
     qkv_bias: bool = False
     has_windows: bool = False
     delta: DeltaLayers | None = None
+    delta_norm_eps: float | None = None
+    delta_may_negate: bool = False
     gates_attention: bool = False
     norms_from_zero: bool = False
     turned_share: float | None = None
     may_not_turn: bool = False
     engine_needs: str | None = None
-    is_served_on_cpus: bool = True
     default_head_dim: int | None = None
     expert_size: str | None = None
 
@@ -113,8 +95,9 @@ FAMILIES = {
         norm_after=True,
         in_float32=True,
         may_not_turn=True,
-        is_served_on_cpus=False,
-        delta=DeltaLayers(norm_eps=1e-5, may_negate=True),
+        delta="apart",
+        delta_norm_eps=1e-5,
+        delta_may_negate=True,
     ),
     "qwen3_5_text": Family(
         name="Qwen 3.5 (text)",
@@ -125,8 +108,7 @@ FAMILIES = {
         norms_from_zero=True,
         turned_share=0.25,
         engine_needs="torchvision",
-        is_served_on_cpus=False,
-        delta=DeltaLayers(is_fused=True, key_heads=16, value_heads=32, head_dim=128),
+        delta="fused",
     ),
 }
 

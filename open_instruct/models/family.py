@@ -217,11 +217,10 @@ def _block(
 
 
 def _delta_rule(hf_config: PretrainedConfig, family: Family) -> DeltaRuleConfig:
-    assert family.delta is not None
     return DeltaRuleConfig(
-        shape=delta_shape(vars(hf_config), family.delta, "config.json"),
-        norm_eps=family.delta.norm_eps or hf_config.rms_norm_eps,
-        doubles_rates=family.delta.may_negate and hf_config.linear_allow_neg_eigval,
+        shape=delta_shape(vars(hf_config), "config.json", is_fused=family.delta == "fused"),
+        norm_eps=family.delta_norm_eps or hf_config.rms_norm_eps,
+        doubles_rates=family.delta_may_negate and hf_config.linear_allow_neg_eigval,
     )
 
 

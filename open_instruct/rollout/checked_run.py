@@ -180,7 +180,7 @@ def check_engine(config: GRPOConfig, model_type: str) -> None:
             f"vLLM's model of {family.name} imports {family.engine_needs}, which is not installed: install the release "
             "of it that belongs to this PyTorch"
         )
-    if not family.is_served_on_cpus and not torch.cuda.is_available() and config.fleet.ray_address is None:
+    if family.delta is not None and not torch.cuda.is_available() and config.fleet.ray_address is None:
         raise InputError(
             f"vLLM's layers of {family.name} are for GPUs, and there is none here: generate on a machine with GPUs, or "
             "learn from rows (sft, dpo, kto, distill)"

@@ -140,7 +140,7 @@ def tiny_config(family: str, size: Size, *, vocab_size: int, tie: bool) -> Pretr
     if (delta := FAMILIES[family].delta) is not None:
         fields["layer_types"] = [*FAMILIES[family].default_layer_types(size.layers - 1), FULL]
         # Of three convolutions transformers writes a third of all channels each.
-        key_heads = size.kv_heads if delta.is_fused else size.heads
+        key_heads = size.kv_heads if delta == "fused" else size.heads
         fields |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": size.heads}
         fields |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), size.hidden // size.heads)
     if (expert_size := FAMILIES[family].expert_size) is not None:

@@ -61,7 +61,7 @@ ELSEWHERE = {
     "learner/deepspeed/planned.py": ("tests/unit/test_deepspeed_plan.py", "on_cuda"),
     "paces = gathered": ("tests/unit/test_alarms.py", 'host_of_cores("cuda")'),
     "models/delta_rule/rule.py": ("tests/fake_cuda/cases.py", '"dpo_hybrid": Case('),
-    "if not family.is_served_on_cpus": ("tests/unit/test_delta_rule.py", "lambda: on_gpu"),
+    "if family.delta is not None and not torch": ("tests/unit/test_delta_rule.py", "lambda: on_gpu"),
     "planning/": ("tests/unit/test_planning_memory.py", "on_cuda"),
 }
 """Rooms, files and beginnings of statements that other tests come by: which test does, and the words that say so."""

@@ -144,15 +144,14 @@ def test_loss_and_gradients_are_those_of_transformers(family: str) -> None:
     [
         ({"linear_num_value_heads": 3}, "linear_num_value_heads = 3 is not a multiple of linear_num_key_heads = 2"),
         ({"linear_key_head_dim": 0}, "linear_key_head_dim = 0"),
-        ({"linear_conv_kernel_dim": 2.5}, r"linear_conv_kernel_dim = 2\.5"),
+        ({"linear_value_head_dim": 8, "linear_conv_kernel_dim": 2.5}, r"linear_conv_kernel_dim = 2\.5"),
+        ({}, "linear_value_head_dim = None"),
     ],
 )
 def test_a_shape_that_no_layer_has_is_refused(fields: dict[str, Any], named: str) -> None:
-    usual = {"num_attention_heads": 4, "hidden_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    delta = FAMILIES[DELTA_FAMILIES[0]].delta
-    assert delta is not None
+    usual = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
     with pytest.raises(InputError, match=named):
-        delta_shape(usual | fields, delta, "config.json")
+        delta_shape(usual | fields, "config.json", is_fused=False)
 
 
 def test_on_cuda_the_kernel_is_called_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +191,7 @@ def test_adapters_stand_beside_the_matrices_that_a_layer_has(family: str) -> Non
     adapted = {name.removesuffix(".lora_A") for name in shapes if name.endswith("lora_A")}
     of_mixers = [{name.split(".")[-1] for name in adapted if name.startswith(f"blocks.{i}.attention")} for i in (0, 3)]
     all_four = {"w_q", "w_k", "w_v", "w_out"}
-    delta = FAMILIES[family].delta
-    assert delta is not None and of_mixers == [set() if delta.is_fused else all_four, all_four]
+    assert of_mixers == [set() if FAMILIES[family].delta == "fused" else all_four, all_four]
     hf_modules = {file_name_of(f"{name}.lora_A", names).split(".")[-3] for name in adapted}
     assert hf_modules == set(lora.targets)
 

@@ -338,7 +338,7 @@ def test_keys_are_gathered_as_the_row_has_them(prefixes: tuple[int, ...]) -> Non
     )
     row = Segments.of(tuple(50 - prefix for prefix in prefixes) * 2, prefixes * 2, device=torch.device("cpu"))
     assert row.key_index_K is not None
-    assert activations.gathered_keys(LAYOUT, workload) == len(row.key_index_K) == 400
+    assert workload.gathered_keys == len(row.key_index_K) == 400
 
 
 def test_a_step_of_muon_needs_what_it_really_does() -> None:

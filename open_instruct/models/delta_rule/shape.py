@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from open_instruct.errors import InputError
-from open_instruct.families import DeltaLayers
 from open_instruct.models.hf.hf_config import size_of
 
 CHUNK = 64
@@ -52,6 +51,13 @@ class DeltaShape:
             2 * self.value_heads * (2 * self.key_dim * self.value_dim + CHUNK * (3 * self.key_dim + 2 * self.value_dim))
         )
 
+    @property
+    def numbers_of_chunk(self) -> tuple[int, int, int]:
+        """Of the rule for a chunk: those that it keeps, and those it has beside them forward and backward; measured."""
+        keys, values, heads = self.key_dim, self.value_dim, self.value_heads
+        kept = CHUNK * (10 * keys + 2 * values + 6 * CHUNK) + keys * (2 * values + 5 * keys)
+        return heads * kept, heads * CHUNK * 4 * (keys + values), heads * CHUNK * (3 * values + CHUNK)
+
     def tensors(self, d_model: int) -> dict[str, tuple[int, ...]]:
         """Parameters by their names in the layer, in the order in which it registers them."""
         heads, (_, _, values) = (self.value_heads,), self.widths
@@ -68,25 +74,23 @@ class DeltaShape:
         }
 
 
-def delta_shape(fields: Mapping[str, Any], layers: DeltaLayers, where: str) -> DeltaShape:
+def delta_shape(fields: Mapping[str, Any], where: str, *, is_fused: bool) -> DeltaShape:
     """The shape that the fields of a config.json give; `where` stands in errors.
 
     Raises:
         InputError: a size is none, or groups of value heads cannot share the key heads.
     """
     count = partial(size_of, fields, where)
-    key_heads = count("linear_num_key_heads", layers.key_heads or fields["num_attention_heads"])
-    value_heads = count("linear_num_value_heads", layers.value_heads or fields["num_attention_heads"])
+    key_heads, value_heads = count("linear_num_key_heads"), count("linear_num_value_heads")
     if value_heads % key_heads:
         raise InputError(
             f"{where}: linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads = {key_heads}"
         )
-    key_dim = count("linear_key_head_dim", layers.head_dim or int(0.75 * fields["hidden_size"] / key_heads))
     return DeltaShape(
         key_heads=key_heads,
         value_heads=value_heads,
-        key_dim=key_dim,
-        value_dim=count("linear_value_head_dim", layers.head_dim or 2 * key_dim),
-        kernel=count("linear_conv_kernel_dim", 4),
-        is_fused=layers.is_fused,
+        key_dim=count("linear_key_head_dim"),
+        value_dim=count("linear_value_head_dim"),
+        kernel=count("linear_conv_kernel_dim"),
+        is_fused=is_fused,
     )

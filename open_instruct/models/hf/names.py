@@ -109,8 +109,7 @@ def is_harmless_extra(hf_name: str) -> bool:
 def _block(family: Family, *, is_delta: bool, num_experts: int) -> dict[str, str]:
     mlp = _sparse(num_experts) if num_experts else _DENSE
     if is_delta:
-        assert family.delta is not None
-        return _DELTA | (_DELTA_FUSED if family.delta.is_fused else _DELTA_APART) | mlp | _NORM_BEFORE
+        return _DELTA | (_DELTA_FUSED if family.delta == "fused" else _DELTA_APART) | mlp | _NORM_BEFORE
     block = _ATTENTION | mlp | (_NORM_AFTER if family.norm_after else _NORM_BEFORE)
     if family.qk_norm != "none":
         block |= _QK_NORM

@@ -18,22 +18,27 @@ features. The input of the first block needs no gradient then; the block is coun
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
+from math import prod
 from typing import Any
 
-from open_instruct.planning.memory.autograd_sizes import Gradient, Kind, Profile, Tensor
-from open_instruct.planning.memory.delta_layer import delta_layer
-from open_instruct.planning.memory.pieces import FLOAT32, Piece, whole
+from open_instruct.models.delta_rule.shape import CHUNK, DeltaShape
+from open_instruct.planning.memory.autograd_sizes import Gradient, Kind, Profile, Tape, Tensor
 from open_instruct.planning.memory.scratch import attention_scratch
 from open_instruct.planning.subject.model import LayerShape, ModelShape
-from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.subject.workload import Workload, is_wrapped
 from open_instruct.shard_layout import ShardLayout
 
+FLOAT32 = 4
 # Those of `models.heads.logprob_head`, which cannot be imported without torch; a test holds them equal.
 MAX_LOGITS_BYTES, MAX_KEPT_BYTES = 1 << 30, 2 << 30
 
 # Chunks of the head are alike; from the second on the gradient of the matrix already exists.
 CHUNKS_RECORDED = 2
+
+# A cast to float8 has two float32 copies beside the result: what torchao's `_ToFloat8ConstrFunc` makes, uncompiled.
+BYTES_OF_CAST = 2 * FLOAT32 + 1
 
 # Modules that can be checkpointed by themselves; "" is the block. A residual sum keeps nothing in any case.
 BLOCK_MODULES = (
@@ -56,14 +61,6 @@ def num_kept_chunks(shape: ModelShape, chunks: Sequence[int], bytes_per_number: 
     return min(len(chunks), MAX_KEPT_BYTES // (chunks[0] * shape.vocab_size * bytes_per_number))
 
 
-def gathered_keys(layout: ShardLayout, workload: Workload) -> int:
-    """Keys of a row with those of a shared prefix before each of its documents but the first, which follows it."""
-    num_documents = workload.documents_per_group
-    keys_of_group = num_documents * workload.longest_sequence
-    num_keys = workload.tokens_per_microbatch * keys_of_group // workload.rows.tokens_of(num_documents)
-    return -(-num_keys // layout.context_parallel_degree)
-
-
 @lru_cache(maxsize=512)
 def profile_of(
     kind: LayerShape | None, shape: ModelShape, layout: ShardLayout, workload: Workload, *, splits_rows: bool
@@ -80,7 +77,93 @@ def profile_of(
     return run.tape.profile(run.record())
 
 
-class _Block(Piece):
+class _Piece:
+    """Operations shared by a block and the head, recorded on a tape."""
+
+    def __init__(self, shape: ModelShape, layout: ShardLayout, workload: Workload, splits_rows: bool) -> None:
+        self.shape, self.layout, self.workload, self.c = shape, layout, workload, workload.compute_bytes
+        self.kind: Kind = "weight" if shape.adapters is None else "frozen"  # of the model's own parameters
+        self.num_tokens = -(-workload.tokens_per_microbatch // layout.context_parallel_degree)
+        self.num_rows = self.split(self.num_tokens) if splits_rows else self.num_tokens  # tokens between matrices
+        self.tape = Tape(Tensor(self.num_rows * shape.d_model * self.c, kind="source"))
+
+    def split(self, count: int) -> int:
+        """A tensor rank's share of `count`."""
+        return -(-count // self.layout.tensor_parallel_degree)
+
+    def recomputed(self, module: str) -> AbstractContextManager[None]:
+        """Within runs a module of the block, which may be checkpointed; "" is the block itself. All are alike."""
+        return self.tape.recomputed(is_wrapped(self.workload.recomputed_modules, 0, module))
+
+    def cast(self, tensor: Tensor, num_elements: int, to_bytes: int) -> Tensor:
+        """A copy of `num_elements` in another dtype; the tensor itself if it has that size."""
+        num_bytes = num_elements * to_bytes
+        return tensor if tensor.num_bytes == num_bytes else self.tape.run(num_bytes, tensor)
+
+    def linear(self, module: str, x: Tensor, num_inputs: int, num_outputs: int) -> Tensor:
+        """The output of a matrix of the block for all tokens, with that of its adapter."""
+        adapters, num_tokens = self.shape.adapters, self.num_tokens
+        given = x
+        output = self.product(x, num_inputs, num_outputs, self.kind)
+        if adapters is None or module not in adapters.modules:
+            return output
+        if adapters.drops:
+            # Dropout's mask is one byte a value on CUDA, elsewhere one factor.
+            mask = self.tape.run(num_tokens * num_inputs * (1 if self.workload.on_cuda else self.c), gradients=())
+            x = self.tape.run(num_tokens * num_inputs * self.c, x, mask, saved=[mask], gradients=[_whole(x)])
+        low = self.product(x, num_inputs, adapters.rank)
+        added = self.product(low, adapters.rank, num_outputs)
+        output = self.sum(output, self.tape.run(added.num_bytes, added))
+        self.tape.hold(given, low)
+        return output
+
+    def product(
+        self, x: Tensor, num_inputs: int, num_outputs: int, kind: Kind = "weight", *, of: int = 1, num_rows: int = 0
+    ) -> Tensor:
+        """x W^T: keeps x. Its backward makes the gradient of W first, then that of x.
+
+        :param of: so many matrices, each of which multiplies some of the rows.
+        """
+        num_tokens = num_rows or self.num_tokens
+        weight = Tensor(of * num_inputs * num_outputs * self.c, kind=kind)
+        # A single device has them in float32; FSDP gathers them in the dtype that is computed in.
+        if self.layout.single_device and self.c < FLOAT32 and kind != self.kind:
+            weight = self.tape.run(weight.num_bytes, weight, gradients=[Gradient(of=weight, num_bytes=None)])
+        in_bytes, out_bytes = (num_tokens * size * self.c for size in (num_inputs, num_outputs))
+        num_cast = num_tokens * max(num_inputs, num_outputs) if self.workload.multiplies_in_float8 else 0
+        cast_bytes = BYTES_OF_CAST * num_cast
+        gradients = [_whole(weight), Gradient(of=x, num_bytes=in_bytes, scratch_bytes=cast_bytes)]
+        saved = [x, weight]
+        return self.tape.run(out_bytes, x, weight, saved=saved, gradients=gradients, scratch_bytes=cast_bytes)
+
+    def norm(self, x: Tensor, num_rows: int, width: int) -> Tensor:
+        """RMSNorm. float32 inside; keeps its input and what is scaled by the weight."""
+        run = self.tape.run
+        elements = num_rows * width
+        float_bytes = FLOAT32 * elements
+        row_bytes = FLOAT32 * num_rows
+        weight = Tensor(width * self.c, kind=self.kind)
+        x_float = self.cast(x, elements, FLOAT32)
+        # The backward of a square makes x, then 2x, before it multiplies by the gradient.
+        square_gradient = Gradient(of=x_float, num_bytes=float_bytes, scratch_bytes=2 * float_bytes)
+        square = run(float_bytes, x_float, saved=[x_float], gradients=[square_gradient])
+        inverse = run(row_bytes, run(row_bytes, square), saves_output=True)
+        scaled = run(float_bytes, x_float, inverse, saved=[x_float, inverse])
+        # OLMo multiplies by the weight in float32 and rounds then, the others round first.
+        if not (self.shape.traits.in_float32 or self.shape.traits.norms_from_zero):
+            scaled = self.cast(scaled, elements, self.c)
+        weighted = run(scaled.num_bytes, weight, scaled, saved=[scaled], gradients=[_whole(scaled), _whole(weight)])
+        normed = self.cast(weighted, elements, self.c)
+        self.tape.hold(x)  # the caller's
+        return normed
+
+    def sum(self, residual: Tensor, x: Tensor) -> Tensor:
+        """The residual stream; both summands get the gradient of the sum unchanged."""
+        handed_on = [Gradient(of=tensor, num_bytes=None) for tensor in (residual, x)]
+        return self.tape.run(residual.num_bytes, residual, x, gradients=handed_on)
+
+
+class _Block(_Piece):
     def __init__(self, layer: LayerShape, *sizes: Any) -> None:
         super().__init__(*sizes)
         self.layer = layer
@@ -127,10 +210,10 @@ class _Block(Piece):
         logits = self.product(x, d_model, num, self.kind)
         probs = run(num_tokens * num * FLOAT32, self.cast(logits, num_tokens * num, FLOAT32), saves_output=True)
         which = run(pairs * 8, gradients=())
-        weights = run(pairs * FLOAT32, probs, saved=[which], gradients=[whole(probs)])
+        weights = run(pairs * FLOAT32, probs, saved=[which], gradients=[_whole(probs)])
         weights = self.cast(run(weights.num_bytes, weights, saved=[weights]), pairs, c)
         sorted_by, order, back = (run(pairs * 8, gradients=()) for _ in range(3))
-        repeated = run(pairs * d_model * c, x, gradients=[whole(x)])
+        repeated = run(pairs * d_model * c, x, gradients=[_whole(x)])
         sent = given = run(repeated.num_bytes, repeated, saved=[order])
         if is_split:  # rows arrive, as many as were sent, and are put in another order
             order_there, back_there = (run(pairs * 8, gradients=()) for _ in range(2))
@@ -148,7 +231,7 @@ class _Block(Piece):
         by_token = run(by_expert.num_bytes, by_expert, saved=[back])
         self.tape.hold(x, sent, by_expert, sorted_by, logits)
         both = [weights, by_token]
-        return run(num_tokens * d_model * c, *both, saved=both, gradients=[whole(each) for each in both])
+        return run(num_tokens * d_model * c, *both, saved=both, gradients=[_whole(each) for each in both])
 
     def _attention(self, x: Tensor) -> Tensor:
         d_model = self.shape.d_model
@@ -156,7 +239,7 @@ class _Block(Piece):
         kv_width = self.split(self.shape.kv_width)
         with self.recomputed("attention"):
             if self.layer.delta is not None:
-                return delta_layer(self, self.layer.delta, x)
+                return self._remember(self.layer.delta, x)
             x = self.cast(x, self.num_tokens * d_model, self.c)
             is_gated = self.shape.traits.gates_attention
             query = gate = self.linear("attention.w_q", x, d_model, q_width * (2 if is_gated else 1))
@@ -177,6 +260,33 @@ class _Block(Piece):
             output = self.linear("attention.w_out", attended, q_width, d_model)
             return self.cast(output, self.num_rows * d_model, self.c)
 
+    def _remember(self, delta: DeltaShape, x: Tensor) -> Tensor:
+        """A layer of the gated delta rule (`models/delta_rule/`): its matrices, and a fit of what is between them.
+
+        A test holds it to 15% of what was measured. On CUDA the kernel keeps less, and is counted as this.
+        """
+        run, d_model, num_tokens, width = self.tape.run, self.shape.d_model, self.num_tokens, delta.widths[-1]
+        rows_of = {**delta.parts, "b": delta.value_heads, "a": delta.value_heads}
+        inputs = [self.linear(f"attention.w_{name}", x, d_model, rows) for name, rows in rows_of.items()]
+        longest_document = min(num_tokens, self.workload.longest_sequence)
+        num_chunks = -(-longest_document // CHUNK) * -(-num_tokens // longest_document)
+        kept, forward, backward = (FLOAT32 * num_chunks * number for number in delta.numbers_of_chunk)
+        # The convolutions keep what they are given and what they put out.
+        saved = [Tensor(kept + 2 * num_tokens * sum(delta.widths) * self.c)]
+        gradients = [Gradient(of=each, num_bytes=each.num_bytes, scratch_bytes=backward) for each in inputs]
+        num_bytes = num_tokens * width * self.c
+        read = run(num_bytes, *inputs, saved=saved, gradients=gradients, scratch_bytes=forward)
+        # What is no matrix is small, and gets its gradients here.
+        others = sum(prod(size) for size in delta.tensors(d_model).values() if len(size) != 2)
+        small = Tensor(others * self.c, kind=self.kind)
+        view = run(0, read, small, gradients=[Gradient(of=read, num_bytes=None), _whole(small)])
+        gate = self.linear("attention.w_g", x, d_model, width)
+        in_float32 = Tensor(3 * num_tokens * width * FLOAT32)
+        gradients = [Gradient(of=view, num_bytes=num_bytes), _whole(gate)]
+        gated = run(num_bytes, view, gate, saved=[in_float32, gate, read], gradients=gradients)
+        self.tape.hold(x)
+        return self.linear(f"attention.{delta.output}", gated, width, d_model)
+
     def _qk_norm(self, module: str, x: Tensor, width: int) -> Tensor:
         """Over all features (OLMo), or head by head with one weight for all heads (Qwen 3)."""
         with self.recomputed(module):
@@ -191,7 +301,7 @@ class _Block(Piece):
         rotated = []
         for given, width in ((query, q_width), (key, kv_width)):
             tensor = self.cast(given, num_tokens * width, b)
-            near = self.tape.run(tensor.num_bytes, tensor, *angles, saved=angles[1:], gradients=[whole(tensor)])
+            near = self.tape.run(tensor.num_bytes, tensor, *angles, saved=angles[1:], gradients=[_whole(tensor)])
             halves = self.tape.run(tensor.num_bytes, tensor)
             far = self.tape.run(halves.num_bytes, halves, saved=angles[:1])
             rotated.append(self.sum(near, far))
@@ -211,20 +321,18 @@ class _Block(Piece):
         num_bytes = num_tokens * (q_width // self.shape.head_dim) * FLOAT32
         if self.workload.on_cuda and self.c < FLOAT32:
             if self.workload.shared_prefix_tokens:
-                num_keys = gathered_keys(self.layout, self.workload)
+                num_keys = -(-self.workload.gathered_keys // self.layout.context_parallel_degree)
                 key, value = (run(tensor.num_bytes * num_keys // num_tokens, tensor) for tensor in (key, value))
             weights = run(num_bytes, query, gradients=())
             # The kernel makes all three gradients, and needs its own memory beside them.
             last = Gradient(of=value, num_bytes=value.num_bytes, kernel_bytes=self._scratch(key, q_width))
-            gradients = [whole(query), whole(key), last]
+            gradients = [_whole(query), _whole(key), last]
             saved = [query, key, value, weights]
             return run(query.num_bytes, query, key, value, saved=saved, saves_output=True, gradients=gradients)
         parts = [run(0, tensor) for tensor in (query, key, value)]
-        all_three = [query, key, value]
-        gradients = [
-            Gradient(of=part, num_bytes=tensor.num_bytes) for part, tensor in zip(parts, all_three, strict=True)
-        ]
-        by_document = run(query.num_bytes + num_bytes, *parts, saved=all_three, saves_output=True, gradients=gradients)
+        whole = [query, key, value]
+        gradients = [Gradient(of=part, num_bytes=tensor.num_bytes) for part, tensor in zip(parts, whole, strict=True)]
+        by_document = run(query.num_bytes + num_bytes, *parts, saved=whole, saves_output=True, gradients=gradients)
         return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
 
     def _scratch(self, key: Tensor, q_width: int) -> int:
@@ -239,7 +347,7 @@ class _Block(Piece):
         )
 
 
-class _Head(Piece):
+class _Head(_Piece):
     def record(self) -> Tensor:
         """Chunks of at most `MAX_LOGITS_BYTES` of logits, recomputed where there is more than one."""
         shape, workload, run, d_model = self.shape, self.workload, self.tape.run, self.shape.d_model
@@ -250,7 +358,7 @@ class _Head(Piece):
             num_positions = -(-workload.label_tokens_per_microbatch // self.layout.context_parallel_degree)
             index = run(num_positions * 8, gradients=())
             saved = [normed, index]
-            hidden = run(num_positions * d_model * self.c, normed, index, saved=saved, gradients=[whole(normed)])
+            hidden = run(num_positions * d_model * self.c, normed, index, saved=saved, gradients=[_whole(normed)])
         all_chunks = logit_chunks(shape, num_positions)
         kind: Kind = "weight" if shape.scores else self.kind
         stays_whole = shape.is_tied and is_whole
@@ -266,7 +374,7 @@ class _Head(Piece):
         views = [run(0, hidden, gradients=[Gradient(of=hidden, num_bytes=hidden.num_bytes)])] * len(chunks)
         losses = []
         for num_labels, view in zip(chunks, views, strict=True):
-            gradients = [whole(weight), Gradient(of=view, num_bytes=num_labels * d_model * self.c)]
+            gradients = [_whole(weight), Gradient(of=view, num_bytes=num_labels * d_model * self.c)]
             with self.tape.recomputed(len(all_chunks) > 1 and not last_are_kept):
                 num_bytes = num_labels * shape.vocab_size * self.c
                 product = run(num_bytes, view, hidden, weight, saved=[hidden], gradients=gradients)
@@ -286,3 +394,7 @@ class _Head(Piece):
             run(num_labels * FLOAT32, logprobs, scratch_bytes=logits.num_bytes, gradients=())
         self.tape.hold(product)  # the caller's
         return losses
+
+
+def _whole(tensor: Tensor) -> Gradient:
+    return Gradient(of=tensor, num_bytes=tensor.num_bytes)

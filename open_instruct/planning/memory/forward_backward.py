@@ -23,9 +23,8 @@ from dataclasses import replace
 from itertools import accumulate
 from math import prod
 
-from open_instruct.planning.memory.activations import profile_of
+from open_instruct.planning.memory.activations import FLOAT32, profile_of
 from open_instruct.planning.memory.autograd_sizes import Profile, Usage
-from open_instruct.planning.memory.pieces import FLOAT32
 from open_instruct.planning.memory.state import MASTER_BYTES, gathered_params, gathered_shape, local_size
 from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Workload

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from open_instruct.planning.memory.activations import FLOAT32
 from open_instruct.planning.memory.forward_backward import GRADIENTS, SCRATCH, TEMPORARIES, Moment, Passes
-from open_instruct.planning.memory.pieces import FLOAT32
 from open_instruct.planning.memory.scratch import BLOCK_BYTES, CUBLAS_BYTES, library_bytes
 from open_instruct.planning.memory.state import MASTER_BYTES, local_size, num_moments, state_bytes, uses_muon
 from open_instruct.planning.memory.sync_buckets import sync_buckets

@@ -312,7 +312,7 @@ def _layers(fields: dict[str, Any], family: Family, num_layers: int, where: str)
         raise InputError(f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries")
     has_window = family.has_windows and fields.get("sliding_window") is not None
     window = count("sliding_window") if has_window else None
-    delta = None if family.delta is None else delta_shape(fields, family.delta, where)
+    delta = delta_shape(fields, where, is_fused=family.delta == "fused") if family.delta else None
     for layer, layer_type in enumerate(layer_types):
         expert_size = family.expert_size if family.is_sparse(SimpleNamespace(**fields), layer) else None
         yield LayerShape(

@@ -108,6 +108,13 @@ class Workload:
         groups, _ = self.rows.groups_in(self.tokens_per_microbatch)
         return self.tokens_per_microbatch + sum(saved_tokens(self.shared_prefix_tokens, size) for size in groups)
 
+    @property
+    def gathered_keys(self) -> int:
+        """Keys of a row with those of a shared prefix before each of its documents but the first, which follows it."""
+        num_documents = self.documents_per_group
+        keys_of_group = num_documents * self.longest_sequence
+        return self.tokens_per_microbatch * keys_of_group // self.rows.tokens_of(num_documents)
+
     def with_full_rows(self) -> Workload:
         """The same with rows that are full to the last token."""
         if self.pack_tokens <= self.tokens_per_microbatch:

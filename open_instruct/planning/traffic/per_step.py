@@ -9,7 +9,7 @@ no matrix of attention, the backward pass of the first block, whose attention th
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from open_instruct.planning.memory.pieces import FLOAT32
+from open_instruct.planning.memory.activations import FLOAT32
 from open_instruct.planning.memory.state import gathered_params, is_split_stack, local_size, uses_muon
 from open_instruct.planning.subject.model import ModelShape, ParameterShape, Unit
 from open_instruct.planning.subject.workload import Scoring, Workload
