@@ -11,6 +11,7 @@ from open_instruct.errors import InputError
 QKNorm = Literal["none", "head", "full"]
 DeltaLayers = Literal["fused", "apart"]
 LAYERS_OF_A_PATTERN = 4
+MAX_EXPERTS = 4096  # of a layer
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """What a config.json's `layer_types` names; the last are layers of the gated delta rule."""
 

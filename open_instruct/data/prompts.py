@@ -166,7 +166,8 @@ class PromptStream:
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream, as JSON."""
         return {
-            "num_drawn": self._num_drawn,
+            "epoch": self._num_drawn // len(self.dataset),
+            "position": self._num_drawn % len(self.dataset),
             "next_ticket": self._next_ticket,
             "excluded": sorted(self._excluded),
             "data_fingerprint": self.dataset.fingerprint,
@@ -188,7 +189,7 @@ class PromptStream:
             ),
             ("seed", self.seed, f"give --seed {state_dict['seed']}"),
         )
-        self._num_drawn = state_dict["num_drawn"]
+        self._num_drawn = state_dict["epoch"] * len(self.dataset) + state_dict["position"]
         self._next_ticket = state_dict["next_ticket"]
         self._excluded = set(state_dict["excluded"])
 

@@ -27,7 +27,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if (folder := given_folder(name_or_path, revision=revision)) is not None:
+    if (folder := given_folder(name_or_path, revision=revision, flag=flag)) is not None:
         check_tokenizer_folder(folder, flag=flag)
         _check_token_ids(folder / "tokenizer.json")
         name_or_path = str(folder)
@@ -55,8 +55,8 @@ def load_tokenizer(
     return tokenizer
 
 
-def given_folder(name_or_path: str, *, revision: str | None = None) -> Path | None:
-    """The folder itself; None for the name of a hub repository.
+def given_folder(name_or_path: str, *, revision: str | None = None, flag: str | None = None) -> Path | None:
+    """The folder itself; None for the name of a hub repository. A refusal begins with the `flag`, if there is one.
 
     Raises:
         InputError: it is neither, or a revision is asked of a folder.
@@ -69,9 +69,9 @@ def given_folder(name_or_path: str, *, revision: str | None = None) -> Path | No
             )
         return path
     if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
-        raise InputError(
-            f"{name_or_path}: there is no such folder; give the folder that holds config.json.{near_files(path)}"
-        )
+        asked = name_or_path if flag is None else f"{flag}: {name_or_path}"
+        wanted = "give the one that holds its files (config.json, tokenizer.json)"
+        raise InputError(f"{asked}: there is no such folder; {wanted}.{near_files(path)}")
     return None
 
 

@@ -123,7 +123,8 @@ def open_teacher(name: str, student: Pretrained, *, config: LearnerConfig, layou
     folder = RunDirectory(path=Path(config.run.output_dir)).hf_model
     # A teacher may be dense: its experts are split where they divide, see `SegmentTransformer.apply_fsdp`.
     layout = replace(layout, expert_parallel_degree=1)
-    teacher = open_pretrained(replace(config, model=model, lora=LoRASection()), folder, layout=layout)
+    config = replace(config, model=model, lora=LoRASection())
+    teacher = open_pretrained(config, folder, layout=layout, is_trained=False)
     ours, theirs = student.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if ours == theirs:
         return teacher

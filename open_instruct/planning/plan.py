@@ -255,9 +255,13 @@ class Backend:
 
 
 def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...]:
-    """The tensor degrees that leave every rank whole heads, which context ranks share out too."""
-    num_shares = 1 if shape.num_experts or shape.remembers else gcd(shape.num_heads, shape.num_kv_heads)
-    return divisors(num_shares // context_degree) if num_shares % context_degree == 0 else ()
+    """The tensor degrees that leave every rank whole heads, which context ranks share out too.
+
+    Of models with experts, and of those that remember, 1 alone.
+    """
+    num_shares = gcd(shape.num_heads, shape.num_kv_heads)
+    degrees = divisors(num_shares // context_degree) if num_shares % context_degree == 0 else ()
+    return degrees[:1] if shape.num_experts or shape.remembers else degrees
 
 
 def plan_of(setting: Setting) -> Plan:

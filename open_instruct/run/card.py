@@ -21,7 +21,7 @@ def card_of(
         trained_by: the command, or the name of an objective of one's own.
         is_adapter: whether the model is an adapter alone.
     """
-    with suppress(OSError, ValueError, yaml.YAMLError):
+    with suppress(OSError, ValueError, AttributeError, KeyError, TypeError, yaml.YAMLError):
         settings = directory.config.read_text(encoding="utf-8")  # whose comments have the versions
         flags = yaml.safe_load(settings)
         mixture = flags.get("mixer_list") or flags.get("dataset_mixer_list") or []

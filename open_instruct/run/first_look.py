@@ -43,7 +43,8 @@ def look_at(config: LearnerConfig) -> None:
         elif flag.endswith(("mixer_list", "mixer_eval_list")):
             for name in value[::2]:
                 refuse_missing_file(name, flag=f"--{flag}")
-    tokenizer = given_folder(config.model.tokenizer_name_or_path or config.model.model_name_or_path)
+    asked = config.model.tokenizer_name_or_path or config.model.model_name_or_path
+    tokenizer = given_folder(asked, flag="--tokenizer_name_or_path")
     if tokenizer is not None:
         check_tokenizer_folder(tokenizer, flag="--tokenizer_name_or_path")
     if (name := config.data.chat_template_name) is not None:

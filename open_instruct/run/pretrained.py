@@ -140,7 +140,12 @@ class Pretrained:
 
 
 def open_pretrained(
-    config: LearnerConfig, export_folder: Path, *, layout: ShardLayout | None = None, head: Head = "vocabulary"
+    config: LearnerConfig,
+    export_folder: Path,
+    *,
+    layout: ShardLayout | None = None,
+    head: Head = "vocabulary",
+    is_trained: bool = True,
 ) -> Pretrained:
     """Open the checkpoint and its tokenizer, and check that every tensor is there in the right shape.
 
@@ -165,7 +170,7 @@ def open_pretrained(
         check_heads(layout, num_heads=num_heads, num_kv_heads=num_kv_heads, model=where, remembers=remembers)
         check_experts(layout, num_experts=getattr(hf_config, "num_experts", None) or 0, model=where)
     if family_of(hf_config.model_type).expert_size is not None:
-        _check_experts(hf_config, config)
+        _check_experts(hf_config, config, is_trained=is_trained)
     tokenizer = load_tokenizer(str(tokenizer_folder))
     names = TensorNames(hf_config, head=head)
     if head == "score":
@@ -193,19 +198,19 @@ def open_pretrained(
     return replace(opened, adapter=open_adapter(adapter_folder, bare, names, lora), adapter_folder=adapter_folder)
 
 
-def _check_experts(hf_config: PretrainedConfig, config: LearnerConfig) -> None:
+def _check_experts(hf_config: PretrainedConfig, config: LearnerConfig, *, is_trained: bool) -> None:
     """:raises InputError: a flag asks for what a model with experts cannot do here."""
     balances = "the loss that output_router_logits = true in config.json adds"
     problems = {
         "--tensor_parallel_degree: experts are not split over tensor parallel ranks, FSDP shards them; use 1": (
             config.parallel.tensor_parallel_degree > 1
         ),
-        "--optimizer muon: it takes matrices, and experts lie in stacks of them; use adamw": (
-            config.optim.optimizer == "muon"
-        ),
-        "--float8_linears: experts multiply in --param_dtype alone; use off": config.model.float8_linears != "off",
     }
-    if hf_config.output_router_logits:
+    if is_trained:
+        is_muon, is_float8 = config.optim.optimizer == "muon", config.model.float8_linears != "off"
+        problems["--optimizer muon: it takes matrices, and experts lie in stacks of them; use adamw"] = is_muon
+        problems["--float8_linears: experts multiply in --param_dtype alone; use off"] = is_float8
+    if is_trained and hf_config.output_router_logits:
         is_packed = getattr(config.data, "packing", True)
         problems[f"--no_packing: {balances} would count padding; leave one of them out"] = not is_packed
         is_split = config.parallel.context_parallel_degree > 1

@@ -168,7 +168,8 @@ def form_of(places_C: np.ndarray, *, num_values: int, itemsize: int) -> tuple[in
     follows_C = np.diff(places_C) == 1  # upon the place before it
     bytes_of_runs = 2 * PLACE_BYTES * (len(places_C) - int(np.count_nonzero(follows_C)))
     bytes_of_places = PLACE_BYTES * len(places_C)
-    if min(bytes_of_runs, bytes_of_places) + itemsize * len(places_C) >= itemsize * num_values:
+    entries_and_values = aligned(min(bytes_of_runs, bytes_of_places)) + aligned(itemsize * len(places_C))
+    if entries_and_values >= aligned(itemsize * num_values):  # a slot has room for the whole
         return WHOLE, NOTHING
     if bytes_of_places <= bytes_of_runs:
         return PLACES, torch.from_numpy(places_C)

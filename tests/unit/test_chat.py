@@ -288,8 +288,8 @@ def test_fingerprint_covers_vocabulary_and_template(tokenizer: Any) -> None:
 
 
 def test_tokenizers_are_loaded_or_refused(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="/nope: there is no such folder"):
-        load_tokenizer(str(tmp_path / "nope"))
+    with pytest.raises(InputError, match=r"--verifier: .*/nope: there is no such folder"):
+        load_tokenizer(str(tmp_path / "nope"), flag="--verifier")
     with pytest.raises(InputError, match=r"has no tokenizer\.json"):
         load_tokenizer(str(tmp_path))
     tokenizer.save_pretrained(tmp_path)

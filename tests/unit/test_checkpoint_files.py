@@ -216,6 +216,22 @@ def test_tensors_that_the_model_has_not(tmp_path, changes, words):
     not_covered(tmp_path, LLAMA, changes, *words)
 
 
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 4), (5000, 2, 4), (10**6, 0, 4), (4, 4)])
+def test_a_tensor_that_packs_no_experts_is_itself(tmp_path, shape):
+    name = f"{EXPERTS}.gate_up_proj"
+    files = CheckpointFiles.open(write_single(tmp_path, {name: torch.zeros(shape)}))
+    assert files.shapes == {name: shape}
+
+
+def test_an_expert_that_is_there_twice(tmp_path):
+    packed, alone = f"{EXPERTS}.down_proj", f"{EXPERTS}.1.down_proj.weight"
+    write_single(tmp_path, {packed: torch.zeros(2, 4, 3), alone: torch.ones(4, 3)})
+    refused(tmp_path, "twice", packed, alone)
+
+
 def test_tied_head_of_another_shape(tmp_path):
     not_covered(tmp_path, TIED, {HEAD: torch.zeros(VOCAB + 1, HIDDEN)}, HEAD, f"expected ({VOCAB}, {HIDDEN})")
 
@@ -292,7 +308,7 @@ def test_the_names_that_transformers_saves_are_read(tmp_path):
         "model.norm.weight": (4,),
     }
     assert torch.equal(files.read("model.norm.weight"), torch.ones(4))
-    with pytest.raises(InputError, match="under two names"):
+    with pytest.raises(InputError, match="is there twice"):
         CheckpointFiles.open(write_single(tmp_path, tensors | {"model.norm.weight": torch.ones(4)}))
 
 

@@ -24,7 +24,9 @@ from open_instruct.losses.preference import PREFERENCE_LOSSES
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.objectives.sft import SFTConfig
 from open_instruct.parallel.layout_command import LayoutFlags
+from open_instruct.users_code import load_named
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 SECTIONS = ("every", "dpo", "sft", "grpo", "reward_model")
 
 REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
@@ -302,8 +304,18 @@ class TestHelp:
         assert "--max_seq_length INT [default: 2048]" in joined
         assert "--output_dir STR [required]" in joined
         assert "usage: program [FILE.yaml] --model_name_or_path STR" in joined
-        for example in told_of(DPOConfig)[1]:
-            assert example in text
+        examples = told_of(DPOConfig)[1]
+        assert len(examples) == 2 and all(example in text for example in examples)
+
+    def test_examples_are_told_apart_from_the_description(self, tmp_path: Path) -> None:
+        description, examples = told_of(GRPOConfig)
+        assert "Examples" not in description
+        assert [example.split()[0] for example in examples] == ["python", "open-instruct"]
+        assert "--model_name_or_path MODEL_DIR --dataset_mixer_list" in examples[0]
+        own = (REPOSITORY / "docs" / "your_own_loss.md").read_text().partition("```python\n")[2].partition("```")[0]
+        (tmp_path / "mine.py").write_text(own)
+        objective = load_named(f"{tmp_path / 'mine.py'}:PULL", origin="--objective", what="NAME")
+        assert told_of(objective.config_class)[1][0].startswith("open-instruct train --objective mine.py:PULL ")
 
     @pytest.mark.parametrize("width", [40, 72, 110])
     def test_text_is_wrapped_to_the_width(self, width: int) -> None:

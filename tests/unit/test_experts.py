@@ -116,7 +116,10 @@ def test_recomputed_blocks_note_their_routers_once_and_have_the_same_gradient() 
             model.apply_activation_checkpointing(TransformerActivationCheckpointingMode.full)
         packed = packed_of(list(range(3, 40)))
         with noted_routers(model) as routers:
+            with torch.no_grad():  # as a teacher that is the policy without its adapters
+                model(packed.input_ids_BT.flip(1), doc_lens=torch.tensor([packed.document_lengths]))
             logits_BTV = model(packed.input_ids_BT, doc_lens=torch.tensor([packed.document_lengths]))
+        assert [len(layer._noted) for layer in routers] == [1] * len(routers)
         added, _ = balance(model, routers, packed, share=0.5)
         (logits_BTV.square().mean() + added).backward()
         assert not any(layer.taken() for layer in routers), "once, and not again in the backward pass"

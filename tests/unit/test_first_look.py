@@ -61,6 +61,7 @@ def test_what_will_do_passes(run: Path, given: dict[str, str]) -> None:
             "{run}/rows",
         ),
         ({"eval_mixer_list": "{run}/rows.jsonl 1.0 {run}/b.jsonl 1"}, "--eval_mixer_list: {run}/b.jsonl: no such file"),
+        ({"tokenizer_name_or_path": "{run}/no"}, "--tokenizer_name_or_path: {run}/no: there is no such folder"),
         ({"tokenizer_name_or_path": "{run}/out"}, "{run}/out has no tokenizer.json"),
         ({"chat_template_name": "tuluu"}, "--chat_template_name 'tuluu' is not a template"),
     ],

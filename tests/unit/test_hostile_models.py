@@ -50,6 +50,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good")
     write_tiny_model(folder / "llama", family="llama")
     write_tiny_model(folder / "olmo3", family="olmo3")
+    write_tiny_model(folder / "qwen3_moe", family="qwen3_moe")
     shutil.copytree(folder / "llama", folder / "indexed", ignore=shutil.ignore_patterns(SINGLE_NAME))
     write_indexed(folder / "indexed", load_file(folder / "llama" / SINGLE_NAME))
     return folder
@@ -124,6 +125,8 @@ CASES: list[tuple[str, str, Callable[[Path], None], int]] = [
     ("llama", "config.json", read_config, 100),
     ("olmo3", "config.json", read_config, 75),
     ("olmo3", "config.json", plan, 100),
+    ("qwen3_moe", "config.json", read_config, 75),
+    ("qwen3_moe", "config.json", plan, 100),
     ("llama", "generation_config.json", lambda folder: load_hf_config(str(folder)), 50),
     ("indexed", INDEX_NAME, read_weights, 100),
     ("llama", "tokenizer_config.json", speak, 50),

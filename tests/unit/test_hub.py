@@ -143,6 +143,6 @@ def test_of_a_folder_the_card_names_nothing_on_the_hub(tmp_path: Path) -> None:
 def test_a_model_is_exported_without_a_card_where_the_settings_are_gone(tmp_path: Path) -> None:
     directory = RunDirectory(path=tmp_path)
     assert card_of(directory, trained_by="dpo") is None
-    for damaged in (b"\xff\xfe", b"a: [1"):
+    for damaged in (b"\xff\xfe", b"a: [1", b"", b"[1]", b"seed: 1"):
         directory.config.write_bytes(damaged)
         assert card_of(directory, trained_by="dpo") is None

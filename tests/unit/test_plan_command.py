@@ -402,6 +402,7 @@ class TestRanking:
         [
             (["dpo", *OLMO_32B, *TWO_NODES], {1, 2, 4, 8}),  # the key-value heads bound it
             ([*DPO_7B, "--context_parallel_degree", "2"], {1, 2, 4, 8}),  # and what rows are split by
+            (["dpo", "--model_name_or_path", "Qwen/Qwen3-30B-A3B", *TWO_NODES, "--context_parallel_degree", "2"], {1}),
             (["dpo", *OLMO_7B, "--gpus_per_node", "1", "--single_gpu_mode"], set()),
         ],
     )

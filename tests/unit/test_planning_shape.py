@@ -111,6 +111,8 @@ def test_a_folder_and_its_config_are_the_same_model(tmp_path: Path) -> None:
         ({"vocab_size": -5}, "vocab_size = -5; it must be a whole number from 1"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
         ({"sliding_window": 0}, "sliding_window = 0"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": "0"}, "mlp_only_layers = '0'; a list"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": "2"}, "decoder_sparse_step = '2'"),
         ({"layer_types": ["full_attention"]}, "layer_types is no list of num_hidden_layers = 4 entries"),
     ],
 )

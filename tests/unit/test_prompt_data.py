@@ -361,6 +361,7 @@ def test_a_resumed_stream_goes_on(dataset: Prompts, num_before: int) -> None:
     asked(stream, num_before)
     stream.exclude(1)
     state = json.loads(json.dumps(stream.state_dict()))
+    assert (state["epoch"], state["position"]) == divmod(num_before, 5)  # by which older checkpoints say it
     resumed = PromptStream(dataset, seed=7)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state

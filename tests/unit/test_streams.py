@@ -1,6 +1,7 @@
 """Three losses over the tokens of a step: none changes with what is added to another, nor with the cut."""
 
 import dataclasses
+import json
 import random
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from open_instruct.config.rollout_sections import PolicyLossSection
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.learner.reference import open_teacher
 from open_instruct.losses.policy import POLICY_LOSSES
@@ -20,6 +22,7 @@ from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import counts_of, plan_steps_of_ranks, rollout_batch, rollout_minibatches
 from open_instruct.records import Batch, Document, RolloutSample, Span, StepBatch
 from open_instruct.rollout.samples import conversations_of
+from open_instruct.run.pretrained import open_pretrained
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.users_code import own_function
@@ -338,3 +341,17 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
         config = grpo_config("--response_length", "8", "--max_prompt_token_length", longest)
         with pytest.raises(InputError, match=told):
             open_teacher(str(tmp_path / "t"), student, config=config, layout=layout)
+
+
+def test_a_teacher_with_experts_is_not_asked_what_only_training_them_cannot_do(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "t", family="qwen3_moe")
+    config_file = tmp_path / "t" / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"output_router_logits": True}))
+    layout = ShardLayout(gpus_per_node=(1,), shard_degree=1, num_replicas=1)
+    config = grpo_config("--optimizer", "muon")
+    config.model.model_name_or_path = str(tmp_path / "t")
+    with pytest.raises(InputError, match="--optimizer muon"):
+        open_pretrained(config, tmp_path / "out", layout=layout)
+    tokenizer = load_tokenizer(str(tmp_path / "t"))
+    student: Any = SimpleNamespace(tokenizer=tokenizer, hf_config=SimpleNamespace(vocab_size=512))
+    assert open_teacher(str(tmp_path / "t"), student, config=config, layout=layout).hf_config.num_experts == 8

@@ -26,7 +26,12 @@ from open_instruct.learner.measure.speed import memory_so_far
 from open_instruct.learner.model import kernels
 from open_instruct.learner.model.kernels import build_activation_checkpointing, kernel_warnings
 from open_instruct.learner.optim.muon import MuonWithAdamW
-from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.learner.optim.optimizers import (
+    HostSkipStepAdamW,
+    SkipStepHistory,
+    build_optimizer_config,
+    build_scheduler,
+)
 from open_instruct.learner.policy import token_fractions
 from open_instruct.learner.rows.row_cache import RowCache
 from open_instruct.learner.scoring import open_reference_cache
@@ -216,6 +221,14 @@ class TestOptimizers:
             built.latest_loss, built.latest_grad_norm = torch.tensor(1.0), torch.tensor(1.0)
         built.step()
         torch.testing.assert_close(model["norm"].weight.detach(), torch.full((2,), 0.75))
+
+    @pytest.mark.parametrize("saved", [torch.tensor(3.0), 3.0], ids=["today's", "plain numbers"])
+    def test_the_window_of_skipped_steps_is_read_from_older_checkpoints_too(self, saved: Any) -> None:
+        optimizer = HostSkipStepAdamW([torch.nn.Parameter(torch.ones(2))])
+        SkipStepHistory(optimizer).load_state_dict({"losses": [saved], "grad_norms": [saved]})
+        optimizer.latest_loss = optimizer.latest_grad_norm = torch.tensor(1.0)
+        for window in (optimizer._losses, optimizer._grad_norms):
+            assert torch.stack(window).tolist() == [3.0, 1.0]
 
     def test_muon_is_torchs_on_matrices_and_adamw_elsewhere(self) -> None:
         torch.manual_seed(0)

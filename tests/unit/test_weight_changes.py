@@ -101,6 +101,7 @@ def travel(
         for rank in bucket.parts:
             start, stop = bucket.span(rank)
             assert start == most[index].span(rank)[0] and stop - start == sizes[rank][index]
+            assert stop <= most[index].span(rank)[1]
             answers.append(mirror.change(index, rank, torch.cat(messages[rank][index])))
     return answers
 
@@ -158,14 +159,15 @@ def test_a_bit_that_is_another_one_is_noticed_by_name(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(
     ("before", "after", "form", "entries", "values"),
     [
-        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 9, 4, 5, 6, 7, 8], PLACES, [2], [9]),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 9, 4, 5, 6, 7, 8, 9], PLACES, [2], [9]),
         ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8], PLACES, [], []),
         ([1] * 12, [1, 2, 2, 2, *[1] * 8], RUNS, [1, 3], [2, 2, 2]),
         ([1] * 20, [2, *[1] * 5, 3, 3, 3, 3, 3, *[1] * 9], RUNS, [0, 6, 1, 5], [2, 3, 3, 3, 3, 3]),
         ([1] * 6, [2, 2, *[1] * 4], WHOLE, [], [2, 2, 1, 1, 1, 1]),
+        ([1] * 4, [2, 1, 1, 1], WHOLE, [], [2, 1, 1, 1]),
         ([1] * 16, [2] * 16, WHOLE, [], [2] * 16),
     ],
-    ids=["a place", "nothing", "a run", "two runs", "too little to save", "all"],
+    ids=["a place", "nothing", "a run", "two runs", "too little to save", "less but for zeros between", "all"],
 )
 def test_the_form_is_that_of_the_fewest_bytes(
     before: list[int], after: list[int], form: int, entries: list[int], values: list[int]

@@ -97,8 +97,8 @@ class FileRows(RowSource):
                 try:
                     yield RawRow(file=self.name, line=line, value=self._parse(found))
                 except MalformedRow as error:
-                    # Without its traceback, whose frames would hold what the row was unpacked from.
-                    yield RawRow(file=self.name, line=line, problem=error.with_traceback(None))
+                    # A new one: traceback and cause of the other hold the text of the row, which may be long.
+                    yield RawRow(file=self.name, line=line, problem=MalformedRow(error.kind, error.reason))
 
 
 def json_lines(path: Path, name: str) -> FileRows:

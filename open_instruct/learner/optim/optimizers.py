@@ -87,8 +87,9 @@ class SkipStepHistory(Callback):
         return {"losses": self.optimizer._losses, "grad_norms": self.optimizer._grad_norms}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer._losses = state_dict["losses"]
-        self.optimizer._grad_norms = state_dict["grad_norms"]
+        # Older checkpoints have plain numbers.
+        self.optimizer._losses = [torch.as_tensor(each) for each in state_dict["losses"]]
+        self.optimizer._grad_norms = [torch.as_tensor(each) for each in state_dict["grad_norms"]]
 
 
 def build_optimizer_config(

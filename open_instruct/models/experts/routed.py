@@ -54,7 +54,7 @@ class RoutedFeedForward(nn.Module):
         """From and to shape (..., D)."""
         x_TD = x.flatten(0, -2)
         logits_TE = self.router(x_TD)
-        if self.is_noted:
+        if self.is_noted and torch.is_grad_enabled():  # a teacher without gradient may be the policy itself
             self._note(logits_TE)
         weights_TK, experts_TK = self.route(logits_TE)
         in_order_S, order_S = experts_TK.flatten().sort(stable=True)

@@ -84,11 +84,13 @@ class CheckpointFiles:
         path = weights_file(folder)
         stored = _read_indexed(path) if path.name == INDEX_NAME else read_header(path)
         tensors: dict[str, StoredTensor] = {}
-        for name, tensor in stored.items():
-            for own_name, part in _unpacked(name, tensor):
-                if own_name in tensors:
-                    raise InputError(f"{path} has tensor {own_name!r} under two names: fetch the checkpoint again")
-                tensors[own_name] = part
+        for name, tensor in (pair for both in stored.items() for pair in _unpacked(*both)):
+            if name in tensors:
+                raise InputError(
+                    f"{folder}: {name!r} is there twice, in {tensors[name].stored!r} and in {tensor.stored!r}: "
+                    "fetch the checkpoint again"
+                )
+            tensors[name] = tensor
         return cls(folder, tensors)
 
     @property

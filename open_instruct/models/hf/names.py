@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from open_instruct.families import LINEAR, Family, family_of
+from open_instruct.families import LINEAR, MAX_EXPERTS, Family, family_of
 
 EMBEDDINGS = "embeddings.weight"
 LM_HEAD = "lm_head.w_out.weight"
@@ -127,6 +127,8 @@ def _sparse(num_experts: int) -> dict[str, str]:
 def unpacked(stored: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
     """What a tensor of a file is here: its usual name; of one that packs experts' matrices each by name and place.
 
+    So is one that cannot be divided into them, or into more than any model has: no model wants a tensor of its name.
+
     Example: `unpacked("model.layers.0.mlp.experts.down_proj", (2, 64, 32))` is
     `{"model.layers.0.mlp.experts.0.down_proj.weight": (0, slice(0, 64)), ...}`.
     """
@@ -136,6 +138,8 @@ def unpacked(stored: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
     prefix, _, packed = hf_name.rpartition(".")
     parts = _PACKED.get(packed, ())
     if not prefix.endswith(".mlp.experts") or len(shape) != 3 or not parts:
+        return {hf_name: ()}
+    if shape[0] > MAX_EXPERTS or not all(shape) or shape[1] % len(parts):
         return {hf_name: ()}
     rows = shape[1] // len(parts)
     return {

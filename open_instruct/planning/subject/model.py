@@ -313,6 +313,9 @@ def _layers(fields: dict[str, Any], family: Family, num_layers: int, where: str)
     has_window = family.has_windows and fields.get("sliding_window") is not None
     window = count("sliding_window") if has_window else None
     delta = delta_shape(fields, where, is_fused=family.delta == "fused") if family.delta else None
+    count("decoder_sparse_step", 1)
+    if not isinstance(dense := fields.get("mlp_only_layers") or [], list):
+        raise InputError(f"{where}: mlp_only_layers = {dense!r}; a list of the numbers of layers is needed")
     for layer, layer_type in enumerate(layer_types):
         expert_size = family.expert_size if family.is_sparse(SimpleNamespace(**fields), layer) else None
         yield LayerShape(
