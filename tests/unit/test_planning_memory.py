@@ -304,6 +304,15 @@ def test_the_passes_of_a_whole_model(
         Case(name="plain", num_layers=2, pairs=((150, 106),)),
         Case(name="reduced last", num_layers=2, pairs=((150, 106),), num_microbatches=2, reduces_last=True),
         Case(name="recomputed", num_layers=2, pairs=((150, 106),), param_dtype="bfloat16", checkpointing="full"),
+        Case(
+            name="of two kinds",
+            family="qwen3_moe",
+            num_layers=3,
+            pairs=((150, 106),),
+            param_dtype="bfloat16",
+            dense_layers=(1,),
+        ),
+        Case(name="remembers", family="olmo_hybrid", num_layers=3, pairs=((150, 106),)),
     ],
     ids=lambda case: case.name,
 )

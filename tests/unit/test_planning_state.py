@@ -240,9 +240,14 @@ def test_state_of_one_gpu_without_sharding(param_dtype: str) -> None:
     assert state_bytes(shape_of(hf_config), layout, workload) == (parameters, gradients, optimizer)
 
 
-@pytest.mark.parametrize(("family", "is_tied"), TIED_OR_NOT)
-def test_parameters_are_those_of_the_model(family: str, is_tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "is_tied", "fields"),
+    [*((*each, {}) for each in TIED_OR_NOT), ("qwen3_moe", False, {"mlp_only_layers": [0], "num_hidden_layers": 3})],
+)
+def test_parameters_are_those_of_the_model(family: str, is_tied: bool, fields: dict[str, Any]) -> None:
     hf_config = config_of(family, is_tied)
+    for name, value in fields.items():
+        setattr(hf_config, name, value)
     model, shape = build_model(hf_config), shape_of(hf_config)
     real = {name: tuple(each.shape) for name, each in model.named_parameters()}
     assert [(parameter.name, parameter.shape) for parameter in shape.parameters] == [*real.items()]

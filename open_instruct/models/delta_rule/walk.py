@@ -46,31 +46,32 @@ def walk_on_device(
 ) -> Walk:
     """The walk of a row, for a convolution that sees `num_before` tokens before its own."""
     before = _before(lengths, prefix_lengths)
-    num_tokens = len(before)
+    none = len(before)
     left_later = {one for token, one in enumerate(before) if one != token - 1}
-    chunk_of, starts, goes_on_from = list[int](), list[int](), list[int | None]()
+    chunk_of, starts, goes_on_from, places = list[int](), list[int](), list[int | None](), list[int]()
+    history, after_history = list[int](), list[int]()
     for token, one in enumerate(before):
         if one != token - 1 or one in left_later or token - starts[-1] == CHUNK:
             starts.append(token)
-            goes_on_from.append(None if one == num_tokens else chunk_of[one])
+            goes_on_from.append(None if one == none else chunk_of[one])
         chunk_of.append(len(starts) - 1)
-    tokens_T, before_T, chunk_T = torch.arange(num_tokens), torch.tensor([*before, num_tokens]), torch.tensor(chunk_of)
-    places_T = CHUNK * chunk_T + tokens_T - torch.tensor(starts)[chunk_T]
-    in_chunks = torch.full((len(starts) * CHUNK,), num_tokens)
-    in_chunks[places_T] = tokens_T
-
-    is_first_T = before_T[:-1] != tokens_T - 1
-    after_history_T = tokens_T + num_before * (is_first_T.cumsum(0) - 1)
-    history = torch.empty(num_tokens + num_before * int(is_first_T.sum()), dtype=torch.long)
-    history[after_history_T + num_before] = tokens_T
-    earlier = tokens_T[is_first_T]
-    for steps_back in range(1, num_before + 1):
-        earlier = before_T[earlier]
-        history[after_history_T[is_first_T] + num_before - steps_back] = earlier
-    indices = [in_chunks.view(-1, CHUNK), places_T, history, after_history_T]
+        places.append(chunk_of[token] * CHUNK + token - starts[-1])
+        if one != token - 1:
+            earlier = list[int]()
+            for _ in range(num_before):
+                earlier.append(one)
+                one = none if one == none else before[one]
+            history += reversed(earlier)
+        after_history.append(len(history) - num_before)
+        history.append(token)
+    in_chunks = [none] * (len(starts) * CHUNK)
+    for token, place in enumerate(places):
+        in_chunks[place] = token
+    indices = [torch.tensor(each) for each in (in_chunks, places, history, after_history)]
     if device.type == "cuda":  # or the host would wait for the device
         indices = [index.pin_memory().to(device, non_blocking=True) for index in indices]
-    return Walk(tuple(goes_on_from), *indices)
+    tokens, *others = indices
+    return Walk(tuple(goes_on_from), tokens.view(-1, CHUNK), *others)
 
 
 def _before(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> list[int]:
