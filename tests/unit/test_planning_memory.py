@@ -23,6 +23,7 @@ from open_instruct.models.experts import exchange
 from open_instruct.models.experts.exchange import ExpertGroup
 from open_instruct.models.experts.routed import Experts
 from open_instruct.models.heads import logprob_head
+from open_instruct.models.hf.names import is_stack
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.layout import resolve_layout
@@ -222,7 +223,7 @@ def compare_block(
     assert profile.forward_peak.total == pytest.approx(forward_peak, rel=rel[1])
     assert profile.backward_peak.total == pytest.approx(backward_peak, rel=rel[2])
     trained = sum(
-        parameter.num_params // (expert_degree if parameter.is_stack else 1)
+        parameter.num_params // (expert_degree if is_stack(parameter.name) else 1)
         for parameter in shape.parameters
         if parameter.layer == layer and parameter.is_trained
     )

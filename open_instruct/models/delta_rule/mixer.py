@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from olmo_core.config import DType
 from olmo_core.nn.attention.base import SequenceMixer, SequenceMixerConfig
 from torch import nn
 
@@ -35,7 +34,6 @@ class DeltaRuleConfig(SequenceMixerConfig["DeltaRuleMixer"]):
     norm_eps: float
     doubles_rates: bool = False
     """Rates of writing go up to 2, so that a memory can change its sign (arXiv:2411.12537)."""
-    dtype: DType = DType.float32
 
     def num_params(self, d_model: int) -> int:
         return sum(map(prod, self.shape.tensors(d_model).values()))
@@ -55,18 +53,19 @@ class DeltaRuleMixer(SequenceMixer):
 
     def __init__(self, config: DeltaRuleConfig, d_model: int, *, init_device: str) -> None:
         super().__init__()
-        self.shape, self.norm_eps, self.doubles_rates = config.shape, config.norm_eps, config.doubles_rates
-        made: dict[str, Any] = {"device": init_device, "dtype": config.dtype.as_pt()}
+        self.shape, self.doubles_rates = config.shape, config.doubles_rates
         for name, size in self.shape.tensors(d_model).items():
             module, _, _ = name.partition(".")
             if module == "o_norm":
-                self.o_norm = GatedNorm(size[0], eps=config.norm_eps, **made)
+                self.o_norm = GatedNorm(size[0], eps=config.norm_eps, device=init_device)
             elif module == name:
-                self.register_parameter(name, nn.Parameter(torch.empty(size, **made)))
+                self.register_parameter(name, nn.Parameter(torch.empty(size, device=init_device)))
             elif len(size) == 2:
-                self.add_module(module, nn.Linear(size[1], size[0], bias=False, **made))
+                self.add_module(module, nn.Linear(size[1], size[0], bias=False, device=init_device))
             else:
-                self.add_module(module, nn.Conv1d(size[0], size[0], size[2], groups=size[0], bias=False, **made))
+                channels, _, width = size
+                each = nn.Conv1d(channels, channels, width, groups=channels, bias=False, device=init_device)
+                self.add_module(module, each)
 
     def forward(self, x: torch.Tensor, cu_doc_lens: Any = None, **_: object) -> torch.Tensor:
         """The output for x, (B, T, D); `cu_doc_lens` are the `Segments` of the rows laid end to end."""
@@ -127,9 +126,9 @@ def convolve(x_TC: torch.Tensor, convolution: nn.Module, walk: Walk) -> torch.Te
 class GatedNorm(nn.Module):
     """RMSNorm over the features of a head, times SiLU of a gate, rounded where transformers rounds."""
 
-    def __init__(self, size: int, *, eps: float, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, size: int, *, eps: float, device: str) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size, device=device, dtype=dtype)), eps
+        self.weight, self.eps = nn.Parameter(torch.ones(size, device=device)), eps
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         given = exact(x)

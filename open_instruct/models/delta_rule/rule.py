@@ -16,6 +16,7 @@ of a key, V features of a value.
 from typing import Any, NamedTuple
 
 import torch
+from olmo_core.nn.attention import flash_linear_attn_api as kernels
 
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.delta_rule.shape import CHUNK
@@ -46,7 +47,7 @@ def gated_delta_rule(inputs: Inputs, segments: Segments, walk: Walk) -> torch.Te
 
     On CUDA by the kernel of flash-linear-attention where that is installed, which knows no prefixes.
     """
-    if inputs.query.is_cuda and not any(segments.prefix_lengths) and _has_kernel():
+    if inputs.query.is_cuda and not any(segments.prefix_lengths) and kernels.has_fla():
         return _by_kernel(inputs, segments)
     return by_chunks(inputs, walk)
 
@@ -97,17 +98,9 @@ def _states(changes_NHKK: torch.Tensor, additions_NHKV: torch.Tensor, walk: Walk
     return torch.stack(found)
 
 
-def _has_kernel() -> bool:
-    from olmo_core.nn.attention.flash_linear_attn_api import has_fla
-
-    return has_fla()
-
-
 def _by_kernel(inputs: Inputs, segments: Segments) -> torch.Tensor:
-    from olmo_core.nn.attention.flash_linear_attn_api import dispatch_chunk_gated_delta_rule
-
     query, key, value, decay, rate = (each.unsqueeze(0) for each in inputs)
     given: dict[str, Any] = {"q": query, "k": key, "v": value, "g": decay, "beta": rate}
     borders = segments.cu_queries.long()
-    output, _ = dispatch_chunk_gated_delta_rule(**given, use_qk_l2norm_in_kernel=True, cu_seqlens=borders)
+    output, _ = kernels.dispatch_chunk_gated_delta_rule(**given, use_qk_l2norm_in_kernel=True, cu_seqlens=borders)
     return output[0]

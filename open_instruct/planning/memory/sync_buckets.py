@@ -6,7 +6,7 @@ from math import prod
 from types import SimpleNamespace
 
 from open_instruct.families import FULL, LINEAR
-from open_instruct.models.hf.names import TensorNames, is_of_adapter
+from open_instruct.models.hf.names import TensorNames, is_of_adapter, is_stack
 from open_instruct.planning.memory.state import chunk_rows, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
@@ -50,7 +50,7 @@ def _sent(shape: ModelShape, workload: Workload) -> list[ParameterShape]:
 
 def _in_files(parameter: ParameterShape) -> list[ParameterShape]:
     """The parameter, or each matrix of a stack of them, which is whole on one rank."""
-    if not parameter.is_stack:
+    if not is_stack(parameter.name):
         return [parameter]
     number, *shape = parameter.shape
     return [

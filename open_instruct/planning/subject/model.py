@@ -52,10 +52,6 @@ class ParameterShape:
     def num_params(self) -> int:
         return prod(self.shape)
 
-    @property
-    def is_stack(self) -> bool:
-        return is_stack(self.name)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
@@ -184,7 +180,7 @@ class ModelShape:
 
     def met(self, parameter: ParameterShape) -> int:
         """The numbers of a matrix that one token is multiplied with: of experts, those of a few."""
-        return parameter.num_params * self.experts_per_token // (parameter.shape[0] if parameter.is_stack else 1)
+        return parameter.num_params * self.experts_per_token // (parameter.shape[0] if is_stack(parameter.name) else 1)
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:

@@ -7,6 +7,7 @@ L layers, T tokens of a microbatch, V vocabulary.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from open_instruct.models.hf.names import is_stack
 from open_instruct.planning.memory.activations import logit_chunks, num_kept_chunks
 from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.devices import Device
@@ -186,7 +187,9 @@ def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
 
 def _matrices(shape: ModelShape) -> list[ParameterShape]:
     """The matrices of all blocks, and their stacks of them."""
-    return [each for each in shape.parameters if each.layer is not None and (len(each.shape) == 2 or each.is_stack)]
+    return [
+        each for each in shape.parameters if each.layer is not None and (len(each.shape) == 2 or is_stack(each.name))
+    ]
 
 
 def _pairs(workload: Workload, window: int | None) -> int:
