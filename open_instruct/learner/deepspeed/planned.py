@@ -113,8 +113,9 @@ class ZeroMoments(Moments):
         return super().on_host() | self.host
 
     def merged_values(self) -> int:
-        of_blocks = (each for block in self.shape.units[2:] for each in block.parameters)
-        return self.num_trained + 2 * max(self.sizes[each.name] for each in of_blocks)
+        return self.num_trained + 2 * max(
+            self.sizes[each.name] for each in self.shape.parameters if each.layer is not None
+        )
 
     def passes_over(self, workload: Workload) -> Passes:
         return ZeroPasses(self, workload)
