@@ -63,8 +63,9 @@ def by_chunks(inputs: Inputs, walk: Walk) -> torch.Tensor:
         is_later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
         between = (kept_NHC1 - kept_NHC1.mT).masked_fill(is_later, -torch.inf).exp()
         # What tokens write depends on what those before them wrote: a triangular system (section 3.3).
-        system_NHCC = (rate * key) @ key.mT * between
-        right = torch.cat([rate * value, rate * key * kept_NHC1.exp()], dim=-1)
+        key_at_rate = rate * key
+        system_NHCC = key_at_rate @ key.mT * between
+        right = torch.cat([rate * value, key_at_rate * kept_NHC1.exp()], dim=-1)
         solved = torch.linalg.solve_triangular(system_NHCC, right, upper=False, unitriangular=True)
         written, corrected = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
 
@@ -84,7 +85,8 @@ def exact(tensor: torch.Tensor) -> torch.Tensor:
 def _in_chunks(tensor: torch.Tensor, tokens_NC: torch.Tensor) -> torch.Tensor:
     """(T, H, ...) into (N, H, C, ...), with zeros after a chunk's last token; (T, H) into (N, H, C, 1)."""
     with_zero = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
-    chunks = with_zero.index_select(0, tokens_NC.flatten()).unflatten(0, tokens_NC.shape).transpose(1, 2)
+    chunks = with_zero.index_select(0, tokens_NC.flatten()).unflatten(0, tokens_NC.shape)
+    chunks = chunks.transpose(1, 2).contiguous()  # else every product would copy it, and keep the copy
     return chunks if tensor.dim() == 3 else chunks.unsqueeze(-1)
 
 

@@ -55,9 +55,9 @@ class DeltaShape:
     def numbers_of_chunk(self) -> tuple[int, int, int]:
         """Of the rule for a chunk: those that it keeps, and those it has beside them forward and backward."""
         keys, values, heads = self.key_dim, self.value_dim, self.value_heads
-        kept = CHUNK * (9 * keys + 2 * values + 5 * CHUNK) + keys * (2 * values + keys)
-        forward = CHUNK * (6 * keys + 2 * values + 4 * CHUNK)
-        return heads * kept, heads * forward, heads * CHUNK * (3 * values + CHUNK)
+        kept = CHUNK * (8 * keys + 2 * values + 5 * CHUNK) + keys * (2 * values + keys)
+        forward = CHUNK * (7 * keys + 3 * values + 5 * CHUNK)
+        return heads * kept, heads * forward, heads * CHUNK * (values + CHUNK)
 
     def tensors(self, d_model: int) -> dict[str, tuple[int, ...]]:
         """Parameters by their names in the layer, in the order in which it registers them."""

@@ -272,7 +272,8 @@ class _Block(_Piece):
             small = sum(prod(size) for size in tensors.values() if len(size) != 2)
             inputs.append(Tensor(small * self.c, kind="weight"))
         num_tokens, longest_document = self.num_tokens, min(self.num_tokens, self.workload.longest_sequence)
-        num_chunks = -(-longest_document // CHUNK) * -(-num_tokens // longest_document)
+        # The last chunk of a document is half full, on average.
+        num_chunks = -(-num_tokens // CHUNK) + -(-num_tokens // longest_document) // 2
         kept, forward, backward = (FLOAT32 * num_chunks * number for number in delta.numbers_of_chunk)
         # Convolutions keep what they are given and put out; the norm what it is given, its gate, and more in float32.
         kept += num_tokens * (2 * self.c * (sum(delta.widths) + width) + 3 * FLOAT32 * width)
