@@ -70,10 +70,25 @@ class Family:
         is_dense = layer in (getattr(hf_config, "mlp_only_layers", None) or ())
         return not is_dense and (layer + 1) % (getattr(hf_config, "decoder_sparse_step", 1) or 1) == 0
 
-    def default_layer_types(self, num_layers: int) -> list[str]:
-        """The type of each layer where config.json names none: three of the family's own, then one of attention."""
+    def layer_types(self, given: Any, num_layers: int, where: str = "config.json") -> list[str]:
+        """The type of each layer: those `given`, or where there are none three of the family's own, then one `FULL`.
+
+        Raises:
+            InputError: what is given are no types of this family, or not as many; `where` stands in it.
+        """
         own = SLIDING if self.has_windows else FULL if self.delta is None else LINEAR
-        return [FULL if (layer + 1) % LAYERS_OF_A_PATTERN == 0 else own for layer in range(num_layers)]
+        if given is None:
+            return [FULL if (layer + 1) % LAYERS_OF_A_PATTERN == 0 else own for layer in range(num_layers)]
+        if not isinstance(given, list) or len(given) != num_layers:
+            raise InputError(f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries")
+        for layer, layer_type in enumerate(given):
+            if layer_type not in (FULL, own):
+                supported = " or ".join(map(repr, dict.fromkeys((FULL, own))))
+                raise InputError(
+                    f"{where}: layer_types[{layer}] = {layer_type!r} is not supported for {self.name}; "
+                    f"supported: {supported}"
+                )
+        return given
 
 
 # By the `model_type` of config.json.

@@ -25,7 +25,7 @@ from open_instruct.models.attention.gated import GatedAttentionConfig, NormFromZ
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig
 from open_instruct.models.delta_rule.shape import delta_shape
 from open_instruct.models.experts.routed import ExpertsConfig
-from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, check_size
+from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, check_multiple, check_size
 
 ROWS_OF = 8  # values of 16 bits
 MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
@@ -95,7 +95,9 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
     kind = LayerNormType.rms if family.in_float32 else LayerNormType.qwen_rms
     norm_config = NormFromZeroConfig if family.norms_from_zero else LayerNormConfig
     norm = norm_config(name=kind, eps=hf_config.rms_norm_eps, bias=False, dtype=DType.float32)
-    layer_types = _layer_types(hf_config, family)
+    layer_types = family.layer_types(getattr(hf_config, "layer_types", None), hf_config.num_hidden_layers)
+    if SLIDING in layer_types:
+        check_size("sliding_window", getattr(hf_config, "sliding_window", None), MAX_POSITIONS, "config.json")
     kinds = [(layer_type, family.is_sparse(hf_config, layer)) for layer, layer_type in enumerate(layer_types)]
     blocks = {kind: _block(hf_config, family, norm, *kind) for kind in set(kinds)}
     return TransformerConfig(
@@ -136,11 +138,8 @@ def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
     _number(hf_config.rms_norm_eps, "rms_norm_eps")
     if check_size(HEAD_DIM, head_dim(hf_config), MAX_SIZE, "config.json") % 2:
         raise InputError(f"config.json: {HEAD_DIM} = {head_dim(hf_config)} is odd, and RoPE turns pairs")
-    if hf_config.num_attention_heads % hf_config.num_key_value_heads:
-        raise InputError(
-            f"config.json: num_attention_heads = {hf_config.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads = {hf_config.num_key_value_heads}"
-        )
+    num_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    check_multiple("config.json", num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
 
 
 def _check_experts(hf_config: PretrainedConfig, expert_size: str) -> None:
@@ -156,28 +155,6 @@ def _check_experts(hf_config: PretrainedConfig, expert_size: str) -> None:
             )
     if hf_config.output_router_logits:
         _number(hf_config.router_aux_loss_coef, "router_aux_loss_coef (output_router_logits = true)")
-
-
-def _layer_types(hf_config: PretrainedConfig, family: Family) -> list[str]:
-    """The attention type of each layer."""
-    num_layers: int = hf_config.num_hidden_layers
-    layer_types: list[str] = getattr(hf_config, "layer_types", None) or [FULL] * num_layers
-    others = {SLIDING: family.has_windows, LINEAR: family.delta is not None}
-    supported = (FULL, *(layer_type for layer_type, is_there in others.items() if is_there))
-    for layer, layer_type in enumerate(layer_types):
-        if layer_type not in supported:
-            raise InputError(
-                f"config.json: layer_types[{layer}] = {layer_type!r} is not supported for "
-                f"{hf_config.model_type!r}; supported: {' or '.join(map(repr, supported))}"
-            )
-    if len(layer_types) != num_layers:
-        raise InputError(
-            f"config.json: layer_types has {len(layer_types)} entries for num_hidden_layers = {num_layers}"
-        )
-    window = getattr(hf_config, "sliding_window", None)
-    if SLIDING in layer_types:
-        check_size("sliding_window", window, MAX_POSITIONS, "config.json")
-    return layer_types
 
 
 def _block(

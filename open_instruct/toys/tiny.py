@@ -138,7 +138,7 @@ def tiny_config(family: str, size: Size, *, vocab_size: int, tie: bool) -> Pretr
         # As in the released models, all heads together are wider than the residual stream.
         fields["head_dim"] = 2 * size.hidden // size.heads
     if (delta := FAMILIES[family].delta) is not None:
-        fields["layer_types"] = [*FAMILIES[family].default_layer_types(size.layers - 1), FULL]
+        fields["layer_types"] = [*FAMILIES[family].layer_types(None, size.layers - 1), FULL]
         # Of three convolutions transformers writes a third of all channels each.
         key_heads = size.kv_heads if delta == "fused" else size.heads
         fields |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": size.heads}

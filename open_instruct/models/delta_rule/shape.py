@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from open_instruct.errors import InputError
-from open_instruct.models.hf.hf_config import size_of
+from open_instruct.models.hf.hf_config import check_multiple, size_of
 
 CHUNK = 64
 """Tokens of the longest chunk: what a chunk computes at once grows with its square."""
@@ -83,10 +82,7 @@ def delta_shape(fields: Mapping[str, Any], where: str, *, is_fused: bool) -> Del
     """
     count = partial(size_of, fields, where)
     key_heads, value_heads = count("linear_num_key_heads"), count("linear_num_value_heads")
-    if value_heads % key_heads:
-        raise InputError(
-            f"{where}: linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads = {key_heads}"
-        )
+    check_multiple(where, linear_num_value_heads=value_heads, linear_num_key_heads=key_heads)
     return DeltaShape(
         key_heads=key_heads,
         value_heads=value_heads,

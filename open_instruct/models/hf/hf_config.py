@@ -130,6 +130,13 @@ def check_size(name: str, value: Any, largest: int, where: str) -> int:
     return value
 
 
+def check_multiple(where: str, **sizes: int) -> None:
+    """Raises InputError unless the first of two sizes is a multiple of the second."""
+    (whole, number), (part, divisor) = sizes.items()
+    if number % divisor:
+        raise InputError(f"{where}: {whole} = {number} is not a multiple of {part} = {divisor}")
+
+
 def size_of(fields: Mapping[str, Any], where: str, name: str, default: Any = None) -> int:
     """The size `name` that the fields of a config.json give; raises InputError if it is none."""
     return check_size(name, default if fields.get(name) is None else fields[name], SIZES.get(name, MAX_SIZE), where)

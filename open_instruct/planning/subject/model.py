@@ -21,7 +21,7 @@ from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, LINEAR, SLIDING, Family, QKNorm, family_of
 from open_instruct.models.delta_rule.shape import DeltaShape, delta_shape
-from open_instruct.models.hf.hf_config import size_of
+from open_instruct.models.hf.hf_config import check_multiple, size_of
 from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, LM_HEAD, is_of_adapter, is_stack
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -276,10 +276,7 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
     num_heads = count("num_attention_heads")
     d_model = count("hidden_size")
     num_kv_heads = count("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise InputError(
-            f"{where}: num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = {num_kv_heads}"
-        )
+    check_multiple(where, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
     head_dim = count("head_dim", family.default_head_dim or d_model // num_heads)
     dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
     return ModelShape(
@@ -301,18 +298,13 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
 
 def _layers(fields: dict[str, Any], family: Family, num_layers: int, where: str) -> Iterator[LayerShape]:
     count = partial(size_of, fields, where)
-    layer_types = fields.get("layer_types") if family.has_windows or family.delta else None
-    if layer_types is None:
-        layer_types = family.default_layer_types(num_layers)
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise InputError(f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries")
     has_window = family.has_windows and fields.get("sliding_window") is not None
     window = count("sliding_window") if has_window else None
     delta = delta_shape(fields, where, is_fused=family.delta == "fused") if family.delta else None
     count("decoder_sparse_step", 1)
     if not isinstance(dense := fields.get("mlp_only_layers") or [], list):
         raise InputError(f"{where}: mlp_only_layers = {dense!r}; a list of the numbers of layers is needed")
-    for layer, layer_type in enumerate(layer_types):
+    for layer, layer_type in enumerate(family.layer_types(fields.get("layer_types"), num_layers, where)):
         expert_size = family.expert_size if family.is_sparse(SimpleNamespace(**fields), layer) else None
         yield LayerShape(
             d_ff=count(expert_size or "intermediate_size"),
