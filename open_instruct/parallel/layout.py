@@ -142,11 +142,13 @@ def check_heads(layout: ShardLayout, *, num_heads: int, num_kv_heads: int, model
 
 
 def check_experts(layout: ShardLayout, *, num_experts: int, model: str) -> None:
-    """Check that every rank that splits the experts of `model` gets as many of them.
+    """Check that every rank that splits the experts of `model` gets as many of them, and that no matrix is split.
 
     Raises:
         InputError: names the flag and lists the degrees that would work.
     """
+    if num_experts and layout.tensor_parallel_degree > 1:
+        raise InputError("--tensor_parallel_degree: experts are not split over tensor parallel ranks; use 1")
     given = f"--expert_parallel_degree {(degree := layout.expert_parallel_degree)}"
     if degree > 1 and not num_experts:
         raise InputError(f"{given}: {model} has no experts to split; leave it out")

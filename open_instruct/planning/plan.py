@@ -277,8 +277,6 @@ def plan_of(setting: Setting) -> Plan:
     num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
     check_heads(layout, num_heads=num_heads, num_kv_heads=num_kv_heads, remembers=shape.remembers, model=shape.name)
     check_experts(layout, num_experts=shape.num_experts, model=shape.name)
-    if shape.num_experts and layout.tensor_parallel_degree > 1:
-        raise InputError("--tensor_parallel_degree: experts are not split over tensor parallel ranks; use 1")
     workload = setting.workload(layout)
     _check_layers_alike(shape, workload)
     moments = setting.backend.moments(shape, layout, workload)
