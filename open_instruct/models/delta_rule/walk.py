@@ -12,7 +12,7 @@ Legend of the shape suffixes: T tokens of the row, N chunks, C tokens of the lon
 """
 
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -47,31 +47,28 @@ def walk_on_device(
     """The walk of a row, for a convolution that sees `num_before` tokens before its own."""
     before = _before(lengths, prefix_lengths)
     none = len(before)
-    left_later = {one for token, one in enumerate(before) if one != token - 1}
-    chunk_of, starts, goes_on_from, places = list[int](), list[int](), list[int | None](), list[int]()
+    begins = [start for start in accumulate(lengths[:-1], initial=0) if before[start] != start - 1]
     history, after_history = list[int](), list[int]()
-    for token, one in enumerate(before):
-        if one != token - 1 or one in left_later or token - starts[-1] == CHUNK:
-            starts.append(token)
-            goes_on_from.append(None if one == none else chunk_of[one])
-        chunk_of.append(len(starts) - 1)
-        places.append(chunk_of[token] * CHUNK + token - starts[-1])
-        if one != token - 1:
-            earlier = list[int]()
-            for _ in range(num_before):
-                earlier.append(one)
-                one = none if one == none else before[one]
-            history += reversed(earlier)
-        after_history.append(len(history) - num_before)
-        history.append(token)
-    in_chunks = [none] * (len(starts) * CHUNK)
-    for token, place in enumerate(places):
-        in_chunks[place] = token
-    indices = [torch.tensor(each) for each in (in_chunks, places, history, after_history)]
+    for start, stop in pairwise([*begins, none]):
+        earlier = [before[start]]
+        while len(earlier) < num_before:
+            earlier.append(none if earlier[-1] == none else before[earlier[-1]])
+        after_history += range(len(history), len(history) + stop - start)
+        history += [*reversed(earlier[:num_before]), *range(start, stop)]
+
+    chunks, goes_on_from, places = list[list[int]](), list[int | None](), list[int]()
+    left_later = {before[start] + 1 for start in begins if before[start] != none}
+    for start, stop in pairwise([*sorted({*begins, *left_later}), none]):
+        for first in range(start, stop, CHUNK):
+            chunk = [*range(first, min(first + CHUNK, stop))]
+            goes_on_from.append(None if before[first] == none else places[before[first]] // CHUNK)
+            places += range(len(chunks) * CHUNK, len(chunks) * CHUNK + len(chunk))
+            chunks.append(chunk)
+    filled_up = [chunk + [none] * (CHUNK - len(chunk)) for chunk in chunks]
+    indices = [torch.tensor(each) for each in (filled_up, places, history, after_history)]
     if device.type == "cuda":  # or the host would wait for the device
         indices = [index.pin_memory().to(device, non_blocking=True) for index in indices]
-    tokens, *others = indices
-    return Walk(tuple(goes_on_from), tokens.view(-1, CHUNK), *others)
+    return Walk(tuple(goes_on_from), *indices)
 
 
 def _before(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> list[int]:
