@@ -11,6 +11,7 @@ features of a value.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -45,27 +46,23 @@ class DeltaRuleConfig(SequenceMixerConfig["DeltaRuleMixer"]):
 class DeltaRuleMixer(SequenceMixer):
     """The layer; its parameters are those of `DeltaShape.tensors`."""
 
-    A_log: nn.Parameter
-    dt_bias: nn.Parameter
-    w_a: nn.Linear
-    w_b: nn.Linear
-    w_g: nn.Linear
-
     def __init__(self, config: DeltaRuleConfig, d_model: int, *, init_device: str) -> None:
         super().__init__()
         self.shape, self.doubles_rates = config.shape, config.doubles_rates
-        for name, size in self.shape.tensors(d_model).items():
-            module, _, _ = name.partition(".")
-            if module == "o_norm":
-                self.o_norm = GatedNorm(size[0], eps=config.norm_eps, device=init_device)
-            elif module == name:
-                self.register_parameter(name, nn.Parameter(torch.empty(size, device=init_device)))
-            elif len(size) == 2:
-                self.add_module(module, nn.Linear(size[1], size[0], bias=False, device=init_device))
-            else:
-                channels, _, width = size
-                each = nn.Conv1d(channels, channels, width, groups=channels, bias=False, device=init_device)
-                self.add_module(module, each)
+        heads, (_, _, values) = self.shape.value_heads, self.shape.widths
+        linear = partial(nn.Linear, bias=False, device=init_device)
+        self.A_log = nn.Parameter(torch.empty(heads, device=init_device))
+        self.dt_bias = nn.Parameter(torch.empty(heads, device=init_device))
+        for part, rows in self.shape.parts.items():
+            self.add_module(f"w_{part}", linear(d_model, rows))
+        self.w_a = linear(d_model, heads)
+        self.w_b = linear(d_model, heads)
+        self.w_g = linear(d_model, values)
+        self.add_module(self.shape.output, linear(values, d_model))
+        for part, rows in self.shape.parts.items():
+            convolution = nn.Conv1d(rows, rows, self.shape.kernel, groups=rows, bias=False, device=init_device)
+            self.add_module(f"{part}_conv1d", convolution)
+        self.o_norm = GatedNorm(self.shape.value_dim, eps=config.norm_eps, device=init_device)
 
     def forward(self, x: torch.Tensor, cu_doc_lens: Any = None, **_: object) -> torch.Tensor:
         """The output for x, (B, T, D); `cu_doc_lens` are the `Segments` of the rows laid end to end."""
