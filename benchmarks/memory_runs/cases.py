@@ -136,4 +136,4 @@ def build(case: Case) -> tuple[Any, dict[str, Any]]:
 
 def optimizer_of(case: Case) -> Any:
     """The configuration of its optimizer."""
-    return build_optimizer_config(OptimSection(optimizer=case.optimizer), device=CPU)
+    return build_optimizer_config(OptimSection(optimizer=case.optimizer), device=CPU, names=())

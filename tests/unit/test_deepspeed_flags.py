@@ -256,7 +256,7 @@ class TestAdam:
         monkeypatch.setattr(build, "building_problem", lambda adam: None)
         assert build.adam_for(device, adam_offload=adam_offload) == adam
         optim = config_of("--weight_decay 0.1 --learning_rate 0.5 --adam_beta2 0.95 --adam_epsilon 1e-5").optim
-        torchs = build_optimizer_config(optim, device=device)
+        torchs = build_optimizer_config(optim, device=device, names=("norm.weight",))
         chosen = build.choose_adam(torchs, adam, warn=pytest.fail)
         assert chosen.optimizer().__name__ == name
         for one in ("lr", "betas", "eps", "weight_decay", "group_overrides"):
@@ -266,7 +266,7 @@ class TestAdam:
         from open_instruct.learner.deepspeed import build
 
         monkeypatch.setattr(build, "building_problem", lambda adam: COMPILER_IS_MISSING)
-        torchs, said = build_optimizer_config(config_of("").optim, device=CPU), list[str]()
+        torchs, said = build_optimizer_config(config_of("").optim, device=CPU, names=()), list[str]()
         chosen = build.choose_adam(torchs, "FusedAdam", warn=said.append)
         assert chosen is torchs
         assert said == [

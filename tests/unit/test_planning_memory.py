@@ -356,7 +356,9 @@ def test_a_step_of_muon_needs_what_it_really_does() -> None:
     """Where a rank orthogonalises the largest matrix; the first step makes the momenta."""
     hf_config = tiny_config("olmo2", SIZE, vocab_size=512, tie=False)
     model = build_model(hf_config, init_device="cpu")
-    optimizer = build_optimizer_config(OptimSection(optimizer="muon"), device=torch.device("cpu")).build(model)
+    optimizer = build_optimizer_config(OptimSection(optimizer="muon"), device=torch.device("cpu"), names=()).build(
+        model
+    )
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

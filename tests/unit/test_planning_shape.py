@@ -114,6 +114,10 @@ def test_a_folder_and_its_config_are_the_same_model(tmp_path: Path) -> None:
         ({"model_type": "qwen3_moe", "mlp_only_layers": "0"}, "mlp_only_layers = '0'; a list"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": "2"}, "decoder_sparse_step = '2'"),
         ({"layer_types": ["full_attention"]}, "layer_types is no list of num_hidden_layers = 4 entries"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"] * 2},
+            r"layer_types\[1\] = 'linear_attention' is not supported for OLMo 3; supported: 'full_attention' or 'sl",
+        ),
     ],
 )
 def test_a_config_that_is_no_shape_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

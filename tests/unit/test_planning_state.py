@@ -116,7 +116,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def held_after_a_step(model: Any, optimizer: str, computing: Any = None) -> tuple[int, int, int]:
-    optim = build_optimizer_config(OptimSection(optimizer=optimizer), device=CPU).build(model)  # type: ignore[arg-type]
+    optim = build_optimizer_config(OptimSection(optimizer=optimizer), device=CPU, names=()).build(model)  # type: ignore[arg-type]
     ids_BT = torch.zeros(1, NUM_TOKENS, dtype=torch.long)
     (computing or model)(ids_BT, labels=ids_BT, loss_reduction="sum", return_logits=False).loss.backward()
     gradients = storage_bytes(parameter.grad for parameter in model.parameters())

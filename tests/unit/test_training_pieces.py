@@ -215,7 +215,7 @@ class TestOptimizers:
         """The first step of Adam is lr * g / (|g| + epsilon): half of it where the two are equal."""
         model = torch.nn.ModuleDict({"norm": torch.nn.RMSNorm(2)})
         optim = OptimSection(optimizer=optimizer, learning_rate=0.5, adam_epsilon=1e-3)
-        built = build_optimizer_config(optim, device=CPU).build(model)
+        built = build_optimizer_config(optim, device=CPU, names=()).build(model)
         model["norm"].weight.grad = torch.full((2,), 1e-3)
         if optimizer == "skip_step_adamw":
             built.latest_loss, built.latest_grad_norm = torch.tensor(1.0), torch.tensor(1.0)

@@ -21,7 +21,7 @@ from olmo_core.optim.scheduler import Scheduler
 from olmo_core.train import Trainer
 from olmo_core.train.callbacks import Callback
 
-from open_instruct.config.sections import OF_SOME_MODELS, OptimizerSection
+from open_instruct.config.sections import OptimizerSection
 from open_instruct.learner.optim.muon import MuonWithAdamW
 
 
@@ -93,7 +93,7 @@ class SkipStepHistory(Callback):
 
 
 def build_optimizer_config(
-    optim: OptimizerSection, *, device: torch.device, names: Collection[str] = ()
+    optim: OptimizerSection, *, device: torch.device, names: Collection[str]
 ) -> OptimConfig[Any]:
     """The OLMo-core config of `--optimizer`; AdamW is fused where there is CUDA.
 
@@ -103,8 +103,7 @@ def build_optimizer_config(
     common: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay} | adam_settings
     if optim.optimizer == "muon":
         return MuonWithAdamWConfig(**common)
-    is_there = {pattern: any(fnmatchcase(name, pattern) for name in names) for pattern in OF_SOME_MODELS}
-    if not_decayed := [pattern for pattern in optim.not_decayed if is_there.get(pattern, True)]:
+    if not_decayed := [each for each in optim.not_decayed if any(fnmatchcase(name, each) for name in names)]:
         common["group_overrides"] = [OptimGroupOverride(params=not_decayed, opts={"weight_decay": 0.0})]
     if optim.optimizer == "skip_step_adamw":
         return HostSkipStepAdamWConfig(**common)
