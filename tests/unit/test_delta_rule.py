@@ -79,6 +79,9 @@ def test_a_walk_is_the_one_in_its_docstring() -> None:
     none = 14
     assert walk.history.tolist() == [none, none, 0, 1, 2, 3, 4, 5, 2, 3, 6, 7, 8, 6, 7, 9, 10, none, none, 11, 12, 13]
     assert walk.history[walk.after_history_T + 2].tolist() == [*range(14)]
+    with_empty = walk_on_device((6, 0, 3, 2, 0, 3, 0), (0, 5, 4, 6, 2, 0, 1), 2, CPU)
+    assert with_empty.goes_on_from == walk.goes_on_from
+    assert all(torch.equal(*both) for both in zip(with_empty[1:], walk[1:], strict=True))
 
 
 @pytest.mark.parametrize(("lengths", "prefixes"), ROWS.values(), ids=ROWS.keys())

@@ -47,7 +47,8 @@ def walk_on_device(
     """The walk of a row, for a convolution that sees `num_before` tokens before its own."""
     before = _before(lengths, prefix_lengths)
     none = len(before)
-    begins = [start for start in accumulate(lengths[:-1], initial=0) if before[start] != start - 1]
+    starts = sorted({*accumulate(lengths, initial=0)} - {none})  # segments may be empty
+    begins = [start for start in starts if before[start] != start - 1]
     history, after_history = list[int](), list[int]()
     for start, stop in pairwise([*begins, none]):
         earlier = [before[start]]
@@ -78,6 +79,6 @@ def _before(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> list[i
     for stop, length, prefix in zip(accumulate(lengths), lengths, prefix_lengths, strict=True):
         start = stop - length
         del seen[prefix:]
-        before += [seen[-1] if seen else sum(lengths), *range(start, stop - 1)]
+        before += [seen[-1] if seen else sum(lengths), *range(start, stop - 1)][:length]
         seen += range(start, stop)
     return before
