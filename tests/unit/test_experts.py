@@ -135,7 +135,8 @@ def test_metrics_of_routers_by_hand(logits: list[float], max_load: float, entrop
     model = build_model(hf_config("olmoe", num_experts=4, num_experts_per_tok=2, num_hidden_layers=1))
     packed = packed_of([5, 6, 7])
     with noted_routers(model) as routers:
-        routers[0]._note(torch.tensor([logits] * 3))
+        probs_TE = torch.tensor([logits] * 3).softmax(dim=-1)
+        routers[0]._note(probs_TE, probs_TE.topk(2).indices)
     loss, metrics = balance(model, routers, packed, share=1.0)
     assert loss == 0.0 and metrics.keys() == {"router/entropy", "router/max_load"}
     assert float(metrics["router/max_load"].value) == max_load

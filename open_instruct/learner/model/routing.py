@@ -17,7 +17,7 @@ from open_instruct.records import Metric, PackedBatch
 
 @contextmanager
 def noted_routers(model: nn.Module) -> Iterator[list[RoutedFeedForward]]:
-    """A context in which routers note their logits: not those of blocks that a backward pass runs again."""
+    """A context in which routers note what they decide: not those of blocks that a backward pass runs again."""
     layers = [each for each in model.modules() if isinstance(each, RoutedFeedForward)]
     for layer in layers:
         layer.is_noted = True
@@ -40,15 +40,16 @@ def balance(
     :param layers: what they have noted of `batch` is taken from them.
     :param share: 1 / the number of these microbatches.
     """
-    noted = [logits_TE for layer in layers for logits_TE in layer.taken()]
+    noted = [routing for layer in layers for routing in layer.taken()]
     if not noted:
         return 0.0, {}
     # Padding at the end of a packed row does not count, unless there is nothing else.
-    is_whole_row = batch.document_lengths is not None and len(noted[0]) == batch.input_ids_BT.numel()
+    is_whole_row = batch.document_lengths is not None and len(noted[0][0]) == batch.input_ids_BT.numel()
     num_tokens = (is_whole_row and batch.num_tokens) or None
-    probs = [logits_TE[:num_tokens].softmax(dim=-1, dtype=torch.float32) for logits_TE in noted]
+    probs = [probs_TE[:num_tokens] for probs_TE, _ in noted]
+    chosen = [experts_TK[:num_tokens] for _, experts_TK in noted]
     with torch.no_grad():
-        loads = torch.stack([_tokens_of_experts(probs_TE, layers[0].top_k) for probs_TE in probs])
+        loads = torch.stack(list(map(_tokens_of_experts, probs, chosen)))
         entropy = torch.stack([torch.special.entr(probs_TE).sum(dim=-1).mean() for probs_TE in probs]).mean()
     metrics = {"router/entropy": entropy, "router/max_load": (loads.amax(dim=1) / loads.mean(dim=1)).mean()}
     loss: torch.Tensor | float = 0.0
@@ -60,7 +61,6 @@ def balance(
     return loss, {name: Metric(value=value, weight=float(batch.num_tokens)) for name, value in metrics.items()}
 
 
-def _tokens_of_experts(probs_TE: torch.Tensor, top_k: int) -> torch.Tensor:
+def _tokens_of_experts(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
     """The share of tokens that each expert has; they add up to K."""
-    chosen_TK = probs_TE.topk(top_k, dim=-1).indices
-    return torch.zeros_like(probs_TE).scatter_(1, chosen_TK, 1.0).mean(dim=0)
+    return torch.zeros_like(probs_TE).scatter_(1, experts_TK, 1.0).mean(dim=0)

@@ -19,6 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from open_instruct.models.experts.exchange import ExpertGroup, split_stacks
 
+Routing = tuple[torch.Tensor, torch.Tensor]
+"""Of tokens: the probabilities of all experts (T, E), float32, and the numbers of the K chosen ones (T, K)."""
+
 
 @dataclass(kw_only=True)
 class ExpertsConfig(FeedForwardConfig):
@@ -45,8 +48,8 @@ class RoutedFeedForward(nn.Module):
     def __init__(self, config: ExpertsConfig, *, d_model: int, dtype: torch.dtype | None, device: str) -> None:
         super().__init__()
         self.top_k, self.normalized = config.top_k, config.normalized
-        self.is_noted = False  # whether the router's logits are kept for `taken`
-        self._noted: list[torch.Tensor] = []
+        self.is_noted = False  # whether what the router decides is kept for `taken`
+        self._noted: list[Routing] = []
         self.router = nn.Linear(d_model, config.num_experts, bias=False, dtype=dtype, device=device)
         self.experts = Experts(config.num_experts, d_model, config.hidden_size, dtype=dtype, device=device)
 
@@ -54,9 +57,11 @@ class RoutedFeedForward(nn.Module):
         """From and to shape (..., D)."""
         x_TD = x.flatten(0, -2)
         logits_TE = self.router(x_TD)
+        probs_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
+        weights_TK, experts_TK = self.route(probs_TE)
         if self.is_noted and torch.is_grad_enabled():  # a teacher without gradient may be the policy itself
-            self._note(logits_TE)
-        weights_TK, experts_TK = self.route(logits_TE)
+            self._note(probs_TE, experts_TK)
+        weights_TK = weights_TK.to(logits_TE.dtype)
         in_order_S, order_S = experts_TK.flatten().sort(stable=True)
         experts_E = torch.arange(logits_TE.shape[-1], device=x.device)
         ends_E = torch.searchsorted(in_order_S, experts_E, right=True).int()
@@ -66,12 +71,12 @@ class RoutedFeedForward(nn.Module):
         y_TKD = y_SD.index_select(0, order_S.argsort()).unflatten(0, weights_TK.shape)
         return torch.bmm(weights_TK.unsqueeze(1), y_TKD).view_as(x)
 
-    def route(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, probs_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights and the numbers of each token's experts, (T, K)."""
-        weights_TK, experts_TK = logits_TE.softmax(dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
+        weights_TK, experts_TK = probs_TE.topk(self.top_k, dim=-1)
         if self.normalized:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-        return weights_TK.to(logits_TE.dtype), experts_TK
+        return weights_TK, experts_TK
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """As OLMo-core counts them: 6 for each parameter that a token meets."""
@@ -80,11 +85,11 @@ class RoutedFeedForward(nn.Module):
         return 6 * (self.router.weight.numel() + of_experts * self.top_k // self.router.out_features)
 
     @torch.compiler.disable  # a compiled block would be another one for every list
-    def _note(self, logits_TE: torch.Tensor) -> None:
-        self._noted.append(logits_TE)
+    def _note(self, probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> None:
+        self._noted.append((probs_TE, experts_TK))
 
-    def taken(self) -> list[torch.Tensor]:
-        """The logits noted since the last call, with their gradient."""
+    def taken(self) -> list[Routing]:
+        """What was noted since the last call, with the gradient of the probabilities."""
         noted, self._noted = self._noted, []
         return noted
 
