@@ -25,11 +25,16 @@ from open_instruct.models.attention.gated import GatedAttentionConfig, NormFromZ
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig
 from open_instruct.models.delta_rule.shape import delta_shape
 from open_instruct.models.experts.routed import ExpertsConfig
-from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, check_multiple, check_size
+from open_instruct.models.hf.hf_config import (
+    MAX_POSITIONS,
+    MAX_SIZE,
+    PART_TURNED,
+    check_multiple,
+    check_number,
+    check_size,
+)
 
 ROWS_OF = 8  # values of 16 bits
-MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
-PART_TURNED = "partial_rotary_factor"
 HEAD_DIM = "head_dim (else hidden_size / num_attention_heads)"
 
 # Fields that change what a model computes, with the only values that the forward pass here supports.
@@ -47,7 +52,9 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
 NO_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts"), (0, None))
 # Fields that no config class of transformers has but that are known: those of any file, and those read or written here.
 KNOWN = {"model_type", "tokenizer_class", "head_dim", "layer_types", "score_mean", "score_std"}
-KNOWN |= {*REQUIRED_VALUES, *NO_EXPERTS}
+KNOWN |= {*REQUIRED_VALUES, *NO_EXPERTS, "attn_output_gate", "full_attention_interval"}
+# Of Qwen 3.5: what is not a part of the model that is trained.
+KNOWN |= {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers"}
 
 # The numbers that a type of RoPE is computed from, and those that config.json may leave out.
 ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
@@ -124,6 +131,7 @@ def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
     required = REQUIRED_VALUES if family.has_windows else REQUIRED_VALUES | {"sliding_window": (None,)}
     if family.turned_share:  # which is in rope_parameters then, too
         required = {field: values for field, values in required.items() if field != PART_TURNED}
+    required = required | {"attn_output_gate": (family.gates_attention, None)}  # which engines read
     if family.expert_size is None:
         required = required | NO_EXPERTS
     else:
@@ -135,7 +143,7 @@ def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
                 f"config.json: {field} = {value!r} is not supported for {hf_config.model_type!r}; "
                 f"supported: {' or '.join(repr(v) for v in supported if v is not None) or 'absent'}"
             )
-    _number(hf_config.rms_norm_eps, "rms_norm_eps")
+    check_number("rms_norm_eps", hf_config.rms_norm_eps)
     if check_size(HEAD_DIM, head_dim(hf_config), MAX_SIZE, "config.json") % 2:
         raise InputError(f"config.json: {HEAD_DIM} = {head_dim(hf_config)} is odd, and RoPE turns pairs")
     num_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
@@ -154,7 +162,7 @@ def _check_experts(hf_config: PretrainedConfig, expert_size: str) -> None:
                 "with their experts takes rows of 16 bytes and multiples of that"
             )
     if hf_config.output_router_logits:
-        _number(hf_config.router_aux_loss_coef, "router_aux_loss_coef (output_router_logits = true)")
+        check_number("router_aux_loss_coef (output_router_logits = true)", hf_config.router_aux_loss_coef)
 
 
 def _block(
@@ -231,10 +239,11 @@ def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEC
     if family.may_not_turn and parameters.get("rope_theta") is None:
         return None
     part = parameters.get(PART_TURNED, 1.0) if family.turned_share else 1.0
-    if int(head_dim(hf_config) * _number(part, f"{where}.{PART_TURNED}")) not in range(2, head_dim(hf_config) + 1, 2):
+    num_turned = int(head_dim(hf_config) * check_number(f"{where}.{PART_TURNED}", part))
+    if num_turned not in range(2, head_dim(hf_config) + 1, 2):
         raise InputError(f"config.json: {where}.{PART_TURNED} = {part!r} of a head is no even number of features")
     return RoPEConfig(
-        theta=_number(parameters.get("rope_theta"), f"{where}.rope_theta", above=1),
+        theta=check_number(f"{where}.rope_theta", parameters.get("rope_theta"), above=1),
         full_precision=family.in_float32,
         scaling=_rope_scaling(parameters, where, family),
         partial_rotary_factor=part,
@@ -261,15 +270,7 @@ def _rope_scaling(parameters: Mapping[str, Any], where: str, family: Family) -> 
         value = parameters.get(field)
         if value is not None or field not in OPTIONAL_NUMBERS:
             above = 1 if field == "original_max_position_embeddings" else 0
-            used[field] = _number(value, f"{where}.{field}", above=above)
+            used[field] = check_number(f"{where}.{field}", value, above=above)
     if rope_type == "llama3":
-        _number(used["high_freq_factor"], f"{where}.high_freq_factor", above=used["low_freq_factor"])
+        check_number(f"{where}.high_freq_factor", used["high_freq_factor"], above=used["low_freq_factor"])
     return RoPEScaling(parameters=used)
-
-
-def _number(value: Any, where: str, *, above: float = 0) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= MAX_NUMBER:
-        raise InputError(
-            f"config.json: {where} = {value!r}; a number above {above:g}, at most {MAX_NUMBER:g}, is needed"
-        )
-    return value

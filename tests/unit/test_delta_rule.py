@@ -157,26 +157,39 @@ def test_a_shape_that_no_layer_has_is_refused(fields: dict[str, Any], named: str
         delta_shape(usual | fields, "config.json", is_fused=False)
 
 
-def test_on_cuda_the_kernel_is_called_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the borders of documents; never for a prefix, which it does not know."""
+@pytest.mark.parametrize(
+    ("dtype", "prefix", "has_fla", "by_kernel"),
+    [
+        (torch.bfloat16, 0, True, True),
+        (torch.float32, 0, True, False),
+        (torch.bfloat16, 2, True, False),
+        (torch.bfloat16, 0, False, False),
+    ],
+)
+def test_on_cuda_the_kernel_is_called_where_it_can_be(
+    dtype: torch.dtype, prefix: int, has_fla: bool, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the borders of documents that have tokens, one tensor for all layers; never for a prefix."""
     inputs, called = random_inputs(9), []
+    inputs = Inputs(*(each.to(dtype) for each in inputs[:3]), inputs.decay, inputs.rate)
 
     def dispatch(**given: Any) -> tuple[torch.Tensor, None]:
         called.append(given)
         return given["v"], None
 
-    monkeypatch.setattr(kernels, "has_fla", lambda: True)
+    monkeypatch.setattr(kernels, "has_fla", lambda: has_fla)
     monkeypatch.setattr(kernels, "dispatch_chunk_gated_delta_rule", dispatch)
-    on_cuda = inputs._replace(query=SimpleNamespace(is_cuda=True, unsqueeze=inputs.query.unsqueeze))  # type: ignore[arg-type]
-    segments = Segments.of((4, 5), (0, 0), device=CPU)
-    read = gated_delta_rule(on_cuda, segments, walk_on_device((4, 5), (0, 0), 3, CPU))
-    assert torch.equal(read, inputs.value)
-    assert called[0]["cu_seqlens"].tolist() == [0, 4, 9] and called[0]["use_qk_l2norm_in_kernel"]
-    assert torch.equal(called[0]["g"][0], inputs.decay) and torch.equal(called[0]["beta"][0], inputs.rate)
     monkeypatch.setattr(rule, "by_chunks", lambda inputs, walk: inputs.value + 1)
-    branching = Segments.of((4, 5), (0, 2), device=CPU)
-    assert torch.equal(gated_delta_rule(on_cuda, branching, walk_on_device((4, 5), (0, 2), 3, CPU)), inputs.value + 1)
-    assert len(called) == 1
+    on_cuda = inputs._replace(query=SimpleNamespace(is_cuda=True, unsqueeze=inputs.query.unsqueeze))  # type: ignore[arg-type]
+    lengths, prefixes = (4, 5, 0), (0, prefix, 0)
+    segments, walk = Segments.of(lengths, prefixes, device=CPU), walk_on_device(lengths, prefixes, 3, CPU)
+    read = gated_delta_rule(on_cuda, segments, walk)
+    assert torch.equal(read, inputs.value if by_kernel else inputs.value + 1)
+    assert bool(called) is by_kernel
+    if by_kernel:
+        assert called[0]["cu_seqlens"] is walk.borders and walk.borders.tolist() == [0, 4, 9]
+        assert called[0]["use_qk_l2norm_in_kernel"]
+        assert torch.equal(called[0]["g"][0], inputs.decay) and torch.equal(called[0]["beta"][0], inputs.rate)
 
 
 @pytest.mark.parametrize("family", DELTA_FAMILIES)

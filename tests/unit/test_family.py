@@ -152,7 +152,8 @@ def names_of_fields(family: str) -> list[str]:
     """All that a config.json of the family may have, as transformers' own sources say."""
     config_class = transformers.CONFIG_MAPPING[family]
     names = {field.name for field in dataclasses.fields(config_class)} | {"sliding_window", "rope_theta"}
-    for module in (*READERS, config_class.__module__.replace("configuration_", "modeling_")):
+    own = config_class.__module__
+    for module in (*READERS, own, own.replace("configuration_", "modeling_")):
         names |= set(READING.findall(Path(str(importlib.import_module(module).__file__)).read_text()))
     return sorted(names - OF_CODE)
 
@@ -241,6 +242,11 @@ def test_fields_that_nothing_knows_are_named(tmp_path: Path) -> None:
     assert unknown_fields(load_hf_config(str(tmp_path))) == []
     (tmp_path / "config.json").write_text(json.dumps(fields | {"residual_scale": 0.5, "qk_clip": True}))
     assert unknown_fields(load_hf_config(str(tmp_path))) == ["residual_scale", "qk_clip"]
+    # As the released text parts have them.
+    fields = hf_config("qwen3_5_text").to_dict() | {"attn_output_gate": True, "full_attention_interval": 4}
+    fields |= {"mamba_ssm_dtype": "float32", "mlp_only_layers": [], "mtp_num_hidden_layers": 1, "layer_scale": True}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert unknown_fields(load_hf_config(str(tmp_path))) == ["layer_scale"]
 
 
 @pytest.mark.parametrize("scaled", [LINEAR, LLAMA3, YARN], ids=lambda rope: rope["rope_type"])
@@ -288,6 +294,8 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         (hf_config("qwen3_moe", moe_intermediate_size=20), "moe_intermediate_size = 20 is not a multiple of 8"),
         (hf_config("olmoe", clip_qkv=8.0), "clip_qkv = 8.0"),
         (hf_config("qwen3", num_experts=8), "num_experts = 8"),
+        (hf_config("qwen3_5_text", attn_output_gate=False), "attn_output_gate = False .* supported: True"),
+        (hf_config("olmo_hybrid", attn_output_gate=True), "attn_output_gate = True .* supported: False"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )

@@ -103,6 +103,18 @@ def test_a_folder_and_its_config_are_the_same_model(tmp_path: Path) -> None:
     assert shape.windows == (16, 16, 16, None)
 
 
+DELTA: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": None,
+}
+PARTLY = {"rope_theta": 1e4, "partial_rotary_factor": "half"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -117,6 +129,11 @@ def test_a_folder_and_its_config_are_the_same_model(tmp_path: Path) -> None:
         (
             {"layer_types": ["full_attention", "linear_attention"] * 2},
             r"layer_types\[1\] = 'linear_attention' is not supported for OLMo 3; supported: 'full_attention' or 'sl",
+        ),
+        (DELTA | {"full_attention_interval": 2}, "layer_types is no list of num_hidden_layers = 4 entries"),
+        (
+            DELTA | {"layer_types": ["full_attention"] * 4, "rope_parameters": PARTLY},
+            "partial_rotary_factor = 'half'; a",
         ),
     ],
 )

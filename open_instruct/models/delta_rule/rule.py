@@ -45,10 +45,12 @@ class Inputs(NamedTuple):
 def gated_delta_rule(inputs: Inputs, segments: Segments, walk: Walk) -> torch.Tensor:
     """What every token reads, (T, H, V).
 
-    On CUDA by the kernel of flash-linear-attention where that is installed, which knows no prefixes.
+    On CUDA by the kernel of flash-linear-attention where that is installed, which knows no prefixes, and multiplies
+    float32 in TF32.
     """
-    if inputs.query.is_cuda and not any(segments.prefix_lengths) and kernels.has_fla():
-        return _by_kernel(inputs, segments)
+    is_16_bit = inputs.value.dtype in (torch.bfloat16, torch.float16)
+    if inputs.query.is_cuda and is_16_bit and not any(segments.prefix_lengths) and kernels.has_fla():
+        return _by_kernel(inputs, walk)
     return by_chunks(inputs, walk)
 
 
@@ -100,9 +102,10 @@ def _states(changes_NHKK: torch.Tensor, additions_NHKV: torch.Tensor, walk: Walk
     return torch.stack(found)
 
 
-def _by_kernel(inputs: Inputs, segments: Segments) -> torch.Tensor:
+def _by_kernel(inputs: Inputs, walk: Walk) -> torch.Tensor:
     query, key, value, decay, rate = (each.unsqueeze(0) for each in inputs)
     given: dict[str, Any] = {"q": query, "k": key, "v": value, "g": decay, "beta": rate}
-    borders = segments.cu_queries.long()
+    # Of these the kernel makes indices, waiting for the device, once for a tensor: all layers have the same.
+    borders = walk.borders
     output, _ = kernels.dispatch_chunk_gated_delta_rule(**given, use_qk_l2norm_in_kernel=True, cu_seqlens=borders)
     return output[0]

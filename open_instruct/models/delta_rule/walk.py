@@ -30,6 +30,7 @@ class Walk(NamedTuple):
         history: the tokens of the row, with as many as asked for before each that does not follow its neighbour; none
             before a document.
         after_history_T: of each token, the window of the history that ends with it.
+        borders: where tokens do not follow their neighbour, then the number of all tokens.
     """
 
     goes_on_from: tuple[int | None, ...]
@@ -37,6 +38,7 @@ class Walk(NamedTuple):
     places_T: torch.Tensor
     history: torch.Tensor
     after_history_T: torch.Tensor
+    borders: torch.Tensor
 
 
 # Kept for all layers of a model, and for what is recomputed in a backward pass.
@@ -66,7 +68,7 @@ def walk_on_device(
             places += range(len(chunks) * CHUNK, len(chunks) * CHUNK + len(chunk))
             chunks.append(chunk)
     filled_up = [chunk + [none] * (CHUNK - len(chunk)) for chunk in chunks]
-    indices = [torch.tensor(each) for each in (filled_up, places, history, after_history)]
+    indices = [torch.tensor(each) for each in (filled_up, places, history, after_history, [*begins, none])]
     if device.type == "cuda":  # or the host would wait for the device
         indices = [index.pin_memory().to(device, non_blocking=True) for index in indices]
     return Walk(tuple(goes_on_from), *indices)

@@ -18,6 +18,8 @@ SINGLE_NAME = "model.safetensors"
 
 # Larger than any model; larger values would fill the memory before they are compared with the weights.
 MAX_SIZE, MAX_LAYERS, MAX_POSITIONS = 2**24, 1000, 2**31
+MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
+PART_TURNED = "partial_rotary_factor"
 SIZES: dict[str, int] = {
     "num_hidden_layers": MAX_LAYERS,
     "hidden_size": MAX_SIZE,
@@ -127,6 +129,13 @@ def check_size(name: str, value: Any, largest: int, where: str) -> int:
     """`value`; raises InputError unless it is a whole number from 1 to `largest`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
         raise InputError(f"{where}: {name} = {_shown(value)}; it must be a whole number from 1 to {largest}")
+    return value
+
+
+def check_number(name: str, value: Any, where: str = "config.json", *, above: float = 0) -> Any:
+    """`value`; raises InputError unless it is a number that RoPE, or a norm, can be computed with."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= MAX_NUMBER:
+        raise InputError(f"{where}: {name} = {value!r}; a number above {above:g}, at most {MAX_NUMBER:g}, is needed")
     return value
 
 

@@ -21,7 +21,7 @@ from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, LINEAR, SLIDING, Family, QKNorm, family_of
 from open_instruct.models.delta_rule.shape import DeltaShape, delta_shape
-from open_instruct.models.hf.hf_config import check_multiple, size_of
+from open_instruct.models.hf.hf_config import PART_TURNED, check_multiple, check_number, size_of
 from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, LM_HEAD, is_of_adapter, is_stack
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -288,7 +288,7 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        turned_dim=int(head_dim * _turned_share(fields, family)),
+        turned_dim=int(head_dim * _turned_share(fields, family, where)),
         vocab_size=count("vocab_size"),
         is_tied=bool(fields.get("tie_word_embeddings", False)),
         qk_norm=family.qk_norm,
@@ -304,7 +304,10 @@ def _layers(fields: dict[str, Any], family: Family, num_layers: int, where: str)
     count("decoder_sparse_step", 1)
     if not isinstance(dense := fields.get("mlp_only_layers") or [], list):
         raise InputError(f"{where}: mlp_only_layers = {dense!r}; a list of the numbers of layers is needed")
-    for layer, layer_type in enumerate(family.layer_types(fields.get("layer_types"), num_layers, where)):
+    layer_types = fields.get("layer_types")
+    if layer_types is None and family.delta is not None:
+        layer_types = []  # refused, as transformers has rules of its own for what is not said
+    for layer, layer_type in enumerate(family.layer_types(layer_types, num_layers, where)):
         expert_size = family.expert_size if family.is_sparse(SimpleNamespace(**fields), layer) else None
         yield LayerShape(
             d_ff=count(expert_size or "intermediate_size"),
@@ -314,16 +317,14 @@ def _layers(fields: dict[str, Any], family: Family, num_layers: int, where: str)
         )
 
 
-def _turned_share(fields: dict[str, Any], family: Family) -> float:
+def _turned_share(fields: dict[str, Any], family: Family, where: str) -> float:
     """The share of a head that RoPE turns."""
-    rope = fields.get("rope_parameters")
-    rope = rope if isinstance(rope, dict) else {"rope_theta": fields.get("rope_theta", 1)}
-    if family.may_not_turn and rope.get("rope_theta") is None:
+    rope = {"rope_theta": fields.get("rope_theta", 1), PART_TURNED: fields.get(PART_TURNED, family.turned_share)}
+    if isinstance(given := fields.get("rope_parameters"), dict):
+        rope |= given
+    if family.may_not_turn and rope["rope_theta"] is None:
         return 0.0
-    if family.turned_share is None:
-        return 1.0
-    part = "partial_rotary_factor"
-    return float(rope.get(part, fields.get(part, family.turned_share)))
+    return 1.0 if family.turned_share is None else check_number(PART_TURNED, rope[PART_TURNED], where)
 
 
 def model_shape(name_or_path: str) -> ModelShape:
