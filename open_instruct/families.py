@@ -3,7 +3,7 @@
 Whatever reads, builds, plans or makes a checkpoint asks here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from open_instruct.errors import InputError
@@ -84,19 +84,16 @@ class Family:
         for layer, layer_type in enumerate(given):
             if layer_type not in (FULL, own):
                 supported = " or ".join(map(repr, dict.fromkeys((FULL, own))))
-                raise InputError(
-                    f"{where}: layer_types[{layer}] = {layer_type!r} is not supported for {self.name}; "
-                    f"supported: {supported}"
-                )
+                problem = f"layer_types[{layer}] = {layer_type!r} is not supported for {self.name}"
+                raise InputError(f"{where}: {problem}; supported: {supported}")
         return given
 
 
+OLMO2 = Family(name="OLMo 2", config_class="Olmo2Config", qk_norm="full", norm_after=True, in_float32=True)
 # By the `model_type` of config.json.
 FAMILIES = {
-    "olmo2": Family(name="OLMo 2", config_class="Olmo2Config", qk_norm="full", norm_after=True, in_float32=True),
-    "olmo3": Family(
-        name="OLMo 3", config_class="Olmo3Config", qk_norm="full", norm_after=True, in_float32=True, has_windows=True
-    ),
+    "olmo2": OLMO2,
+    "olmo3": replace(OLMO2, name="OLMo 3", config_class="Olmo3Config", has_windows=True),
     "qwen2": Family(name="Qwen 2.5", config_class="Qwen2Config", qk_norm="none", qkv_bias=True),
     "qwen3": Family(name="Qwen 3", config_class="Qwen3Config", qk_norm="head", default_head_dim=128),
     "qwen3_moe": Family(
@@ -104,12 +101,10 @@ FAMILIES = {
     ),
     "olmoe": Family(name="OLMoE", config_class="OlmoeConfig", qk_norm="full", expert_size="intermediate_size"),
     "llama": Family(name="Llama 3", config_class="LlamaConfig", qk_norm="none"),
-    "olmo_hybrid": Family(
+    "olmo_hybrid": replace(
+        OLMO2,
         name="Olmo-Hybrid",
         config_class="OlmoHybridConfig",
-        qk_norm="full",
-        norm_after=True,
-        in_float32=True,
         may_not_turn=True,
         delta="apart",
         delta_norm_eps=1e-5,

@@ -25,14 +25,7 @@ from open_instruct.models.attention.gated import GatedAttentionConfig, NormFromZ
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig
 from open_instruct.models.delta_rule.shape import delta_shape
 from open_instruct.models.experts.routed import ExpertsConfig
-from open_instruct.models.hf.hf_config import (
-    MAX_POSITIONS,
-    MAX_SIZE,
-    PART_TURNED,
-    check_multiple,
-    check_number,
-    check_size,
-)
+from open_instruct.models.hf.hf_config import MAX_SIZE, PART_TURNED, check_multiple, check_number, check_size, size_of
 
 ROWS_OF = 8  # values of 16 bits
 HEAD_DIM = "head_dim (else hidden_size / num_attention_heads)"
@@ -104,7 +97,7 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
     norm = norm_config(name=kind, eps=hf_config.rms_norm_eps, bias=False, dtype=DType.float32)
     layer_types = family.layer_types(getattr(hf_config, "layer_types", None), hf_config.num_hidden_layers)
     if SLIDING in layer_types:
-        check_size("sliding_window", getattr(hf_config, "sliding_window", None), MAX_POSITIONS, "config.json")
+        size_of(vars(hf_config), "config.json", "sliding_window")
     kinds = [(layer_type, family.is_sparse(hf_config, layer)) for layer, layer_type in enumerate(layer_types)]
     blocks = {kind: _block(hf_config, family, norm, *kind) for kind in set(kinds)}
     return TransformerConfig(
@@ -139,10 +132,9 @@ def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
     for field, supported in required.items():
         value = getattr(hf_config, field, supported[0])
         if value not in supported:
-            raise InputError(
-                f"config.json: {field} = {value!r} is not supported for {hf_config.model_type!r}; "
-                f"supported: {' or '.join(repr(v) for v in supported if v is not None) or 'absent'}"
-            )
+            problem = f"{field} = {value!r} is not supported for {hf_config.model_type!r}"
+            others = " or ".join(repr(value) for value in supported if value is not None)
+            raise InputError(f"config.json: {problem}; supported: {others or 'absent'}")
     check_number("rms_norm_eps", hf_config.rms_norm_eps)
     if check_size(HEAD_DIM, head_dim(hf_config), MAX_SIZE, "config.json") % 2:
         raise InputError(f"config.json: {HEAD_DIM} = {head_dim(hf_config)} is odd, and RoPE turns pairs")
@@ -177,7 +169,11 @@ def _block(
         )
     mixer: AttentionConfig | DeltaRuleConfig
     if layer_type == LINEAR:
-        mixer = _delta_rule(hf_config, family)
+        mixer = DeltaRuleConfig(
+            shape=delta_shape(vars(hf_config), "config.json", is_fused=family.delta == "fused"),
+            norm_eps=family.delta_norm_eps or hf_config.rms_norm_eps,
+            doubles_rates=family.delta_may_negate and hf_config.linear_allow_neg_eigval,
+        )
     else:
         mixer = (GatedAttentionConfig if family.gates_attention else AttentionConfig)(
             n_heads=hf_config.num_attention_heads,
@@ -197,14 +193,6 @@ def _block(
         sequence_mixer=mixer,
         feed_forward=_feed_forward(hf_config, family, is_sparse),
         layer_norm=norm,
-    )
-
-
-def _delta_rule(hf_config: PretrainedConfig, family: Family) -> DeltaRuleConfig:
-    return DeltaRuleConfig(
-        shape=delta_shape(vars(hf_config), "config.json", is_fused=family.delta == "fused"),
-        norm_eps=family.delta_norm_eps or hf_config.rms_norm_eps,
-        doubles_rates=family.delta_may_negate and hf_config.linear_allow_neg_eigval,
     )
 
 
@@ -253,10 +241,8 @@ def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEC
 def _rope_scaling(parameters: Mapping[str, Any], where: str, family: Family) -> RoPEScaling | None:
     rope_type = parameters.get("rope_type", "default")
     if not isinstance(rope_type, str) or rope_type not in ROPE_NUMBERS:
-        raise InputError(
-            f"config.json: {where}.rope_type = {rope_type!r} is not supported; "
-            f"supported: {', '.join(map(repr, ROPE_NUMBERS))}"
-        )
+        supported = ", ".join(map(repr, ROPE_NUMBERS))
+        raise InputError(f"config.json: {where}.rope_type = {rope_type!r} is not supported; supported: {supported}")
     neutral = {"rope_type": (rope_type,), "type": (rope_type,), PART_TURNED: (1,), "truncate": (True,)}
     read_elsewhere = {"rope_theta", *((PART_TURNED, *OF_PICTURES) if family.turned_share else ())}
     for field, value in parameters.items():

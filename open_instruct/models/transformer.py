@@ -13,7 +13,7 @@ except what has no public door, which is used in this file alone:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from olmo_core.nn.attention import Attention
@@ -32,15 +32,6 @@ from open_instruct.models.experts.routed import Experts
 from open_instruct.models.heads.logprob_head import HeadSettings
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.shards import local_part
-
-
-@runtime_checkable
-class HasAdapter(Protocol):
-    """A layer with an adapter beside its matrix; see lora/adapters.py."""
-
-    def remove_adapter(self) -> None: ...
-
-    def register_adapter(self, tp_mesh: DeviceMesh | None = None) -> None: ...
 
 
 class SegmentTransformer(Transformer):
@@ -144,7 +135,7 @@ class SegmentTransformer(Transformer):
     def apply_tp(self, tp_mesh: DeviceMesh, float8_enabled: bool | None = None) -> None:
         """Split matrices over ranks. Adapters are made anew: OLMo-core would cut both halves along the same axis."""
         is_trained = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
-        adapted = [module for module in self.modules() if isinstance(module, HasAdapter)]
+        adapted: list[Any] = [each for each in self.modules() if hasattr(each, "register_adapter")]  # lora/adapters.py
         for layer in adapted:
             layer.remove_adapter()
         super().apply_tp(tp_mesh, float8_enabled=float8_enabled)

@@ -335,7 +335,7 @@ def _recomputations(shape: ModelShape, layout: ShardLayout) -> Iterator[dict[str
     """
     yield {"activation_checkpointing": "full"}
     norms = ["attention_norm", "feed_forward_norm"]
-    has_inner = shape.qk_norm != "none" and layout.tensor_parallel_degree == 1
+    has_inner = shape.traits.qk_norm != "none" and layout.tensor_parallel_degree == 1
     inner = ["attention.q_norm", "attention.k_norm"] if has_inner else []
     for modules in ([*norms, *inner], [*norms, "attention"], [*norms, *inner, "feed_forward"]):
         patterns = [f"blocks.*.{module}" for module in modules]

@@ -175,16 +175,11 @@ def check_engine(config: GRPOConfig, model_type: str) -> None:
         InputError: says what to change.
     """
     family = FAMILIES[model_type]
-    if family.engine_needs is not None and find_spec(family.engine_needs) is None:
-        raise InputError(
-            f"vLLM's model of {family.name} imports {family.engine_needs}, which is not installed: install the release "
-            "of it that belongs to this PyTorch"
-        )
+    if (needed := family.engine_needs) is not None and find_spec(needed) is None:
+        raise InputError(f"vLLM's {family.name} imports {needed}, which is not installed: install it for this PyTorch")
     if family.delta is not None and not torch.cuda.is_available() and config.fleet.ray_address is None:
-        raise InputError(
-            f"vLLM's layers of {family.name} are for GPUs, and there is none here: generate on a machine with GPUs, or "
-            "learn from rows (sft, dpo, kto, distill)"
-        )
+        lacking = f"vLLM's layers of {family.name} are for GPUs, and there is none here"
+        raise InputError(f"{lacking}: generate where there are, or learn from rows (sft, dpo, kto, distill)")
 
 
 def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunDirectory) -> GRPOConfig:

@@ -164,9 +164,8 @@ def open_pretrained(
     hf_config = load_hf_config(str(folder))
     family, where = family_of(hf_config.model_type), f"the model in {folder}"
     if layout is not None:
-        num_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
-        remembers = family.delta is not None
-        check_heads(layout, num_heads=num_heads, num_kv_heads=num_kv_heads, model=where, remembers=remembers)
+        heads = {"num_heads": hf_config.num_attention_heads, "num_kv_heads": hf_config.num_key_value_heads}
+        check_heads(layout, **heads, model=where, remembers=family.delta is not None)
         check_experts(layout, num_experts=getattr(hf_config, "num_experts", None) or 0, model=where)
     if family.expert_size is not None and is_trained:
         _check_experts(hf_config, config)

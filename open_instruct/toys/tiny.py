@@ -17,7 +17,6 @@ from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, FULL
-from open_instruct.models.hf.names import as_in_files
 from open_instruct.whole_file import read_asked
 
 if TYPE_CHECKING:
@@ -138,9 +137,11 @@ def tiny_config(family: str, size: Size, *, vocab_size: int, tie: bool) -> Pretr
     if FAMILIES[family].default_head_dim is not None:
         # As in the released models, all heads together are wider than the residual stream.
         fields["head_dim"] = 2 * size.hidden // size.heads
-    if FAMILIES[family].delta is not None:
+    if (delta := FAMILIES[family].delta) is not None:
         fields["layer_types"] = [*FAMILIES[family].layer_types(None, size.layers - 1), FULL]
-        fields |= {"linear_num_key_heads": size.kv_heads, "linear_num_value_heads": size.heads}
+        # Of three convolutions transformers writes a third of all channels each.
+        key_heads = size.kv_heads if delta == "fused" else size.heads
+        fields |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": size.heads}
         fields |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), size.hidden // size.heads)
     if (expert_size := FAMILIES[family].expert_size) is not None:
         fields |= {"num_experts": 8, "num_experts_per_tok": 2, expert_size: size.mlp // 4, "norm_topk_prob": True}
@@ -153,6 +154,7 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: 
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -165,8 +167,9 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: 
     model.config.architectures, model.config.dtype = [type(model).__name__], dtype
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    # Without a head that is tied; experts and convolutions one by one, as on the hub.
-    stored = {name: each.contiguous() for name, each in as_in_files(dict(model.named_parameters())).items()}
+    # Without a head that is tied; experts matrix by matrix, as on the hub.
+    stored = revert_weight_conversion(model, dict(model.named_parameters()))
+    stored = {name: each.contiguous() for name, each in stored.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 

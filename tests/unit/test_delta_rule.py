@@ -98,7 +98,9 @@ def test_in_chunks_it_is_what_it_is_token_by_token(lengths: tuple[int, ...], pre
 def test_packed_is_separate(is_fused: bool, lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> None:
     """The whole layer, values and gradients, as closely as float64 can tell."""
     torch.manual_seed(0)
-    shape = DeltaShape(key_heads=2, value_heads=4, key_dim=4, value_dim=6, kernel=4, is_fused=is_fused)
+    shape = DeltaShape(
+        num_key_heads=2, num_value_heads=4, key_head_dim=4, value_head_dim=6, conv_kernel_dim=4, is_fused=is_fused
+    )
     config = DeltaRuleConfig(shape=shape, norm_eps=1e-5, doubles_rates=not is_fused)
     layer: DeltaRuleMixer = config.build(D_MODEL).double()
     for parameter in layer.parameters():
@@ -142,10 +144,16 @@ def test_loss_and_gradients_are_those_of_transformers(family: str) -> None:
         torch.testing.assert_close(parameter.grad, gradients[names.hf_name(name)], atol=1e-5, rtol=1e-5, msg=name)
 
 
+WHOLE = {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"linear_num_value_heads": 3}, "linear_num_value_heads = 3 is not a multiple of linear_num_key_heads = 2"),
+        (
+            WHOLE | {"linear_num_value_heads": 3},
+            "linear_num_value_heads = 3 is not a multiple of linear_num_key_h",
+        ),
         ({"linear_key_head_dim": 0}, "linear_key_head_dim = 0"),
         ({"linear_value_head_dim": 8, "linear_conv_kernel_dim": 2.5}, r"linear_conv_kernel_dim = 2\.5"),
         ({}, "linear_value_head_dim = None"),

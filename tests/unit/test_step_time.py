@@ -27,7 +27,6 @@ SHAPE = ModelShape(
     turned_dim=2,
     vocab_size=10,
     is_tied=False,
-    qk_norm="none",
 )
 # Two documents of 3 tokens, 4 labels.
 WORK = Workload(

@@ -113,9 +113,7 @@ class ZeroMoments(Moments):
         return super().on_host() | self.host
 
     def merged_values(self) -> int:
-        return self.num_trained + 2 * max(
-            self.sizes[each.name] for each in self.shape.parameters if each.layer is not None
-        )
+        return self.num_trained + 2 * max(self.sizes[each.name] for each in self.shape.in_blocks)
 
     def passes_over(self, workload: Workload) -> Passes:
         return ZeroPasses(self, workload)
@@ -253,7 +251,7 @@ def _of_activations(run: ZeroMoments, num_passes: int, num_values: int, *, train
     shape, layout, work, head = run.shape, run.layout, run.workload, run.shape.parameters[-1]
     num_rows = (work.tokens_per_microbatch, work.label_tokens_per_microbatch)
     num_tokens, num_labels = (run.c * num // layout.context_parallel_degree for num in num_rows)
-    cut = Counter(each.tensor_axis for each in shape.parameters if each.layer is not None and len(each.shape) == 2)
+    cut = Counter(each.tensor_axis for each in shape.in_blocks if len(each.shape) == 2)
     num_sums = cut[1] * (1 + trains * work.recomputes("")) + cut[0] * trains
     calls: list[Calls] = [("activations of split matrices", "all_reduce", num_tokens * shape.d_model, num_sums)]
     if num_values and values_of(head, layout.tensor_parallel_degree) < head.num_params:

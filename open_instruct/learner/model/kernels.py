@@ -152,9 +152,7 @@ def plain_rule(*, shares_prompts: bool) -> str:
     slow = "in plain PyTorch, one chunk after the other"
     if not has_fla():
         return f"layers of the gated delta rule run {slow}: pip install flash-linear-attention, which has a kernel"
-    kernel = (
-        "layers of the gated delta rule run by the kernel of flash-linear-attention, which no test has run on a GPU"
-    )
+    kernel = "layers of the gated delta rule run by flash-linear-attention's kernel, which no test has run on a GPU"
     return f"{kernel}; rows that share prompts {slow}: compare --prefix_sharing off" if shares_prompts else kernel
 
 

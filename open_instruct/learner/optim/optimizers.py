@@ -6,17 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from olmo_core.optim import (
-    AdamWConfig,
-    ConstantWithWarmup,
-    CosWithWarmup,
-    LinearWithWarmup,
-    OptimConfig,
-    OptimGroupOverride,
-    SkipStepAdamW,
-    SkipStepAdamWConfig,
-    SkipStepOptimizer,
-)
+from olmo_core import optim as core
 from olmo_core.optim.scheduler import Scheduler
 from olmo_core.train import Trainer
 from olmo_core.train.callbacks import Callback
@@ -26,7 +16,7 @@ from open_instruct.learner.optim.muon import MuonWithAdamW
 
 
 @dataclass
-class AdamLikeConfig(OptimConfig[Any]):
+class AdamLikeConfig(core.OptimConfig[Any]):
     """Settings of an optimizer that takes AdamW's place. Weight decay is decoupled."""
 
     lr: float = 1e-3
@@ -53,7 +43,7 @@ class MuonWithAdamWConfig(AdamLikeConfig):
         ]
 
 
-class HostSkipStepAdamW(SkipStepAdamW):
+class HostSkipStepAdamW(core.SkipStepAdamW):
     """OLMo-core's SkipStepAdamW with losses and gradient norms on the host, which decides whether a step is skipped."""
 
     @property
@@ -71,9 +61,9 @@ class HostSkipStepAdamW(SkipStepAdamW):
 
 
 @dataclass
-class HostSkipStepAdamWConfig(SkipStepAdamWConfig):
+class HostSkipStepAdamWConfig(core.SkipStepAdamWConfig):
     @classmethod
-    def optimizer(cls) -> type[SkipStepAdamW]:
+    def optimizer(cls) -> type[core.SkipStepAdamW]:
         return HostSkipStepAdamW
 
 
@@ -81,7 +71,7 @@ class HostSkipStepAdamWConfig(SkipStepAdamWConfig):
 class SkipStepHistory(Callback):
     """Carries a skip-step optimizer's rolling window over a restart; OLMo-core leaves it out of its state."""
 
-    optimizer: SkipStepOptimizer
+    optimizer: core.SkipStepOptimizer
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self.optimizer._losses, "grad_norms": self.optimizer._grad_norms}
@@ -94,7 +84,7 @@ class SkipStepHistory(Callback):
 
 def build_optimizer_config(
     optim: OptimizerSection, *, device: torch.device, names: Collection[str]
-) -> OptimConfig[Any]:
+) -> core.OptimConfig[Any]:
     """The OLMo-core config of `--optimizer`; AdamW is fused where there is CUDA.
 
     :param names: of the parameters. OLMo-core refuses a pattern that names nothing.
@@ -104,10 +94,10 @@ def build_optimizer_config(
     if optim.optimizer == "muon":
         return MuonWithAdamWConfig(**common)
     if not_decayed := [each for each in optim.not_decayed if any(fnmatchcase(name, each) for name in names)]:
-        common["group_overrides"] = [OptimGroupOverride(params=not_decayed, opts={"weight_decay": 0.0})]
+        common["group_overrides"] = [core.OptimGroupOverride(params=not_decayed, opts={"weight_decay": 0.0})]
     if optim.optimizer == "skip_step_adamw":
         return HostSkipStepAdamWConfig(**common)
-    return AdamWConfig(fused=device.type == "cuda", **common)
+    return core.AdamWConfig(fused=device.type == "cuda", **common)
 
 
 def build_scheduler(optim: OptimizerSection, *, num_steps: int) -> Scheduler:
@@ -117,8 +107,8 @@ def build_scheduler(optim: OptimizerSection, *, num_steps: int) -> Scheduler:
     """
     num_warmup_steps = round(optim.warmup_ratio * num_steps)
     if optim.lr_scheduler_type == "constant":
-        return ConstantWithWarmup(warmup=num_warmup_steps)
-    shape = LinearWithWarmup if optim.lr_scheduler_type == "linear" else CosWithWarmup
+        return core.ConstantWithWarmup(warmup=num_warmup_steps)
+    shape = core.LinearWithWarmup if optim.lr_scheduler_type == "linear" else core.CosWithWarmup
     return shape(warmup=num_warmup_steps, alpha_f=0.0, t_max=num_steps + 1)
 
 

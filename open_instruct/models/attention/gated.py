@@ -19,10 +19,8 @@ class GatedAttentionConfig(AttentionConfig):
 
     def build(self, d_model: int, *, init_device: str = "cpu", cache: Any = None, **_: object) -> GatedAttention:
         given = ("n_heads", "n_kv_heads", "head_dim", "bias", "rope", "qk_norm", "use_head_qk_norm", "backend")
-        options = {name: getattr(self, name) for name in given}
-        return GatedAttention(
-            d_model=d_model, dtype=self.dtype.as_pt(), init_device=init_device, cache=cache, **options
-        )
+        own = {name: getattr(self, name) for name in given}
+        return GatedAttention(d_model=d_model, dtype=self.dtype.as_pt(), init_device=init_device, cache=cache, **own)
 
 
 class GatedAttention(Attention):

@@ -49,7 +49,7 @@ class DeltaRuleMixer(SequenceMixer):
     def __init__(self, config: DeltaRuleConfig, d_model: int, *, init_device: str) -> None:
         super().__init__()
         self.shape, self.doubles_rates = config.shape, config.doubles_rates
-        heads, (_, _, values) = self.shape.value_heads, self.shape.widths
+        heads, (_, _, values) = self.shape.num_value_heads, self.shape.widths
         linear = partial(nn.Linear, bias=False, device=init_device)
         self.A_log = nn.Parameter(torch.empty(heads, device=init_device))
         self.dt_bias = nn.Parameter(torch.empty(heads, device=init_device))
@@ -60,18 +60,16 @@ class DeltaRuleMixer(SequenceMixer):
         self.w_g = linear(d_model, values)
         self.add_module(self.shape.output, linear(values, d_model))
         for part, rows in self.shape.parts.items():
-            convolution = nn.Conv1d(rows, rows, self.shape.kernel, groups=rows, bias=False, device=init_device)
+            convolution = nn.Conv1d(rows, rows, self.shape.conv_kernel_dim, groups=rows, bias=False, device=init_device)
             self.add_module(f"{part}_conv1d", convolution)
-        self.o_norm = GatedNorm(self.shape.value_dim, eps=config.norm_eps, device=init_device)
+        self.o_norm = GatedNorm(self.shape.value_head_dim, eps=config.norm_eps, device=init_device)
 
     def forward(self, x: torch.Tensor, cu_doc_lens: Any = None, **_: object) -> torch.Tensor:
         """The output for x, (B, T, D); `cu_doc_lens` are the `Segments` of the rows laid end to end."""
         assert isinstance(cu_doc_lens, Segments), "blocks are called by a SegmentTransformer, with segments"
         x_TD = x.flatten(0, 1)
         projected = [self.get_submodule(f"w_{part}")(x_TD) for part in self.shape.parts]
-        rate_TH = self.w_b(x_TD).sigmoid()
-        if self.doubles_rates:
-            rate_TH = rate_TH * 2
+        rate_TH = self.w_b(x_TD).sigmoid() * (2 if self.doubles_rates else 1)
         decay_TH = -exact(self.A_log).exp() * F.softplus(exact(self.w_a(x_TD)) + self.dt_bias)
         read_THV = self._remember(projected, decay_TH, rate_TH, cu_doc_lens)
         gate_THV = self.w_g(x_TD).unflatten(-1, read_THV.shape[1:])
@@ -84,27 +82,23 @@ class DeltaRuleMixer(SequenceMixer):
         self, projected: list[torch.Tensor], decay_TH: torch.Tensor, rate_TH: torch.Tensor, segments: Segments
     ) -> torch.Tensor:
         shape = self.shape
-        device = projected[0].device
-        walk = walk_on_device(segments.lengths, segments.prefix_lengths, shape.kernel - 1, device)
+        lengths = segments.lengths, segments.prefix_lengths
+        walk = walk_on_device(*lengths, shape.conv_kernel_dim - 1, projected[0].device)
         convolutions = [self.get_submodule(f"{part}_conv1d") for part in shape.parts]
         mixed = [F.silu(convolve(*each, walk)) for each in zip(projected, convolutions, strict=True)]
         query, key, value = mixed[0].split(shape.widths, dim=-1) if shape.is_fused else mixed
-        num_shared = shape.value_heads // shape.key_heads
+        num_shared = shape.num_value_heads // shape.num_key_heads
         query, key = (
-            each.unflatten(-1, (shape.key_heads, 1, -1)).expand(-1, -1, num_shared, -1).flatten(1, 2)
+            each.unflatten(-1, (shape.num_key_heads, 1, -1)).expand(-1, -1, num_shared, -1).flatten(1, 2)
             for each in (query, key)
         )
-        value = value.unflatten(-1, (shape.value_heads, -1))
+        value = value.unflatten(-1, (shape.num_value_heads, -1))
         return gated_delta_rule(Inputs(query, key, value, decay_TH, rate_TH), segments, walk)
 
-    def apply_tp(self, *_: object, **__: object) -> None:
-        raise NotImplementedError("heads of the gated delta rule are not split over ranks")
+    def refuse(self, *_: object, **__: object) -> None:
+        raise NotImplementedError("neither heads nor rows are split where a layer remembers; weights are not drawn")
 
-    def apply_cp(self, *_: object, **__: object) -> None:
-        raise NotImplementedError("rows are not split over ranks where a layer remembers")
-
-    def init_weights(self, *_: object, **__: object) -> None:
-        raise NotImplementedError("weights are read, never drawn; see `SegmentTransformer.init_weights`")
+    apply_tp = apply_cp = init_weights = refuse
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """Six for each parameter, and three times the rule's own products."""

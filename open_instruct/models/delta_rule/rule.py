@@ -46,12 +46,10 @@ def gated_delta_rule(inputs: Inputs, segments: Segments, walk: Walk) -> torch.Te
     """What every token reads, (T, H, V).
 
     On CUDA by the kernel of flash-linear-attention where that is installed, which knows no prefixes, and multiplies
-    float32 in TF32.
+    float32 in TF32: it is given 16 bits alone.
     """
-    is_16_bit = inputs.value.dtype in (torch.bfloat16, torch.float16)
-    if inputs.query.is_cuda and is_16_bit and not any(segments.prefix_lengths) and kernels.has_fla():
-        return _by_kernel(inputs, walk)
-    return by_chunks(inputs, walk)
+    can_be = inputs.value.dtype.itemsize == 2 and not any(segments.prefix_lengths)
+    return (_by_kernel if inputs.query.is_cuda and can_be and kernels.has_fla() else by_chunks)(inputs, walk)
 
 
 def by_chunks(inputs: Inputs, walk: Walk) -> torch.Tensor:
@@ -104,8 +102,7 @@ def _states(changes_NHKK: torch.Tensor, additions_NHKV: torch.Tensor, walk: Walk
 
 def _by_kernel(inputs: Inputs, walk: Walk) -> torch.Tensor:
     query, key, value, decay, rate = (each.unsqueeze(0) for each in inputs)
-    given: dict[str, Any] = {"q": query, "k": key, "v": value, "g": decay, "beta": rate}
-    # Of these the kernel makes indices, waiting for the device, once for a tensor: all layers have the same.
-    borders = walk.borders
-    output, _ = kernels.dispatch_chunk_gated_delta_rule(**given, use_qk_l2norm_in_kernel=True, cu_seqlens=borders)
+    # Of borders the kernel makes indices, waiting for the device, once for a tensor: all layers have the same.
+    given: dict[str, Any] = {"q": query, "k": key, "v": value, "g": decay, "beta": rate, "cu_seqlens": walk.borders}
+    output, _ = kernels.dispatch_chunk_gated_delta_rule(**given, use_qk_l2norm_in_kernel=True)
     return output[0]

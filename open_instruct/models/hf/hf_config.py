@@ -22,11 +22,8 @@ MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resol
 PART_TURNED = "partial_rotary_factor"
 SIZES: dict[str, int] = {
     "num_hidden_layers": MAX_LAYERS,
-    "hidden_size": MAX_SIZE,
-    "intermediate_size": MAX_SIZE,
-    "num_attention_heads": MAX_SIZE,
-    "num_key_value_heads": MAX_SIZE,
-    "vocab_size": MAX_SIZE,
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), MAX_SIZE),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), MAX_SIZE),
     "max_position_embeddings": MAX_POSITIONS,
     "sliding_window": MAX_POSITIONS,
     "linear_conv_kernel_dim": 64,

@@ -85,15 +85,11 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
             if name in modules:  # mixers of other kinds have others
                 block.set_submodule(name, AdaptedLinear(modules[name], lora))
     for name, parameter in model.named_parameters():
-        is_new = is_of_adapter(name) or _is_score(model, name)
+        # The head of a score is new too, and therefore trained whole.
+        is_new = is_of_adapter(name) or (clean_name(name) == LM_HEAD and model.lm_head.w_out.out_features == 1)
         parameter.requires_grad_(is_new)
         if not is_new:
             parameter.data = parameter.data.to(dtype)
-
-
-def _is_score(model: Transformer, name: str) -> bool:
-    """Whether a parameter is the head of a score, which is new and therefore trained whole."""
-    return clean_name(name) == LM_HEAD and model.lm_head.w_out.out_features == 1
 
 
 def layers_of(model: nn.Module) -> dict[str, AdaptedLinear]:

@@ -247,7 +247,7 @@ class _Block(_Piece):
                 query = self.tape.run(0, query)
             key = self.linear("attention.w_k", x, d_model, kv_width)
             value = self.linear("attention.w_v", x, d_model, kv_width)
-            if self.shape.qk_norm != "none":
+            if self.shape.traits.qk_norm != "none":
                 query = self._qk_norm("attention.q_norm", query, q_width)
                 key = self._qk_norm("attention.k_norm", key, kv_width)
             if self.shape.turned_dim:
@@ -286,7 +286,7 @@ class _Block(_Piece):
     def _qk_norm(self, module: str, x: Tensor, width: int) -> Tensor:
         """Over all features (OLMo), or head by head with one weight for all heads (Qwen 3)."""
         with self.recomputed(module):
-            num_parts = 1 if self.shape.qk_norm == "full" else width // self.shape.head_dim
+            num_parts = 1 if self.shape.traits.qk_norm == "full" else width // self.shape.head_dim
             return self.norm(x, self.num_tokens * num_parts, width // num_parts)
 
     def _rotated(self, query: Tensor, key: Tensor, q_width: int, kv_width: int) -> tuple[Tensor, Tensor]:

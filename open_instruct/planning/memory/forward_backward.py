@@ -20,6 +20,7 @@ PyTorch 2.13:
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from math import prod
 
@@ -48,13 +49,10 @@ class Passes:
         self.layout = layout
         self.workload = workload
         self.root, self.embeddings, *kinds = shape.units
-        by_kind = {unit.kind: unit for unit in kinds}
-        self.blocks = [by_kind[layer.kind] for layer in shape.layers]
-        self.head, *of_kinds = (
-            profile_of(unit.kind, shape, layout, workload, splits_rows=self.splits_rows) for unit in (self.root, *kinds)
-        )
-        profiles = {unit.kind: _with_budget(each, workload) for unit, each in zip(kinds, of_kinds, strict=True)}
-        self.profiles = [profiles[block.kind] for block in self.blocks]
+        profile = partial(profile_of, shape=shape, layout=layout, workload=workload, splits_rows=self.splits_rows)
+        self.head = profile(None)
+        by_kind = {unit.kind: (unit, _with_budget(profile(unit.kind), workload)) for unit in kinds}
+        self.blocks, self.profiles = zip(*(by_kind[layer.kind] for layer in shape.layers), strict=True)
         self.head_gradient = self.head.backward[-1].weight_gradients
         self.c = workload.compute_bytes
         self.is_sharded = not layout.single_device

@@ -222,9 +222,7 @@ class Moments:
     def merged_values(self) -> int:
         """Values that merging adapters needs: their first matrices, whole, and twice a rank's part of a matrix."""
         whole = sum(half.num_params for half in self.shape.first_halves)
-        return whole + 2 * max(
-            local_size(each, self.layout).own for each in self.shape.parameters if each.layer is not None
-        )
+        return whole + 2 * max(local_size(each, self.layout).own for each in self.shape.in_blocks)
 
     def weight_sync(self) -> Moment:
         """Memory of two buckets: one is filled while another travels, and a rank has its own part of each.

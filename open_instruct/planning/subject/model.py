@@ -19,7 +19,7 @@ from typing import Any
 
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES, LINEAR, SLIDING, Family, QKNorm, family_of
+from open_instruct.families import FAMILIES, LINEAR, SLIDING, Family, family_of
 from open_instruct.models.delta_rule.shape import DeltaShape, delta_shape
 from open_instruct.models.hf.hf_config import PART_TURNED, check_multiple, check_number, size_of
 from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, LM_HEAD, is_of_adapter, is_stack
@@ -112,7 +112,6 @@ class ModelShape:
     turned_dim: int  # features of a head that RoPE turns
     vocab_size: int
     is_tied: bool
-    qk_norm: QKNorm
     checkpoint_bytes_per_param: int = 2
     scores: bool = False  # its head has one row
     experts_per_token: int = 1
@@ -132,10 +131,9 @@ class ModelShape:
             is_trained = self.adapters is None or is_of_adapter(name) or (self.scores and name == LM_HEAD)
             return ParameterShape(name=name, shape=size, layer=layer, tensor_axis=axis, is_trained=is_trained)
 
-        blocks = {layer.kind: list(self._block(layer.kind)) for layer in self.layers}
         parameters = [parameter(EMBEDDINGS, (self.vocab_size, self.d_model), 0)]
         for number, layer in enumerate(self.layers):
-            for name, size, axis in blocks[layer.kind]:
+            for name, size, axis in self._block(layer):
                 parameters.append(parameter(f"blocks.{number}.{name}", size, axis, number))
         parameters.append(parameter("lm_head.norm.weight", (self.d_model,), None))
         if not self.is_tied:
@@ -161,13 +159,13 @@ class ModelShape:
 
     def _attention(self) -> dict[str, tuple[tuple[int, ...], int | None]]:
         d_model, q_width, kv_width = self.d_model, self.q_width, self.kv_width
-        norm_widths = {"none": (), "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.qk_norm]
+        widths = {"none": (), "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.traits.qk_norm]
         return {
             "attention.w_q.weight": ((q_width * (2 if self.traits.gates_attention else 1), d_model), 0),
             "attention.w_k.weight": ((kv_width, d_model), 0),
             "attention.w_v.weight": ((kv_width, d_model), 0),
             "attention.w_out.weight": ((d_model, q_width), 1),
-            **{f"attention.{one}_norm.weight": ((width,), None) for one, width in zip("qk", norm_widths, strict=False)},
+            **{f"attention.{one}_norm.weight": ((width,), None) for one, width in zip("qk", widths, strict=False)},
         }
 
     def _feed_forward(self, layer: LayerShape) -> dict[str, tuple[tuple[int, ...], int | None]]:
@@ -202,6 +200,11 @@ class ModelShape:
             Unit(name="embeddings", parameters=() if self.is_tied else (embeddings,)),
             *blocks,
         )
+
+    @property
+    def in_blocks(self) -> list[ParameterShape]:
+        """The parameters of all blocks."""
+        return [each for each in self.parameters if each.layer is not None]
 
     @property
     def num_layers(self) -> int:
@@ -272,7 +275,6 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
     """`read_config` for the fields of a config.json; `where` stands in errors."""
     family = family_of(fields.get("model_type"), where)
     count = partial(size_of, fields, where)
-    num_layers = count("num_hidden_layers")
     num_heads = count("num_attention_heads")
     d_model = count("hidden_size")
     num_kv_heads = count("num_key_value_heads", num_heads)
@@ -283,7 +285,7 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
         name=name,
         family=fields["model_type"],
         d_model=d_model,
-        layers=tuple(_layers(fields, family, num_layers, where)),
+        layers=tuple(_layers(fields, family, where)),
         experts_per_token=1 if family.expert_size is None else count("num_experts_per_tok"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -291,15 +293,13 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
         turned_dim=int(head_dim * _turned_share(fields, family, where)),
         vocab_size=count("vocab_size"),
         is_tied=bool(fields.get("tie_word_embeddings", False)),
-        qk_norm=family.qk_norm,
         checkpoint_bytes_per_param=BYTES_OF_DTYPE.get(dtype, 4),
     )
 
 
-def _layers(fields: dict[str, Any], family: Family, num_layers: int, where: str) -> Iterator[LayerShape]:
+def _layers(fields: dict[str, Any], family: Family, where: str) -> Iterator[LayerShape]:
     count = partial(size_of, fields, where)
-    has_window = family.has_windows and fields.get("sliding_window") is not None
-    window = count("sliding_window") if has_window else None
+    window = count("sliding_window") if family.has_windows and fields.get("sliding_window") is not None else None
     delta = delta_shape(fields, where, is_fused=family.delta == "fused") if family.delta else None
     count("decoder_sparse_step", 1)
     if not isinstance(dense := fields.get("mlp_only_layers") or [], list):
@@ -307,7 +307,7 @@ def _layers(fields: dict[str, Any], family: Family, num_layers: int, where: str)
     layer_types = fields.get("layer_types")
     if layer_types is None and family.delta is not None:
         layer_types = []  # refused, as transformers has rules of its own for what is not said
-    for layer, layer_type in enumerate(family.layer_types(layer_types, num_layers, where)):
+    for layer, layer_type in enumerate(family.layer_types(layer_types, count("num_hidden_layers"), where)):
         expert_size = family.expert_size if family.is_sparse(SimpleNamespace(**fields), layer) else None
         yield LayerShape(
             d_ff=count(expert_size or "intermediate_size"),

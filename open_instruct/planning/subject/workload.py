@@ -112,8 +112,7 @@ class Workload:
     def gathered_keys(self) -> int:
         """Keys of a row with those of a shared prefix before each of its documents but the first, which follows it."""
         num_documents = self.documents_per_group
-        keys_of_group = num_documents * self.longest_sequence
-        return self.tokens_per_microbatch * keys_of_group // self.rows.tokens_of(num_documents)
+        return self.tokens_per_microbatch * num_documents * self.longest_sequence // self.rows.tokens_of(num_documents)
 
     def with_full_rows(self) -> Workload:
         """The same with rows that are full to the last token."""

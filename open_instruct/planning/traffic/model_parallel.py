@@ -70,7 +70,7 @@ def _tensor(
     yield WHOLE, "all_gather", hidden, 2 * layers * (1 + backward) + gathers_again + to_embeddings
     yield SUMMED, "reduce_scatter", hidden, 1 + 2 * layers + scatters_again + sums_backward
 
-    if shape.qk_norm != "none":
+    if shape.traits.qk_norm != "none":
         # Queries and keys, split by heads, are split by tokens for their norms, then by heads again.
         num_swaps = 2 * (layers * (1 + backward) + attention_again)
         for width in (shape.q_width, shape.kv_width):

@@ -187,9 +187,7 @@ def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
 
 def _matrices(shape: ModelShape) -> list[ParameterShape]:
     """The matrices of all blocks, and their stacks of them."""
-    return [
-        each for each in shape.parameters if each.layer is not None and (len(each.shape) == 2 or is_stack(each.name))
-    ]
+    return [each for each in shape.in_blocks if len(each.shape) == 2 or is_stack(each.name)]
 
 
 def _pairs(workload: Workload, window: int | None) -> int:
