@@ -141,8 +141,20 @@ def test_what_leaves_speed_unused_is_warned_of_once(
     ("family", "flags", "device", "has_fla", "words"),
     [
         ("olmo_hybrid", [], CUDA, False, "run in plain PyTorch, .* pip install flash-linear-attention"),
-        ("qwen3_5_text", [], CUDA, True, "by the kernel .* rows that share prompts in plain .* --prefix_sharing off"),
-        ("qwen3_5_text", ["--prefix_sharing", "off"], CUDA, True, "by the kernel of .* has run on a GPU$"),
+        (
+            "qwen3_5_text",
+            [],
+            CUDA,
+            True,
+            "attention's kernel, .* rows that share prompts in plain .* --prefix_sharing off",
+        ),
+        (
+            "qwen3_5_text",
+            ["--prefix_sharing", "off"],
+            CUDA,
+            True,
+            "by flash-linear-attention's kernel, .* has run on a GPU$",
+        ),
         ("olmo_hybrid", [], CPU, False, None),
         ("olmo3", [], CUDA, False, None),
     ],
