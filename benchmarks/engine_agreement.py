@@ -36,7 +36,8 @@ DTYPES = ("float32", "bfloat16")
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    served = [name for name, family in FAMILIES.items() if family.delta is None]
+    parser.add_argument("--families", nargs="+", choices=served, default=served)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--size", default="tiny", help="of the models (see open-instruct tiny-model --help)")
     parser.add_argument("--num_tokens", type=int, default=1000, help="sampled from each version, at least")

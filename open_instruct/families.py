@@ -3,14 +3,17 @@
 Whatever reads, builds, plans or makes a checkpoint asks here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from open_instruct.errors import InputError
 
 QKNorm = Literal["none", "head", "full"]
+DeltaLayers = Literal["fused", "apart"]
 LAYERS_OF_A_PATTERN = 4
 MAX_EXPERTS = 4096  # of a layer
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""What a config.json's `layer_types` names; the last are layers of the gated delta rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,15 @@ class Family:
         in_float32: whether the norm's weight is multiplied, and RoPE applied, before rounding to the model's dtype.
         qkv_bias: whether queries, keys and values have a bias each; nothing else ever does.
         has_windows: whether config.json may give layers a sliding window (`layer_types`).
+        delta: whether config.json gives layers of the gated delta rule (`layer_types`), with their norms before them:
+            queries, keys and values come from one matrix, or from a matrix each.
+        delta_norm_eps: of the norm of what these layers read; None: `rms_norm_eps`.
+        delta_may_negate: whether config.json may double their rates of writing (`linear_allow_neg_eigval`).
+        gates_attention: whether `q_proj` gives a gate beside each query, which attention's output is multiplied by.
+        norms_from_zero: whether the weight of a norm is stored less one, and multiplied before rounding.
+        turned_share: of a head, that RoPE turns if config.json has no `partial_rotary_factor`; None: always all.
+        may_not_turn: whether config.json may have no RoPE (`rope_theta` null).
+        engine_needs: a package that vLLM's model of the family imports, and that vLLM does not bring along.
         default_head_dim: of a config.json that gives none; None: hidden_size / num_attention_heads.
         expert_size: the field of config.json that gives the width of an expert; None: every MLP is dense.
 
@@ -40,6 +52,14 @@ class Family:
     in_float32: bool = False
     qkv_bias: bool = False
     has_windows: bool = False
+    delta: DeltaLayers | None = None
+    delta_norm_eps: float | None = None
+    delta_may_negate: bool = False
+    gates_attention: bool = False
+    norms_from_zero: bool = False
+    turned_share: float | None = None
+    may_not_turn: bool = False
+    engine_needs: str | None = None
     default_head_dim: int | None = None
     expert_size: str | None = None
 
@@ -50,19 +70,30 @@ class Family:
         is_dense = layer in (getattr(hf_config, "mlp_only_layers", None) or ())
         return not is_dense and (layer + 1) % (getattr(hf_config, "decoder_sparse_step", 1) or 1) == 0
 
-    def default_windows(self, num_layers: int, window: int | None) -> tuple[int | None, ...]:
-        """The window of each layer where config.json names none: three layers with `window`, then one without."""
-        if not self.has_windows:
-            return (None,) * num_layers
-        return tuple(None if (layer + 1) % LAYERS_OF_A_PATTERN == 0 else window for layer in range(num_layers))
+    def layer_types(self, given: Any, num_layers: int, where: str = "config.json") -> list[str]:
+        """The type of each layer: those `given`, or where there are none three of the family's own, then one `FULL`.
+
+        Raises:
+            InputError: what is given are no types of this family, or not as many; `where` stands in it.
+        """
+        own = SLIDING if self.has_windows else FULL if self.delta is None else LINEAR
+        if given is None:
+            return [FULL if (layer + 1) % LAYERS_OF_A_PATTERN == 0 else own for layer in range(num_layers)]
+        if not isinstance(given, list) or len(given) != num_layers:
+            raise InputError(f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries")
+        for layer, layer_type in enumerate(given):
+            if layer_type not in (FULL, own):
+                supported = " or ".join(map(repr, dict.fromkeys((FULL, own))))
+                problem = f"layer_types[{layer}] = {layer_type!r} is not supported for {self.name}"
+                raise InputError(f"{where}: {problem}; supported: {supported}")
+        return given
 
 
+OLMO2 = Family(name="OLMo 2", config_class="Olmo2Config", qk_norm="full", norm_after=True, in_float32=True)
 # By the `model_type` of config.json.
 FAMILIES = {
-    "olmo2": Family(name="OLMo 2", config_class="Olmo2Config", qk_norm="full", norm_after=True, in_float32=True),
-    "olmo3": Family(
-        name="OLMo 3", config_class="Olmo3Config", qk_norm="full", norm_after=True, in_float32=True, has_windows=True
-    ),
+    "olmo2": OLMO2,
+    "olmo3": replace(OLMO2, name="OLMo 3", config_class="Olmo3Config", has_windows=True),
     "qwen2": Family(name="Qwen 2.5", config_class="Qwen2Config", qk_norm="none", qkv_bias=True),
     "qwen3": Family(name="Qwen 3", config_class="Qwen3Config", qk_norm="head", default_head_dim=128),
     "qwen3_moe": Family(
@@ -70,6 +101,31 @@ FAMILIES = {
     ),
     "olmoe": Family(name="OLMoE", config_class="OlmoeConfig", qk_norm="full", expert_size="intermediate_size"),
     "llama": Family(name="Llama 3", config_class="LlamaConfig", qk_norm="none"),
+    "olmo_hybrid": replace(
+        OLMO2,
+        name="Olmo-Hybrid",
+        config_class="OlmoHybridConfig",
+        may_not_turn=True,
+        delta="apart",
+        delta_norm_eps=1e-5,
+        delta_may_negate=True,
+    ),
+    "qwen3_5_text": Family(
+        name="Qwen 3.5 (text)",
+        config_class="Qwen3_5TextConfig",
+        qk_norm="head",
+        default_head_dim=256,
+        gates_attention=True,
+        norms_from_zero=True,
+        turned_share=0.25,
+        engine_needs="torchvision",
+        delta="fused",
+    ),
+}
+
+REMEDIES = {
+    "qwen3_5": "its text part is: write that with transformers, "
+    "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder), copy the tokenizer's files, start there"
 }
 
 
@@ -79,5 +135,6 @@ def family_of(model_type: Any, where: str = "config.json") -> Family:
     if model_type is None:
         raise InputError(f"{where} has no 'model_type'; supported families are {supported}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise InputError(f"{where}: model_type {model_type!r} is not supported; supported are {supported}")
+        remedy = REMEDIES.get(str(model_type), f"supported are {supported}")
+        raise InputError(f"{where}: model_type {model_type!r} is not supported; {remedy}")
     return FAMILIES[model_type]

@@ -43,6 +43,7 @@ class Case:
     num_microbatches: int = 1
     reduces_last: bool = False
     lora_rank: int = 0
+    dense_layers: tuple[int, ...] = ()  # among layers of experts
     pairs: tuple[tuple[int, int], ...] = PAIR
 
     @property
@@ -65,7 +66,10 @@ class Case:
             vocab_size=self.vocab_size,
             window=4096,
         )
-        return tiny_config(self.family, size, vocab_size=self.vocab_size, tie=self.is_tied)
+        config = tiny_config(self.family, size, vocab_size=self.vocab_size, tie=self.is_tied)
+        if self.dense_layers:
+            config.mlp_only_layers = list(self.dense_layers)
+        return config
 
     @property
     def lora(self) -> LoRASection | None:
@@ -138,4 +142,4 @@ def build(case: Case) -> tuple[Any, dict[str, Any]]:
 
 def optimizer_of(case: Case) -> Any:
     """The configuration of its optimizer."""
-    return build_optimizer_config(OptimSection(optimizer=case.optimizer), device=CPU)
+    return build_optimizer_config(OptimSection(optimizer=case.optimizer), device=CPU, names=())

@@ -18,8 +18,9 @@ TRACKERS = ("wandb", "trackio", "tensorboard")
 Dtype = Literal["bfloat16", "float32"]
 ExportDtype = Literal["bfloat16", "float32", "source"]
 # The parameter-name patterns that each --weight_decay_on exempts from decay.
-BIASES = "*.bias"
-SPARED_BY_DECAY = {"linear": ("embeddings.*", "*norm.weight", BIASES), "matrices": ("*norm.weight", BIASES), "all": ()}
+# Only some models have the last two: biases, and the rates at which layers of the gated delta rule forget.
+NO_MATRICES = ("*norm.weight", "*bias", "*.A_log")
+SPARED_BY_DECAY = {"linear": ("embeddings.*", *NO_MATRICES), "matrices": NO_MATRICES, "all": ()}
 
 # What --activation_checkpointing selected_modules recomputes by default.
 NORMS_AND_SUBLAYERS = [

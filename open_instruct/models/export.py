@@ -25,24 +25,9 @@ from torch import nn
 
 from open_instruct.data.files.foreign_json import one_line, read_object
 from open_instruct.errors import InputError, RunError
-from open_instruct.models.export_files import (
-    CARD_NAME,
-    CHAT_TEMPLATE_NAME,
-    FileWriter,
-    PlannedFile,
-    disk_errors,
-    disk_problem,
-    partial_folder_of,
-    plan_files,
-    prepare_folder,
-    put_in_place,
-    replacing_problem,
-    write_index,
-    write_texts,
-    writing_rounds,
-)
+from open_instruct.models import export_files
 from open_instruct.models.hf.hf_config import without_code
-from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames, unpacked
+from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames, as_in_files
 from open_instruct.models.load import listing, parameter_shapes, raise_together
 from open_instruct.models.shards import Held, deliver, held_of, reshard
 from open_instruct.parallel.process import on_main_process
@@ -51,7 +36,7 @@ MAX_FILE_BYTES = 2 * 2**30
 GENERATION_CONFIG_NAME = "generation_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "tokenizer.model", "chat_template.json", CHAT_TEMPLATE_NAME),
+    *("merges.txt", "tokenizer.model", "chat_template.json", export_files.CHAT_TEMPLATE_NAME),
 )
 
 
@@ -91,9 +76,8 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
             f"{one_line(error)}"
         ) from error
     wanted = {
-        own_name: tuple(tensor[part].shape)
-        for hf_name, tensor in theirs.items()
-        for own_name, part in unpacked(hf_name, tensor.shape).items()
+        hf_name: tuple(tensor.shape)
+        for hf_name, tensor in as_in_files(theirs).items()
         if not (names.tied and hf_name == HF_LM_HEAD)
     }
     hf_name_of = dict(names)
@@ -117,7 +101,7 @@ def check_destination(source_folder: str | Path, out_folder: str | Path) -> None
             replaced: it is a link or a mount, or its parent cannot be written.
     """
     source, out = Path(source_folder), Path(out_folder)
-    if problem := replacing_problem(out):
+    if problem := export_files.replacing_problem(out):
         raise InputError(f"cannot export to {out}: {problem}")
     if out.exists() and source.is_dir() and out.samefile(source):
         raise InputError(f"cannot export to {out}: it is the checkpoint that training starts from; choose another")
@@ -164,39 +148,40 @@ def export_hf(
     shards = held_of(model)
     dtypes = {name: dtype or shard.local.dtype for name, shard in shards.items()}
     shapes = parameter_shapes(model)
-    plan = plan_files(names, shapes, dtypes, max_file_bytes=max_file_bytes, num_ranks=get_world_size())
+    plan = export_files.plan_files(names, shapes, dtypes, max_file_bytes=max_file_bytes, num_ranks=get_world_size())
     num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)
     on_main_process(partial(_prepare, source, out, num_bytes))
-    partial_folder = partial_folder_of(out)
+    partial_folder = export_files.partial_folder_of(out)
     problems = _write_weights(partial_folder, plan, weights or shards)
 
     def finish() -> None:
-        write_index(partial_folder, plan)
+        export_files.write_index(partial_folder, plan)
         _write_config(partial_folder, source, names.hf_config, set(dtypes.values()), more_config or {})
         _copy_files(partial_folder, source, (GENERATION_CONFIG_NAME,))
         _copy_files(partial_folder, Path(tokenizer_folder or source), TOKENIZER_FILES)
-        write_texts(partial_folder, {CHAT_TEMPLATE_NAME: chat_template, CARD_NAME: card()})
+        texts = {export_files.CHAT_TEMPLATE_NAME: chat_template, export_files.CARD_NAME: card()}
+        export_files.write_texts(partial_folder, texts)
 
     _finish(out, finish, problems)
     return ExportReport(folder=out, num_bytes=num_bytes, num_files=len(plan))
 
 
 def _prepare(source: Path, out: Path, num_bytes: int) -> None:
-    with disk_errors(out, InputError):
+    with export_files.disk_errors(out, InputError):
         check_destination(source, out)
-        prepare_folder(out, num_bytes)
+        export_files.prepare_folder(out, num_bytes)
 
 
-def _write_weights(folder: Path, plan: Sequence[PlannedFile], weights: Mapping[str, Held]) -> list[str]:
+def _write_weights(folder: Path, plan: Sequence[export_files.PlannedFile], weights: Mapping[str, Held]) -> list[str]:
     """Write every file of the plan: a tensor arrives while the one before it is written. Returns what went wrong."""
     device = weights[plan[0].tensors[0].name].local.device
     if device.type != "cpu" and dist.is_initialized():
         # NCCL makes its communicator in the first call, which every rank must enter; not all ranks send in every round.
         dist.all_reduce(torch.zeros(1, device=device))
-    writers = {file.file_name: FileWriter(folder, file) for file in plan if file.owner == get_rank()}
+    writers = {file.file_name: export_files.FileWriter(folder, file) for file in plan if file.owner == get_rank()}
     with ThreadPoolExecutor(max_workers=1) as disk:
         writing: list[Future[None]] = []
-        for entries in writing_rounds(plan):
+        for entries in export_files.writing_rounds(plan):
             whole = deliver({owner: (weights[tensor.name], tensor.dtype) for owner, (_, tensor) in entries.items()})
             for earlier in writing:
                 earlier.result()  # at most one tensor waits for the disk while the next arrives
@@ -214,14 +199,14 @@ def _finish(out: Path, write_other_files: Callable[[], None], problems: list[str
         try:
             write_other_files()
         except OSError as error:
-            problems.append(disk_problem(out, error))
+            problems.append(export_files.disk_problem(out, error))
     try:
         raise_together(problems, kind=RunError)
     except RunError:
         if get_rank() == 0:
-            shutil.rmtree(partial_folder_of(out), ignore_errors=True)
+            shutil.rmtree(export_files.partial_folder_of(out), ignore_errors=True)
         raise
-    on_main_process(partial(put_in_place, out))
+    on_main_process(partial(export_files.put_in_place, out))
 
 
 def _write_config(

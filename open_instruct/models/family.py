@@ -20,13 +20,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from open_instruct.errors import InputError
-from open_instruct.families import MAX_EXPERTS, Family, family_of
+from open_instruct.families import FULL, LINEAR, MAX_EXPERTS, SLIDING, Family, family_of
+from open_instruct.models.attention.gated import GatedAttentionConfig, NormFromZeroConfig
+from open_instruct.models.delta_rule.mixer import DeltaRuleConfig
+from open_instruct.models.delta_rule.shape import delta_shape
 from open_instruct.models.experts.routed import ExpertsConfig
-from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, check_size
+from open_instruct.models.hf.hf_config import MAX_SIZE, PART_TURNED, check_multiple, check_number, check_size, size_of
 
 ROWS_OF = 8  # values of 16 bits
-MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
-FULL, SLIDING = "full_attention", "sliding_attention"
 HEAD_DIM = "head_dim (else hidden_size / num_attention_heads)"
 
 # Fields that change what a model computes, with the only values that the forward pass here supports.
@@ -35,7 +36,7 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), (False, None)),
     "attention_dropout": (0, None),
-    **dict.fromkeys(("partial_rotary_factor", "embedding_multiplier"), (1, None)),
+    **dict.fromkeys((PART_TURNED, "embedding_multiplier"), (1, None)),
     **dict.fromkeys(("residual_multiplier", "logits_scaling"), (1, None)),
     **dict.fromkeys(("clip_qkv", "attn_logit_softcapping", "final_logit_softcapping"), (None,)),
     **dict.fromkeys(("attention_multiplier", "quantization_config", "dual_chunk_attention_config"), (None,)),
@@ -44,7 +45,9 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
 NO_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts"), (0, None))
 # Fields that no config class of transformers has but that are known: those of any file, and those read or written here.
 KNOWN = {"model_type", "tokenizer_class", "head_dim", "layer_types", "score_mean", "score_std"}
-KNOWN |= {*REQUIRED_VALUES, *NO_EXPERTS}
+KNOWN |= {*REQUIRED_VALUES, *NO_EXPERTS, "attn_output_gate", "full_attention_interval"}
+# Of Qwen 3.5: what is not a part of the model that is trained.
+KNOWN |= {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers"}
 
 # The numbers that a type of RoPE is computed from, and those that config.json may leave out.
 ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
@@ -53,6 +56,8 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
 }
+# How the three positions of a part of a picture share a head; those of a text's token are one number.
+OF_PICTURES = ("mrope_section", "mrope_interleaved")
 OPTIONAL_NUMBERS = ("attention_factor", "beta_fast", "beta_slow")
 
 
@@ -88,8 +93,11 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
     _check_fields(hf_config, family)
 
     kind = LayerNormType.rms if family.in_float32 else LayerNormType.qwen_rms
-    norm = LayerNormConfig(name=kind, eps=hf_config.rms_norm_eps, bias=False, dtype=DType.float32)
-    layer_types = _layer_types(hf_config, family)
+    norm_config = NormFromZeroConfig if family.norms_from_zero else LayerNormConfig
+    norm = norm_config(name=kind, eps=hf_config.rms_norm_eps, bias=False, dtype=DType.float32)
+    layer_types = family.layer_types(getattr(hf_config, "layer_types", None), hf_config.num_hidden_layers)
+    if SLIDING in layer_types:
+        size_of(vars(hf_config), "config.json", "sliding_window")
     kinds = [(layer_type, family.is_sparse(hf_config, layer)) for layer, layer_type in enumerate(layer_types)]
     blocks = {kind: _block(hf_config, family, norm, *kind) for kind in set(kinds)}
     return TransformerConfig(
@@ -114,6 +122,9 @@ def unknown_fields(hf_config: PretrainedConfig) -> list[str]:
 def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
     # In families without windows, transformers gives all layers a window by this field alone.
     required = REQUIRED_VALUES if family.has_windows else REQUIRED_VALUES | {"sliding_window": (None,)}
+    if family.turned_share:  # which is in rope_parameters then, too
+        required = {field: values for field, values in required.items() if field != PART_TURNED}
+    required = required | {"attn_output_gate": (family.gates_attention, None)}  # which engines read
     if family.expert_size is None:
         required = required | NO_EXPERTS
     else:
@@ -121,18 +132,14 @@ def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
     for field, supported in required.items():
         value = getattr(hf_config, field, supported[0])
         if value not in supported:
-            raise InputError(
-                f"config.json: {field} = {value!r} is not supported for {hf_config.model_type!r}; "
-                f"supported: {' or '.join(repr(v) for v in supported if v is not None) or 'absent'}"
-            )
-    _number(hf_config.rms_norm_eps, "rms_norm_eps")
+            problem = f"{field} = {value!r} is not supported for {hf_config.model_type!r}"
+            others = " or ".join(repr(value) for value in supported if value is not None)
+            raise InputError(f"config.json: {problem}; supported: {others or 'absent'}")
+    check_number("rms_norm_eps", hf_config.rms_norm_eps)
     if check_size(HEAD_DIM, head_dim(hf_config), MAX_SIZE, "config.json") % 2:
         raise InputError(f"config.json: {HEAD_DIM} = {head_dim(hf_config)} is odd, and RoPE turns pairs")
-    if hf_config.num_attention_heads % hf_config.num_key_value_heads:
-        raise InputError(
-            f"config.json: num_attention_heads = {hf_config.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads = {hf_config.num_key_value_heads}"
-        )
+    num_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    check_multiple("config.json", num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
 
 
 def _check_experts(hf_config: PretrainedConfig, expert_size: str) -> None:
@@ -147,28 +154,7 @@ def _check_experts(hf_config: PretrainedConfig, expert_size: str) -> None:
                 "with their experts takes rows of 16 bytes and multiples of that"
             )
     if hf_config.output_router_logits:
-        _number(hf_config.router_aux_loss_coef, "router_aux_loss_coef (output_router_logits = true)")
-
-
-def _layer_types(hf_config: PretrainedConfig, family: Family) -> list[str]:
-    """The attention type of each layer."""
-    num_layers: int = hf_config.num_hidden_layers
-    layer_types: list[str] = getattr(hf_config, "layer_types", None) or [FULL] * num_layers
-    supported = (FULL, SLIDING) if family.has_windows else (FULL,)
-    for layer, layer_type in enumerate(layer_types):
-        if layer_type not in supported:
-            raise InputError(
-                f"config.json: layer_types[{layer}] = {layer_type!r} is not supported for "
-                f"{hf_config.model_type!r}; supported: {' or '.join(map(repr, supported))}"
-            )
-    if len(layer_types) != num_layers:
-        raise InputError(
-            f"config.json: layer_types has {len(layer_types)} entries for num_hidden_layers = {num_layers}"
-        )
-    window = getattr(hf_config, "sliding_window", None)
-    if SLIDING in layer_types:
-        check_size("sliding_window", window, MAX_POSITIONS, "config.json")
-    return layer_types
+        check_number("router_aux_loss_coef (output_router_logits = true)", hf_config.router_aux_loss_coef)
 
 
 def _block(
@@ -181,9 +167,15 @@ def _block(
             force_full_attention_on_first_layer=False,
             force_full_attention_on_last_layer=False,
         )
-    return TransformerBlockConfig(
-        name=TransformerBlockType.reordered_norm if family.norm_after else TransformerBlockType.default,
-        sequence_mixer=AttentionConfig(
+    mixer: AttentionConfig | DeltaRuleConfig
+    if layer_type == LINEAR:
+        mixer = DeltaRuleConfig(
+            shape=delta_shape(vars(hf_config), "config.json", is_fused=family.delta == "fused"),
+            norm_eps=family.delta_norm_eps or hf_config.rms_norm_eps,
+            doubles_rates=family.delta_may_negate and hf_config.linear_allow_neg_eigval,
+        )
+    else:
+        mixer = (GatedAttentionConfig if family.gates_attention else AttentionConfig)(
             n_heads=hf_config.num_attention_heads,
             n_kv_heads=hf_config.num_key_value_heads,
             head_dim=head_dim(hf_config),
@@ -194,7 +186,11 @@ def _block(
             backend=AttentionBackendName.torch,
             sliding_window=sliding_window,
             dtype=DType.float32,
-        ),
+        )
+    norm_after = family.norm_after and layer_type != LINEAR
+    return TransformerBlockConfig(
+        name=TransformerBlockType.reordered_norm if norm_after else TransformerBlockType.default,
+        sequence_mixer=mixer,
         feed_forward=_feed_forward(hf_config, family, is_sparse),
         layer_norm=norm,
     )
@@ -219,7 +215,7 @@ def head_dim(hf_config: PretrainedConfig) -> int:
     return given or hf_config.hidden_size // hf_config.num_attention_heads
 
 
-def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEConfig:
+def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEConfig | None:
     # transformers keeps one set of parameters for all layers, or (OLMo 3) one for each layer type.
     parameters = hf_config.rope_parameters or {}
     where = "rope_parameters"
@@ -228,23 +224,29 @@ def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEC
         where = f"rope_parameters.{layer_type}"
     if not isinstance(parameters, dict):
         raise InputError(f"config.json: {where} = {parameters!r}; an object with rope_theta is needed")
+    if family.may_not_turn and parameters.get("rope_theta") is None:
+        return None
+    part = parameters.get(PART_TURNED, 1.0) if family.turned_share else 1.0
+    num_turned = int(head_dim(hf_config) * check_number(f"{where}.{PART_TURNED}", part))
+    if num_turned not in range(2, head_dim(hf_config) + 1, 2):
+        raise InputError(f"config.json: {where}.{PART_TURNED} = {part!r} of a head is no even number of features")
     return RoPEConfig(
-        theta=_number(parameters.get("rope_theta"), f"{where}.rope_theta", above=1),
+        theta=check_number(f"{where}.rope_theta", parameters.get("rope_theta"), above=1),
         full_precision=family.in_float32,
-        scaling=_rope_scaling(parameters, where),
+        scaling=_rope_scaling(parameters, where, family),
+        partial_rotary_factor=part,
     )
 
 
-def _rope_scaling(parameters: Mapping[str, Any], where: str) -> RoPEScaling | None:
+def _rope_scaling(parameters: Mapping[str, Any], where: str, family: Family) -> RoPEScaling | None:
     rope_type = parameters.get("rope_type", "default")
     if not isinstance(rope_type, str) or rope_type not in ROPE_NUMBERS:
-        raise InputError(
-            f"config.json: {where}.rope_type = {rope_type!r} is not supported; "
-            f"supported: {', '.join(map(repr, ROPE_NUMBERS))}"
-        )
-    neutral = {"rope_type": (rope_type,), "type": (rope_type,), "partial_rotary_factor": (1,), "truncate": (True,)}
+        supported = ", ".join(map(repr, ROPE_NUMBERS))
+        raise InputError(f"config.json: {where}.rope_type = {rope_type!r} is not supported; supported: {supported}")
+    neutral = {"rope_type": (rope_type,), "type": (rope_type,), PART_TURNED: (1,), "truncate": (True,)}
+    read_elsewhere = {"rope_theta", *((PART_TURNED, *OF_PICTURES) if family.turned_share else ())}
     for field, value in parameters.items():
-        known = field == "rope_theta" or field in ROPE_NUMBERS[rope_type]
+        known = field in read_elsewhere or field in ROPE_NUMBERS[rope_type]
         if not known and value is not None and value not in neutral.get(field, ()):
             raise InputError(f"config.json: {where}.{field} = {value!r} is not supported with rope_type {rope_type!r}")
     if rope_type == "default":
@@ -254,15 +256,7 @@ def _rope_scaling(parameters: Mapping[str, Any], where: str) -> RoPEScaling | No
         value = parameters.get(field)
         if value is not None or field not in OPTIONAL_NUMBERS:
             above = 1 if field == "original_max_position_embeddings" else 0
-            used[field] = _number(value, f"{where}.{field}", above=above)
+            used[field] = check_number(f"{where}.{field}", value, above=above)
     if rope_type == "llama3":
-        _number(used["high_freq_factor"], f"{where}.high_freq_factor", above=used["low_freq_factor"])
+        check_number(f"{where}.high_freq_factor", used["high_freq_factor"], above=used["low_freq_factor"])
     return RoPEScaling(parameters=used)
-
-
-def _number(value: Any, where: str, *, above: float = 0) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= MAX_NUMBER:
-        raise InputError(
-            f"config.json: {where} = {value!r}; a number above {above:g}, at most {MAX_NUMBER:g}, is needed"
-        )
-    return value

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from open_instruct.models.hf.names import clean_name, is_of_adapter
+from open_instruct.models.hf.names import clean_name, is_of_adapter, is_stack
 
 Box = tuple[slice, ...]
 """One range for every dim of a tensor."""
@@ -175,7 +175,7 @@ def held_of(model: nn.Module, *, adapters_only: bool = False) -> dict[str, Held]
 
 def rows_of(name: str, shape: Sequence[int]) -> dict[str, int | None]:
     """The tensors that a parameter is in files: itself, or of a stack of matrices each, with its number."""
-    return {name: None} if len(shape) < 3 else {f"{name}.{index}": index for index in range(shape[0])}
+    return {f"{name}.{index}": index for index in range(shape[0])} if is_stack(name) else {name: None}
 
 
 def whole_of(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

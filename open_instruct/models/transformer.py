@@ -13,7 +13,7 @@ except what has no public door, which is used in this file alone:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from olmo_core.nn.attention import Attention
@@ -32,15 +32,6 @@ from open_instruct.models.experts.routed import Experts
 from open_instruct.models.heads.logprob_head import HeadSettings
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.shards import local_part
-
-
-@runtime_checkable
-class HasAdapter(Protocol):
-    """A layer with an adapter beside its matrix; see lora/adapters.py."""
-
-    def remove_adapter(self) -> None: ...
-
-    def register_adapter(self, tp_mesh: DeviceMesh | None = None) -> None: ...
 
 
 class SegmentTransformer(Transformer):
@@ -62,17 +53,19 @@ class SegmentTransformer(Transformer):
             # OLMo-core has a bias on all four projections or on none; no family has one here.
             attention.w_out.register_parameter("bias", None)
             attention.backend = SegmentAttention.like(attention.backend)
-            attention.rope = SegmentRotaryEmbedding.like(cast(RotaryEmbedding, attention.rope), tables=tables)
+            if attention.rope is not None:
+                attention.rope = SegmentRotaryEmbedding.like(cast(RotaryEmbedding, attention.rope), tables=tables)
 
     @property
     def attentions(self) -> Iterator[Attention]:
-        for block in self.blocks.values():
-            yield cast(Attention, block.attention)
+        """Those of the blocks that attend; others have a mixer of another kind in its place."""
+        mixers = (block.attention for block in self.blocks.values())
+        return (mixer for mixer in mixers if isinstance(mixer, Attention))
 
     @property
     def ropes(self) -> Iterator[SegmentRotaryEmbedding]:
-        for attention in self.attentions:
-            yield cast(SegmentRotaryEmbedding, attention.rope)
+        ropes = (attention.rope for attention in self.attentions)
+        return (cast(SegmentRotaryEmbedding, rope) for rope in ropes if rope is not None)
 
     def _prepare_inputs(
         self,
@@ -142,7 +135,7 @@ class SegmentTransformer(Transformer):
     def apply_tp(self, tp_mesh: DeviceMesh, float8_enabled: bool | None = None) -> None:
         """Split matrices over ranks. Adapters are made anew: OLMo-core would cut both halves along the same axis."""
         is_trained = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
-        adapted = [module for module in self.modules() if isinstance(module, HasAdapter)]
+        adapted: list[Any] = [each for each in self.modules() if hasattr(each, "register_adapter")]  # lora/adapters.py
         for layer in adapted:
             layer.remove_adapter()
         super().apply_tp(tp_mesh, float8_enabled=float8_enabled)
@@ -187,7 +180,7 @@ class SegmentRotaryEmbedding(RotaryEmbedding):
     def like(cls, stock: RotaryEmbedding, *, tables: BufferCache) -> SegmentRotaryEmbedding:
         """The replacement of `stock`, with its tables in the cache `tables`, which layers share."""
         return cls(
-            head_size=stock.dim,
+            head_size=stock.rotary_dim,
             theta=stock.theta,
             full_precision=stock.full_precision,
             scaling=stock.scaling,

@@ -107,15 +107,20 @@ def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence
     raise InputError(f"{given}: that takes {needed} processes, and there is one; {parallel.more_ranks.format(needed)}")
 
 
-def check_heads(layout: ShardLayout, *, num_heads: int, num_kv_heads: int, model: str) -> None:
+def check_heads(layout: ShardLayout, *, num_heads: int, num_kv_heads: int, model: str, remembers: bool = False) -> None:
     """Check that every tensor and context rank gets whole heads.
 
-    Raises:
-        InputError: names the flags and lists the degrees that would work for `model`.
+    :param remembers: whether the model has layers of the gated delta rule, which are not split.
+    :raises InputError: names the flags and lists the degrees that would work for `model`.
     """
     heads = f"the {num_heads} query heads and {num_kv_heads} key-value heads of {model}"
     tensor = layout.tensor_parallel_degree
     context = layout.context_parallel_degree
+    if remembers and tensor * context > 1:
+        raise InputError(
+            f"--tensor_parallel_degree {tensor} x --context_parallel_degree {context}: the layers of the gated delta "
+            f"rule of {model} are not split over ranks; use 1 for both, and shard over more GPUs"
+        )
     shares = divisors(gcd(num_heads, num_kv_heads))
     if tensor * context in shares:
         return
@@ -128,11 +133,13 @@ def check_heads(layout: ShardLayout, *, num_heads: int, num_kv_heads: int, model
 
 
 def check_experts(layout: ShardLayout, *, num_experts: int, model: str) -> None:
-    """Check that every rank that splits the experts of `model` gets as many of them.
+    """Check that every rank that splits the experts of `model` gets as many of them, and that no matrix is split.
 
     Raises:
         InputError: names the flag and lists the degrees that would work.
     """
+    if num_experts and layout.tensor_parallel_degree > 1:
+        raise InputError("--tensor_parallel_degree: experts are not split over tensor parallel ranks; use 1")
     given = f"--expert_parallel_degree {(degree := layout.expert_parallel_degree)}"
     if degree > 1 and not num_experts:
         raise InputError(f"{given}: {model} has no experts to split; leave it out")

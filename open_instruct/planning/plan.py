@@ -256,10 +256,13 @@ class Backend:
 
 
 def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...]:
-    """The tensor degrees that leave every rank whole heads, which context ranks share out too; of experts, 1 alone."""
+    """The tensor degrees that leave every rank whole heads, which context ranks share out too.
+
+    Of models with experts, and of those that remember, 1 alone.
+    """
     num_shares = gcd(shape.num_heads, shape.num_kv_heads)
     degrees = divisors(num_shares // context_degree) if num_shares % context_degree == 0 else ()
-    return degrees[:1] if shape.num_experts else degrees
+    return degrees[:1] if shape.num_experts or shape.remembers else degrees
 
 
 def plan_of(setting: Setting) -> Plan:
@@ -272,10 +275,9 @@ def plan_of(setting: Setting) -> Plan:
         return replace(_chosen(setting), is_chosen=True)
     layout = setting.layout
     shape = setting.shape
-    check_heads(layout, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, model=shape.name)
+    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+    check_heads(layout, num_heads=num_heads, num_kv_heads=num_kv_heads, remembers=shape.remembers, model=shape.name)
     check_experts(layout, num_experts=shape.num_experts, model=shape.name)
-    if shape.num_experts and layout.tensor_parallel_degree > 1:
-        raise InputError("--tensor_parallel_degree: experts are not split over tensor parallel ranks; use 1")
     workload = setting.workload(layout)
     _check_layers_alike(shape, workload)
     moments = setting.backend.moments(shape, layout, workload)
@@ -334,7 +336,7 @@ def _recomputations(shape: ModelShape, layout: ShardLayout) -> Iterator[dict[str
     """
     yield {"activation_checkpointing": "full"}
     norms = ["attention_norm", "feed_forward_norm"]
-    has_inner = shape.qk_norm != "none" and layout.tensor_parallel_degree == 1
+    has_inner = shape.traits.qk_norm != "none" and layout.tensor_parallel_degree == 1
     inner = ["attention.q_norm", "attention.k_norm"] if has_inner else []
     for modules in ([*norms, *inner], [*norms, "attention"], [*norms, *inner, "feed_forward"]):
         patterns = [f"blocks.*.{module}" for module in modules]

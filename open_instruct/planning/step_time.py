@@ -7,6 +7,7 @@ L layers, T tokens of a microbatch, V vocabulary.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from open_instruct.models.hf.names import is_stack
 from open_instruct.planning.memory.activations import logit_chunks, num_kept_chunks
 from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.devices import Device
@@ -149,7 +150,7 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     again = head * sum(chunks[num_kept:]) // sum(chunks) if len(chunks) > 1 else 0
     again += sum(flops for module, flops in blocks.items() if workload.recomputes(module))
     frozen = [shape.met(each) for each in _matrices(shape) if not each.is_trained]
-    unmade = 2 * workload.tokens_per_microbatch * shape.num_layers * sum(frozen)
+    unmade = 2 * workload.tokens_per_microbatch * sum(frozen)
     unmade += head if frozen and not shape.scores else 0
     total = workload.num_updates * workload.num_microbatches * (3 * forward - unmade + again)
     for scoring in workload.scorings:
@@ -172,19 +173,20 @@ def attended_pairs(length: int, window: int | None) -> int:
 def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
     """Operations of a forward pass of all blocks over a whole microbatch, by module."""
     attention, feed_forward = (
-        shape.num_layers * sum(shape.met(each) for each in _matrices(shape) if module in each.name)
+        sum(shape.met(each) for each in _matrices(shape) if module in each.name)
         for module in (".attention.", ".feed_forward.")
     )
     num_tokens, num_pairs = workload.tokens_per_microbatch, sum(_pairs(workload, window) for window in shape.windows)
     per_number = 1 if workload.multiplies_in_float8 else 2
     # Attention is two products: queries with keys, and attention weights with values.
     products = per_number * num_tokens * attention + 2 * 2 * shape.q_width * num_pairs
+    products += num_tokens * sum(layer.delta.rule_flops for layer in shape.layers if layer.delta)
     return {"attention": products, "feed_forward": per_number * num_tokens * feed_forward}
 
 
 def _matrices(shape: ModelShape) -> list[ParameterShape]:
-    """The matrices of one block, and its stacks of them."""
-    return [parameter for parameter in shape.parameters if parameter.layer == 0 and len(parameter.shape) > 1]
+    """The matrices of all blocks, and their stacks of them."""
+    return [each for each in shape.in_blocks if len(each.shape) == 2 or is_stack(each.name)]
 
 
 def _pairs(workload: Workload, window: int | None) -> int:

@@ -308,7 +308,7 @@ def _tensor(
     yield WHOLE, "all_gather", hidden, 2 * layers * (1 + backward) + gathers_again + to_embeddings
     yield SUMMED, "reduce_scatter", hidden, 1 + 2 * layers + scatters_again + sums_backward
 
-    if shape.qk_norm != "none":
+    if shape.traits.qk_norm != "none":
         # Queries and keys, split by heads, are split by tokens for their norms, then by heads again.
         num_swaps = 2 * (layers * (1 + backward) + attention_again)
         for width in (shape.q_width, shape.kv_width):
@@ -352,7 +352,7 @@ def expert_calls(shape: ModelShape, workload: Workload, *, trains: bool) -> Iter
     How many go to each is told first, in 32 bits.
     """
     again = int(trains and workload.recomputes("feed_forward"))
-    num_layers = shape.num_layers if shape.num_experts else 0  # a teacher may be dense
+    num_layers = sum(layer.num_experts > 0 for layer in shape.layers)
     num_pairs = workload.tokens_per_microbatch * shape.experts_per_token
     num_bytes = num_pairs * shape.d_model * workload.compute_bytes
     yield "tokens at their experts", "all_to_all", num_bytes, num_layers * 2 * (1 + trains + again)

@@ -6,6 +6,7 @@ A run that has taken all its steps exports its model here too, without starting 
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from open_instruct.environments.environment import Factory, begin_run
 from open_instruct.environments.registry import known_environments
 from open_instruct.episodes.bridge import check_bridges
 from open_instruct.errors import InputError
+from open_instruct.families import FAMILIES
 from open_instruct.learner.reference import open_teacher
 from open_instruct.learner.rows.datasets import reading
 from open_instruct.losses.advantages import ADVANTAGES
@@ -90,6 +92,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             raise InputError(f"--routing_replay on: the model in {pretrained.folder} has no experts; use off")
         if (teacher := config.loss.teacher_model_name_or_path) is not None:
             open_teacher(teacher, pretrained, config=config, layout=layout)
+        check_engine(config, pretrained.hf_config.model_type)
         config = _planned(config, pretrained.folder, console, directory)
         data = config.data
         chat = ChatFormat.choose(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
@@ -165,6 +168,20 @@ def _look_at_programs(
         console.say(f"tests of a program that are not reached in {time_s} have failed")
     if (are_judged and not reward.code_api_url) or "python" in answering:
         try_walls(reward.code_sandbox, say=console.say, warn=console.warn)
+
+
+def check_engine(config: GRPOConfig, model_type: str) -> None:
+    """Refuse what vLLM will not do with a model of this family, as far as this host is like the engines'.
+
+    Raises:
+        InputError: says what to change.
+    """
+    family = FAMILIES[model_type]
+    if (needed := family.engine_needs) is not None and find_spec(needed) is None:
+        raise InputError(f"vLLM's {family.name} imports {needed}, which is not installed: install it for this PyTorch")
+    if family.delta is not None and not torch.cuda.is_available() and config.fleet.ray_address is None:
+        lacking = f"vLLM's layers of {family.name} are for GPUs, and there is none here"
+        raise InputError(f"{lacking}: generate where there are, or learn from rows (sft, dpo, kto, distill)")
 
 
 def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunDirectory) -> GRPOConfig:

@@ -162,13 +162,13 @@ def open_pretrained(
     if model.tokenizer_name_or_path:
         tokenizer_folder = local_folder(model.tokenizer_name_or_path, revision=model.revision_of_tokenizer)
     hf_config = load_hf_config(str(folder))
+    family, where = family_of(hf_config.model_type), f"the model in {folder}"
     if layout is not None:
-        num_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
-        check_heads(layout, num_heads=num_heads, num_kv_heads=num_kv_heads, model=f"the model in {folder}")
-        num_experts = getattr(hf_config, "num_experts", None) or 0
-        check_experts(layout, num_experts=num_experts, model=f"the model in {folder}")
-    if family_of(hf_config.model_type).expert_size is not None:
-        _check_experts(hf_config, config, is_trained=is_trained)
+        heads = {"num_heads": hf_config.num_attention_heads, "num_kv_heads": hf_config.num_key_value_heads}
+        check_heads(layout, **heads, model=where, remembers=family.delta is not None)
+        check_experts(layout, num_experts=getattr(hf_config, "num_experts", None) or 0, model=where)
+    if family.expert_size is not None and is_trained:
+        _check_experts(hf_config, config)
     tokenizer = load_tokenizer(str(tokenizer_folder))
     names = TensorNames(hf_config, head=head)
     if head == "score":
@@ -196,19 +196,15 @@ def open_pretrained(
     return replace(opened, adapter=open_adapter(adapter_folder, bare, names, lora), adapter_folder=adapter_folder)
 
 
-def _check_experts(hf_config: PretrainedConfig, config: LearnerConfig, *, is_trained: bool) -> None:
-    """:raises InputError: a flag asks for what a model with experts cannot do here."""
+def _check_experts(hf_config: PretrainedConfig, config: LearnerConfig) -> None:
+    """:raises InputError: a flag asks for what cannot be done here to train a model with experts."""
     balances = "the loss that output_router_logits = true in config.json adds"
+    is_muon, is_float8 = config.optim.optimizer == "muon", config.model.float8_linears != "off"
     problems = {
-        "--tensor_parallel_degree: experts are not split over tensor parallel ranks, FSDP shards them; use 1": (
-            config.parallel.tensor_parallel_degree > 1
-        ),
+        "--optimizer muon: it takes matrices, and experts lie in stacks of them; use adamw": is_muon,
+        "--float8_linears: experts multiply in --param_dtype alone; use off": is_float8,
     }
-    if is_trained:
-        is_muon, is_float8 = config.optim.optimizer == "muon", config.model.float8_linears != "off"
-        problems["--optimizer muon: it takes matrices, and experts lie in stacks of them; use adamw"] = is_muon
-        problems["--float8_linears: experts multiply in --param_dtype alone; use off"] = is_float8
-    if is_trained and hf_config.output_router_logits:
+    if hf_config.output_router_logits:
         is_packed = getattr(config.data, "packing", True)
         problems[f"--no_packing: {balances} would count padding; leave one of them out"] = not is_packed
         is_split = config.parallel.context_parallel_degree > 1

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES
+from open_instruct.families import FAMILIES, FULL
 from open_instruct.whole_file import read_asked
 
 if TYPE_CHECKING:
@@ -136,6 +136,12 @@ def tiny_config(family: str, size: Size, *, vocab_size: int, tie: bool) -> Pretr
     if FAMILIES[family].default_head_dim is not None:
         # As in the released models, all heads together are wider than the residual stream.
         fields["head_dim"] = 2 * size.hidden // size.heads
+    if (delta := FAMILIES[family].delta) is not None:
+        fields["layer_types"] = [*FAMILIES[family].layer_types(None, size.layers - 1), FULL]
+        # Of three convolutions transformers writes a third of all channels each.
+        key_heads = size.kv_heads if delta == "fused" else size.heads
+        fields |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": size.heads}
+        fields |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), size.hidden // size.heads)
     if (expert_size := FAMILIES[family].expert_size) is not None:
         fields |= {"num_experts": 8, "num_experts_per_tok": 2, expert_size: size.mlp // 4, "norm_topk_prob": True}
     config: PretrainedConfig = getattr(transformers, FAMILIES[family].config_class)(**fields)

@@ -55,12 +55,15 @@ class Case:
 
     def hf_config(self) -> Any:
         """Of a model of few layers."""
+        from open_instruct.families import FAMILIES
         from tests.unit.small_models import hf_config
 
         hf = hf_config(self.family)
-        hf.num_hidden_layers = 2 if self.family == "olmo3" else 1
+        remembers = FAMILIES[self.family].delta is not None
+        hf.num_hidden_layers = 2 if self.family == "olmo3" or remembers else 1
         if hasattr(hf, "layer_types"):
-            hf.layer_types = ["full_attention", "sliding_attention"][: hf.num_hidden_layers]
+            other = "linear_attention" if remembers else "sliding_attention"
+            hf.layer_types = ["full_attention", other][: hf.num_hidden_layers]
         return hf
 
     def lengths(self, num_rows: int, num_replies: int) -> list[list[int]]:
@@ -84,6 +87,8 @@ CASES = {
     "dpo_uncompiled": Case("--compile_model false"),
     "dpo_compiled_in_parallel": Case("--compile_model --tensor_parallel_degree 2"),
     "dpo_budget": Case("--activation_memory_budget 0.5", family="qwen3"),
+    "dpo_hybrid": Case(family="olmo_hybrid"),
+    "dpo_hybrid_checkpointed": Case("--activation_checkpointing full --prefix_sharing off", family="qwen3_5_text"),
     "dpo_experts": Case(HSDP, family="qwen3_moe"),
     "dpo_unshared": Case("--prefix_sharing off"),
     "dpo_padded": Case("--no_packing"),
@@ -330,7 +335,7 @@ def _pretrained(case: Case, head: Any = "vocabulary") -> Any:
         return build_model(case.hf_config(), init_device=init_device, head=head)
 
     return SimpleNamespace(
-        build=build, files=None, names=SimpleNamespace(has_biases=False), adapter=None, pad_token_id=0
+        build=build, files=None, names=SimpleNamespace(olmo_core_names=()), adapter=None, pad_token_id=0
     )
 
 

@@ -61,6 +61,8 @@ ELSEWHERE = {
     "learner/model/float8.py": ("tests/unit/test_float8.py", 'GPU = torch.device("cuda", 0)'),
     "learner/deepspeed/planned.py": ("tests/unit/test_deepspeed_plan.py", "on_cuda"),
     "paces = gathered": ("tests/unit/test_alarms.py", 'host_of_cores("cuda")'),
+    "models/delta_rule/": ("tests/fake_cuda/cases.py", '"dpo_hybrid": Case('),
+    "if family.delta is not None and not torch": ("tests/unit/test_delta_rule.py", "lambda: on_gpu"),
     "for layer in model.modules()": ("tests/fleet/test_grpo.py", "agree_on_experts"),
     "planning/": ("tests/unit/test_planning_memory.py", "on_cuda"),
 }

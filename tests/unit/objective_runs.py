@@ -59,7 +59,7 @@ def train_module(
     module = ObjectiveTrainModule(
         loss=loss,
         model=model,
-        optim=build_optimizer_config(OptimSection(), device=CPU),
+        optim=build_optimizer_config(OptimSection(), device=CPU, names=()),
         rank_microbatch_size=max_seq_length,
         max_sequence_length=max_seq_length,
         max_grad_norm=1e9,

@@ -273,9 +273,10 @@ def test_fingerprint_follows_the_bytes_alone(tmp_path):
 
 
 @pytest.mark.parametrize("tie", [False, True])
-# OLMo-core's own conversion knows no biases, and experts otherwise: these are held against transformers' logits.
+# OLMo-core's own conversion knows no biases, and experts and layers that remember otherwise: these are held against
+# transformers' logits.
 @pytest.mark.parametrize(
-    "family", [name for name, family in FAMILIES.items() if not (family.qkv_bias or family.expert_size)]
+    "family", [name for name, each in FAMILIES.items() if not (each.qkv_bias or each.expert_size or each.delta)]
 )
 def test_names_agree_with_olmo_core(family, tie):
     convert = pytest.importorskip("olmo_core.nn.hf.convert")
@@ -291,6 +292,24 @@ def test_names_agree_with_olmo_core(family, tie):
     assert all(len(mapping.source_keys) == len(mapping.dest_keys) == 1 for mapping in mappings)
     assert [names.hf_name(name) for name in names.olmo_core_names] == [hf_name for _, hf_name in names]
     assert (HEAD in dict(names).values()) is not tie
+
+
+def test_the_names_that_transformers_saves_are_read(tmp_path):
+    """Those of Olmo-Hybrid's norms, and of the text part of a Qwen 3.5 that sees."""
+    tensors = {
+        "model.layers.0.attention_layer_norm.weight": torch.ones(2),
+        "model.layers.0.feedforward_layer_norm.weight": torch.zeros(3),
+        "model.language_model.norm.weight": torch.ones(4),
+    }
+    files = CheckpointFiles.open(write_single(tmp_path, tensors))
+    assert files.shapes == {
+        "model.layers.0.input_layernorm.weight": (2,),
+        "model.layers.0.post_attention_layernorm.weight": (3,),
+        "model.norm.weight": (4,),
+    }
+    assert torch.equal(files.read("model.norm.weight"), torch.ones(4))
+    with pytest.raises(InputError, match="is there twice"):
+        CheckpointFiles.open(write_single(tmp_path, tensors | {"model.norm.weight": torch.ones(4)}))
 
 
 def test_unknown_family_is_refused_by_name():

@@ -124,6 +124,17 @@ def test_few_versions_serve_every_row_of_a_run(family: str) -> None:
     assert (versions_of_blocks(model), versions_of(losses_of_logits)) == before
 
 
+@pytest.mark.parametrize("family", ["olmo_hybrid", "qwen3_5_text"])
+def test_layers_that_remember_are_left_out_of_what_is_compiled(family: str) -> None:
+    """In their middle; before it and after it they are compiled."""
+    plain, model = new_model(family), new_model(family)
+    model.apply_compile()
+    for shares in (True, False):
+        batch = row(random.Random(2), shares=shares)
+        assert_same(outcome(model, batch, learned=True), outcome(plain, batch, learned=True))
+    assert versions_of_blocks(model) > 0 and compiled.FALLBACKS.count == 0
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
     """A world of one rank, over gloo."""

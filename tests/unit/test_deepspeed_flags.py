@@ -260,7 +260,7 @@ class TestAdam:
         monkeypatch.setattr(zero, "building_problem", lambda adam: None)
         assert zero.adam_for(device, adam_offload=adam_offload) == adam
         optim = config_of("--weight_decay 0.1 --learning_rate 0.5 --adam_beta2 0.95 --adam_epsilon 1e-5").optim
-        torchs = build_optimizer_config(optim, device=device)
+        torchs = build_optimizer_config(optim, device=device, names=("norm.weight",))
         chosen = zero.choose_adam(torchs, adam, warn=pytest.fail)
         assert chosen.optimizer().__name__ == name
         for one in ("lr", "betas", "eps", "weight_decay", "group_overrides"):
@@ -270,7 +270,7 @@ class TestAdam:
         from open_instruct.learner.deepspeed import zero
 
         monkeypatch.setattr(zero, "building_problem", lambda adam: COMPILER_IS_MISSING)
-        torchs, said = build_optimizer_config(config_of("").optim, device=CPU), list[str]()
+        torchs, said = build_optimizer_config(config_of("").optim, device=CPU, names=()), list[str]()
         chosen = zero.choose_adam(torchs, "FusedAdam", warn=said.append)
         assert chosen is torchs
         assert said == [

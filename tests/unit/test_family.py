@@ -21,7 +21,7 @@ from open_instruct.families import FAMILIES, Family
 from open_instruct.models.build import build_model, find_not_finite
 from open_instruct.models.family import transformer_config, unknown_fields
 from open_instruct.models.hf.hf_config import load_hf_config
-from open_instruct.models.hf.names import TensorNames, unpacked
+from open_instruct.models.hf.names import TensorNames, as_in_files
 from open_instruct.models.shards import held_of
 from tests.unit.small_models import CPU
 from tests.unit.small_models import hf_config as small_config
@@ -45,6 +45,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_ma
 YARN_OF_ALL = YARN | {"attention_factor": 1.5, "beta_fast": 16, "beta_slow": 2}
 SHORT_ROPE = DEFAULT_ROPE | {"rope_theta": 300.0}
 # Small theta, long context: transformers and OLMo-core's own YaRN cut the ramp at different dimensions.
+# What a layer of the gated delta rule reads may be so small that its norm enlarges all rounding.
+SMOOTH = {"initializer_range": 0.1}
 YARN_LONG = YARN | {"rope_theta": 100.0, "original_max_position_embeddings": 4096}
 
 
@@ -62,22 +64,13 @@ def hf_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
     return model
 
 
-def files_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of `model` as files have them: experts one by one."""
-    return {
-        name: tensor[part]
-        for hf_name, tensor in model.state_dict().items()
-        for name, part in unpacked(hf_name, tensor.shape).items()
-    }
-
-
 def same_model(config: transformers.PretrainedConfig, reference: torch.nn.Module) -> Transformer:
     model = build_model(config)
     model.init_weights(device=CPU, max_seq_len=NUM_TOKENS)
-    theirs = files_of(reference)
+    theirs = as_in_files(reference.state_dict())
     # What OLMo-core's own conversion does not know.
     family = FAMILIES[config.model_type]
-    if family.qkv_bias or family.expert_size or config.model_type == "mistral":
+    if family.qkv_bias or family.expert_size or family.delta or config.model_type == "mistral":
         held = held_of(model)
         for name, hf_name in TensorNames(config):
             held[name].local.copy_(theirs[hf_name])
@@ -118,6 +111,17 @@ def same_model(config: transformers.PretrainedConfig, reference: torch.nn.Module
         ("llama", {"rope_parameters": LLAMA3}),
         ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.5, "high_freq_factor": 3.3, "factor": 32.0}}),
         ("llama", {"rope_parameters": YARN_LONG}),
+        ("olmo_hybrid", SMOOTH),
+        ("olmo_hybrid", SMOOTH | {"rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+        ("olmo_hybrid", SMOOTH | {"rope_parameters": YARN, "linear_allow_neg_eigval": False}),
+        (
+            "olmo_hybrid",
+            SMOOTH | {"layer_types": ["full_attention", "linear_attention"] * 2, "linear_conv_kernel_dim": 2},
+        ),
+        ("qwen3_5_text", SMOOTH),
+        ("qwen3_5_text", SMOOTH | {"tie_word_embeddings": True, "linear_num_value_heads": 2}),
+        ("qwen3_5_text", SMOOTH | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
+        ("qwen3_5_text", SMOOTH | {"rope_parameters": DEFAULT_ROPE | {"mrope_section": [1, 1, 1]}}),
     ],
 )
 def test_logits_are_those_of_transformers(family: str, fields: dict[str, Any]) -> None:
@@ -148,7 +152,8 @@ def names_of_fields(family: str) -> list[str]:
     """All that a config.json of the family may have, as transformers' own sources say."""
     config_class = transformers.CONFIG_MAPPING[family]
     names = {field.name for field in dataclasses.fields(config_class)} | {"sliding_window", "rope_theta"}
-    for module in (*READERS, f"transformers.models.{family}.modeling_{family}"):
+    own = config_class.__module__
+    for module in (*READERS, own, own.replace("configuration_", "modeling_")):
         names |= set(READING.findall(Path(str(importlib.import_module(module).__file__)).read_text()))
     return sorted(names - OF_CODE)
 
@@ -176,6 +181,8 @@ def changed_configs(family: str) -> Iterator[tuple[str, dict[str, Any]]]:
     fields = json.loads(config.to_json_string(use_diff=False))
     if family == "olmo3":
         fields |= {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    if family in FAMILIES and FAMILIES[family].delta is not None:
+        fields |= {"layer_types": ["linear_attention", "full_attention"]}
     yield "", fields
     for name in names_of_fields(family):
         for value in other_values(fields.get(name)):
@@ -235,6 +242,11 @@ def test_fields_that_nothing_knows_are_named(tmp_path: Path) -> None:
     assert unknown_fields(load_hf_config(str(tmp_path))) == []
     (tmp_path / "config.json").write_text(json.dumps(fields | {"residual_scale": 0.5, "qk_clip": True}))
     assert unknown_fields(load_hf_config(str(tmp_path))) == ["residual_scale", "qk_clip"]
+    # As the released text parts have them.
+    fields = hf_config("qwen3_5_text").to_dict() | {"attn_output_gate": True, "full_attention_interval": 4}
+    fields |= {"mamba_ssm_dtype": "float32", "mlp_only_layers": [], "mtp_num_hidden_layers": 1, "layer_scale": True}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert unknown_fields(load_hf_config(str(tmp_path))) == ["layer_scale"]
 
 
 @pytest.mark.parametrize("scaled", [LINEAR, LLAMA3, YARN], ids=lambda rope: rope["rope_type"])
@@ -282,6 +294,8 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         (hf_config("qwen3_moe", moe_intermediate_size=20), "moe_intermediate_size = 20 is not a multiple of 8"),
         (hf_config("olmoe", clip_qkv=8.0), "clip_qkv = 8.0"),
         (hf_config("qwen3", num_experts=8), "num_experts = 8"),
+        (hf_config("qwen3_5_text", attn_output_gate=False), "attn_output_gate = False .* supported: True"),
+        (hf_config("olmo_hybrid", attn_output_gate=True), "attn_output_gate = True .* supported: False"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )

@@ -71,7 +71,7 @@ def module_of(optimizer: Any, folder: Path, kind: type[Summed] = Summed) -> Obje
     module = ObjectiveTrainModule(
         loss=BoundLoss(function=unused),
         model=build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu"),
-        optim=build_optimizer_config(OptimSection(optimizer=optimizer, learning_rate=0.1), device=CPU),
+        optim=build_optimizer_config(OptimSection(optimizer=optimizer, learning_rate=0.1), device=CPU, names=()),
         rank_microbatch_size=2,
         max_sequence_length=2,
         max_grad_norm=1.0,

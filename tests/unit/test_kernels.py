@@ -1,5 +1,6 @@
 """What is decided of kernels on devices that are only pretended."""
 
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +135,47 @@ def test_what_leaves_speed_unused_is_warned_of_once(
     warnings = list(kernel_warnings(memory, param_dtype=param_dtype, device=device))
     assert len(warnings) == (words is not None)
     assert words is None or words in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "device", "has_fla", "words"),
+    [
+        ("olmo_hybrid", [], CUDA, False, "run in plain PyTorch, .* pip install flash-linear-attention"),
+        (
+            "qwen3_5_text",
+            [],
+            CUDA,
+            True,
+            "attention's kernel, .* rows that share prompts in plain .* --prefix_sharing off",
+        ),
+        (
+            "qwen3_5_text",
+            ["--prefix_sharing", "off"],
+            CUDA,
+            True,
+            "by flash-linear-attention's kernel, .* has run on a GPU$",
+        ),
+        ("olmo_hybrid", [], CPU, False, None),
+        ("olmo3", [], CUDA, False, None),
+    ],
+)
+def test_what_runs_the_gated_delta_rule_is_said(
+    family: str,
+    flags: list[str],
+    device: torch.device,
+    has_fla: bool,
+    words: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "compiler_problem", works)
+    monkeypatch.setattr(kernels, "has_fla", lambda: has_fla)
+    monkeypatch.setattr(kernels, "choose_attention", lambda *_, **__: None)
+    warned: list[str] = []
+    run: Any = SimpleNamespace(process=SimpleNamespace(device=device), console=SimpleNamespace(warn=warned.append))
+    given = ["--model_name_or_path", "m", "--mixer_list", "r.jsonl", "1.0", "--output_dir", "o", *flags]
+    kernels.choose_kernels(build_model(hf_config(family)), run=run, config=parse(DPOConfig, given))
+    assert len(warned) == (words is not None)
+    assert words is None or re.search(words, warned[0])
 
 
 class TestFlashAttention3:

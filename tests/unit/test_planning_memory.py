@@ -14,6 +14,7 @@ from benchmarks.memory_runs.cases import Case, predicted
 from benchmarks.memory_runs.tracked import track
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import MemorySection, OptimSection
+from open_instruct.families import FAMILIES
 from open_instruct.learner.model.kernels import build_activation_checkpointing
 from open_instruct.learner.olmo_core.fsdp2 import hand_gradients_over
 from open_instruct.learner.optim import eight_bit
@@ -23,6 +24,7 @@ from open_instruct.models.build import build_model
 from open_instruct.models.experts import routed
 from open_instruct.models.experts.routed import ExpertGroup, Experts
 from open_instruct.models.heads import logprob_head
+from open_instruct.models.hf.names import is_stack
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.layout import resolve_layout
@@ -133,6 +135,16 @@ def test_so_is_another_block(
     compare_block(family, dtype, recomputed, lora)
 
 
+@pytest.mark.parametrize("recomputed", [(), ("blocks.*.attention", NORMS)])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("family", ["olmo_hybrid", "qwen3_5_text"])
+def test_blocks_of_a_model_that_remembers(family: Any, dtype: torch.dtype, recomputed: tuple[str, ...]) -> None:
+    """What is between the matrices of a layer is counted as one operation; attention is exact but for its gate."""
+    # Of what a forward pass needs that keeps nothing, the bound is not close: the backward pass needs more.
+    compare_block(family, dtype, recomputed, layer=0, rel=(0.02, 0.08 if recomputed else 0.02, 0.02))
+    compare_block(family, dtype, recomputed, layer=1, rel=(0.07, 0.3 if recomputed else 0.07, 0.1))
+
+
 @pytest.mark.parametrize(("dtype", "recomputed"), [(FLOAT32, ()), (BFLOAT16, ()), (BFLOAT16, (FEED_FORWARD,))])
 def test_so_is_a_block_whose_experts_are_split(
     dtype: torch.dtype, recomputed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -161,10 +173,12 @@ def compare_block(
     recomputed: tuple[str, ...],
     lora: LoRASection | None = None,
     *,
+    layer: int = 0,
+    rel: tuple[float, float, float] = (0.01, 0.02, 0.05),
     expert_degree: int = 1,
 ) -> None:
     """What a block of a real model, on a CPU by itself, makes and keeps, with what is planned of it."""
-    hf_config = tiny_config(family, SIZE, vocab_size=512, tie=False)
+    hf_config = tiny_config(family, replace(SIZE, layers=2 if FAMILIES[family].delta else 1), vocab_size=512, tie=False)
     model = build_model(hf_config, init_device="cpu").to(dtype)
     if lora is not None:
         adapt(model, lora, dtype=dtype)
@@ -175,13 +189,14 @@ def compare_block(
         config = build_activation_checkpointing(memory, model=model, device=torch.device("cpu"))
         assert config is not None
         model.apply_activation_checkpointing(config.mode, modules=config.modules)
-    block = model.blocks["0"]
+    block = model.blocks[str(layer)]
     if expert_degree > 1:
         (experts,) = (each for each in block.modules() if isinstance(each, Experts))
         experts.group = PretendedGroup(experts, expert_degree)
     x = torch.randn(1, sum(LENGTHS), SIZE.hidden, dtype=dtype, requires_grad=True)
     row = Segments.of(LENGTHS, (0,) * len(LENGTHS), device=x.device)
-    block.attention.rope.warmup_cache(sum(LENGTHS), torch.device("cpu"))
+    if getattr(block.attention, "rope", None) is not None:
+        block.attention.rope.warmup_cache(sum(LENGTHS), torch.device("cpu"))
 
     with Live() as live:
         output = block(x, cu_doc_lens=row)
@@ -204,14 +219,14 @@ def compare_block(
         checkpointing_modules=recomputed,
     )
     shape = adapted(shape_of(hf_config), lora)
-    profile = profile_of("block", shape, layout, workload, splits_rows=True)
-    assert profile.kept_bytes == pytest.approx(kept, rel=0.01)
-    assert profile.forward_peak.total == pytest.approx(forward_peak, rel=0.02)
-    assert profile.backward_peak.total == pytest.approx(backward_peak, rel=0.05)
+    profile = profile_of(shape.layers[layer].kind, shape, layout, workload, splits_rows=True)
+    assert profile.kept_bytes == pytest.approx(kept, rel=rel[0])
+    assert profile.forward_peak.total == pytest.approx(forward_peak, rel=rel[1])
+    assert profile.backward_peak.total == pytest.approx(backward_peak, rel=rel[2])
     trained = sum(
-        parameter.num_params // (expert_degree if len(parameter.shape) == 3 else 1)
+        parameter.num_params // (expert_degree if is_stack(parameter.name) else 1)
         for parameter in shape.parameters
-        if parameter.layer == 0 and parameter.is_trained
+        if parameter.layer == layer and parameter.is_trained
     )
     assert profile.backward[-1].weight_gradients == trained * dtype.itemsize
 
@@ -291,6 +306,15 @@ def test_the_passes_of_a_whole_model(
         Case(name="plain", num_layers=2, pairs=((150, 106),)),
         Case(name="reduced last", num_layers=2, pairs=((150, 106),), num_microbatches=2, reduces_last=True),
         Case(name="recomputed", num_layers=2, pairs=((150, 106),), param_dtype="bfloat16", checkpointing="full"),
+        Case(
+            name="of two kinds",
+            family="qwen3_moe",
+            num_layers=3,
+            pairs=((150, 106),),
+            param_dtype="bfloat16",
+            dense_layers=(1,),
+        ),
+        Case(name="remembers", family="olmo_hybrid", num_layers=3, pairs=((150, 106),)),
     ],
     ids=lambda case: case.name,
 )
@@ -325,7 +349,7 @@ def test_keys_are_gathered_as_the_row_has_them(prefixes: tuple[int, ...]) -> Non
     )
     row = Segments.of(tuple(50 - prefix for prefix in prefixes) * 2, prefixes * 2, device=torch.device("cpu"))
     assert row.key_index_K is not None
-    assert activations.gathered_keys(LAYOUT, workload) == len(row.key_index_K) == 400
+    assert workload.gathered_keys == len(row.key_index_K) == 400
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw_8bit"])
@@ -335,7 +359,8 @@ def test_a_step_needs_what_it_really_does(name: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("open_instruct.planning.memory.phases.CHUNK_BYTES", 6 * 4 * chunk)
     hf_config = tiny_config("olmo2", SIZE, vocab_size=512, tie=False)
     model = build_model(hf_config, init_device="cpu")
-    optimizer = build_optimizer_config(OptimSection(optimizer=name), device=torch.device("cpu")).build(model)
+    optim = OptimSection(optimizer=name)
+    optimizer = build_optimizer_config(optim, device=torch.device("cpu"), names=()).build(model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

@@ -103,6 +103,18 @@ def test_a_folder_and_its_config_are_the_same_model(tmp_path: Path) -> None:
     assert shape.windows == (16, 16, 16, None)
 
 
+DELTA: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": None,
+}
+PARTLY = {"rope_theta": 1e4, "partial_rotary_factor": "half"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -114,6 +126,15 @@ def test_a_folder_and_its_config_are_the_same_model(tmp_path: Path) -> None:
         ({"model_type": "qwen3_moe", "mlp_only_layers": "0"}, "mlp_only_layers = '0'; a list"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": "2"}, "decoder_sparse_step = '2'"),
         ({"layer_types": ["full_attention"]}, "layer_types is no list of num_hidden_layers = 4 entries"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"] * 2},
+            r"layer_types\[1\] = 'linear_attention' is not supported for OLMo 3; supported: 'full_attention' or 'sl",
+        ),
+        (DELTA | {"full_attention_interval": 2}, "layer_types is no list of num_hidden_layers = 4 entries"),
+        (
+            DELTA | {"layer_types": ["full_attention"] * 4, "rope_parameters": PARTLY},
+            "partial_rotary_factor = 'half'; a",
+        ),
     ],
 )
 def test_a_config_that_is_no_shape_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -189,7 +210,7 @@ def test_an_engine_that_shares_the_learners_gpu_takes_its_part() -> None:
 
     assert beside_weights("--vllm_gpu_memory_utilization", "0.5") == 40 * 2**30 - 2 * SHAPE.num_params
     cache = ["--vllm_kv_cache_mib", "1024"]
-    a_token, a_sequence = 2 * (3 * SHAPE.d_ff + 4 * SHAPE.d_model), 8 * SHAPE.vocab_size
+    a_token, a_sequence = 2 * (3 * SHAPE.layers[0].d_ff + 4 * SHAPE.d_model), 8 * SHAPE.vocab_size
     assert beside_weights(*cache) == 2**30 + 16384 * a_token + 256 * a_sequence
     given = beside_weights(*cache, "--vllm_max_num_batched_tokens", "4096", "--vllm_max_num_seqs", "64")
     assert given == 2**30 + 4096 * a_token + 64 * a_sequence

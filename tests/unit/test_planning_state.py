@@ -116,7 +116,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def held_after_a_step(model: Any, optimizer: str, computing: Any = None) -> tuple[int, int, int]:
-    optim = build_optimizer_config(OptimSection(optimizer=optimizer), device=CPU).build(model)  # type: ignore[arg-type]
+    optim = build_optimizer_config(OptimSection(optimizer=optimizer), device=CPU, names=()).build(model)  # type: ignore[arg-type]
     ids_BT = torch.zeros(1, NUM_TOKENS, dtype=torch.long)
     (computing or model)(ids_BT, labels=ids_BT, loss_reduction="sum", return_logits=False).loss.backward()
     gradients = storage_bytes(parameter.grad for parameter in model.parameters())
@@ -254,20 +254,26 @@ def test_state_of_one_gpu_without_sharding(param_dtype: str) -> None:
     assert state_bytes(shape_of(hf_config), layout, workload) == (parameters, gradients, optimizer)
 
 
-@pytest.mark.parametrize(("family", "is_tied"), TIED_OR_NOT)
-def test_parameters_are_those_of_the_model(family: str, is_tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "is_tied", "fields"),
+    [*((*each, {}) for each in TIED_OR_NOT), ("qwen3_moe", False, {"mlp_only_layers": [0], "num_hidden_layers": 3})],
+)
+def test_parameters_are_those_of_the_model(family: str, is_tied: bool, fields: dict[str, Any]) -> None:
     hf_config = config_of(family, is_tied)
+    for name, value in fields.items():
+        setattr(hf_config, name, value)
     model, shape = build_model(hf_config), shape_of(hf_config)
     real = {name: tuple(each.shape) for name, each in model.named_parameters()}
     assert [(parameter.name, parameter.shape) for parameter in shape.parameters] == [*real.items()]
     assert shape.num_params == sum(parameter.numel() for parameter in model.parameters())
-    outside, of_block = (sum(p.num_params for p in shape.parameters if p.layer == layer) for layer in (None, 0))
-    assert shape.num_params == outside + shape.num_layers * of_block
+    # Embeddings that are tied belong to the root.
+    in_units = sum(unit.count * sum(each.num_params for each in unit.parameters) for unit in shape.units)
+    assert in_units == shape.num_params
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_windows_are_those_of_the_model(family: str) -> None:
     hf_config = config_of(family, False, SIZES["tiny"])
-    backends = [block.attention.backend for block in build_model(hf_config).blocks.values()]  # type: ignore[union-attr]
+    backends = [attention.backend for attention in build_model(hf_config).attentions]
     real = tuple(None if backend.window_size[0] < 0 else backend.window_size[0] + 1 for backend in backends)
     assert shape_of(hf_config).windows == real

@@ -24,10 +24,18 @@ from open_instruct.learner.model.routing import balance, noted_routers
 from open_instruct.learner.policy import OLD_TOKENS, Policy
 from open_instruct.models.experts.routed import RoutedFeedForward
 from open_instruct.models.transformer import SegmentTransformer
-from open_instruct.objectives.objective import REFERENCE_TOKENS
 from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.rollouts import plan_steps_of_ranks, rollout_batch, rollout_minibatches
-from open_instruct.records import Batch, Completion, Document, PackedBatch, RolloutSample, Span, StepBatch
+from open_instruct.records import (
+    REFERENCE_TOKENS,
+    Batch,
+    Completion,
+    Document,
+    PackedBatch,
+    RolloutSample,
+    Span,
+    StepBatch,
+)
 from open_instruct.rollout.checked_run import open_rollout_run
 from tests.fleet.grpo_case import GRPOCase, write_prompts
 from tests.ranks.shallow import write_shallow_model

@@ -9,7 +9,7 @@ from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second
 from open_instruct.planning.step_time import step_time as step_time_of
 from open_instruct.planning.subject.devices import DEVICES, Device, device_named
-from open_instruct.planning.subject.model import Adapters, ModelShape
+from open_instruct.planning.subject.model import Adapters, LayerShape, ModelShape
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.planning.traffic import (
     exchange_in,
@@ -25,15 +25,13 @@ SHAPE = ModelShape(
     name="hand",
     family="llama",
     d_model=4,
-    d_ff=8,
-    num_layers=2,
+    layers=(LayerShape(d_ff=8), LayerShape(d_ff=8, window=2)),
     num_heads=2,
     num_kv_heads=2,
     head_dim=2,
+    turned_dim=2,
     vocab_size=10,
     is_tied=False,
-    qk_norm="none",
-    windows=(None, 2),
 )
 # Two documents of 3 tokens, 4 labels.
 WORK = Workload(
@@ -144,7 +142,7 @@ def test_arithmetic_under_tensor_parallelism() -> None:
 
 def test_arithmetic_of_log_probs_that_are_fixed() -> None:
     """Six updates of two mini-batches, each of which the policy and a teacher of other width see once."""
-    wide = replace(SHAPE, d_ff=16)
+    wide = replace(SHAPE, layers=(LayerShape(d_ff=16), LayerShape(d_ff=16, window=2)))
     scorings = (Scoring(shape=SHAPE, num_rounds=2), Scoring(shape=wide, stands_as="teacher", num_rounds=2))
     of_wide = FORWARD + 2 * 2 * (3 * 4 * 8) * 6
     grpo = replace(WORK, num_updates=6, scorings=scorings)

@@ -127,7 +127,11 @@ def test_command(is_first: bool, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("", "the first word is the folder to write"),
         ("--family llama", "the first word is the folder to write"),
         ("NEW", "missing: --family"),
-        ("NEW --family gpt2", "--family takes one of olmo2, olmo3, qwen2, qwen3, qwen3_moe, olmoe, llama, not 'gpt2'"),
+        (
+            "NEW --family gpt2",
+            "--family takes one of olmo2, olmo3, qwen2, qwen3, qwen3_moe, olmoe, llama, olmo_hybrid, qwen3_5_text, "
+            "not 'gpt2'",
+        ),
         ("NEW --family llama --vocab_size 12", "--vocab_size 12: too small"),
         ("NEW --family llama --text /nowhere/at/all", "--text /nowhere/at/all: no such file"),
         ("FULL --family llama", "is not an empty folder"),

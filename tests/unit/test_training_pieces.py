@@ -199,9 +199,10 @@ class TestOptimizers:
         model = torch.nn.ModuleDict(
             {"embeddings": torch.nn.Embedding(3, 2), "w": torch.nn.Linear(2, 2), "norm": torch.nn.RMSNorm(2)}
         )
+        model["rates"] = torch.nn.ParameterDict({name: torch.ones(2) for name in ("A_log", "dt_bias")})
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         optim = OptimSection(optimizer=name, weight_decay=0.1, weight_decay_on=on, learning_rate=0.5)
-        optimizer = build_optimizer_config(optim, device=CPU, has_biases=True).build(model)
+        optimizer = build_optimizer_config(optim, device=CPU, names=before).build(model)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -214,7 +215,7 @@ class TestOptimizers:
         """The first step of Adam is lr * g / (|g| + epsilon): half of it where the two are equal."""
         model = torch.nn.ModuleDict({"norm": torch.nn.RMSNorm(2)})
         optim = OptimSection(optimizer=optimizer, learning_rate=0.5, adam_epsilon=1e-3)
-        built = build_optimizer_config(optim, device=CPU).build(model)
+        built = build_optimizer_config(optim, device=CPU, names=()).build(model)
         model["norm"].weight.grad = torch.full((2,), 1e-3)
         if optimizer == "skip_step_adamw":
             built.latest_loss, built.latest_grad_norm = torch.tensor(1.0), torch.tensor(1.0)

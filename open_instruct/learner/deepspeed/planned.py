@@ -111,7 +111,7 @@ class ZeroMoments(Moments):
         return super().on_host() | self.host
 
     def merged_values(self) -> int:
-        return self.num_trained + 2 * max(self.sizes[each.name] for each in self.passes.one_block.parameters)
+        return self.num_trained + 2 * max(self.sizes[each.name] for each in self.shape.in_blocks)
 
     def passes_over(self, workload: Workload) -> Passes:
         return ZeroPasses(self, workload)
@@ -123,10 +123,9 @@ class ZeroPasses(Passes):
     splits_rows = False
 
     def __init__(self, run: ZeroMoments, workload: Workload) -> None:
-        super().__init__(run.shape, run.layout, workload)
         self.run = run
+        super().__init__(run.shape, run.layout, workload)
         self.is_sharded = False
-        self.blocks = [self.one_block] * self.shape.num_layers
         # Below stage 2 the gradients of the first microbatch are allocated one by one.
         self.accumulates |= run.stage > 1 or run.is_flat
         # At stage 1 a bucket stays until the step, at stage 2 until the end of the pass; stage 3 has one in any case.
@@ -173,7 +172,8 @@ class ZeroPasses(Passes):
         copied = GRADIENT_BYTES + (c if run.stage == 2 and c < GRADIENT_BYTES else 0)
         for layer in reversed(range(self.shape.num_layers)):
             gathered = self._ahead(*self.blocks[: layer + 1])
-            for before, usage in pairwise((self.block.backward[0], *self.block.backward)):
+            moments = self.profiles[layer].backward
+            for before, usage in pairwise((moments[0], *moments)):
                 newest = usage.weight_gradients - before.weight_gradients
                 reduced = waiting + newest + (c * filled if filled > BUCKET else 0)
                 if filled + newest // c > BUCKET and (newest or run.stage == 2):
@@ -249,8 +249,8 @@ def _of_activations(run: ZeroMoments, num_passes: int, num_values: int, *, train
     shape, layout, work, head = run.shape, run.layout, run.workload, run.shape.parameters[-1]
     num_rows = (work.tokens_per_microbatch, work.label_tokens_per_microbatch)
     num_tokens, num_labels = (run.c * num // layout.context_parallel_degree for num in num_rows)
-    cut = Counter(each.tensor_axis for each in shape.parameters if each.layer == 0 and len(each.shape) == 2)
-    num_sums = shape.num_layers * (cut[1] * (1 + trains * work.recomputes("")) + cut[0] * trains)
+    cut = Counter(each.tensor_axis for each in shape.in_blocks if len(each.shape) == 2)
+    num_sums = cut[1] * (1 + trains * work.recomputes("")) + cut[0] * trains
     calls: list[Calls] = [("activations of split matrices", "all_reduce", num_tokens * shape.d_model, num_sums)]
     if num_values and values_of(head, layout.tensor_parallel_degree) < head.num_params:
         calls.append(("activations of split matrices", "all_reduce", num_labels * shape.d_model, int(trains)))

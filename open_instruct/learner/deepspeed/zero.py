@@ -69,7 +69,7 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     if isinstance(transformer.lm_head, ValueHead):
         transformer.lm_head.keeps_float32 = False  # DeepSpeed takes one dtype for all, and steps float32 ones
     transformer.to(getattr(torch, config.model.param_dtype))  # adapters too
-    adamw = build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases)
+    adamw = build_optimizer_config(optim, device=device, names=pretrained.names.olmo_core_names)
     keep_mesh(None)  # OLMo-core's train module makes a mesh of its own, which nothing reads
     module = ZeroBackend(
         settings=settings,

@@ -11,14 +11,17 @@ from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
+from olmo_core.nn.attention.flash_linear_attn_api import has_fla
 from olmo_core.nn.transformer import Transformer
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
 from olmo_core.train.train_module import TransformerActivationCheckpointingConfig
 from torch.nn import attention as torch_attention
 
+from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sections import MemorySection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
+from open_instruct.models.delta_rule.mixer import DeltaRuleMixer
 from open_instruct.models.hf.names import names_module
 from open_instruct.run.opened import Run
 from open_instruct.shard_layout import ShardLayout
@@ -37,6 +40,8 @@ def choose_kernels(
     device, param_dtype = run.process.device, config.model.param_dtype
     for warning in kernel_warnings(config.memory, param_dtype=param_dtype, device=device):
         run.console.warn(warning)
+    if device.type == "cuda" and any(isinstance(module, DeltaRuleMixer) for module in model.modules()):
+        run.console.warn(plain_rule(shares_prompts=as_flat_dict(config).get("prefix_sharing", "off") != "off"))
     if message := choose_attention(device, param_dtype=param_dtype):
         run.console.say(message)
     return build_activation_checkpointing(config.memory, model=model, device=device)
@@ -134,6 +139,15 @@ def kernel_warnings(memory: MemorySection, *, param_dtype: str, device: torch.de
         )
     if memory.compile_model is None and (what := compiler_problem(device)) is not None:
         yield f"PyTorch's compiler does not work here ({what}); blocks run uncompiled: install Triton and a C compiler"
+
+
+def plain_rule(*, shares_prompts: bool) -> str:
+    """What runs layers of the gated delta rule on CUDA in 16 bits."""
+    slow = "in plain PyTorch, one chunk after the other"
+    if not has_fla():
+        return f"layers of the gated delta rule run {slow}: pip install flash-linear-attention, which has a kernel"
+    kernel = "layers of the gated delta rule run by flash-linear-attention's kernel, which no test has run on a GPU"
+    return f"{kernel}; rows that share prompts {slow}: compare --prefix_sharing off" if shares_prompts else kernel
 
 
 def choose_attention(device: torch.device, *, param_dtype: str) -> str | None:

@@ -52,7 +52,7 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     module = FSDP2Backend(
         reduces_last=config.parallel.gradient_reduction == "last",
         model=transformer,
-        optim=build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases, on_host=on_host),
+        optim=build_optimizer_config(optim, device=device, names=pretrained.names.olmo_core_names, on_host=on_host),
         scheduler=build_scheduler(optim, num_steps=num_steps),
         compile_model=not has_copy and compiles(config.memory, layout=run.layout, device=device),
         # Infinity clips nothing and still measures the norm.

@@ -1,31 +1,23 @@
 """Optimizers and learning-rate schedules, from flags to OLMo-core configs."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from olmo_core.optim import (
-    AdamWConfig,
-    ConstantWithWarmup,
-    CosWithWarmup,
-    LinearWithWarmup,
-    OptimConfig,
-    OptimGroupOverride,
-    SkipStepAdamW,
-    SkipStepAdamWConfig,
-    SkipStepOptimizer,
-)
+from olmo_core import optim as core
 from olmo_core.optim.scheduler import Scheduler
 from olmo_core.train import Trainer
 from olmo_core.train.callbacks import Callback
 
-from open_instruct.config.sections import BIASES, OptimizerSection
+from open_instruct.config.sections import OptimizerSection
 from open_instruct.learner.optim.eight_bit import AdamW8bit
 from open_instruct.learner.optim.muon import MuonWithAdamW
 
 
 @dataclass
-class AdamLikeConfig(OptimConfig[Any]):
+class AdamLikeConfig(core.OptimConfig[Any]):
     """Settings of an optimizer that takes AdamW's place. Weight decay is decoupled."""
 
     lr: float = 1e-3
@@ -62,7 +54,7 @@ class MuonWithAdamWConfig(AdamLikeConfig):
         ]
 
 
-class HostSkipStepAdamW(SkipStepAdamW):
+class HostSkipStepAdamW(core.SkipStepAdamW):
     """OLMo-core's SkipStepAdamW with losses and gradient norms on the host, which decides whether a step is skipped."""
 
     @property
@@ -80,9 +72,9 @@ class HostSkipStepAdamW(SkipStepAdamW):
 
 
 @dataclass
-class HostSkipStepAdamWConfig(SkipStepAdamWConfig):
+class HostSkipStepAdamWConfig(core.SkipStepAdamWConfig):
     @classmethod
-    def optimizer(cls) -> type[SkipStepAdamW]:
+    def optimizer(cls) -> type[core.SkipStepAdamW]:
         return HostSkipStepAdamW
 
 
@@ -90,7 +82,7 @@ class HostSkipStepAdamWConfig(SkipStepAdamWConfig):
 class SkipStepHistory(Callback):
     """Carries a skip-step optimizer's rolling window over a restart; OLMo-core leaves it out of its state."""
 
-    optimizer: SkipStepOptimizer
+    optimizer: core.SkipStepOptimizer
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self.optimizer._losses, "grad_norms": self.optimizer._grad_norms}
@@ -102,24 +94,24 @@ class SkipStepHistory(Callback):
 
 
 def build_optimizer_config(
-    optim: OptimizerSection, *, device: torch.device, has_biases: bool = False, on_host: bool = False
-) -> OptimConfig[Any]:
+    optim: OptimizerSection, *, device: torch.device, names: Collection[str], on_host: bool = False
+) -> core.OptimConfig[Any]:
     """The OLMo-core config of `--optimizer`; AdamW is fused where there is CUDA.
 
-    :param has_biases: whether the model has biases. OLMo-core refuses a pattern that names nothing.
+    :param names: of the parameters. OLMo-core refuses a pattern that names nothing.
     :param on_host: whether the host of a device has AdamW's moments.
     """
     adam_settings = {"betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
     common: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay} | adam_settings
     if optim.optimizer == "muon":
         return MuonWithAdamWConfig(**common)
-    if not_decayed := [name for name in optim.not_decayed if has_biases or name != BIASES]:
-        common["group_overrides"] = [OptimGroupOverride(params=not_decayed, opts={"weight_decay": 0.0})]
+    if not_decayed := [each for each in optim.not_decayed if any(fnmatchcase(name, each) for name in names)]:
+        common["group_overrides"] = [core.OptimGroupOverride(params=not_decayed, opts={"weight_decay": 0.0})]
     if optim.optimizer == "skip_step_adamw":
         return HostSkipStepAdamWConfig(**common)
     if optim.optimizer == "adamw_8bit" or on_host:
         return AdamW8bitConfig(has_codes=optim.optimizer == "adamw_8bit", on_host=on_host, **common)
-    return AdamWConfig(fused=device.type == "cuda", **common)
+    return core.AdamWConfig(fused=device.type == "cuda", **common)
 
 
 def build_scheduler(optim: OptimizerSection, *, num_steps: int) -> Scheduler:
@@ -129,8 +121,8 @@ def build_scheduler(optim: OptimizerSection, *, num_steps: int) -> Scheduler:
     """
     num_warmup_steps = round(optim.warmup_ratio * num_steps)
     if optim.lr_scheduler_type == "constant":
-        return ConstantWithWarmup(warmup=num_warmup_steps)
-    shape = LinearWithWarmup if optim.lr_scheduler_type == "linear" else CosWithWarmup
+        return core.ConstantWithWarmup(warmup=num_warmup_steps)
+    shape = core.LinearWithWarmup if optim.lr_scheduler_type == "linear" else core.CosWithWarmup
     return shape(warmup=num_warmup_steps, alpha_f=0.0, t_max=num_steps + 1)
 
 

@@ -76,8 +76,9 @@ class SegmentAttention(TorchAttentionBackend):
 
 def context_of(model: Transformer) -> ContextGroup | None:
     """The ranks that the rows of `model` are split over; None where each rank has whole rows."""
-    first = cast(Attention, next(iter(model.blocks.values())).attention)
-    return cast(SegmentAttention, first.backend).context
+    mixers = (block.attention for block in model.blocks.values())
+    backends = (cast(SegmentAttention, mixer.backend) for mixer in mixers if isinstance(mixer, Attention))
+    return next((backend.context for backend in backends), None)
 
 
 def attend(qkv: QKV, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
@@ -132,7 +133,7 @@ def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scal
     """
     query, keys, values = qkv_T
     if segments.key_index_K is not None:
-        keys, values = (_Gathered.apply(tensor, segments.key_index_K) for tensor in (keys, values))
+        keys, values = (Gathered.apply(tensor, segments.key_index_K) for tensor in (keys, values))
     if not _varlen_can_run(query):
         return attend_by_segment(QKV(query, keys, values), segments, left=left, scale=scale)
     # The kernel aligns the causal diagonal to the last query and the last key of a document, and counts windows
@@ -144,7 +145,7 @@ def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scal
     return cast(torch.Tensor, varlen_attn(query, keys, values, *lengths, **flags))
 
 
-class _Gathered(torch.autograd.Function):
+class Gathered(torch.autograd.Function):
     """Gathers rows of a tensor, some several times, and adds up their gradients in float32.
 
     A shared token gets a gradient from each segment that sees it; a sum of many in 16 bits would lose the small ones.

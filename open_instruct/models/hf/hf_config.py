@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,15 @@ SINGLE_NAME = "model.safetensors"
 
 # Larger than any model; larger values would fill the memory before they are compared with the weights.
 MAX_SIZE, MAX_LAYERS, MAX_POSITIONS = 2**24, 1000, 2**31
+MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
+PART_TURNED = "partial_rotary_factor"
 SIZES: dict[str, int] = {
     "num_hidden_layers": MAX_LAYERS,
-    "hidden_size": MAX_SIZE,
-    "intermediate_size": MAX_SIZE,
-    "num_attention_heads": MAX_SIZE,
-    "num_key_value_heads": MAX_SIZE,
-    "vocab_size": MAX_SIZE,
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), MAX_SIZE),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), MAX_SIZE),
     "max_position_embeddings": MAX_POSITIONS,
+    "sliding_window": MAX_POSITIONS,
+    "linear_conv_kernel_dim": 64,
 }
 REFUSED = {
     # Tokenizers and engines would read that other file.
@@ -125,6 +127,25 @@ def check_size(name: str, value: Any, largest: int, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
         raise InputError(f"{where}: {name} = {_shown(value)}; it must be a whole number from 1 to {largest}")
     return value
+
+
+def check_number(name: str, value: Any, where: str = "config.json", *, above: float = 0) -> Any:
+    """`value`; raises InputError unless it is a number that RoPE, or a norm, can be computed with."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= MAX_NUMBER:
+        raise InputError(f"{where}: {name} = {value!r}; a number above {above:g}, at most {MAX_NUMBER:g}, is needed")
+    return value
+
+
+def check_multiple(where: str, **sizes: int) -> None:
+    """Raises InputError unless the first of two sizes is a multiple of the second."""
+    (whole, number), (part, divisor) = sizes.items()
+    if number % divisor:
+        raise InputError(f"{where}: {whole} = {number} is not a multiple of {part} = {divisor}")
+
+
+def size_of(fields: Mapping[str, Any], where: str, name: str, default: Any = None) -> int:
+    """The size `name` that the fields of a config.json give; raises InputError if it is none."""
+    return check_size(name, default if fields.get(name) is None else fields[name], SIZES.get(name, MAX_SIZE), where)
 
 
 def _shown(value: Any) -> str:

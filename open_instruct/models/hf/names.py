@@ -1,11 +1,11 @@
 """Names of parameters and modules: the one map between OLMo-core's and Hugging Face's, and the patterns of flags."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from open_instruct.families import MAX_EXPERTS, family_of
+from open_instruct.families import LINEAR, MAX_EXPERTS, Family, family_of
 
 EMBEDDINGS = "embeddings.weight"
 LM_HEAD = "lm_head.w_out.weight"
@@ -25,7 +25,7 @@ _MODEL = {
     "lm_head.norm.weight": "model.norm.weight",
     LM_HEAD: HF_LM_HEAD,
 }
-_BLOCK = {
+_ATTENTION = {
     "attention.w_q.weight": "self_attn.q_proj.weight",
     "attention.w_k.weight": "self_attn.k_proj.weight",
     "attention.w_v.weight": "self_attn.v_proj.weight",
@@ -53,6 +53,23 @@ _NORM_BEFORE = {
     "attention_norm.weight": "input_layernorm.weight",
     "feed_forward_norm.weight": "post_attention_layernorm.weight",
 }
+# Layers of the gated delta rule: with a matrix for each of queries, keys and values, or with one for all.
+_DELTA = {f"attention.{name}": f"linear_attn.{name}" for name in ("A_log", "dt_bias")}
+_DELTA_APART = {
+    **{f"attention.w_{one}.weight": f"linear_attn.{one}_proj.weight" for one in "qkvabg"},
+    **{f"attention.{one}_conv1d.weight": f"linear_attn.{one}_conv1d.weight" for one in "qkv"},
+    "attention.o_norm.weight": "linear_attn.o_norm.weight",
+    "attention.w_out.weight": "linear_attn.o_proj.weight",
+}
+_DELTA_FUSED = {
+    **{f"attention.w_{one}.weight": f"linear_attn.in_proj_{one}.weight" for one in ("qkv", "a", "b")},
+    "attention.w_g.weight": "linear_attn.in_proj_z.weight",
+    "attention.qkv_conv1d.weight": "linear_attn.conv1d.weight",
+    "attention.o_norm.weight": "linear_attn.norm.weight",
+    "attention.w_output.weight": "linear_attn.out_proj.weight",
+}
+# As transformers saves the norms of Olmo-Hybrid; it reads the usual names too, and engines no others.
+_SAVED_AS = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
 
 
 def clean_name(name: str) -> str:
@@ -65,6 +82,11 @@ def clean_name(name: str) -> str:
 def is_of_adapter(name: str) -> bool:
     """Whether a parameter's name is an adapter's."""
     return name.rpartition(".")[2] in ADAPTER
+
+
+def is_stack(name: str) -> bool:
+    """Whether a parameter is a matrix of each expert of a layer."""
+    return ".experts." in name
 
 
 def names_module(patterns: Iterable[str], name: str) -> bool:
@@ -84,6 +106,16 @@ def is_harmless_extra(hf_name: str) -> bool:
     return _HARMLESS_EXTRA.search(hf_name) is not None
 
 
+def _block(family: Family, *, is_delta: bool, num_experts: int) -> dict[str, str]:
+    mlp = _sparse(num_experts) if num_experts else _DENSE
+    if is_delta:
+        return _DELTA | (_DELTA_FUSED if family.delta == "fused" else _DELTA_APART) | mlp | _NORM_BEFORE
+    block = _ATTENTION | mlp | (_NORM_AFTER if family.norm_after else _NORM_BEFORE)
+    if family.qk_norm != "none":
+        block |= _QK_NORM
+    return block | _QKV_BIAS if family.qkv_bias else block
+
+
 def _sparse(num_experts: int) -> dict[str, str]:
     return {"feed_forward.router.weight": "mlp.gate.weight"} | {
         f"feed_forward.experts.{ours}.{expert}": f"mlp.experts.{expert}.{theirs}.weight"
@@ -92,14 +124,17 @@ def _sparse(num_experts: int) -> dict[str, str]:
     }
 
 
-def unpacked(hf_name: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
-    """The experts' matrices in a tensor that packs them: the name of each, and its place. Another tensor is itself.
+def unpacked(stored: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
+    """What a tensor of a file is here: its usual name; of one that packs experts' matrices each by name and place.
 
     So is one that cannot be divided into them, or into more than any model has: no model wants a tensor of its name.
 
     Example: `unpacked("model.layers.0.mlp.experts.down_proj", (2, 64, 32))` is
     `{"model.layers.0.mlp.experts.0.down_proj.weight": (0, slice(0, 64)), ...}`.
     """
+    # Below `language_model` a model that also sees pictures has its text part.
+    names = stored.replace("model.language_model.", "model.", 1).split(".")
+    hf_name = ".".join(_SAVED_AS.get(name, name) for name in names)
     prefix, _, packed = hf_name.rpartition(".")
     parts = _PACKED.get(packed, ())
     if not prefix.endswith(".mlp.experts") or len(shape) != 3 or not parts:
@@ -112,6 +147,23 @@ def unpacked(hf_name: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
         for expert in range(shape[0])
         for number, part in enumerate(parts)
     }
+
+
+def as_in_files(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a model of transformers as files have them: experts and convolutions one by one.
+
+    Its own `revert_weight_conversion` cuts the convolutions of Olmo-Hybrid into three of one size, which they are not.
+    """
+    stored: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        matrices = [tensors.get(name.replace("conv1d", f"{one}_proj")) for one in "qkv"]
+        sizes = [len(matrix) for matrix in matrices if matrix is not None]
+        if name.endswith("linear_attn.conv1d.weight") and sizes:
+            parts = tensor.split(sizes)
+            stored |= {name.replace("conv1d", f"{one}_conv1d"): part for one, part in zip("qkv", parts, strict=True)}
+        else:
+            stored |= {own_name: tensor[part] for own_name, part in unpacked(name, tensor.shape).items()}
+    return stored
 
 
 class TensorNames:
@@ -134,17 +186,12 @@ class TensorNames:
         self.hf_config = hf_config
         self.head = head
         self.tied = head == "vocabulary" and bool(hf_config.tie_word_embeddings)
-        self.has_biases = family.qkv_bias
-        block = _BLOCK | (_NORM_AFTER if family.norm_after else _NORM_BEFORE)
-        if family.qk_norm != "none":
-            block |= _QK_NORM
-        if self.has_biases:
-            block |= _QKV_BIAS
+        layer_types = getattr(hf_config, "layer_types", None) or [None] * hf_config.num_hidden_layers
         pairs = {EMBEDDINGS: _MODEL[EMBEDDINGS]}
-        for layer in range(hf_config.num_hidden_layers):
-            mlp = _sparse(hf_config.num_experts) if family.is_sparse(hf_config, layer) else _DENSE
-            both = (block | mlp).items()
-            pairs |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in both}
+        for layer, layer_type in enumerate(layer_types):
+            num_experts = hf_config.num_experts if family.is_sparse(hf_config, layer) else 0
+            block = _block(family, is_delta=layer_type == LINEAR, num_experts=num_experts)
+            pairs |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in block.items()}
         pairs |= {ours: theirs for ours, theirs in _MODEL.items() if not (self.tied and ours == LM_HEAD)}
         if head == "score":
             pairs[LM_HEAD] = HF_SCORE

@@ -73,6 +73,7 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
     """Add adapters to `model` before it is sharded; its own parameters are frozen and cast to `dtype`."""
     wanted = {MODULES_OF_TARGETS[target] for target in lora.targets}
     for block in model.blocks.values():
+        modules = dict(block.named_modules())
         for name in sorted(wanted):
             if isinstance(block.feed_forward, RoutedFeedForward) and name.startswith("feed_forward."):
                 if ALL_LINEAR not in lora.lora_target_modules:
@@ -81,18 +82,14 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
                         "up_proj and down_proj, or name all-linear"
                     )
                 continue
-            adapted = AdaptedLinear(block.get_submodule(name), lora)  # type: ignore[arg-type]
-            block.set_submodule(name, adapted)
+            if name in modules:  # mixers of other kinds have others
+                block.set_submodule(name, AdaptedLinear(modules[name], lora))
     for name, parameter in model.named_parameters():
-        is_new = is_of_adapter(name) or _is_score(model, name)
+        # The head of a score is new too, and therefore trained whole.
+        is_new = is_of_adapter(name) or (clean_name(name) == LM_HEAD and model.lm_head.w_out.out_features == 1)
         parameter.requires_grad_(is_new)
         if not is_new:
             parameter.data = parameter.data.to(dtype)
-
-
-def _is_score(model: Transformer, name: str) -> bool:
-    """Whether a parameter is the head of a score, which is new and therefore trained whole."""
-    return clean_name(name) == LM_HEAD and model.lm_head.w_out.out_features == 1
 
 
 def layers_of(model: nn.Module) -> dict[str, AdaptedLinear]:

@@ -20,11 +20,13 @@ features. The input of the first block needs no gradient then; the block is coun
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Literal
+from math import prod
+from typing import Any
 
+from open_instruct.models.delta_rule.shape import CHUNK, DeltaShape
 from open_instruct.planning.memory.autograd_sizes import Gradient, Kind, Profile, Tape, Tensor
 from open_instruct.planning.memory.scratch import attention_scratch
-from open_instruct.planning.subject.model import ModelShape
+from open_instruct.planning.subject.model import LayerShape, ModelShape
 from open_instruct.planning.subject.workload import Workload, is_wrapped
 from open_instruct.shard_layout import ShardLayout
 
@@ -59,26 +61,19 @@ def num_kept_chunks(shape: ModelShape, chunks: Sequence[int], bytes_per_number: 
     return min(len(chunks), MAX_KEPT_BYTES // (chunks[0] * shape.vocab_size * bytes_per_number))
 
 
-def gathered_keys(layout: ShardLayout, workload: Workload) -> int:
-    """Keys of a row with those of a shared prefix before each of its documents but the first, which follows it."""
-    num_documents = workload.documents_per_group
-    keys_of_group = num_documents * workload.longest_sequence
-    num_keys = workload.tokens_per_microbatch * keys_of_group // workload.rows.tokens_of(num_documents)
-    return -(-num_keys // layout.context_parallel_degree)
-
-
 @lru_cache(maxsize=512)
 def profile_of(
-    piece: Literal["block", "head"], shape: ModelShape, layout: ShardLayout, workload: Workload, *, splits_rows: bool
+    kind: LayerShape | None, shape: ModelShape, layout: ShardLayout, workload: Workload, *, splits_rows: bool
 ) -> Profile:
     """One block, from the residual stream to itself; or last norm and head, from there to the labels' log-probs.
 
     Args:
+        kind: of the block; None: the head.
         workload: of one microbatch, whose rows are taken to be full; a context degree splits its tokens.
         splits_rows: tensor ranks have a part of the tokens each between the matrices that they split.
     """
     sizes = (shape, layout, workload.with_full_rows(), splits_rows)
-    run = _Block(*sizes) if piece == "block" else _Head(*sizes)
+    run = _Head(*sizes) if kind is None else _Block(kind, *sizes)
     return run.tape.profile(run.record())
 
 
@@ -155,7 +150,7 @@ class _Piece:
         inverse = run(row_bytes, run(row_bytes, square), saves_output=True)
         scaled = run(float_bytes, x_float, inverse, saved=[x_float, inverse])
         # OLMo multiplies by the weight in float32 and rounds then, the others round first.
-        if not self.shape.traits.in_float32:
+        if not (self.shape.traits.in_float32 or self.shape.traits.norms_from_zero):
             scaled = self.cast(scaled, elements, self.c)
         weighted = run(scaled.num_bytes, weight, scaled, saved=[scaled], gradients=[_whole(scaled), _whole(weight)])
         normed = self.cast(weighted, elements, self.c)
@@ -169,6 +164,10 @@ class _Piece:
 
 
 class _Block(_Piece):
+    def __init__(self, layer: LayerShape, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.layer = layer
+
     def record(self) -> Tensor:
         x = self.tape.source
         with self.recomputed(""):
@@ -179,7 +178,8 @@ class _Block(_Piece):
 
     def _sublayer(self, norm: str, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """A sublayer with its norm: OLMo normalises the output, other families the input."""
-        return self._normed(norm, run(x)) if self.shape.traits.norm_after else run(self._normed(norm, x))
+        is_after = self.shape.traits.norm_after and self.layer.delta is None
+        return self._normed(norm, run(x)) if is_after else run(self._normed(norm, x))
 
     def _normed(self, module: str, x: Tensor) -> Tensor:
         with self.recomputed(module):
@@ -187,9 +187,9 @@ class _Block(_Piece):
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         d_model = self.shape.d_model
-        width = self.split(self.shape.d_ff)
+        width = self.split(self.layer.d_ff)
         with self.recomputed("feed_forward"):
-            if self.shape.num_experts:
+            if self.layer.num_experts:
                 return self._routed(x, d_model, width)
             # All tokens, where tensor ranks hold a part each between matrices; of their sum this rank's part.
             x = self.cast(x, self.num_tokens * d_model, self.c)
@@ -204,7 +204,7 @@ class _Block(_Piece):
     def _routed(self, x: Tensor, d_model: int, width: int) -> Tensor:
         """`models/experts/routed.py`: tokens, each as often as it has experts, in the order of these."""
         run, num_tokens, c = self.tape.run, self.num_tokens, self.c
-        num, chosen = self.shape.num_experts, self.shape.experts_per_token
+        num, chosen = self.layer.num_experts, self.shape.experts_per_token
         own, is_split = num // self.layout.expert_parallel_degree, self.layout.expert_parallel_degree > 1
         pairs = num_tokens * chosen
         logits = self.product(x, d_model, num, self.kind)
@@ -238,30 +238,62 @@ class _Block(_Piece):
         q_width = self.split(self.shape.q_width)
         kv_width = self.split(self.shape.kv_width)
         with self.recomputed("attention"):
+            if self.layer.delta is not None:
+                return self._remember(self.layer.delta, x)
             x = self.cast(x, self.num_tokens * d_model, self.c)
-            query = self.linear("attention.w_q", x, d_model, q_width)
+            is_gated = self.shape.traits.gates_attention
+            query = gate = self.linear("attention.w_q", x, d_model, q_width * (2 if is_gated else 1))
+            if is_gated:  # both halves are views
+                query = self.tape.run(0, query)
             key = self.linear("attention.w_k", x, d_model, kv_width)
             value = self.linear("attention.w_v", x, d_model, kv_width)
-            if self.shape.qk_norm != "none":
+            if self.shape.traits.qk_norm != "none":
                 query = self._qk_norm("attention.q_norm", query, q_width)
                 key = self._qk_norm("attention.k_norm", key, kv_width)
-            query, key = self._rotated(query, key, q_width, kv_width)
+            if self.shape.turned_dim:
+                query, key = self._rotated(query, key, q_width, kv_width)
             attended = self._attend(query, key, value, q_width)
             self.tape.hold(x, query, key, value)
+            if is_gated:
+                open_gate = self.tape.run(attended.num_bytes, gate, saves_output=True)
+                attended = self.tape.run(attended.num_bytes, attended, open_gate, saved=[attended, open_gate])
             output = self.linear("attention.w_out", attended, q_width, d_model)
             return self.cast(output, self.num_rows * d_model, self.c)
+
+    def _remember(self, delta: DeltaShape, x: Tensor) -> Tensor:
+        """A layer of the gated delta rule (`models/delta_rule/`): its matrices, and all that is between them as one.
+
+        Its numbers are those of plain PyTorch. On CUDA the kernel keeps less, and is counted as this.
+        """
+        tensors = {name.removesuffix(".weight"): size for name, size in delta.tensors(self.shape.d_model).items()}
+        *matrices, (output, (d_model, width)) = ((name, size) for name, size in tensors.items() if len(size) == 2)
+        inputs = [self.linear(f"attention.{name}", x, d_model, size[0]) for name, size in matrices]
+        if self.kind == "weight":
+            small = sum(prod(size) for size in tensors.values() if len(size) != 2)
+            inputs.append(Tensor(small * self.c, kind="weight"))
+        num_tokens, longest_document = self.num_tokens, min(self.num_tokens, self.workload.longest_sequence)
+        # The last chunk of a document is half full, on average.
+        num_chunks = -(-num_tokens // CHUNK) + -(-num_tokens // longest_document) // 2
+        kept, forward, backward = (FLOAT32 * num_chunks * number for number in delta.numbers_of_chunk)
+        # Convolutions keep what they are given and put out; the norm what it is given, its gate, and more in float32.
+        kept += num_tokens * (2 * self.c * (sum(delta.widths) + width) + 3 * FLOAT32 * width)
+        gradients = [Gradient(of=each, num_bytes=each.num_bytes, scratch_bytes=backward) for each in inputs]
+        num_bytes, saved = num_tokens * width * self.c, [Tensor(kept)]
+        gated = self.tape.run(num_bytes, *inputs, saved=saved, gradients=gradients, scratch_bytes=forward)
+        self.tape.hold(x)
+        return self.linear(f"attention.{output}", gated, width, d_model)
 
     def _qk_norm(self, module: str, x: Tensor, width: int) -> Tensor:
         """Over all features (OLMo), or head by head with one weight for all heads (Qwen 3)."""
         with self.recomputed(module):
-            num_parts = 1 if self.shape.qk_norm == "full" else width // self.shape.head_dim
+            num_parts = 1 if self.shape.traits.qk_norm == "full" else width // self.shape.head_dim
             return self.norm(x, self.num_tokens * num_parts, width // num_parts)
 
     def _rotated(self, query: Tensor, key: Tensor, q_width: int, kv_width: int) -> tuple[Tensor, Tensor]:
         """RoPE; cosine and sine of every token are kept, once for both."""
         num_tokens = self.num_tokens
         b = FLOAT32 if self.shape.traits.in_float32 else self.c
-        angles = [self.tape.run(num_tokens * self.shape.head_dim * b, gradients=()) for _ in ("sine", "cosine")]
+        angles = [self.tape.run(num_tokens * self.shape.turned_dim * b, gradients=()) for _ in ("sine", "cosine")]
         rotated = []
         for given, width in ((query, q_width), (key, kv_width)):
             tensor = self.cast(given, num_tokens * width, b)
@@ -285,7 +317,7 @@ class _Block(_Piece):
         num_bytes = num_tokens * (q_width // self.shape.head_dim) * FLOAT32
         if self.workload.on_cuda and self.c < FLOAT32:
             if self.workload.shared_prefix_tokens:
-                num_keys = gathered_keys(self.layout, self.workload)
+                num_keys = -(-self.workload.gathered_keys // self.layout.context_parallel_degree)
                 key, value = (run(tensor.num_bytes * num_keys // num_tokens, tensor) for tensor in (key, value))
             weights = run(num_bytes, query, gradients=())
             # The kernel makes all three gradients, and needs its own memory beside them.

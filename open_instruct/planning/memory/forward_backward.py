@@ -20,6 +20,8 @@ PyTorch 2.13:
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from math import prod
 
 from open_instruct.planning.memory.activations import FLOAT32, profile_of
@@ -46,22 +48,25 @@ class Passes:
         self.shape = shape
         self.layout = layout
         self.workload = workload
-        block = profile_of("block", shape, layout, workload, splits_rows=self.splits_rows)
-        self.block = _with_budget(block, workload)
-        self.head = profile_of("head", shape, layout, workload, splits_rows=self.splits_rows)
+        self.root, self.embeddings, *kinds = shape.units
+        profile = partial(profile_of, shape=shape, layout=layout, workload=workload, splits_rows=self.splits_rows)
+        self.head = profile(None)
+        by_kind = {unit.kind: (unit, _with_budget(profile(unit.kind), workload)) for unit in kinds}
+        self.blocks, self.profiles = zip(*(by_kind[layer.kind] for layer in shape.layers), strict=True)
         self.head_gradient = self.head.backward[-1].weight_gradients
         self.c = workload.compute_bytes
         self.is_sharded = not layout.single_device
         self.has_copy = layout.single_device and self.c < MASTER_BYTES  # of the trained parameters
-        self.stream_bytes = block.source_bytes
-        self.kept_by_block = self.block.kept_bytes + (self.stream_bytes if self.block.keeps_source else 0)
+        self.stream_bytes = self.head.source_bytes
+        self.kept_by_blocks = [each.kept_bytes + self._source(each) for each in self.profiles]
+        self.kept_before = [*accumulate(self.kept_by_blocks, initial=0)]
         self.offloads = workload.checkpointing == "offload" and workload.on_cuda
-        self.root, self.embeddings, self.one_block = shape.units
         self.looked_up = self.root if shape.is_tied else self.embeddings
-        self.reduced_last = self.looked_up if shape.adapters is None else self.one_block
+        self.reduced_last = self.looked_up if shape.adapters is None else self.blocks[0]
         # Sizes that every moment needs.
         self.num_gathered = {unit.name: gathered_params(unit.parameters, layout) for unit in shape.units}
         self.num_reduced = {unit.name: gathered_params(unit.trained, layout) for unit in shape.units}
+        self.shards = {unit.name: self._shard(unit) for unit in shape.units}
         # Gradients of an earlier microbatch are alive in a later one; `adds_up`: whole ones, not shards.
         self.accumulates = workload.num_microbatches > 1
         self.adds_up = self.accumulates and workload.reduces_last and self.is_sharded
@@ -75,96 +80,87 @@ class Passes:
     def forward(self, held: Moment, *, keeps: bool = True, runs_head: bool = True) -> Iterator[Moment]:
         """The moments of a forward pass; without `keeps` no backward pass follows."""
         root = self._gathered(self.root)
-        block, num_layers = self.one_block, self.shape.num_layers
-        block_peak = self.block.forward_peak if keeps else self.block.scoring_peak
         head_peak = self.head.forward_peak if keeps else self.head.scoring_peak
         held = {**held, REDUCED: self._left_over() if keeps else 0}
         looked_up = self._cast(self.embeddings) + self._buffer(self.embeddings)
         yield {**held, GATHERED: root + self._buffer(self.root) + looked_up}
         held[TEMPORARIES] = self.stream_bytes
-        # Each block needs the same beside the activations that earlier blocks keep. So the peak is in the last block,
-        # or in the last one that still has as many behind it as are gathered ahead.
-        for num_ahead in (min(self.workload.gathered_ahead, num_layers - 1), 0):
-            kept = self._kept(num_layers - 1 - num_ahead) if keeps else 0
+        # A block's memory comes beside what those before it keep, and what those after it are gathered in.
+        for layer, (block, profile) in enumerate(zip(self.blocks, self.profiles, strict=True)):
+            peak = profile.forward_peak if keeps else profile.scoring_peak
+            buffers = sum(map(self._buffer, self.blocks[layer : layer + 1 + self.workload.gathered_ahead]))
             yield {
                 **held,
-                GATHERED: root + (1 + num_ahead) * self._buffer(block) + self._gathered(block),
-                ACTIVATIONS: kept + block_peak.activations,
-                TEMPORARIES: block_peak.temporaries + self.stream_bytes,
+                GATHERED: root + buffers + self._gathered(block),
+                ACTIVATIONS: (self._kept(layer) if keeps else 0) + peak.activations,
+                TEMPORARIES: peak.temporaries + self.stream_bytes,
             }
-        held |= {GATHERED: root + self._buffer(block), ACTIVATIONS: self._kept(num_layers) if keeps else 0}
+        held[GATHERED] = root + self._buffer(self.blocks[-1])
+        held[ACTIVATIONS] = self._kept(len(self.blocks)) if keeps else 0
         yield {**held, HEAD: head_peak.total if runs_head else 0}
 
     def backward(self, held: Moment) -> Iterator[Moment]:
         """The moments of a backward pass: the head, blocks from the last to the first, embeddings and root."""
         root = self._gathered(self.root)
-        block, num_layers = self.one_block, self.shape.num_layers
-        # The whole gradients of a unit are freed once they are copied into the input of its reduce-scatter, whose
-        # output comes on top.
-        reduced = self._shard(block) if self.adds_up else self._reduced(block)
-        prefetched = self._buffer(block) + self._cast(block)
         yield from self._through_head(held)
 
         # Blocks, the last first. The gradient of the head's matrix waits for the root to be reduced in the end.
         waiting = self._unreduced(self.head_gradient)
-        # The matrix of a score is a unit of its own, whose reduction comes before that of the blocks.
-        left_over = 0 if self.shape.scores else self._left_over()
-        for layer in sorted({num_layers - 1, max(0, num_layers - 2), min(1, num_layers - 1), 0}, reverse=True):
-            reduced_bytes = left_over if layer == num_layers - 1 else reduced
-            ahead = root + (prefetched if layer else 0)
-            peak = self.block.backward_peak
+        gradients = held[GRADIENTS] + (0 if self.accumulates else self._made_in_place(self.head_gradient))
+        # The whole gradients of a unit are freed once they are copied into the input of its reduce-scatter, whose
+        # output comes on top. The matrix of a score is a unit of its own, which is reduced before the blocks.
+        reduced = 0 if self.shape.scores else self._left_over()
+        for layer, (block, profile) in reversed([*enumerate(zip(self.blocks, self.profiles, strict=True))]):
+            next_one = self.blocks[layer - 1] if layer else None
+            prefetched = self._buffer(next_one) + self._cast(next_one) if next_one else 0
+            peak = profile.backward_peak
             yield {
-                **self._in_block(self._with_gradients(held, num_layers - 1 - layer), layer, peak),
-                GATHERED: ahead + self._gathered(block),
-                REDUCED: waiting + reduced_bytes + self._unreduced(peak.weight_gradients),
+                **self._in_block({**held, GRADIENTS: gradients}, layer, peak),
+                GATHERED: root + prefetched + self._gathered(block),
+                REDUCED: waiting + reduced + self._unreduced(peak.weight_gradients),
                 TEMPORARIES: peak.temporaries + self._made_in_place(peak.weight_gradients),
             }
+            reduced = self.shards[block.name] if self.adds_up else self._reduced(block)
+            gradients += 0 if self.accumulates else self.shards[block.name]
 
         # The embeddings; then the root is reduced, and they last where they are a unit.
         looked_up = self._whole(self.looked_up)
-        after_blocks = self._with_gradients(held, num_layers)
+        after_blocks = {**held, GRADIENTS: gradients}
         reduced_bytes = waiting + reduced + self._unreduced(looked_up)
         temporaries = self.stream_bytes + self._made_in_place(looked_up) + (looked_up if self.has_copy else 0)
         yield {**after_blocks, GATHERED: root, REDUCED: reduced_bytes, TEMPORARIES: temporaries}
         if not self.is_sharded:
             return
-        gradients = after_blocks[GRADIENTS]
         unreduced = self._whole(self.root) + self._whole(self.embeddings)
         if self.adds_up:
-            gradients += num_layers * (self._shard(block) - self._whole(block) * FLOAT32 // self.c)
+            gradients += sum(self.shards[each.name] - self._whole(each) * FLOAT32 // self.c for each in self.blocks)
         for unit in (self.root, self.embeddings):
-            gradients += 0 if self.accumulates else self._shard(unit)
+            gradients += 0 if self.accumulates else self.shards[unit.name]
             yield {**after_blocks, GRADIENTS: gradients, REDUCED: unreduced + self._reduced(unit)}
             unreduced -= self._whole(unit)
 
     def _through_head(self, held: Moment) -> Iterator[Moment]:
         """The moments of the head's backward pass."""
         head_stream = self.stream_bytes if self.head.keeps_source else 0
-        before = {**held, REDUCED: self._left_over(), ACTIVATIONS: self._kept(self.shape.num_layers)}
+        before = {**held, REDUCED: self._left_over(), ACTIVATIONS: self._kept(len(self.blocks))}
         gathered = self._gathered(self.root) + self._buffer(self.root) + self._cast(self.root)
         yield {**before, GATHERED: gathered, HEAD: self.head.kept_bytes + head_stream}
-        prefetched = self._buffer(self.one_block) + self._cast(self.one_block)
+        prefetched = self._buffer(self.blocks[-1]) + self._cast(self.blocks[-1])
         at_worst = self.head.backward_peak.total + head_stream + self._handed_over(self.head_gradient)
         yield {**before, GATHERED: self._gathered(self.root) + prefetched, HEAD: at_worst}
 
     def _in_block(self, held: Moment, layer: int, usage: Usage) -> Moment:
         """A moment of a block's backward pass, but for weights and their gradients."""
-        alive = self._kept(layer) + self.kept_by_block - self.block.kept_bytes + usage.activations
+        alive = self._kept(layer) + self._source(self.profiles[layer]) + usage.activations
         return {**held, ACTIVATIONS: alive, TEMPORARIES: usage.temporaries, SCRATCH: held[SCRATCH] + usage.kernels}
 
-    def _with_gradients(self, held: Moment, num_blocks: int) -> Moment:
-        """The held memory with the reduced gradients of the blocks whose backward pass has run.
-
-        Those of an earlier microbatch are there already. Without FSDP the gradient of the head is among them.
-        """
-        if self.accumulates:
-            return held
-        head_gradient = self._made_in_place(self.head_gradient)
-        return {**held, GRADIENTS: held[GRADIENTS] + head_gradient + num_blocks * self._shard(self.one_block)}
+    def _source(self, block: Profile) -> int:
+        """Bytes of a block's input, where that is kept."""
+        return self.stream_bytes if block.keeps_source else 0
 
     def _kept(self, num_blocks: int) -> int:
-        """The bytes that `num_blocks` blocks keep on the device; of inputs offloaded to the host, one is there."""
-        return self.kept_by_block * (min(num_blocks, 1) if self.offloads else num_blocks)
+        """The bytes that the first blocks keep on the device; of inputs offloaded to the host, one is there."""
+        return self.kept_by_blocks[num_blocks - 1] if self.offloads and num_blocks else self.kept_before[num_blocks]
 
     # Sizes of a unit.
 

@@ -130,11 +130,10 @@ class Moments:
 
     def on_host(self) -> dict[str, int]:
         """Bytes in the host's memory: offloaded inputs of all blocks, copies for checkpoints and for weight syncs."""
-        block_bytes = pinned(self.passes.kept_by_block) if self.passes.offloads else 0
+        offloaded = self.passes.kept_by_blocks if self.passes.offloads else []
         optimizer = state_bytes(self.shape, self.layout, self.workload)[2] if self.workload.has_moments_on_host else 0
-        return {OPTIMIZER: optimizer, INPUTS: self.shape.num_layers * block_bytes} | (
-            self.copies() if self.workload.on_cuda else {}
-        )
+        copies = self.copies() if self.workload.on_cuda else {}
+        return {OPTIMIZER: optimizer, INPUTS: sum(map(pinned, offloaded))} | copies
 
     def step(self) -> Iterable[Moment]:
         """The moments of the optimizer step."""
@@ -205,7 +204,7 @@ class Moments:
         """Sine and cosine of every position of a row, float32: one pair for the layers that have a window, if any, and
         one for those that have none."""
         num_pairs = len({window is None for window in self.shape.windows})
-        return num_pairs * 2 * FLOAT32 * self.workload.with_full_rows().tokens_per_microbatch * self.shape.head_dim
+        return num_pairs * 2 * FLOAT32 * self.workload.with_full_rows().tokens_per_microbatch * self.shape.turned_dim
 
     def reference_pass(self) -> Iterator[Moment]:
         """Moments of the pass over the start weights before training, which may have more documents than a step."""
@@ -242,7 +241,7 @@ class Moments:
     def merged_values(self) -> int:
         """Values that merging adapters needs: their first matrices, whole, and twice a rank's part of a matrix."""
         whole = sum(half.num_params for half in self.shape.first_halves)
-        return whole + 2 * max(local_size(each, self.layout).own for each in self.shape.parameters if each.layer == 0)
+        return whole + 2 * max(local_size(each, self.layout).own for each in self.shape.in_blocks)
 
     def weight_sync(self) -> Moment:
         """Memory of two buckets: one is filled while another travels, and a rank has its own part of each.

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
+from open_instruct.models.hf.names import is_stack
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.shard_layout import ShardLayout
@@ -94,7 +95,7 @@ def uses_muon(parameter: ParameterShape, workload: Workload) -> bool:
 def is_split_stack(parameter: ParameterShape, layout: ShardLayout) -> bool:
     """Whether ranks of a shard group have some of the matrices of a stack each."""
     degree = layout.expert_parallel_degree
-    return degree > 1 and len(parameter.shape) == 3 and parameter.shape[0] % degree == 0
+    return degree > 1 and is_stack(parameter.name) and parameter.shape[0] % degree == 0
 
 
 def gathered_shape(parameter: ParameterShape, layout: ShardLayout, *, rank: int = 0) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
 
-from open_instruct.models.hf.names import TensorNames, is_of_adapter
+from open_instruct.families import FULL, LINEAR
+from open_instruct.models.hf.names import TensorNames, is_of_adapter, is_stack
 from open_instruct.planning.memory.state import chunk_rows, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
@@ -34,13 +35,15 @@ def _sent(shape: ModelShape, workload: Workload) -> list[ParameterShape]:
         return [each for each in shape.parameters if is_of_adapter(each.name)]
     by_name = {each.name: each for parameter in shape.parameters for each in _in_files(parameter)}
     fields = {"model_type": shape.family, "tie_word_embeddings": shape.is_tied, "num_hidden_layers": shape.num_layers}
-    fields |= {"num_experts": shape.num_experts}
+    fields["layer_types"] = [LINEAR if layer.delta else FULL for layer in shape.layers]
+    fields["mlp_only_layers"] = [number for number, layer in enumerate(shape.layers) if not layer.num_experts]
+    fields["num_experts"] = shape.num_experts
     return [by_name[name] for name in TensorNames(SimpleNamespace(**fields)).olmo_core_names]
 
 
 def _in_files(parameter: ParameterShape) -> list[ParameterShape]:
     """The parameter, or each matrix of a stack of them, which is whole on one rank."""
-    if len(parameter.shape) < 3:
+    if not is_stack(parameter.name):
         return [parameter]
     number, *shape = parameter.shape
     return [

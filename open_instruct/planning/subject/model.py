@@ -10,8 +10,8 @@ import difflib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +19,12 @@ from typing import Any
 
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES, Family, QKNorm, family_of
-from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, SIZES, check_size
-from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, LM_HEAD, is_of_adapter
+from open_instruct.families import FAMILIES, LINEAR, SLIDING, Family, family_of
+from open_instruct.models.delta_rule.shape import DeltaShape, delta_shape
+from open_instruct.models.hf.hf_config import PART_TURNED, check_multiple, check_number, size_of
+from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, LM_HEAD, is_of_adapter, is_stack
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-SLIDING = "sliding_attention"
 
 # Words of a name that say how a model was trained or when, not how large it is.
 _VARIANT = re.compile(
@@ -67,12 +66,31 @@ class Adapters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What one layer of a model has, where layers differ.
+
+    Example: the layers of OLMo 3 without a window are `LayerShape(d_ff=11008)`, the others have `window=4096`.
+    """
+
+    d_ff: int  # of its feed-forward, or of each of its experts
+    num_experts: int = 0  # 0: the feed-forward is dense
+    window: int | None = None  # the tokens that a query sees, itself among them; None: all before
+    delta: DeltaShape | None = None  # in the place of attention
+
+    @property
+    def kind(self) -> "LayerShape":
+        """What decides its parameters and its memory: not the window."""
+        return replace(self, window=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """The parameters that FSDP gathers and frees together, and how many units are like this one."""
 
     name: str
     parameters: tuple[ParameterShape, ...]
     count: int = 1
+    kind: LayerShape | None = None  # of a block
 
     @property
     def trained(self) -> tuple[ParameterShape, ...]:
@@ -87,18 +105,15 @@ class ModelShape:
     name: str
     family: str
     d_model: int
-    d_ff: int
-    num_layers: int
+    layers: tuple[LayerShape, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    turned_dim: int  # features of a head that RoPE turns
     vocab_size: int
     is_tied: bool
-    qk_norm: QKNorm
-    windows: tuple[int | None, ...]  # of each layer: the tokens that a query sees, itself among them; None: all before
     checkpoint_bytes_per_param: int = 2
     scores: bool = False  # its head has one row
-    num_experts: int = 0  # of each layer, d_ff wide each; 0: the feed-forward is dense
     experts_per_token: int = 1
     adapters: Adapters | None = None
 
@@ -116,63 +131,99 @@ class ModelShape:
             is_trained = self.adapters is None or is_of_adapter(name) or (self.scores and name == LM_HEAD)
             return ParameterShape(name=name, shape=size, layer=layer, tensor_axis=axis, is_trained=is_trained)
 
-        block = list(self._block())
         parameters = [parameter(EMBEDDINGS, (self.vocab_size, self.d_model), 0)]
-        for layer in range(self.num_layers):
-            parameters += [parameter(f"blocks.{layer}.{name}", size, axis, layer) for name, size, axis in block]
+        for number, layer in enumerate(self.layers):
+            for name, size, axis in self._block(layer):
+                parameters.append(parameter(f"blocks.{number}.{name}", size, axis, number))
         parameters.append(parameter("lm_head.norm.weight", (self.d_model,), None))
         if not self.is_tied:
             parameters.append(parameter(LM_HEAD, (1 if self.scores else self.vocab_size, self.d_model), 0))
         return tuple(parameters)
 
-    def _block(self) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
+    def _block(self, layer: LayerShape) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
         """Names within a block, sizes and tensor axes."""
-        d_model, q_width, kv_width = self.d_model, self.q_width, self.kv_width
-        norm_widths = {"none": (), "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.qk_norm]
-        modules: dict[str, tuple[tuple[int, ...], int | None]] = {
-            "attention.w_q": ((q_width, d_model), 0),
-            "attention.w_k": ((kv_width, d_model), 0),
-            "attention.w_v": ((kv_width, d_model), 0),
-            "attention.w_out": ((d_model, q_width), 1),
-            **{f"attention.{one}_norm": ((width,), None) for one, width in zip("qk", norm_widths, strict=False)},
-            "attention_norm": ((d_model,), None),
-            **self._feed_forward(),
-            "feed_forward_norm": ((d_model,), None),
+        parameters: dict[str, tuple[tuple[int, ...], int | None]] = {
+            **(self._attention() if layer.delta is None else _whole(layer.delta.tensors(self.d_model))),
+            "attention_norm.weight": ((self.d_model,), None),
+            **self._feed_forward(layer),
+            "feed_forward_norm.weight": ((self.d_model,), None),
         }
-        for module, (size, axis) in modules.items():
-            yield module if len(size) == 3 else f"{module}.weight", size, axis
+        for name, (size, axis) in parameters.items():
+            module = name.removesuffix(".weight")
+            yield name, size, axis
             if self.traits.qkv_bias and axis == 0 and module.startswith("attention."):
                 yield f"{module}.bias", size[:1], axis
             if self.adapters is not None and module in self.adapters.modules:
                 yield f"{module}.{ADAPTER[0]}", (self.adapters.rank, size[1]), axis or None
                 yield f"{module}.{ADAPTER[1]}", (size[0], self.adapters.rank), None if axis else axis
 
-    def _feed_forward(self) -> dict[str, tuple[tuple[int, ...], int | None]]:
-        d_model, d_ff, num = self.d_model, self.d_ff, self.num_experts
+    def _attention(self) -> dict[str, tuple[tuple[int, ...], int | None]]:
+        d_model, q_width, kv_width = self.d_model, self.q_width, self.kv_width
+        widths = {"none": (), "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.traits.qk_norm]
+        return {
+            "attention.w_q.weight": ((q_width * (2 if self.traits.gates_attention else 1), d_model), 0),
+            "attention.w_k.weight": ((kv_width, d_model), 0),
+            "attention.w_v.weight": ((kv_width, d_model), 0),
+            "attention.w_out.weight": ((d_model, q_width), 1),
+            **{f"attention.{one}_norm.weight": ((width,), None) for one, width in zip("qk", widths, strict=False)},
+        }
+
+    def _feed_forward(self, layer: LayerShape) -> dict[str, tuple[tuple[int, ...], int | None]]:
+        d_model, d_ff, num = self.d_model, layer.d_ff, layer.num_experts
         sizes = {"w1": (d_ff, d_model), "w2": (d_model, d_ff), "w3": (d_ff, d_model)}
         if num:
             stacks = {f"feed_forward.experts.{each}": ((num, *sizes[each]), None) for each in ("w1", "w3", "w2")}
-            return {"feed_forward.router": ((num, d_model), None), **stacks}
-        return {f"feed_forward.{each}": (size, 1 if each == "w2" else 0) for each, size in sizes.items()}
+            return {"feed_forward.router.weight": ((num, d_model), None), **stacks}
+        return {f"feed_forward.{each}.weight": (size, 1 if each == "w2" else 0) for each, size in sizes.items()}
 
     def met(self, parameter: ParameterShape) -> int:
         """The numbers of a matrix that one token is multiplied with: of experts, those of a few."""
-        return parameter.num_params * self.experts_per_token // (parameter.shape[0] if len(parameter.shape) == 3 else 1)
+        return parameter.num_params * self.experts_per_token // (parameter.shape[0] if is_stack(parameter.name) else 1)
 
     @cached_property
-    def units(self) -> tuple[Unit, Unit, Unit]:
-        """FSDP's root, its embeddings, and one of its blocks, in the order in which a forward pass gathers them.
+    def units(self) -> tuple[Unit, ...]:
+        """FSDP's root, its embeddings, and a block of each kind, in the order in which a forward pass gathers them.
 
         Source: `Transformer.apply_fsdp` of OLMo-core with the wrapping strategy "blocks". The root unit is what is
         left: the last norm and the head's matrix, and the embeddings where they are tied to it; else they are a unit.
         """
         embeddings, *rest = self.parameters
         root = tuple(parameter for parameter in rest if parameter.layer is None)
+        kinds = [layer.kind for layer in self.layers]
+        blocks = []
+        for kind in dict.fromkeys(kinds):
+            first = kinds.index(kind)
+            parameters = tuple(each for each in rest if each.layer == first)
+            blocks.append(Unit(name=f"blocks as {first}", parameters=parameters, count=kinds.count(kind), kind=kind))
         return (
             Unit(name="root", parameters=(embeddings, *root) if self.is_tied else root),
             Unit(name="embeddings", parameters=() if self.is_tied else (embeddings,)),
-            Unit(name="blocks", parameters=tuple(each for each in rest if each.layer == 0), count=self.num_layers),
+            *blocks,
         )
+
+    @property
+    def in_blocks(self) -> list[ParameterShape]:
+        """The parameters of all blocks."""
+        return [each for each in self.parameters if each.layer is not None]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Those of the layers that attend."""
+        return tuple(layer.window for layer in self.layers if layer.delta is None)
+
+    @property
+    def num_experts(self) -> int:
+        """Those of the layers that have experts."""
+        return max(layer.num_experts for layer in self.layers)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether there are layers of the gated delta rule."""
+        return any(layer.delta for layer in self.layers)
 
     @property
     def num_params(self) -> int:
@@ -205,6 +256,11 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
 
+def _whole(tensors: dict[str, tuple[int, ...]]) -> dict[str, tuple[tuple[int, ...], int | None]]:
+    """Those of a layer's mixer that every tensor rank has whole."""
+    return {f"attention.{name}": (size, None) for name, size in tensors.items()}
+
+
 def read_config(file: Path) -> ModelShape:
     """The shape that a Hugging Face config.json describes.
 
@@ -218,58 +274,57 @@ def read_config(file: Path) -> ModelShape:
 def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelShape:
     """`read_config` for the fields of a config.json; `where` stands in errors."""
     family = family_of(fields.get("model_type"), where)
-
-    def count(field: str, default: int | None = None) -> int:
-        value = default if fields.get(field) is None else fields[field]
-        return check_size(field, value, SIZES.get(field, MAX_SIZE), where)
-
-    num_layers = count("num_hidden_layers")
+    count = partial(size_of, fields, where)
     num_heads = count("num_attention_heads")
     d_model = count("hidden_size")
     num_kv_heads = count("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise InputError(
-            f"{where}: num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = {num_kv_heads}"
-        )
-    if family.expert_size is not None:
-        count("decoder_sparse_step", 1)
-        if not isinstance(dense := fields.get("mlp_only_layers") or [], list):
-            raise InputError(f"{where}: mlp_only_layers = {dense!r}; a list of the numbers of layers is needed")
-    sparse = [family.is_sparse(SimpleNamespace(**fields), layer) for layer in range(num_layers)]
-    if any(sparse) and not all(sparse):
-        raise InputError(
-            f"{where}: mlp_only_layers or decoder_sparse_step leave layers dense; a plan takes all for alike"
-        )
+    check_multiple(where, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
+    head_dim = count("head_dim", family.default_head_dim or d_model // num_heads)
     dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
     return ModelShape(
         name=name,
         family=fields["model_type"],
         d_model=d_model,
-        d_ff=count(family.expert_size if sparse[0] and family.expert_size else "intermediate_size"),
-        num_experts=count("num_experts", fields.get("num_local_experts")) if sparse[0] else 0,
-        experts_per_token=count("num_experts_per_tok") if sparse[0] else 1,
-        num_layers=num_layers,
+        layers=tuple(_layers(fields, family, where)),
+        experts_per_token=1 if family.expert_size is None else count("num_experts_per_tok"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=count("head_dim", family.default_head_dim or d_model // num_heads),
+        head_dim=head_dim,
+        turned_dim=int(head_dim * _turned_share(fields, family, where)),
         vocab_size=count("vocab_size"),
         is_tied=bool(fields.get("tie_word_embeddings", False)),
-        qk_norm=family.qk_norm,
-        windows=_windows(fields, family, num_layers, where),
         checkpoint_bytes_per_param=BYTES_OF_DTYPE.get(dtype, 4),
     )
 
 
-def _windows(fields: dict[str, Any], family: Family, num_layers: int, where: str) -> tuple[int | None, ...]:
-    window, layer_types = fields.get("sliding_window"), fields.get("layer_types")
-    if window is None or not family.has_windows:
-        return (None,) * num_layers
-    check_size("sliding_window", window, MAX_POSITIONS, where)
-    if layer_types is None:
-        return family.default_windows(num_layers, window)
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise InputError(f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries")
-    return tuple(window if layer_type == SLIDING else None for layer_type in layer_types)
+def _layers(fields: dict[str, Any], family: Family, where: str) -> Iterator[LayerShape]:
+    count = partial(size_of, fields, where)
+    window = count("sliding_window") if family.has_windows and fields.get("sliding_window") is not None else None
+    delta = delta_shape(fields, where, is_fused=family.delta == "fused") if family.delta else None
+    count("decoder_sparse_step", 1)
+    if not isinstance(dense := fields.get("mlp_only_layers") or [], list):
+        raise InputError(f"{where}: mlp_only_layers = {dense!r}; a list of the numbers of layers is needed")
+    layer_types = fields.get("layer_types")
+    if layer_types is None and family.delta is not None:
+        layer_types = []  # refused, as transformers has rules of its own for what is not said
+    for layer, layer_type in enumerate(family.layer_types(layer_types, count("num_hidden_layers"), where)):
+        expert_size = family.expert_size if family.is_sparse(SimpleNamespace(**fields), layer) else None
+        yield LayerShape(
+            d_ff=count(expert_size or "intermediate_size"),
+            num_experts=count("num_experts", fields.get("num_local_experts")) if expert_size else 0,
+            window=window if layer_type == SLIDING else None,
+            delta=delta if layer_type == LINEAR else None,
+        )
+
+
+def _turned_share(fields: dict[str, Any], family: Family, where: str) -> float:
+    """The share of a head that RoPE turns."""
+    rope = {"rope_theta": fields.get("rope_theta", 1), PART_TURNED: fields.get(PART_TURNED, family.turned_share)}
+    if isinstance(given := fields.get("rope_parameters"), dict):
+        rope |= given
+    if family.may_not_turn and rope["rope_theta"] is None:
+        return 0.0
+    return 1.0 if family.turned_share is None else check_number(PART_TURNED, rope[PART_TURNED], where)
 
 
 def model_shape(name_or_path: str) -> ModelShape:

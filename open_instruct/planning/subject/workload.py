@@ -108,6 +108,12 @@ class Workload:
         groups, _ = self.rows.groups_in(self.tokens_per_microbatch)
         return self.tokens_per_microbatch + sum(saved_tokens(self.shared_prefix_tokens, size) for size in groups)
 
+    @property
+    def gathered_keys(self) -> int:
+        """Keys of a row with those of a shared prefix before each of its documents but the first, which follows it."""
+        num_documents = self.documents_per_group
+        return self.tokens_per_microbatch * num_documents * self.longest_sequence // self.rows.tokens_of(num_documents)
+
     def with_full_rows(self) -> Workload:
         """The same with rows that are full to the last token."""
         if self.pack_tokens <= self.tokens_per_microbatch:
@@ -337,6 +343,7 @@ def _cache_bytes(fleet: FleetSection, shape: ModelShape, bytes_per_param: int, d
         share = int(fleet.vllm_gpu_memory_utilization * device_memory_bytes)
         return max(0, share - shape.num_params * bytes_per_param)
     tokens = fleet.vllm_max_num_batched_tokens or ENGINE_TOKENS
-    block_bytes = tokens * (3 * shape.d_ff * shape.experts_per_token + 4 * shape.d_model) * bytes_per_param
+    width = max(each.d_ff * (shape.experts_per_token if each.num_experts else 1) for each in shape.layers)
+    block_bytes = tokens * (3 * width + 4 * shape.d_model) * bytes_per_param
     logit_bytes = 2 * (fleet.vllm_max_num_seqs or ENGINE_SEQS) * shape.vocab_size * 4
     return fleet.vllm_kv_cache_mib * MIB + block_bytes + logit_bytes

@@ -1,0 +1,1 @@
+"""Layers of the gated delta rule, in the place of attention."""

@@ -1,0 +1,127 @@
+"""A layer of the gated delta rule, in the place of a block's attention, with Hugging Face's parameters.
+
+Queries, keys and values are projected, go through a short causal convolution and SiLU, and are what the rule (rule.py)
+remembers and reads; what it reads is normalised, gated and projected back. Olmo-Hybrid has a matrix and a convolution
+for each of the three, Qwen 3.5 one for all of them.
+
+Legend of the shape suffixes: T tokens of all rows laid end to end, C channels of the convolution, H value heads, V
+features of a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from olmo_core.nn.attention.base import SequenceMixer, SequenceMixerConfig
+from torch import nn
+
+from open_instruct.models.attention.attention import Gathered
+from open_instruct.models.attention.segments import Segments
+from open_instruct.models.delta_rule.rule import Inputs, exact, gated_delta_rule
+from open_instruct.models.delta_rule.shape import DeltaShape
+from open_instruct.models.delta_rule.walk import Walk, walk_on_device
+
+
+@dataclass
+class DeltaRuleConfig(SequenceMixerConfig["DeltaRuleMixer"]):
+    """OLMo-core's config of a block's mixer, for a `DeltaRuleMixer`."""
+
+    shape: DeltaShape
+    norm_eps: float
+    doubles_rates: bool = False
+    """Rates of writing go up to 2, so that a memory can change its sign (arXiv:2411.12537)."""
+
+    def num_params(self, d_model: int) -> int:
+        return sum(map(prod, self.shape.tensors(d_model).values()))
+
+    def build(self, d_model: int, *, init_device: str = "cpu", **_: object) -> DeltaRuleMixer:
+        return DeltaRuleMixer(self, d_model, init_device=init_device)
+
+
+class DeltaRuleMixer(SequenceMixer):
+    """The layer; its parameters are those of `DeltaShape.tensors`."""
+
+    def __init__(self, config: DeltaRuleConfig, d_model: int, *, init_device: str) -> None:
+        super().__init__()
+        self.shape, self.doubles_rates = config.shape, config.doubles_rates
+        heads, (_, _, values) = self.shape.num_value_heads, self.shape.widths
+        linear = partial(nn.Linear, bias=False, device=init_device)
+        self.A_log = nn.Parameter(torch.empty(heads, device=init_device))
+        self.dt_bias = nn.Parameter(torch.empty(heads, device=init_device))
+        for part, rows in self.shape.parts.items():
+            self.add_module(f"w_{part}", linear(d_model, rows))
+        self.w_a = linear(d_model, heads)
+        self.w_b = linear(d_model, heads)
+        self.w_g = linear(d_model, values)
+        self.add_module(self.shape.output, linear(values, d_model))
+        for part, rows in self.shape.parts.items():
+            convolution = nn.Conv1d(rows, rows, self.shape.conv_kernel_dim, groups=rows, bias=False, device=init_device)
+            self.add_module(f"{part}_conv1d", convolution)
+        self.o_norm = GatedNorm(self.shape.value_head_dim, eps=config.norm_eps, device=init_device)
+
+    def forward(self, x: torch.Tensor, cu_doc_lens: Any = None, **_: object) -> torch.Tensor:
+        """The output for x, (B, T, D); `cu_doc_lens` are the `Segments` of the rows laid end to end."""
+        assert isinstance(cu_doc_lens, Segments), "blocks are called by a SegmentTransformer, with segments"
+        x_TD = x.flatten(0, 1)
+        projected = [self.get_submodule(f"w_{part}")(x_TD) for part in self.shape.parts]
+        rate_TH = self.w_b(x_TD).sigmoid() * (2 if self.doubles_rates else 1)
+        decay_TH = -exact(self.A_log).exp() * F.softplus(exact(self.w_a(x_TD)) + self.dt_bias)
+        read_THV = self._remember(projected, decay_TH, rate_TH, cu_doc_lens)
+        gate_THV = self.w_g(x_TD).unflatten(-1, read_THV.shape[1:])
+        output_TD: torch.Tensor = self.get_submodule(self.shape.output)(self.o_norm(read_THV, gate_THV).flatten(1))
+        return output_TD.view_as(x)
+
+    # Compiled blocks leave this out, as it differs with every row's lengths.
+    @torch.compiler.disable
+    def _remember(
+        self, projected: list[torch.Tensor], decay_TH: torch.Tensor, rate_TH: torch.Tensor, segments: Segments
+    ) -> torch.Tensor:
+        shape = self.shape
+        lengths = segments.lengths, segments.prefix_lengths
+        walk = walk_on_device(*lengths, shape.conv_kernel_dim - 1, projected[0].device)
+        convolutions = [self.get_submodule(f"{part}_conv1d") for part in shape.parts]
+        mixed = [F.silu(convolve(*each, walk)) for each in zip(projected, convolutions, strict=True)]
+        query, key, value = mixed[0].split(shape.widths, dim=-1) if shape.is_fused else mixed
+        num_shared = shape.num_value_heads // shape.num_key_heads
+        query, key = (
+            each.unflatten(-1, (shape.num_key_heads, 1, -1)).expand(-1, -1, num_shared, -1).flatten(1, 2)
+            for each in (query, key)
+        )
+        value = value.unflatten(-1, (shape.num_value_heads, -1))
+        return gated_delta_rule(Inputs(query, key, value, decay_TH, rate_TH), segments, walk)
+
+    def refuse(self, *_: object, **__: object) -> None:
+        raise NotImplementedError("neither heads nor rows are split where a layer remembers; weights are not drawn")
+
+    apply_tp = apply_cp = init_weights = refuse
+
+    def num_flops_per_token(self, seq_len: int) -> int:
+        """Six for each parameter, and three times the rule's own products."""
+        del seq_len
+        return 6 * sum(each.numel() for each in self.parameters()) + 3 * self.shape.rule_flops
+
+
+def convolve(x_TC: torch.Tensor, convolution: nn.Module, walk: Walk) -> torch.Tensor:
+    """Each channel over a token and those before it in its document, zero before the first; (T, C)."""
+    with_zero = torch.cat([x_TC, x_TC.new_zeros(1, x_TC.shape[1])])
+    laid_out = Gathered.apply(with_zero, walk.history)
+    convolved = convolution(laid_out.T.unsqueeze(0))[0].T
+    return convolved.index_select(0, walk.after_history_T)
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm over the features of a head, times SiLU of a gate, rounded where transformers rounds."""
+
+    def __init__(self, size: int, *, eps: float, device: str) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size, device=device)), eps
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        given = exact(x)
+        normed = self.weight * (given * (given.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
+        return (normed * F.silu(exact(gate))).to(x.dtype)

@@ -1,0 +1,87 @@
+"""The shape of a layer of the gated delta rule, from a config.json and without torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from open_instruct.models.hf.hf_config import check_multiple, size_of
+
+SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+CHUNK = 64
+"""Tokens of the longest chunk: what a chunk computes at once grows with its square."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """Heads of keys (and queries) and of values, which groups of the latter share, their features, and the convolution.
+
+    The sizes have the names of config.json, without its `linear_`.
+
+    Example: a layer of Olmo-Hybrid 7B::
+
+        DeltaShape(num_key_heads=30, num_value_heads=30, key_head_dim=96, value_head_dim=192, conv_kernel_dim=4,
+                   is_fused=False)
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+    is_fused: bool  # queries, keys and values are one matrix
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Features of all queries, of all keys and of all values."""
+        keys = self.num_key_heads * self.key_head_dim
+        return keys, keys, self.num_value_heads * self.value_head_dim
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The matrices that queries, keys and values come from, and their rows."""
+        return {"qkv": sum(self.widths)} if self.is_fused else dict(zip("qkv", self.widths, strict=True))
+
+    @property
+    def output(self) -> str:
+        """The matrix of the output: adapters for `o_proj` are beside `w_out`, and one matrix for all has `out_proj`."""
+        return "w_output" if self.is_fused else "w_out"
+
+    @property
+    def rule_flops(self) -> int:
+        """Of the rule for one token in a forward pass: with what is remembered, and within a chunk."""
+        keys, values = self.key_head_dim, self.value_head_dim
+        return 2 * self.num_value_heads * (2 * keys * values + CHUNK * (3 * keys + 2 * values))
+
+    @property
+    def numbers_of_chunk(self) -> tuple[int, int, int]:
+        """Of the rule for a chunk: those that it keeps, and those it has beside them forward and backward."""
+        keys, values, heads = self.key_head_dim, self.value_head_dim, self.num_value_heads
+        kept = CHUNK * (8 * keys + 2 * values + 5 * CHUNK) + keys * (2 * values + keys)
+        forward = CHUNK * (7 * keys + 3 * values + 5 * CHUNK)
+        return heads * kept, heads * forward, heads * CHUNK * (values + CHUNK)
+
+    def tensors(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """Parameters by their names in the layer, in the order in which it registers them."""
+        heads, (_, _, values) = (self.num_value_heads,), self.widths
+        return {
+            "A_log": heads,
+            "dt_bias": heads,
+            **{f"w_{part}.weight": (rows, d_model) for part, rows in self.parts.items()},
+            "w_a.weight": (*heads, d_model),
+            "w_b.weight": (*heads, d_model),
+            "w_g.weight": (values, d_model),
+            f"{self.output}.weight": (d_model, values),
+            **{f"{part}_conv1d.weight": (rows, 1, self.conv_kernel_dim) for part, rows in self.parts.items()},
+            "o_norm.weight": (self.value_head_dim,),
+        }
+
+
+def delta_shape(fields: Mapping[str, Any], where: str, *, is_fused: bool) -> DeltaShape:
+    """The shape that the fields of a config.json give; `where` stands in errors.
+
+    Raises:
+        InputError: a size is none, or groups of value heads cannot share the key heads.
+    """
+    sizes = {name: size_of(fields, where, f"linear_{name}") for name in SIZES}
+    check_multiple(where, **{f"linear_{name}": sizes[name] for name in ("num_value_heads", "num_key_heads")})
+    return DeltaShape(**sizes, is_fused=is_fused)
