@@ -5,9 +5,10 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from io import TextIOWrapper
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -98,24 +99,38 @@ def column_file(path: Path, name: str, flag: str) -> RowSource:
     except Exception as error:  # pyarrow's kinds of errors have no common ancestor
         kind = "a Parquet" if is_parquet else "an Arrow"
         raise InputError(f"{flag}: {name} is not {kind} file, or is damaged: {one_line(error)}") from error
-    return file_rows(path, name, read=partial(_slices, batches, name), parse=_value_of_slice, num_rows=num_rows)
+    return file_rows(path, name, read=partial(_numbered_rows, batches, name), parse=_value_of_row, num_rows=num_rows)
 
 
-def _slices(batches: Batches, file: str) -> Iterator[tuple[int, Any]]:
-    """Each row with its number, as a batch of its own, since one may be bad or too long."""
+def _numbered_rows(batches: Batches, file: str) -> Iterator[tuple[int, Any]]:
     try:
-        yield from enumerate((batch.slice(row, 1) for batch in batches() for row in range(batch.num_rows)), start=1)
+        yield from enumerate(chain.from_iterable(map(_split, batches())), start=1)
     except Exception as error:
         raise InputError(f"{file} is damaged: {one_line(error)}; fetch it again") from error
 
 
-def _value_of_slice(batch: Any) -> dict[str, Any]:
+def _split(batch: Any) -> Iterable[Any]:
+    """The rows of a batch, read at once; where one may be bad or too long, a batch of each."""
+    if _shows_length(batch) and batch.nbytes <= _LONGEST_ROW:
+        with suppress(Exception):  # such as of text that is not UTF-8
+            return list(batch.to_pylist())
+    return (batch.slice(row, 1) for row in range(batch.num_rows))
+
+
+def _shows_length(batch: Any) -> bool:
+    """Whether no repeated texts are stored once, in dictionaries."""
+    return "dictionary<" not in str(batch.schema.types)
+
+
+def _value_of_row(row: Any) -> dict[str, Any]:
+    """A row that is read already, or that of a batch of one."""
+    if isinstance(row, dict):
+        return row
     too_long = f"the row has more than {_LONGEST_ROW >> 20} MiB, more than a model reads"
-    # Where repeated texts are stored once, in dictionaries, a batch does not show how long its row is.
-    if batch.nbytes > _LONGEST_ROW and "dictionary<" not in str(batch.schema.types):
+    if _shows_length(row) and row.nbytes > _LONGEST_ROW:
         raise MalformedRow("not_readable", too_long)
     try:
-        (value,) = batch.to_pylist()
+        (value,) = row.to_pylist()
     except Exception as error:  # such as text that is not UTF-8
         raise MalformedRow("not_readable", f"damaged: {one_line(error)}") from error
     if len(str(value)) > _LONGEST_ROW:
