@@ -9,9 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.sections import flag
+from open_instruct.config.training import LearnerConfig
+from open_instruct.environments.registry import known_environments
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import described_run
+from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.whole_file import write_asked
 
 # Flags that a run cannot do without and that say nothing of its rows.
@@ -48,10 +52,11 @@ def main(argv: Sequence[str]) -> int:
     for warning in warnings:
         print(f"open-instruct preview: warning: {warning}", file=sys.stderr)
 
+    known = known_of(config)  # users' own code, which may need torch
     with _without_torch():
         from open_instruct.preview.sample import html_page, print_sample, sample_of
 
-        sample = sample_of(config, objective, num_read=config.preview.read, num_shown=config.preview.rows)
+        sample = sample_of(config, objective, known, num_read=config.preview.read, num_shown=config.preview.rows)
     if config.preview.out is None:
         print_sample(sample, Console(highlight=False, soft_wrap=True))
     else:
@@ -71,6 +76,14 @@ def parse_request(words: Sequence[str]) -> tuple[Any, Objective, list[str]]:
     example = "open-instruct preview dpo --mixer_list"
     config, objective, unneeded = described_run(words, assumed=ASSUMED, example=example, preview=PreviewFlags)
     return config, objective, [*objective.validate(config), *unneeded]
+
+
+def known_of(config: LearnerConfig) -> dict[str, Any]:
+    """The verifiers and environments that a run's rows may name, as a builder of prompts takes them."""
+    if not isinstance(config, GRPOConfig):
+        return {}
+    environments = known_environments(config.environment)
+    return {"known_verifiers": known_verifiers(config.reward), "known_environments": environments}
 
 
 @contextmanager

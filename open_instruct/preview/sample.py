@@ -28,7 +28,6 @@ from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.objectives.objective import Objective
 from open_instruct.records import Document
-from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.wording import counted, escaped, pages_in
 
 LEARNED_STYLE = "bold green"
@@ -81,8 +80,10 @@ class Sample:
     refusal: InputError | None
 
 
-def sample_of(config: LearnerConfig, objective: Objective, *, num_read: int, num_shown: int) -> Sample:
-    """Read and build rows under the flags of a run.
+def sample_of(
+    config: LearnerConfig, objective: Objective, known: dict[str, Any], *, num_read: int, num_shown: int
+) -> Sample:
+    """Read and build rows under the flags of a run; `known` are the verifiers and environments that prompts may name.
 
     Raises:
         InputError: a file, the tokenizer or the template will not do, or no row can be used.
@@ -95,7 +96,7 @@ def sample_of(config: LearnerConfig, objective: Objective, *, num_read: int, num
     name = model.tokenizer_name_or_path or model.model_name_or_path
     tokenizer = load_tokenizer(name, revision=model.revision_of_tokenizer)
     chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
-    builder = _builder(config, objective, chat)
+    builder = _builder(config, objective, chat, known)
     entries = tuple(  # the first rows of a large data set; the run takes them too
         entry if entry.count(len(source)) <= num_read else replace(entry, amount=num_read)
         for entry, source in zip(entries, sources, strict=True)
@@ -115,14 +116,14 @@ def sample_of(config: LearnerConfig, objective: Objective, *, num_read: int, num
     )
 
 
-def _builder(config: LearnerConfig, objective: Objective, chat: ChatFormat) -> RowBuilder:
+def _builder(config: LearnerConfig, objective: Objective, chat: ChatFormat, known: dict[str, Any]) -> RowBuilder:
     """The run's builder, which counts bad rows whatever --on_bad_row is, so that good ones can be shown."""
     if isinstance(config, GRPOConfig):
         return PromptBuilder(
             chat,
             max_prompt_token_length=config.data.max_prompt_token_length,
             on_bad_row="skip",
-            known_verifiers=known_verifiers(config.reward),
+            **known,
             **row_changes(config),
         )
     builder_of: Callable[..., RowBuilder] = objective.rows_of(config)  # type: ignore[arg-type]
@@ -151,8 +152,9 @@ def _shown(dataset: TokenDataset, row: int, titles: Sequence[str], tokenizer: Pr
 def _note(dataset: TokenDataset, row: int) -> str:
     details = dataset.details(row)
     if details.startswith(b"{"):
-        checks = json.loads(details)["checks"]
-        return "judged by " + "; ".join(f"{check['verifier']}: {shortened(check['ground_truth'])}" for check in checks)
+        told = json.loads(details)
+        notes = [f"judged by {check['verifier']}: {shortened(check['ground_truth'])}" for check in told["checks"]]
+        return "; ".join([f"answered by {told['environment']}", *notes] if "environment" in told else notes)
     values = dataset.values(row).tolist()
     return f"given to the loss: {', '.join(f'{value:g}' for value in values)}" if values else ""
 

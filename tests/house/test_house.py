@@ -67,7 +67,6 @@ FLOORS = [
     {"models"},
     {"packing"},
     {"objectives"},
-    {"preview"},
     {"planning"},
     {"migrate"},
     {"checkpoints"},
@@ -79,6 +78,7 @@ FLOORS = [
     {"weights"},
     {"engines"},
     {"environments"},
+    {"preview"},
     {"episodes"},
     {"rollout"},
     {

@@ -21,6 +21,7 @@ from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import objective_named
+from open_instruct.preview.command import known_of
 from open_instruct.preview.sample import Sample, bars_of, html_page, print_sample, sample_of
 from tests.unit.token_data import byte_tokenizer, load_rows, write_rows
 
@@ -47,7 +48,7 @@ def sample(name: str, model: Path, rows: Path, *words: str, num_read: int = 1000
     argv = ["--model_name_or_path", str(model), flag, str(rows), "1.0", "--output_dir", "x", *words]
     objective = objective_named(name)
     config: Any = parse(objective.config_class, argv)
-    return sample_of(config, objective, num_read=num_read, num_shown=num_shown)
+    return sample_of(config, objective, known_of(config), num_read=num_read, num_shown=num_shown)
 
 
 def text_of(shown: Any, *, learned: bool) -> str:
@@ -96,6 +97,28 @@ def test_prompts_with_what_judges_them(model: Path, tmp_path: Path) -> None:
     changes = ("--remap_verifier", "gsm8k=math", "--system_prompt_override_file", str(tmp_path / "system.txt"))
     (row,) = sample("grpo", model, rows, *changes).rows
     assert row.note == 'judged by math: "5"' and "Sums." in text_of(row.documents[0], learned=False)
+
+
+def test_prompts_with_what_answers_them(model: Path, tmp_path: Path) -> None:
+    asked = {"prompt": "Count to 3.", "env_config": {"env_name": "counter", "target": 3}}
+    rows = write_rows(tmp_path / "p.jsonl", asked, asked | {"ground_truth": "3", "dataset": "gsm8k"})
+    shown = sample("grpo", model, rows)
+    assert shown.refusal is None
+    assert [row.note for row in shown.rows] == ["answered by counter", 'answered by counter; judged by gsm8k: "3"']
+
+
+def test_users_own_code_may_load_torch(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import torch\n\ndef even(completion, ground_truth):\n    return 1.0\n")
+    rows = write_rows(tmp_path / "p.jsonl", {"prompt": "q", "ground_truth": "2", "dataset": "even"})
+    words = ["--model_name_or_path", str(model), "--dataset_mixer_list", str(rows), "1.0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "open_instruct.cli", "preview", "grpo", *words, "--verifier", f"{tmp_path}/own.py:even"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "judged by even: {" in done.stdout, done.stderr
 
 
 def test_bad_rows_are_told_of_beside_the_good(model: Path, tmp_path: Path) -> None:
