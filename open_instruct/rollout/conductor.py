@@ -56,6 +56,7 @@ class Conductor:
         self._config = config
         self._version = 0
         self._num_accepted = 0  # of the step at hand
+        self._checked_s = time.monotonic()
         self._outstanding: deque[AskedGroup] = deque()  # in ticket order
         self._to_ask_again: list[tuple[int, Prompt]] = []
         self._failure: RunError | None = None
@@ -166,7 +167,7 @@ class Conductor:
     def _next_group(self, check: Callable[[], object], timeout_s: float) -> RolloutGroup:
         """The first group in ticket order that is complete, past as many others as there are spare prompts."""
         near = list(islice(self._outstanding, 1 + self._config.rollout.num_spare_prompts))
-        changed_s = checked_s = time.monotonic()
+        changed_s = time.monotonic()
         while True:
             with self._changed:
                 if self._failure is not None:
@@ -179,9 +180,9 @@ class Conductor:
                     changed_s = time.monotonic()
                 elif time.monotonic() - changed_s >= timeout_s:
                     raise RunError(self._stalled(near[0], timeout_s))
-            if time.monotonic() - checked_s >= CHECK_INTERVAL_S:
+            if time.monotonic() - self._checked_s >= CHECK_INTERVAL_S:
                 check()  # without the lock, which those need who tell of failures
-                checked_s = time.monotonic()
+                self._checked_s = time.monotonic()
 
     def _give_up_before(self, step: int) -> int:
         """Give up groups that are too old to be learned from in `step`: spare ones. Returns how many there were."""

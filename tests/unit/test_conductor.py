@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -379,6 +380,24 @@ class TestFailure:
             with pytest.raises(RunError) as caught:
                 it.next_batch(1, check=check, timeout_s=STALL_TIMEOUT_S)
         assert caught.value is lost and len(checks) == 3
+
+    def test_of_the_learners_is_looked_for_though_groups_follow_each_other_fast(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("open_instruct.rollout.conductor.CHECK_INTERVAL_S", 0.2)
+        checked = threading.Event()
+        with conductor("--async_steps", "0", pool=FakePool()) as (it, pool):
+
+            def finish_slowly() -> None:
+                while pool.pending:
+                    time.sleep(0.08)  # a group takes 0.16 s, the step 0.48
+                    pool.finish()
+
+            engines = threading.Thread(target=finish_slowly)
+            engines.start()
+            it.next_batch(1, check=checked.set, timeout_s=STALL_TIMEOUT_S)
+            engines.join()
+        assert checked.is_set()
 
     def test_of_nothing_arriving_names_what_is_waited_for(self) -> None:
         with conductor("--async_steps", "1", pool=FakePool()) as (it, pool):
