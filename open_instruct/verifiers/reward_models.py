@@ -30,7 +30,7 @@ class RewardModel(Verifier):
         try:
             self.config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
             problem = self._problem()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:  # the last of JSON that is no object
             problem = f"{folder}/config.json cannot be read: {error}"
         if problem is not None:
             raise InputError(f"--verifier {self.name}:{settings}: {problem}")

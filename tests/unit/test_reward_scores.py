@@ -341,6 +341,12 @@ def test_a_causal_model_is_no_reward_model_for_a_verifier(folder: Path) -> None:
         known_verifiers(RewardSection(verifier=[f"reward_model:{folder}"]))
 
 
+def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("null")
+    with pytest.raises(InputError, match=r"config\.json cannot be read"):
+        known_verifiers(RewardSection(verifier=[f"reward_model:{tmp_path}"]))
+
+
 def test_it_is_planned_and_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8", "--json"]
     assert main(["plan", "reward_model", *words, "--activation_checkpointing", "full"]) == 0
