@@ -119,13 +119,8 @@ def sample_of(
 def _builder(config: LearnerConfig, objective: Objective, chat: ChatFormat, known: dict[str, Any]) -> RowBuilder:
     """The run's builder, which counts bad rows whatever --on_bad_row is, so that good ones can be shown."""
     if isinstance(config, GRPOConfig):
-        return PromptBuilder(
-            chat,
-            max_prompt_token_length=config.data.max_prompt_token_length,
-            on_bad_row="skip",
-            **known,
-            **row_changes(config),
-        )
+        most = config.data.max_prompt_token_length
+        return PromptBuilder(chat, max_prompt_token_length=most, on_bad_row="skip", **known, **row_changes(config))
     builder_of: Callable[..., RowBuilder] = objective.rows_of(config)  # type: ignore[arg-type]
     own: Any = objective.row_arguments(config)
     return builder_of(chat, max_seq_length=config.data.max_seq_length, on_bad_row="skip", **own)
