@@ -190,7 +190,8 @@ class SafeCheckpointer(Checkpointer):
         def fill() -> dict[str, Any]:
             tensors, values = split(state)
             read_parts(folder, index["tensors"], {name: part_of(tensor) for name, tensor in tensors.items()})
-            put_values(state, {name: from_json(index["values"][name]) for name in values})
+            # Fused AdamW has settings that AdamW with moments on the host has not: these stay.
+            put_values(state, {name: from_json(index["values"][name]) for name in values if name in index["values"]})
             own = f"rank{get_rank()}.json" if manifest.num_ranks > get_rank() else "rank0.json"
             train_state = cast(dict[str, Any], from_json(json.loads((folder / own).read_bytes())))
             if (step := train_state["global_step"]) != manifest.step:

@@ -1,5 +1,6 @@
 """One rank's learner of GRPO; a driver brings its steps."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -86,4 +87,5 @@ class GRPOLearner:
         return {"drivers_state": self.drivers_state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.drivers_state = state_dict["drivers_state"]
+        is_older = "json" in state_dict
+        self.drivers_state = json.loads(state_dict["json"]) if is_older else state_dict["drivers_state"]

@@ -100,6 +100,15 @@ def check_found(name: str, found: list[dict[str, Any]], saved: list[dict[str, An
     assert any(tensor.startswith("reference.") for tensor in names) == (name == "skip_step")
 
 
+def test_moments_come_back_from_the_host(grpo_case: GRPOCase) -> None:
+    """A run may go on without --adam_offload: with an AdamW that has settings of its own."""
+    flags = with_layout(flags_of(grpo_case, "from_host"), ONE)
+    ((saved,),) = call("save_from_host", 1, [flags])
+    ((found,),) = call("load_each", 1, [flags])
+    assert "error" not in found, found["error"]
+    assert found["tensors"] == saved["tensors"] and found["found"] == {"mark": 2}
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

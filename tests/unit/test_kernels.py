@@ -191,6 +191,7 @@ class TestFlashAttention3:
         monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, FA3, register)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(kernels, "find_spec", lambda name: "a spec")
+        monkeypatch.setattr(kernels, "trial", lambda device: torch.ones(4))
         yield happened
         if torch_attention.current_flash_attention_impl() is not None:
             torch_attention.restore_flash_attention_impl()
@@ -243,3 +244,26 @@ class TestFlashAttention3:
         said = kernels.choose_attention(CUDA, param_dtype="bfloat16")
         assert said is not None and said.endswith(f"left out: {error.__name__}: no backward kernels")
         assert torch_attention.current_flash_attention_impl() is None
+
+    @pytest.mark.parametrize(("off", "is_kept"), [(1e-3, True), (0.1, False), (float("nan"), False), (None, False)])
+    def test_it_stays_if_a_trial_gives_the_same(
+        self, off: float | None, is_kept: bool, monkeypatch: pytest.MonkeyPatch, pretended: list[str]
+    ) -> None:
+        """Without a number the trial fails, as with kernels that take other arguments."""
+
+        def trial(device: torch.device) -> torch.Tensor:
+            if torch_attention.current_flash_attention_impl() != FA3:
+                return torch.ones(4)
+            if off is None:
+                raise TypeError("fwd takes others")
+            return torch.ones(4) + off
+
+        monkeypatch.setattr(kernels, "trial", trial)
+        said = kernels.choose_attention(CUDA, param_dtype="bfloat16")
+        assert said is not None and ("left out" in said) is not is_kept
+        assert said.endswith("TypeError: fwd takes others") is (off is None)
+        assert pretended == (["registered"] if is_kept else ["registered", "removed"])
+
+    def test_a_trial_has_output_and_gradients(self) -> None:
+        values = kernels.trial(CPU)
+        assert values.shape == (256 * 64 * (4 + 4 + 2 + 2),) and values.isfinite().all()

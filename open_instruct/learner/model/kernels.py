@@ -3,12 +3,13 @@
 Settings without an effect are replaced, refused or warned of.
 
 Decisions are pure functions of the device's facts, so tests can make them for devices that are not there.
-FlashAttention 3 has not been run: it is used where it is installed and PyTorch takes it.
+FlashAttention 3 has not been run: it is used where PyTorch takes it, and only if its results equal PyTorch's own.
 """
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import cast
 
 import torch
 from olmo_core.nn.attention.flash_linear_attn_api import has_fla
@@ -21,6 +22,8 @@ from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sections import MemorySection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
+from open_instruct.models.attention.attention import attend_over_segments
+from open_instruct.models.attention.segments import QKV, Segments
 from open_instruct.models.delta_rule.mixer import DeltaRuleMixer
 from open_instruct.models.hf.names import names_module
 from open_instruct.run.opened import Run
@@ -31,6 +34,8 @@ HOPPER = 9
 WITHOUT_FA3 = (
     "attention by PyTorch's own kernels; FlashAttention 3 is faster on this GPU: OPEN_INSTRUCT_FA3=1 scripts/install.sh"
 )
+# For bfloat16, whose steps are 2^-8 of a number.
+TOLERANCE = 2e-2
 
 
 def choose_kernels(
@@ -151,20 +156,36 @@ def plain_rule(*, shares_prompts: bool) -> str:
 
 
 def choose_attention(device: torch.device, *, param_dtype: str) -> str | None:
-    """Activate FlashAttention 3 where it is installed. Returns a message for the console, or None.
+    """Activate FlashAttention 3 where it is installed and right. Returns a message for the console, or None.
 
-    It is for GPUs of compute capability 9 alone. PyTorch itself refuses a package without the kernels that it calls.
+    It is for GPUs of compute capability 9 alone.
     """
-    has_door = hasattr(torch_attention, "activate_flash_attention_impl")
+    has_door = hasattr(torch_attention, "restore_flash_attention_impl")
     if device.type != "cuda" or param_dtype == "float32" or not has_door:
         return None
     if torch.cuda.get_device_capability(device)[0] != HOPPER or FA3 not in torch_attention.list_flash_attention_impls():
         return None
     if find_spec(FA3_PACKAGE) is None:
         return WITHOUT_FA3
+    expected = trial(device)
     try:
         torch_attention.activate_flash_attention_impl(FA3)
-    except (ImportError, RuntimeError) as error:
+        off = float((trial(device) - expected).norm() / expected.norm())
+        if off <= TOLERANCE:
+            return f"attention by FlashAttention 3 ({FA3_PACKAGE}), as close as {off:.0e} to PyTorch's own in a trial"
+        what = f"in a trial it is {off:.0e} from PyTorch's own"
+    except Exception as error:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return f"FlashAttention 3 is installed ({FA3_PACKAGE}) but left out: {what}"
-    return f"attention by FlashAttention 3 ({FA3_PACKAGE})"
+    if torch_attention.current_flash_attention_impl() is not None:
+        torch_attention.restore_flash_attention_impl()
+    return f"FlashAttention 3 is installed ({FA3_PACKAGE}) but left out: {what}"
+
+
+def trial(device: torch.device) -> torch.Tensor:
+    """Output and gradients, in one row, of attention over two documents whose heads share keys."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(256, heads, 64, generator=generator) for heads in (4, 2, 2))
+    qkv = QKV(*(each.to(device, torch.bfloat16).requires_grad_() for each in drawn))
+    output = attend_over_segments(qkv, Segments.of((200, 56), (0, 0), device=device))
+    gradients = torch.autograd.grad(output.float().square().sum(), cast(tuple[torch.Tensor, ...], qkv))
+    return torch.cat([each.detach().float().flatten() for each in (output, *gradients)])

@@ -101,6 +101,8 @@ def move(values: Tensor, target: Tensor, fraction: float, moment: Tensor, scales
     numbers.lerp_(target.view_as(numbers), fraction)
     scales.copy_(numbers.abs().amax(-1).clip_(min=1e-12))
     middles = (values[:-1] + values[1:]) / 2
+    # A square above 0 stays so: a mean divided by one that was rounded to 0 is a step of any size.
+    middles[0].clamp_(max=torch.finfo(middles.dtype).tiny)
     codes = torch.bucketize(numbers / of_blocks, middles, out_int32=True, right=True)
     moment.copy_(codes.view_as(moment))
     return numbers.view_as(moment)

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from open_instruct.checkpoints import safe_checkpointer
 from open_instruct.checkpoints.background import HostCopies
 from open_instruct.checkpoints.safe_checkpointer import split, to_json
 from open_instruct.errors import InputError, RunError
+from open_instruct.learner.olmo_core import fsdp2
 from open_instruct.parallel.process import stop_process
 from tests.ranks.jobs.grpo_steps import Learner
 
@@ -46,6 +48,16 @@ def save_each(
         stop_process()
     HostCopies.of = copies_of  # type: ignore[method-assign]
     return results
+
+
+def save_from_host(cases: list[list[str]], ports: list[int]) -> list[dict[str, Any]]:
+    """`save_each` of two steps, with moments where --adam_offload has them on CUDA."""
+    fsdp2.build_optimizer_config = partial(_on_host, fsdp2.build_optimizer_config)
+    return save_each(cases, ports, num_saved=2)
+
+
+def _on_host(build: Any, *arguments: Any, **settings: Any) -> Any:
+    return build(*arguments, **settings | {"on_host": True})
 
 
 def save_many(flags: list[str], num_saves: int) -> list[str]:
