@@ -121,6 +121,6 @@ def test_a_step_of_grpo_ends_with_its_optimizer() -> None:
         run=SimpleNamespace(layout=SimpleNamespace(model_parallel_degree=1)),
         loop=SimpleNamespace(take_step=take_step, wait_for_device=device.wait),
     )
-    work = SimpleNamespace(minibatches=(), num_tokens_global=0, prefix_sharing=False)
+    work = SimpleNamespace(minibatches=(), num_tokens_global=0, prefix_sharing=False, num_routes=0)
     assert GRPOLearner.step(learner, work) == {"loss": 1.0}  # type: ignore[arg-type]
     assert (device.now_s, device.to_do_s) == (OPTIMIZER_S, 0.0)
