@@ -39,7 +39,7 @@ def send(folder: Path, *, rehearse: bool) -> None:
     backend = choose_backend("gloo" if rehearse else "nccl", on_cuda=not rehearse, single_device=False, same_host=True)
     size, bucket_mib = ("tiny", 1) if rehearse else ("base", 256)
     process = start_process(timeout_s=60, seed=0)
-    hf_config = tiny_config("olmo2", SIZES[size], vocab_size=SIZES[size].vocab_size, tie=False)
+    hf_config = tiny_config("olmo2", SIZES[size], vocab_size=SIZES[size]["vocab_size"], tie=False)
     model, names = build_model(hf_config), TensorNames(hf_config)
     model.to_empty(device=process.device)
     with torch.no_grad():

@@ -18,7 +18,7 @@ from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.subject.model import shape_of_fields
 from open_instruct.planning.subject.workload import Workload, adapted
 from open_instruct.shard_layout import ShardLayout
-from open_instruct.toys.tiny import Size, tiny_config
+from open_instruct.toys.tiny import tiny_config
 
 NUM_STEPS = 2
 CPU = torch.device("cpu")
@@ -56,16 +56,14 @@ class Case:
 
     @property
     def hf_config(self) -> Any:
-        size = Size(
-            roughly="",
-            hidden=768,
-            mlp=2048,
-            layers=self.num_layers,
-            heads=12,
-            kv_heads=6,
-            vocab_size=self.vocab_size,
-            window=4096,
-        )
+        size = {
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 6,
+            "sliding_window": 4096,
+        }
         config = tiny_config(self.family, size, vocab_size=self.vocab_size, tie=self.is_tied)
         if self.dense_layers:
             config.mlp_only_layers = list(self.dense_layers)

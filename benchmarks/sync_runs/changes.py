@@ -59,7 +59,7 @@ def show_changes(sync: Sync, *, gb_s: float, compresses: bool) -> list[str]:
 def planned_bytes(sync: Sync) -> int:
     """The host memory that a plan counts for finding changes, of one learner."""
     with tempfile.TemporaryDirectory() as folder:
-        tiny_config("olmo2", SIZES[sync.size], vocab_size=SIZES[sync.size].vocab_size, tie=False).save_pretrained(
+        tiny_config("olmo2", SIZES[sync.size], vocab_size=SIZES[sync.size]["vocab_size"], tie=False).save_pretrained(
             folder
         )
         shape = model_shape(folder)

@@ -75,7 +75,7 @@ def learner(sync: Sync, folder: Path, *, gb_s: float, compresses: bool) -> None:
     HeldBack.gb_s = gb_s
     WAYS["gloo"] = (HeldBack, WAYS["gloo"][1])
     sender_module.SentParts = TimedParts  # type: ignore[misc]
-    hf_config = tiny_config("olmo2", SIZES[sync.size], vocab_size=SIZES[sync.size].vocab_size, tie=False)
+    hf_config = tiny_config("olmo2", SIZES[sync.size], vocab_size=SIZES[sync.size]["vocab_size"], tie=False)
     model = sharder(NUM_LEARNERS)(build_model(hf_config))
     parameters = [each.to_local().detach() for each in model.parameters()]
     for each in parameters:

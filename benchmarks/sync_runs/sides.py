@@ -68,7 +68,7 @@ def learner(sync: Sync, folder: Path) -> None:
 def sender_of(sync: Sync) -> WeightSender:
     """Of a model with random weights in shards, with adapters or without."""
     dtype = getattr(torch, sync.dtype)
-    vocab_size = SIZES[sync.size].vocab_size if sync.lora_sync else VOCAB_SIZE
+    vocab_size = SIZES[sync.size]["vocab_size"] if sync.lora_sync else VOCAB_SIZE
     hf_config = tiny_config("olmo2", SIZES[sync.size], vocab_size=vocab_size, tie=False)
     model = build_model(hf_config)
     if sync.lora_sync not in ("", "plain"):

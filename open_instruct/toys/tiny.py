@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -29,32 +29,10 @@ SPECIAL_TOKENS = (PAD, BOS, EOS, *ROLE_TOKENS)
 NUM_BYTES = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """The shape of a small model; `window` is the sliding window of OLMo 3.
-
-    Heads have 32 dims at least, which is what vLLM's attention on a CPU begins with.
-
-    Example: less than a million parameters in four layers::
-
-        Size(
-            roughly="0.7M parameters", hidden=128, mlp=256, layers=4, heads=4, kv_heads=2, vocab_size=512, window=16
-        )
-    """
-
-    roughly: str
-    hidden: int
-    mlp: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab_size: int
-    window: int
-    max_position_embeddings: int = 4096
-
-
-_SIZES_FILE = files("open_instruct.toys") / "sizes.json"
-SIZES = {name: Size(**fields) for name, fields in json.loads(_SIZES_FILE.read_text("utf-8")).items()}
+_LISTED = json.loads((files("open_instruct.toys") / "sizes.json").read_text("utf-8"))
+# The fields of config.json that make each size: `vocab_size` is only the default, and `sliding_window` is for families
+# that have one. Heads have 32 dims at least, with which vLLM's attention on a CPU begins.
+SIZES: dict[str, dict[str, int]] = {name: size["fields"] for name, size in _LISTED.items()}
 
 
 def write_tiny_model(
@@ -89,7 +67,7 @@ def write_tiny_model(
     for name, value, known in (("family", family, FAMILIES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
         if value not in known:
             raise InputError(f"--{name} {value}: unknown; choose from {', '.join(known)}")
-    vocab_size = SIZES[size].vocab_size if vocab_size is None else vocab_size
+    vocab_size = SIZES[size]["vocab_size"] if vocab_size is None else vocab_size
     smallest = NUM_BYTES + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise InputError(
@@ -114,36 +92,35 @@ def _empty_folder(folder: Path) -> Path:
     return folder
 
 
-def tiny_config(family: str, size: Size, *, vocab_size: int, tie: bool) -> PretrainedConfig:
-    """The transformers config of a model of `size`; its token ids are those of `train_tokenizer`."""
+def tiny_config(family: str, size: Mapping[str, int], *, vocab_size: int, tie: bool) -> PretrainedConfig:
+    """The transformers config of a model of `size`, as in `SIZES`; its token ids are those of `train_tokenizer`."""
     import transformers
 
     fields: dict[str, Any] = {
+        "max_position_embeddings": 4096,
+        **size,
         "vocab_size": vocab_size,
-        "hidden_size": size.hidden,
-        "intermediate_size": size.mlp,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
-        "max_position_embeddings": size.max_position_embeddings,
         "tie_word_embeddings": tie,
         "pad_token_id": SPECIAL_TOKENS.index(PAD),
         "bos_token_id": SPECIAL_TOKENS.index(BOS),
         "eos_token_id": SPECIAL_TOKENS.index(EOS),
     }
-    if FAMILIES[family].has_windows:
-        fields["sliding_window"] = size.window
+    if not FAMILIES[family].has_windows:
+        fields.pop("sliding_window", None)
+    num_heads = size["num_attention_heads"]
+    head_dim = size["hidden_size"] // num_heads
     if FAMILIES[family].default_head_dim is not None:
         # As in the released models, all heads together are wider than the residual stream.
-        fields["head_dim"] = 2 * size.hidden // size.heads
+        fields["head_dim"] = 2 * head_dim
     if (delta := FAMILIES[family].delta) is not None:
-        fields["layer_types"] = [*FAMILIES[family].layer_types(None, size.layers - 1), FULL]
+        fields["layer_types"] = [*FAMILIES[family].layer_types(None, size["num_hidden_layers"] - 1), FULL]
         # Of three convolutions transformers writes a third of all channels each.
-        key_heads = size.kv_heads if delta == "fused" else size.heads
-        fields |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": size.heads}
-        fields |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), size.hidden // size.heads)
+        key_heads = size["num_key_value_heads"] if delta == "fused" else num_heads
+        fields |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": num_heads}
+        fields |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), head_dim)
     if (expert_size := FAMILIES[family].expert_size) is not None:
-        fields |= {"num_experts": 8, "num_experts_per_tok": 2, expert_size: size.mlp // 4, "norm_topk_prob": True}
+        fields |= {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        fields[expert_size] = size["intermediate_size"] // 4
     config: PretrainedConfig = getattr(transformers, FAMILIES[family].config_class)(**fields)
     return config
 
@@ -225,7 +202,7 @@ class TinyModelFlags:
     """
 
     family: str = flag("architecture", choices=FAMILIES)
-    size: str = flag(", ".join(f"{name} ({size.roughly})" for name, size in SIZES.items()), "tiny", choices=SIZES)
+    size: str = flag(", ".join(f"{name} ({size['roughly']})" for name, size in _LISTED.items()), "tiny", choices=SIZES)
     seed: int = flag("random seed of the weights", 0)
     vocab_size: int | None = flag("rows of the embedding; default: the size's", None)
     text: list[str] | None = flag(

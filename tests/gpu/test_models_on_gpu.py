@@ -14,13 +14,13 @@ from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.build import build_model
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Document, PackedBatch, Span
-from open_instruct.toys.tiny import Size, tiny_config
+from open_instruct.toys.tiny import SIZES, tiny_config
 
 pytestmark = pytest.mark.gpu
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 512
-SIZE = Size(roughly="a test's", hidden=128, mlp=256, layers=4, heads=4, kv_heads=2, vocab_size=VOCAB_SIZE, window=16)
+SIZE = SIZES["tiny"]
 FLOAT32_TOLERANCE = 1e-4
 # A GPU in bfloat16 may err by so much more than the CPU in bfloat16 does, each from the CPU in float32.
 MORE_THAN_THE_CPU = 3.0

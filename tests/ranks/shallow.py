@@ -1,7 +1,6 @@
 """Tiny models of fewer and narrower layers, for tests that prove of each layer what they prove of one."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,9 +18,9 @@ def write_shallow_model(
 
     Narrow ones are half as wide, and vLLM on a CPU does not take their heads.
     """
-    size = replace(SIZES[like], layers=layers)
+    size = {**SIZES[like], "num_hidden_layers": layers}
     if is_narrow:
-        size = replace(size, hidden=size.hidden // 2, mlp=size.mlp // 2)
+        size |= {name: size[name] // 2 for name in ("hidden_size", "intermediate_size")}
     with patch.dict(SIZES, {"shallow": size}):
         write_tiny_model(folder, size="shallow", **given)
     config = json.loads((folder / "config.json").read_text())

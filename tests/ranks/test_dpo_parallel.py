@@ -174,7 +174,7 @@ def test_rows_and_matrices_both_split(
     one_process: TrainCase, run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four ranks need as many key-value heads."""
-    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], kv_heads=4))
+    monkeypatch.setitem(SIZES, "tiny", {**SIZES["tiny"], "num_key_value_heads": 4})
     model = write_shallow_model(tmp_path / "model", family="olmo2")
     case = replace(one_process, model=model, folder=tmp_path)
     degrees = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}

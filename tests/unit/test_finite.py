@@ -22,10 +22,10 @@ from open_instruct.models.shards import held_run
 from open_instruct.objectives.objective import BoundLoss, LossOutputs
 from open_instruct.olmo_core_train_modules import ObjectiveTrainModule
 from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
-from open_instruct.toys.tiny import Size, tiny_config
+from open_instruct.toys.tiny import SIZES, tiny_config
 
 CPU = torch.device("cpu")
-SIZE = Size(roughly="", hidden=64, mlp=64, layers=1, heads=2, kv_heads=2, vocab_size=64, window=16)
+SIZE = {**SIZES["tiny"], "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 IDS_BT = torch.zeros(1, 2, dtype=torch.long)
 PACKED = PackedBatch(
     input_ids_BT=IDS_BT,

@@ -19,10 +19,10 @@ from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.phases import INPUTS, Moments, memory_by_phase
 from open_instruct.planning.subject.model import shape_of_fields
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.toys.tiny import Size, tiny_config
+from open_instruct.toys.tiny import SIZES, tiny_config
 
 CPU = torch.device("cpu")
-SIZE = Size(roughly="", hidden=64, mlp=96, layers=4, heads=4, kv_heads=2, vocab_size=128, window=4096)
+SIZE = {**SIZES["tiny"], "hidden_size": 64, "intermediate_size": 96}
 HF_CONFIG = tiny_config("olmo2", SIZE, vocab_size=128, tie=False)
 
 
@@ -69,7 +69,7 @@ def test_gradients_are_the_same_bit_by_bit(offloaded: Any, inputs: InputsOnHost)
         assert theirs.any() and torch.equal(ours, theirs)
     assert not inputs._kept
     # One buffer a block, for all microbatches.
-    assert len(inputs._free) == SIZE.layers
+    assert len(inputs._free) == SIZE["num_hidden_layers"]
 
 
 def test_nothing_is_kept_where_no_backward_follows(offloaded: Any, inputs: InputsOnHost) -> None:
@@ -82,7 +82,7 @@ def test_a_pass_that_was_given_up_changes_nothing(offloaded: Any) -> None:
     """Its inputs are still there when the next one's are asked for."""
     loss_of(offloaded, 40)
     with pytest.raises(RuntimeError), torch.no_grad():
-        offloaded.blocks["1"](torch.zeros(1, 8, SIZE.hidden + 1))
+        offloaded.blocks["1"](torch.zeros(1, 8, SIZE["hidden_size"] + 1))
     x = torch.ones(3, requires_grad=True)
     y = x * x
     assert y.grad_fn._saved_self is x  # type: ignore[union-attr]  # the hooks are gone, though a block failed
@@ -105,16 +105,16 @@ def test_what_is_kept_where_is_as_planned(offloaded: Any, inputs: InputsOnHost) 
     )
     loss = loss_of(offloaded, num_tokens)
     on_device = [kept.on_device for kept in inputs._kept if kept.on_device is not None]
-    assert len(inputs._kept) == SIZE.layers and len(on_device) == 1
+    assert len(inputs._kept) == SIZE["num_hidden_layers"] and len(on_device) == 1
     kinds: dict[str, dict[str, int]] = {}
     for mode in ("full", "offload"):
         phases = memory_by_phase(Moments(shape, layout, replace(workload, checkpointing=mode)))  # type: ignore[arg-type]
         kinds[mode] = {phase.name: phase.total_bytes for phase in phases}
     stream_bytes = on_device[0].nbytes
-    assert kinds["full"]["forward"] - kinds["offload"]["forward"] == (SIZE.layers - 1) * stream_bytes
+    assert kinds["full"]["forward"] - kinds["offload"]["forward"] == (SIZE["num_hidden_layers"] - 1) * stream_bytes
     loss.backward()
     on_host = Moments(shape, layout, workload).on_host()[INPUTS]
-    assert on_host == sum(buffer.nbytes for buffer in inputs._free) >= SIZE.layers * stream_bytes
+    assert on_host == sum(buffer.nbytes for buffer in inputs._free) >= SIZE["num_hidden_layers"] * stream_bytes
     assert not any(Moments(shape, layout, replace(workload, on_cuda=False)).on_host().values())
 
 

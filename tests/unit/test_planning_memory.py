@@ -35,11 +35,18 @@ from open_instruct.planning.memory.state import local_size
 from open_instruct.planning.subject.model import ModelShape, model_shape, shape_of_fields
 from open_instruct.planning.subject.workload import Scoring, Workload, adapted
 from open_instruct.shard_layout import ShardLayout
-from open_instruct.toys.tiny import Size, tiny_config
+from open_instruct.toys.tiny import tiny_config
 from open_instruct.weights.way import NUM_SLOTS
 from tests.ranks.fork_server import Forked
 
-SIZE = Size(roughly="", hidden=256, mlp=640, layers=1, heads=8, kv_heads=4, vocab_size=512, window=4096)
+SIZE = {
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+}
 LENGTHS = (160, 224)
 DEFAULT_MODULES = tuple(MemorySection().activation_checkpointing_modules)
 WORKLOAD = Workload(
@@ -178,7 +185,8 @@ def compare_block(
     expert_degree: int = 1,
 ) -> None:
     """What a block of a real model, on a CPU by itself, makes and keeps, with what is planned of it."""
-    hf_config = tiny_config(family, replace(SIZE, layers=2 if FAMILIES[family].delta else 1), vocab_size=512, tie=False)
+    num_layers = 2 if FAMILIES[family].delta else 1
+    hf_config = tiny_config(family, {**SIZE, "num_hidden_layers": num_layers}, vocab_size=512, tie=False)
     model = build_model(hf_config, init_device="cpu").to(dtype)
     if lora is not None:
         adapt(model, lora, dtype=dtype)
@@ -193,7 +201,7 @@ def compare_block(
     if expert_degree > 1:
         (experts,) = (each for each in block.modules() if isinstance(each, Experts))
         experts.group = PretendedGroup(experts, expert_degree)
-    x = torch.randn(1, sum(LENGTHS), SIZE.hidden, dtype=dtype, requires_grad=True)
+    x = torch.randn(1, sum(LENGTHS), SIZE["hidden_size"], dtype=dtype, requires_grad=True)
     row = Segments.of(LENGTHS, (0,) * len(LENGTHS), device=x.device)
     if getattr(block.attention, "rope", None) is not None:
         block.attention.rope.warmup_cache(sum(LENGTHS), torch.device("cpu"))
@@ -242,7 +250,7 @@ def test_the_passes_of_a_whole_model(
     dtype: Any, max_logits_bytes: int, lora: LoRASection | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without FSDP, and with logits in one piece or in chunks of 64 positions; in bfloat16 a copy runs the passes."""
-    hf_config = tiny_config("olmo2", replace(SIZE, layers=3), vocab_size=512, tie=False)
+    hf_config = tiny_config("olmo2", {**SIZE, "num_hidden_layers": 3}, vocab_size=512, tie=False)
     model = build_model(hf_config, init_device="cpu").to(getattr(torch, dtype))
     if lora is not None:
         adapt(model, lora, dtype=torch.bfloat16)
@@ -266,8 +274,7 @@ def test_the_passes_of_a_whole_model(
             loss_reduction="none",
             return_logits=False,
             logits_to_keep=positions_BK,
-            doc_lens=torch.tensor([LENGTHS]),
-            max_doc_lens=[max(LENGTHS)],
+            segments=Segments.of(LENGTHS, (0,) * len(LENGTHS), device=ids_BT.device),
         ).loss
 
     with Live() as live:

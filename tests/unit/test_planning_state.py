@@ -30,14 +30,22 @@ from open_instruct.planning.memory.state import state_bytes
 from open_instruct.planning.subject.model import Adapters, ModelShape, shape_of_fields
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.shard_layout import ShardLayout
-from open_instruct.toys.tiny import SIZES, Size, tiny_config
+from open_instruct.toys.tiny import SIZES, tiny_config
 from tests.unit.conftest import JoinAs
 from tests.unit.test_planning_memory import phases_of
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 16
 # Nothing in it is a multiple of 8, 24, 64 or 1,024 shards, and no dimension equals another.
-UNEVEN = Size(roughly="", hidden=132, mlp=214, layers=2, heads=6, kv_heads=2, vocab_size=502, window=8)
+UNEVEN = {
+    "hidden_size": 132,
+    "intermediate_size": 214,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 502,
+    "sliding_window": 8,
+}
 TIED_OR_NOT = [
     ("olmo2", False),
     ("olmo3", False),
@@ -79,10 +87,10 @@ LAYOUTS = {
 }
 
 
-def config_of(family: str, is_tied: bool, size: Size = UNEVEN) -> Any:
+def config_of(family: str, is_tied: bool, size: dict[str, int] = UNEVEN) -> Any:
     if FAMILIES[family].expert_size is not None:
-        size = replace(size, hidden=136, mlp=4 * 56)  # experts are multiples of 8 wide
-    return tiny_config(family, size, vocab_size=size.vocab_size, tie=is_tied)  # type: ignore[arg-type]
+        size = {**size, "hidden_size": 136, "intermediate_size": 4 * 56}  # experts are multiples of 8 wide
+    return tiny_config(family, size, vocab_size=size["vocab_size"], tie=is_tied)  # type: ignore[arg-type]
 
 
 def shape_of(hf_config: Any, adapters: Adapters | None = None) -> ModelShape:
@@ -213,7 +221,7 @@ def test_a_frozen_model_beside_is_what_it_holds(join_as: JoinAs) -> None:
 
 
 # Rows in blocks of 64, of 32 where tensor ranks cut them, and of 4, which is too few; some matrices are too small.
-IN_BLOCKS = replace(UNEVEN, hidden=192, mlp=320)
+IN_BLOCKS = {**UNEVEN, "hidden_size": 192, "intermediate_size": 320}
 
 
 @pytest.mark.parametrize(
@@ -226,7 +234,7 @@ IN_BLOCKS = replace(UNEVEN, hidden=192, mlp=320)
     ],
 )
 def test_state_of_other_optimizers(
-    join_as: JoinAs, monkeypatch: pytest.MonkeyPatch, optimizer: str, layout_name: str, size: Size
+    join_as: JoinAs, monkeypatch: pytest.MonkeyPatch, optimizer: str, layout_name: str, size: dict[str, int]
 ) -> None:
     # Pretended ranks send nothing, and refuse one that has nothing to send.
     monkeypatch.setattr(dist, "all_to_all_single", lambda *_: None)

@@ -11,11 +11,11 @@ from open_instruct.objectives.objective import BoundLoss, Gather, LossOutputs, T
 from open_instruct.packing.steps import step_batch
 from open_instruct.parallel.reduce import gather_rows
 from open_instruct.records import Batch, Metric, StepBatch
-from open_instruct.toys.tiny import Size, tiny_config
+from open_instruct.toys.tiny import SIZES, tiny_config
 from tests.unit.objective_runs import all_gradients, train_module
 from tests.unit.test_training_pieces import make_pairs, shape_of
 
-SIZE = Size(roughly="", hidden=64, mlp=64, layers=1, heads=2, kv_heads=2, vocab_size=64, window=16)
+SIZE = {**SIZES["tiny"], "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 class Centered:

@@ -106,8 +106,8 @@ def test_only_a_known_gpu_has_a_peak(monkeypatch: pytest.MonkeyPatch, name: str,
 
 
 def test_flops_are_six_a_weight_and_those_of_attention() -> None:
-    size = SIZES["tiny"]
-    model = build_model(tiny_config("llama", size, vocab_size=512, tie=False))
+    width, num_layers = SIZES["tiny"]["hidden_size"], SIZES["tiny"]["num_hidden_layers"]
+    model = build_model(tiny_config("llama", SIZES["tiny"], vocab_size=512, tie=False))
     of_blocks = sum(each.numel() for each in model.blocks.parameters())
     of_head = sum(each.numel() for each in model.lm_head.parameters())
 
@@ -117,7 +117,7 @@ def test_flops_are_six_a_weight_and_those_of_attention() -> None:
     assert flops(1000, 300, 1) == pytest.approx(6 * (1000 * of_blocks + 300 * of_head), rel=0.01)
     # Two products of a query with the keys up to its own, forward and twice backward: 12 a layer, width and key.
     of_attention = flops(1000, 300, 64) - flops(1000, 300, 1)
-    assert of_attention == pytest.approx(12 * size.layers * size.hidden * (65 / 2 - 1) * 1000, rel=0.02)
+    assert of_attention == pytest.approx(12 * num_layers * width * (65 / 2 - 1) * 1000, rel=0.02)
 
     model.requires_grad_(False)
     assert flops(1000, 300, 1) == pytest.approx(4 * (1000 * of_blocks + 300 * of_head), rel=0.01)

@@ -73,7 +73,7 @@ def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
 def test_sizes_are_what_they_say(size: str, millions: float) -> None:
     shape = SIZES[size]
     for family in ("olmo2", "olmo3", "llama"):
-        config = tiny_config(family, shape, vocab_size=shape.vocab_size, tie=False)
+        config = tiny_config(family, shape, vocab_size=shape["vocab_size"], tie=False)
         assert transformer_config(config).num_params / 1e6 == pytest.approx(millions, rel=0.05)
 
 
@@ -117,7 +117,7 @@ def test_command(is_first: bool, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert config["tie_word_embeddings"] is True
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert model.dtype == torch.float16
-    assert model.get_input_embeddings().weight.shape == (290, SIZES["tiny"].hidden)
+    assert model.get_input_embeddings().weight.shape == (290, SIZES["tiny"]["hidden_size"])
     assert len(transformers.AutoTokenizer.from_pretrained(folder).encode(" plugh")) == 1
 
 

@@ -302,11 +302,11 @@ class TestMemory:
     def test_the_default_is_all_six_parts_of_every_block(self, family: str) -> None:
         parts = ("attention", "attention_norm", "attention_residual_stream")
         parts += tuple(part.replace("attention", "feed_forward") for part in parts)
-        of_blocks = [f"blocks.{layer}.{part}" for layer in range(SIZES["tiny"].layers) for part in parts]
+        of_blocks = [f"blocks.{layer}.{part}" for layer in range(SIZES["tiny"]["num_hidden_layers"]) for part in parts]
         assert sorted(self.selected(family=family)) == sorted(of_blocks)
 
     def test_a_star_stops_at_dots_and_parts_of_what_is_named_are_left_out(self) -> None:
-        layers = range(SIZES["tiny"].layers)
+        layers = range(SIZES["tiny"]["num_hidden_layers"])
         assert self.selected("blocks.*.attention.w_q") == [f"blocks.{i}.attention.w_q" for i in layers]
         assert self.selected("blocks.*.attention.w_*", "blocks.*.attention") == [
             f"blocks.{i}.attention" for i in layers

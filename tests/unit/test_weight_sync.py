@@ -129,7 +129,7 @@ def test_memory_is_given_out_again_once_no_view_of_it_is_left() -> None:
 
 def test_an_adapter_alone_is_a_fiftieth_of_the_bytes(join_as: JoinAs) -> None:
     join_as(0, 1)
-    config = tiny_config("olmo2", SIZES["base"], vocab_size=SIZES["base"].vocab_size, tie=False)
+    config = tiny_config("olmo2", SIZES["base"], vocab_size=SIZES["base"]["vocab_size"], tie=False)
     model = build_model(config)  # on the meta device
     adapt(model, LoRASection(use_lora=True, lora_r=16), dtype=torch.bfloat16)
     adapter, whole = (

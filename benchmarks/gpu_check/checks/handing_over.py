@@ -65,7 +65,7 @@ def send(pipe: Connection, rehearse: bool) -> tuple[dict[str, Any], str]:
     size, bucket_mib = ("tiny", 1) if rehearse else ("base", 256)
     start_process(timeout_s=60, seed=0)
     assert dist.get_world_size() == 1
-    hf_config = tiny_config("olmo2", SIZES[size], vocab_size=SIZES[size].vocab_size, tie=False)
+    hf_config = tiny_config("olmo2", SIZES[size], vocab_size=SIZES[size]["vocab_size"], tie=False)
     model, names = build_model(hf_config), TensorNames(hf_config)
     model.init_weights(device=device, max_seq_len=64)
     with torch.no_grad():

@@ -28,7 +28,7 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
     for objective in ("dpo", "sft", "grpo"):
         try:
             if objective == "grpo":
-                vocab_size = SIZES[size].vocab_size
+                vocab_size = SIZES[size]["vocab_size"]
                 counts[objective] = waits_of_grpo(model, work, vocab_size=vocab_size, rehearse=rehearse)
             else:
                 counts[objective] = waits_of_run(objective, model, work)
