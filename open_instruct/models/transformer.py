@@ -37,7 +37,7 @@ from open_instruct.models.shards import local_part
 class SegmentTransformer(Transformer):
     """OLMo-core's model, which takes the `segments` of its rows; without them each row is one document.
 
-    `build_model` makes it. It also takes OLMo-core's `doc_lens`.
+    `build_model` makes it.
 
     :ivar splits_experts: whether `apply_fsdp` splits experts over the ranks of a shard group.
     """
@@ -73,17 +73,16 @@ class SegmentTransformer(Transformer):
         labels: torch.Tensor | None = None,
         *,
         segments: Segments | None = None,
-        doc_lens: torch.Tensor | None = None,
-        max_doc_lens: object = None,
         head_settings: Callable[[], HeadSettings] | None = None,
         **kwargs: Any,
     ) -> Any:
-        del max_doc_lens
+        assert "doc_lens" not in kwargs, "documents of a row are given as `segments`"
         prepared = super()._prepare_inputs(input_ids, labels, **kwargs)
         ids_on_device, _, block_kwargs, _, head_kwargs = prepared
         head_kwargs["settings"] = head_settings
         if segments is None:
-            segments = segments_of_rows(ids_on_device, doc_lens)
+            num_rows, row_len = ids_on_device.shape
+            segments = Segments.of((row_len,) * num_rows, (0,) * num_rows, device=ids_on_device.device)
         for rope in self.ropes:
             # Here and not in the block, whose compiled code cannot extend the tables.
             rope.warmup_cache(segments.max_keys, segments.positions_T.device)
@@ -159,15 +158,6 @@ class SegmentTransformer(Transformer):
             in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
             fully_shard(self.lm_head.w_out, mesh=dp_mesh, mp_policy=in_float32)
         super().apply_fsdp(dp_mesh=dp_mesh, **style)
-
-
-def segments_of_rows(input_ids_BT: torch.Tensor, doc_lens: torch.Tensor | None) -> Segments:
-    """The segments of rows laid end to end: documents of `doc_lens`, or each row as one document."""
-    num_rows, row_len = input_ids_BT.shape
-    lengths = [row_len] * num_rows if doc_lens is None else doc_lens.flatten().tolist()
-    if sum(lengths) != input_ids_BT.numel():
-        raise ValueError(f"document lengths add up to {sum(lengths)}, but there are {input_ids_BT.numel()} tokens")
-    return Segments.of(tuple(lengths), (0,) * len(lengths), device=input_ids_BT.device)
 
 
 class SegmentRotaryEmbedding(RotaryEmbedding):

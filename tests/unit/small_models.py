@@ -8,6 +8,7 @@ import transformers
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.families import FAMILIES
+from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
 from open_instruct.models.transformer import SegmentTransformer
 
@@ -54,3 +55,8 @@ def new_model(family: str, **fields: Any) -> SegmentTransformer:
 
 
 random_model = cache(new_model)
+
+
+def segments_of(lengths: tuple[int, ...]) -> Segments:
+    """Documents of these lengths, which share nothing."""
+    return Segments.of(lengths, (0,) * len(lengths), device=CPU)

@@ -10,7 +10,16 @@ from open_instruct.models.attention.attention import SegmentAttention
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
 from open_instruct.models.family import transformer_config
-from tests.unit.small_models import CPU, VOCAB_SIZE, WINDOW, hf_config, new_model, random_model, with_random_weights
+from tests.unit.small_models import (
+    CPU,
+    VOCAB_SIZE,
+    WINDOW,
+    hf_config,
+    new_model,
+    random_model,
+    segments_of,
+    with_random_weights,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,7 +37,7 @@ def random_ids(num_rows: int, row_len: int, seed: int = 1) -> torch.Tensor:
 
 
 def packed_logits(model: Transformer, input_ids_BT: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    return model(input_ids_BT, doc_lens=torch.tensor([lengths]), max_doc_lens=[max(lengths)])
+    return model(input_ids_BT, segments=segments_of(lengths))
 
 
 def logits_one_at_a_time(model: Transformer, tokens_T: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
@@ -54,12 +63,12 @@ def test_packed_is_one_at_a_time(family: str, lengths: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_several_packed_rows(family: str) -> None:
-    """Document lengths of all rows follow each other; zeros fill up a row that has fewer documents."""
+    """The documents of all rows follow each other."""
     model = random_model(family)
     input_ids_BT = random_ids(2, 20)
-    doc_lens = torch.tensor([[9, 11, 0], [4, 12, 4]])
-    packed = model(input_ids_BT, doc_lens=doc_lens, max_doc_lens=[11, 12])
-    separate = logits_one_at_a_time(model, input_ids_BT.flatten(), (9, 11, 4, 12, 4)).view(packed.shape)
+    lengths = (9, 11, 4, 12, 4)
+    packed = packed_logits(model, input_ids_BT, lengths)
+    separate = logits_one_at_a_time(model, input_ids_BT.flatten(), lengths).view(packed.shape)
     torch.testing.assert_close(packed, separate, atol=1e-5, rtol=1e-5)
 
 

@@ -15,6 +15,7 @@ from open_instruct.models.shards import held_of
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Document, PackedBatch, Span
+from tests.unit.small_models import segments_of
 from tests.unit.test_family import VOCAB_SIZE, hf_config, hf_model, same_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,7 +69,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, fields: dict[
     expected = sum(summed_loss(reference(ids[:, :-1]).logits, ids[:, 1:]) for ids in documents())
     if packed:
         row, labels = (torch.cat(cut, dim=1) for cut in zip(*((i[:, :-1], i[:, 1:]) for i in documents()), strict=True))
-        loss = summed_loss(model(row, doc_lens=torch.tensor([LENGTHS])), labels)
+        loss = summed_loss(model(row, segments=segments_of(LENGTHS)), labels)
     else:
         loss = sum(summed_loss(model(ids[:, :-1]), ids[:, 1:]) for ids in documents())
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
@@ -95,7 +96,7 @@ def test_the_balance_loss_is_that_of_transformers() -> None:
 
     packed = packed_of(ids[0].tolist(), pad_to_multiple_of=32)
     with noted_routers(model) as routers:
-        logits_BTV = model(packed.input_ids_BT, doc_lens=torch.tensor([packed.document_lengths]))
+        logits_BTV = model(packed.input_ids_BT, segments=segments_of(packed.document_lengths))
     ours = F.cross_entropy(logits_BTV[0, : ids.shape[1] - 1], ids[0, 1:])
     added, metrics = balance(model, routers, packed, share=1.0)
     torch.testing.assert_close(float(metrics["router/balance_loss"].value), theirs.aux_loss.item(), rtol=1e-6, atol=0)
@@ -117,8 +118,8 @@ def test_recomputed_blocks_note_their_routers_once_and_have_the_same_gradient() 
         packed = packed_of(list(range(3, 40)))
         with noted_routers(model) as routers:
             with torch.no_grad():  # as a teacher that is the policy without its adapters
-                model(packed.input_ids_BT.flip(1), doc_lens=torch.tensor([packed.document_lengths]))
-            logits_BTV = model(packed.input_ids_BT, doc_lens=torch.tensor([packed.document_lengths]))
+                model(packed.input_ids_BT.flip(1), segments=segments_of(packed.document_lengths))
+            logits_BTV = model(packed.input_ids_BT, segments=segments_of(packed.document_lengths))
         assert [len(layer._noted) for layer in routers] == [1] * len(routers)
         added, _ = balance(model, routers, packed, share=0.5)
         (logits_BTV.square().mean() + added).backward()

@@ -14,7 +14,7 @@ from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.packing.documents import pack_documents
 from open_instruct.parallel.listening import LOOPBACK_INTERFACE
 from open_instruct.records import IGNORE_INDEX, Document, Span
-from tests.unit.small_models import CPU, VOCAB_SIZE, new_model, random_model
+from tests.unit.small_models import CPU, VOCAB_SIZE, new_model, random_model, segments_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,8 +96,8 @@ def test_temperature_entropy_and_collisions(
     assert ours.collision_logprobs_N is not None and not ours.collision_logprobs_N.requires_grad
 
     positions, labels = [1, 2, 3, 5, 6, 7], [*ids[2:5], *ids[6:9]]
-    lengths = torch.tensor([batch.document_lengths])
-    logits_NV = model(batch.input_ids_BT, doc_lens=lengths)[0, positions] / torch.tensor(temperatures)[:, None]
+    logits_NV = model(batch.input_ids_BT, segments=segments_of(batch.document_lengths))[0, positions]
+    logits_NV = logits_NV / torch.tensor(temperatures)[:, None]
     logprobs_NV = logits_NV.log_softmax(dim=-1)
     expected_N = logprobs_NV[range(6), labels]
     entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
