@@ -18,15 +18,7 @@ from open_instruct.config.flags import spelled
 from open_instruct.config.lora import ALL_LINEAR, MODULES_OF_TARGETS, LoRASection
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError, RunError
-from open_instruct.models.export_files import (
-    CARD_NAME,
-    CHAT_TEMPLATE_NAME,
-    disk_errors,
-    partial_folder_of,
-    prepare_folder,
-    put_in_place,
-    write_texts,
-)
+from open_instruct.models import export_files
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles, read_header
 from open_instruct.models.hf.names import HF_SCORE, LM_HEAD, Head, TensorNames, clean_name
 from open_instruct.models.load import cover_problem
@@ -148,14 +140,15 @@ def write_adapter(
             tensors[file_name_of(name, names)] = whole.to("cpu", torch.float32).contiguous()
 
     def write() -> None:
-        with disk_errors(folder, RunError):
-            prepare_folder(folder, sum(tensor.nbytes for tensor in tensors.values()))
-            beside = partial_folder_of(folder)
+        with export_files.disk_errors(folder, RunError):
+            export_files.prepare_folder(folder, sum(tensor.nbytes for tensor in tensors.values()))
+            beside = export_files.partial_folder_of(folder)
             save_file(tensors, beside / WEIGHTS_NAME, metadata={"format": "pt", BASE_FINGERPRINT: fingerprint})
             config = _config(lora, base=base, head=names.head)
             (beside / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            write_texts(beside, {CHAT_TEMPLATE_NAME: chat_template, CARD_NAME: card()})
-        put_in_place(folder)
+            texts = {export_files.CHAT_TEMPLATE_NAME: chat_template, export_files.CARD_NAME: card()}
+            export_files.write_texts(beside, texts)
+        export_files.put_in_place(folder)
 
     on_main_process(write)
 
