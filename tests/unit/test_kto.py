@@ -24,12 +24,15 @@ from open_instruct.objectives.kto import (
     KTO,
     KTOConfig,
     KTOLossSection,
+    MismatchedBuilder,
+    UnpairedBuilder,
     bind,
     check_rows,
     evaluate,
+    mismatched_replies,
+    parse_labelled_row,
     unpaired_losses,
 )
-from open_instruct.objectives.kto_rows import MismatchedBuilder, UnpairedBuilder, mismatched_replies, parse_labelled_row
 from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.planning.plan import plan_of

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import conversation_of, guessed_columns, prompt_of
 from open_instruct.data.preference_rows import parse_preference_row
-from open_instruct.objectives.kto_rows import parse_labelled_row
+from open_instruct.objectives.kto import parse_labelled_row
 from tests.unit.token_data import turns
 
 

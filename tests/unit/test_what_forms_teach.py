@@ -15,7 +15,7 @@ from open_instruct.data.report import DataReport
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
-from open_instruct.objectives.kto_rows import UnpairedBuilder
+from open_instruct.objectives.kto import UnpairedBuilder
 from open_instruct.verifiers.registry import known_verifiers
 from tests.unit.token_data import byte_tokenizer, load_rows, turns, write_rows
 
