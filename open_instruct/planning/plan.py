@@ -15,7 +15,7 @@ from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_experts, check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
 from open_instruct.planning.memory.phases import Moments, Phase, memory_by_phase, phase_of
-from open_instruct.planning.memory.sync_buckets import sync_buckets
+from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.step_time import ON_THE_PATH, StepTime, SyncCost, step_time, sync_costs
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape

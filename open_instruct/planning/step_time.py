@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from open_instruct.models.hf.names import is_stack
 from open_instruct.planning.memory.activations import logit_chunks, num_kept_chunks
-from open_instruct.planning.memory.sync_buckets import sync_buckets
+from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload

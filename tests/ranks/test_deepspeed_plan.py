@@ -15,7 +15,7 @@ from open_instruct.learner.deepspeed.settings import zpg_of
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.memory.phases import BUFFERS
-from open_instruct.planning.memory.sync_buckets import sync_buckets
+from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.subject.workload import shape_of_run, workload_of
 from open_instruct.planning.traffic import groups_of
 from tests.ranks.jobs.deepspeed_runs import OF_LARGE_MODELS

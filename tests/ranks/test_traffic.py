@@ -15,7 +15,7 @@ from open_instruct.config.parser import parse
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.memory import activations
-from open_instruct.planning.memory.sync_buckets import sync_buckets
+from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.subject.workload import Scoring, shape_of_run, workload_of
 from open_instruct.planning.traffic import (
     Exchange,

@@ -9,7 +9,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.models.shards import at
 from open_instruct.planning.memory.phases import SENT, Moments, pinned
-from open_instruct.planning.memory.sync_buckets import sync_buckets
+from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.planning.shown import said

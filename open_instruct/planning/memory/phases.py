@@ -26,9 +26,9 @@ from open_instruct.planning.memory.state import (
     local_size,
     moment_bytes,
     state_bytes,
+    sync_buckets,
     uses_muon,
 )
-from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.shard_layout import ShardLayout
