@@ -82,10 +82,7 @@ def _hand_over(master: torch.Tensor, parameter: torch.Tensor) -> None:
     gradient = parameter.grad
     assert gradient is not None
     parameter.grad = None
-    if master.grad is None:
-        master.grad = gradient.to(master.dtype)
-    else:
-        master.grad.add_(gradient)
+    master.grad = gradient.to(master.dtype) if master.grad is None else master.grad.add_(gradient)
 
 
 class FSDP2Backend(ShardedModule):
