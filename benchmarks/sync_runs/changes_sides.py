@@ -47,10 +47,10 @@ class HeldBack(PartBroadcaster):
         _sleep_until(passed_s.get(position - NUM_SLOTS, 0.0))
         super().put(position, local_of)
         bucket = self.manifest.bucket_at(position)
-        start, stop = bucket.span(self.rank)
+        start, stop = bucket.span(self.index)
         HeldBack.num_bytes += stop - start
         if HeldBack.kept is not None:
-            HeldBack.kept += [local_of(name).numpy().tobytes() for name in bucket.parts[self.rank]]
+            HeldBack.kept += [local_of(name).numpy().tobytes() for name in bucket.parts[self.index]]
         free_s = max(passed_s.get(position - 1, 0.0), time.perf_counter())
         passed_s[position] = free_s + (stop - start) * NUM_LEARNERS / (self.gb_s * 1e9)
         if (position + 1) % len(self.manifest.buckets) == 0:

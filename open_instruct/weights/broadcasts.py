@@ -38,8 +38,8 @@ GIVE_UP_COMMUNICATOR = "2"
 class PartBroadcaster(Outgoing):
     """Broadcasts a rank's parts from two slots of its own, each as large as its largest part of a bucket."""
 
-    def __init__(self, manifest: Manifest, *, rank: int, device: torch.device) -> None:
-        super().__init__(manifest, rank=rank, device=device)
+    def __init__(self, manifest: Manifest, *, index: int, device: torch.device) -> None:
+        super().__init__(manifest, index=index, device=device)
         self.group: Any = None
         self.own_SN = torch.empty(0)
         self.under_way: dict[int, list[dist.Work]] = {}
@@ -47,20 +47,20 @@ class PartBroadcaster(Outgoing):
     def connect(self, info: Info, progress: SyncProgress) -> None:
         super().connect(info, progress)
         self.receivers = receivers_of(info)
-        self.group = broadcast_group(info, progress, sender=learner_name(self.rank), rank=0, device=self.device)
-        most_bytes = self.manifest.most_bytes_of(self.rank)
+        self.group = broadcast_group(info, progress, sender=learner_name(self.index), rank=0, device=self.device)
+        most_bytes = self.manifest.most_bytes_of(self.index)
         self.own_SN = torch.empty(NUM_SLOTS, most_bytes, dtype=torch.uint8, device=self.device)
 
     def put(self, position: int, local_of: LocalOf) -> None:
         self._finish(position - NUM_SLOTS)
         bucket = self.manifest.bucket_at(position)
         works = self.under_way[position] = []
-        for message, flat in messages(bucket, self.rank, self.own_SN[position % NUM_SLOTS], self.device):
-            own = {name: local_of(name) for name in message.parts[self.rank]}
-            values = [own[name][part.own] for name, part in message.parts[self.rank].items()]
+        for message, flat in messages(bucket, self.index, self.own_SN[position % NUM_SLOTS], self.device):
+            own = {name: local_of(name) for name in message.parts[self.index]}
+            values = [own[name][part.own] for name, part in message.parts[self.index].items()]
             told = own_bytes(values, message.dtype, self.device, otherwise=flat)
             if told is flat:
-                message.pack(flat, own.__getitem__, rank=self.rank, first_byte=message.span(self.rank)[0])
+                message.pack(flat, own.__getitem__, rank=self.index, first_byte=message.span(self.index)[0])
             works.append(broadcast(self.group, told))
 
     def check(self) -> None:

@@ -113,7 +113,7 @@ class WeightSender:
         kind = outgoing if self._rank in self.manifest.ranks else Outgoing
         self._sent = SentParts(self.manifest, rank=self._rank) if self._changes_alone else None
         travelling = manifest_of_changes(self.manifest) if self._changes_alone else self.manifest
-        self._outgoing = kind(travelling, rank=self._rank, device=self._device)
+        self._outgoing = kind(travelling, index=self._rank, device=self._device)
         info: dict[str, Any] = on_main_process(lambda: self._offer(num_receivers))
         self._info = info
         self._receivers = receivers_of(info)

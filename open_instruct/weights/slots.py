@@ -16,7 +16,7 @@ from open_instruct.cluster.watchdog import MARK_VARIABLE, SHARED_MEMORY
 from open_instruct.errors import RunError
 from open_instruct.weights.manifest import Bucket
 from open_instruct.weights.progress import SyncProgress, learner_name
-from open_instruct.weights.way import NUM_SLOTS, Incoming, Info, LocalOf, Outgoing, WholesAt, wait_for_device
+from open_instruct.weights.way import NUM_SLOTS, End, Incoming, Info, LocalOf, Outgoing, WholesAt, wait_for_device
 
 MIB = 2**20
 INDEX_OF_DEVICE = 6  # among the arguments that torch exports a CUDA tensor with
@@ -27,13 +27,27 @@ def slot_of(slots_SN: torch.Tensor, position: int, bucket: Bucket) -> torch.Tens
     return slots_SN[position % NUM_SLOTS, : bucket.num_bytes]
 
 
-class SlotWriter(Outgoing):
+class SlotEnd(End):
+    """Has the slots mapped, where it has not made them."""
+
+    slots_SN: torch.Tensor | None = None
+
+    def join(self, info: Info) -> None:
+        if "path" in info:
+            self.slots_SN = map_shared_file(info["path"], self.manifest.largest_bucket_bytes)
+        elif self.slots_SN is None:
+            self.slots_SN = import_device_slots(info["device_slots"], self.device)
+
+    def close(self) -> None:
+        self.slots_SN = None
+
+
+class SlotWriter(SlotEnd, Outgoing):
     """Writes a rank's parts to their places in a slot.
 
     Learner 0 makes the slots: on a CPU in a file, whose name goes once all members have it mapped.
     """
 
-    slots_SN: torch.Tensor | None = None
     path: Path | None = None
 
     def offer(self) -> dict[str, Any]:
@@ -44,10 +58,6 @@ class SlotWriter(Outgoing):
         self.slots_SN = torch.empty(NUM_SLOTS, slot_bytes, dtype=torch.uint8, device=self.device)
         return {"device_slots": export_device_slots(self.slots_SN)}
 
-    def join(self, info: Info) -> None:
-        if "path" in info:
-            self.slots_SN = map_shared_file(info["path"], self.manifest.largest_bucket_bytes)
-
     def connect(self, info: Info, progress: SyncProgress) -> None:
         super().connect(info, progress)
         self._remove_file()
@@ -56,12 +66,12 @@ class SlotWriter(Outgoing):
         assert self.slots_SN is not None
         bucket = self.manifest.bucket_at(position)
         flat = slot_of(self.slots_SN, position, bucket)
-        bucket.pack(flat, local_of, rank=self.rank)
+        bucket.pack(flat, local_of, rank=self.index)
         wait_for_device(self.device)
         self.progress.report(f"filled/{position}")
 
     def close(self) -> None:
-        self.slots_SN = None
+        super().close()
         self._remove_file()
 
     def _remove_file(self) -> None:
@@ -69,16 +79,8 @@ class SlotWriter(Outgoing):
             self.path.unlink(missing_ok=True)
 
 
-class SlotReader(Incoming):
+class SlotReader(SlotEnd, Incoming):
     """Copies all parts out of a slot."""
-
-    slots_SN: torch.Tensor | None = None
-
-    def join(self, info: Info) -> None:
-        if "path" in info:
-            self.slots_SN = map_shared_file(info["path"], self.manifest.largest_bucket_bytes)
-        else:
-            self.slots_SN = import_device_slots(info["device_slots"], self.device)
 
     def take(self, position: int, wholes_at: WholesAt) -> None:
         assert self.slots_SN is not None
@@ -87,9 +89,6 @@ class SlotReader(Incoming):
         self.progress.wait(f"filled/{position}", writers, to=f"write bucket {self.manifest.number_at(position)}")
         for rank in bucket.parts:
             bucket.unpack(slot_of(self.slots_SN, position, bucket), wholes_at(position), rank=rank)
-
-    def close(self) -> None:
-        self.slots_SN = None
 
 
 def create_shared_file(slot_bytes: int) -> Path:

@@ -34,30 +34,35 @@ WholesAt = Callable[[int], Wholes]
 """Gives those of the bucket at a position, always the same ones; a way may ask for those of the next one early."""
 
 
-class Outgoing:
-    """A learner's end of a channel.
-
-    This class sends nothing: it serves learners whose parts are sent by another copy of the model.
-    """
+class End:
+    """An end of a channel."""
 
     progress: SyncProgress
 
-    def __init__(self, manifest: Manifest, *, rank: int, device: torch.device) -> None:
-        """`device` is where buckets are packed."""
-        self.manifest = manifest
-        self.rank = rank
-        self.device = device
-
-    def offer(self) -> dict[str, Any]:
-        """On learner 0: make what the other members connect to; returns facts that they need, plain types."""
-        return {}
+    def __init__(self, manifest: Manifest, *, index: int, device: torch.device) -> None:
+        """`index`: the rank of a learner, or the number of a receiver; on `device` buckets are packed, or arrive."""
+        self.manifest, self.index, self.device = manifest, index, device
 
     def join(self, info: Info) -> None:
         """Take hold of what learner 0 offers."""
 
     def connect(self, info: Info, progress: SyncProgress) -> None:
-        """Make ready to send; all members have joined."""
+        """Make ready to send or to receive; all members have joined."""
         self.progress = progress
+
+    def close(self) -> None:
+        """Release memory and connections, even if other references to this object remain."""
+
+
+class Outgoing(End):
+    """A learner's end of a channel.
+
+    This class sends nothing: it serves learners whose parts are sent by another copy of the model.
+    """
+
+    def offer(self) -> dict[str, Any]:
+        """On learner 0: make what the other members connect to; returns facts that they need, plain types."""
+        return {}
 
     def put(self, position: int, local_of: LocalOf) -> None:
         """Send this rank's parts of the bucket at `position`."""
@@ -65,27 +70,9 @@ class Outgoing:
     def check(self) -> None:
         """Raise an error that occurred since the last `put`; returns at once."""
 
-    def close(self) -> None:
-        """Release memory and connections, even if other references to this object remain."""
 
-
-class Incoming:
+class Incoming(End):
     """A receiver's end of a channel."""
-
-    progress: SyncProgress
-
-    def __init__(self, manifest: Manifest, *, index: int, device: torch.device) -> None:
-        """`index` counts receivers from 0; `device` is where parts arrive."""
-        self.manifest = manifest
-        self.index = index
-        self.device = device
-
-    def join(self, info: Info) -> None:
-        """Take hold of what learner 0 offers."""
-
-    def connect(self, info: Info, progress: SyncProgress) -> None:
-        """Make ready to receive; all members have joined."""
-        self.progress = progress
 
     def take(self, position: int, wholes_at: WholesAt) -> None:
         """Bring all parts of the bucket at `position` into its tensors.
@@ -93,9 +80,6 @@ class Incoming:
         Raises:
             RunError: a learner did not bring its part within the time-out (names it), or somebody failed.
         """
-
-    def close(self) -> None:
-        """Release memory and connections, even if other references to this object remain."""
 
 
 def wait_for_device(device: torch.device) -> None:

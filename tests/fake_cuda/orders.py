@@ -293,7 +293,7 @@ class Channel:
         from open_instruct.weights.progress import HOST_RANK
         from open_instruct.weights.sender import WeightSender
 
-        outgoing = self.outgoing(self.manifest, rank=rank, device=self.device)
+        outgoing = self.outgoing(self.manifest, index=rank, device=self.device)
         progress = self.progress_of(self.learners[rank])
         if rank == HOST_RANK:
             self.info |= outgoing.offer()
