@@ -40,7 +40,7 @@ def export_policy(
             pretrained.names,
             lora,
             base=str(pretrained.folder),
-            fingerprint=pretrained.weights_fingerprint,
+            fingerprint=pretrained.files.fingerprint,
             chat_template=pretrained.chat_template,
             card=partial(card_of, run.directory, trained_by=trained_by, is_adapter=True),
         )

@@ -35,8 +35,8 @@ from open_instruct.learner.policy import Policy
 from open_instruct.learner.reference import Comparison, build_teacher
 from open_instruct.learner.rows.sample_loader import built_ahead
 from open_instruct.losses.logprobs import sum_by_reply
-from open_instruct.models.fingerprint import with_config
 from open_instruct.models.heads.logprob_head import Measure
+from open_instruct.models.hf.hf_config import fingerprint_with
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard, whole_of
 from open_instruct.objectives.objective import Evaluation, Objective
@@ -186,7 +186,7 @@ def open_row_cache(folder: Path, model: Pretrained, *words: str) -> RowCache:
 
     Collective: all ranks see the same rows before any of them writes.
     """
-    fingerprint = with_config(model.weights_fingerprint, model.hf_config.to_dict())
+    fingerprint = fingerprint_with(model.hf_config.to_dict(), model.files.fingerprint)
     cache = RowCache(folder / f"{'-'.join([fingerprint[:32], *words])}.safetensors")
     dist.barrier()
     return cache

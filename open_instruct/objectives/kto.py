@@ -120,7 +120,6 @@ class MismatchedBuilder(UnpairedBuilder):
     """As `UnpairedBuilder`, with a third piece: the reply of another row of the source, see `mismatched_replies`."""
 
     documents_per_row = 2
-    check = staticmethod(parse_labelled_row)
     titles = ("reply", "a reply of another row, for z0")
 
     def end_source(self, name: str, first: int) -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +25,9 @@ from open_instruct.families import family_of
 from open_instruct.models.build import build_model
 from open_instruct.models.export import ExportReport, check_destination, check_exportable, export_hf
 from open_instruct.models.family import unknown_fields
-from open_instruct.models.fingerprint import weights_fingerprint, with_config
 from open_instruct.models.heads.value_head import open_score_files
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
-from open_instruct.models.hf.hf_config import load_hf_config
+from open_instruct.models.hf.hf_config import fingerprint_with, load_hf_config
 from open_instruct.models.hf.names import Head, TensorNames
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.files import check_base, open_adapter
@@ -94,11 +92,6 @@ class Pretrained:
             **settings,
         )
 
-    @cached_property
-    def weights_fingerprint(self) -> str:
-        """Fingerprint of all bytes of the checkpoint's weights. Collective at the first call, which reads them once."""
-        return weights_fingerprint(self.files)
-
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the weights and of config.json. Collective at the first call.
@@ -106,7 +99,7 @@ class Pretrained:
         The text of config.json counts, not the object that transformers parses: a newer version has more defaults.
         """
         config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-        return with_config(self.weights_fingerprint, config)
+        return fingerprint_with(config, self.files.fingerprint)
 
     def is_same_as(self, other: Pretrained) -> bool:
         """Whether both have the same weights and config.json. Collective; reads every byte if the shapes are equal."""
@@ -223,7 +216,7 @@ def start_model_of(pretrained: Pretrained, run: Run) -> str:
 
     def compare() -> None:
         adapter = pretrained.adapter_folder
-        if adapter and (warning := check_base(adapter, pretrained.folder, pretrained.weights_fingerprint)):
+        if adapter and (warning := check_base(adapter, pretrained.folder, pretrained.files.fingerprint)):
             run.console.warn(warning)
         for folder in find_checkpoints(run.directory.path):
             with suppress(Damaged):  # `resume` warns of it

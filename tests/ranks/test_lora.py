@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from open_instruct.config.lora import LoRASection
 from open_instruct.models.build import build_model
-from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames
@@ -90,7 +89,7 @@ def test_a_layout_changes_nothing(runs: dict[str, TrainCase], layout: str) -> No
     assert expected[0][0] == pytest.approx(0.6931472, abs=1e-6)  # the reference is the policy without adapters
     assert expected[-1][0] < 0.65
     with safe_open(case.folder / layout / "adapter" / WEIGHTS_NAME, framework="pt") as file:
-        assert file.metadata()[BASE_FINGERPRINT] == weights_fingerprint(CheckpointFiles.open(case.model)), (
+        assert file.metadata()[BASE_FINGERPRINT] == CheckpointFiles.open(case.model).fingerprint, (
             "for who goes on from it"
         )
     for ours, theirs in zip(case.trajectory(layout), expected, strict=True):

@@ -17,7 +17,6 @@ from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.export import check_destination, check_exportable, export_hf
 from open_instruct.models.export_files import partial_folder_of, prepare_folder
-from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_config
 from open_instruct.models.hf.names import TensorNames
@@ -155,7 +154,7 @@ def test_import_then_export_is_the_identity(run_ranks, checkpoints, tmp_path, nu
         assert all(result["num_bytes_read"] == result["num_local_params"] * dtype.itemsize for result in results)
         if layout == FSDP_2_TP_2:
             assert results[0]["strided"], "FSDP over tensor parallel should cut one dim twice"
-        alone = weights_fingerprint(CheckpointFiles.open(checkpoints[name]))
+        alone = CheckpointFiles.open(checkpoints[name]).fingerprint
         assert {result["fingerprint"] for result in results} == {alone}
 
 

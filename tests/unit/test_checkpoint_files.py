@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from open_instruct.checkpoints.background import in_background
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES
-from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME
 from open_instruct.models.hf.names import TensorNames, clean_name
@@ -268,7 +267,7 @@ def test_fingerprint_follows_the_bytes_alone(tmp_path):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    prints = [weights_fingerprint(CheckpointFiles.open(folder)) for folder in folders]
+    prints = [CheckpointFiles.open(folder).fingerprint for folder in folders]
     assert prints[0] == prints[1] != prints[2]
 
 

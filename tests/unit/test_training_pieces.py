@@ -158,7 +158,8 @@ class TestReferenceCache:
 
         def opened(*, weights: str = "a", dtype: str = "float32", **layout: Any) -> RowCache:
             pretrained: Any = SimpleNamespace(
-                weights_fingerprint=weights * 64, hf_config=SimpleNamespace(to_dict=lambda: {"model_type": "olmo2"})
+                files=SimpleNamespace(fingerprint=weights * 64),
+                hf_config=SimpleNamespace(to_dict=lambda: {"model_type": "olmo2"}),
             )
             model = ModelSection(model_name_or_path="m", param_dtype=dtype)  # type: ignore[arg-type]
             return open_reference_cache(tmp_path, pretrained, model=model, shape=replace(shape_of(), **layout))

@@ -17,16 +17,20 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
+from olmo_core.distributed.utils import get_rank, get_world_size
 from safetensors import SafetensorError, safe_open
 
 from open_instruct.data.files.foreign_json import one_line, read_object
 from open_instruct.errors import InputError
 from open_instruct.models.hf.hf_config import INDEX_NAME, weights_file
 from open_instruct.models.hf.names import unpacked
+from open_instruct.parallel.process import gathered
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -42,6 +46,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+DIGESTED_BYTES = 64 * 2**20
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -106,6 +111,20 @@ class CheckpointFiles:
         """The files, sorted by name."""
         return tuple(sorted({each.path for each in self.tensors.values() if isinstance(each, StoredTensor)}))
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits that change if any byte of the files does. Collective when first asked for.
+
+        The files are cut into chunks whose digests the ranks share out among themselves, so every byte is
+        read once whatever the number of ranks, and the result is the same for any number. The folder and the
+        names of the files do not matter. All ranks see the same files.
+        """
+        # Chunks in the order of the files' names; no chunk crosses two files.
+        chunks = [(path, start) for path in self.paths for start in range(0, path.stat().st_size, DIGESTED_BYTES)]
+        own = {number: _digest(*chunks[number]) for number in range(get_rank(), len(chunks), get_world_size())}
+        digests = {number: digest for rank_digests in gathered(own) for number, digest in rank_digests.items()}
+        return xxhash.xxh3_128(b"".join(digests[number] for number in range(len(chunks)))).hexdigest()
+
     def file_of(self, name: str) -> Path:
         tensor = self.tensors[name]
         assert isinstance(tensor, StoredTensor), f"{name} is in no file"
@@ -128,6 +147,12 @@ class CheckpointFiles:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
+
+
+def _digest(path: Path, offset: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return xxhash.xxh3_128_digest(file.read(DIGESTED_BYTES))
 
 
 def _unpacked(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:

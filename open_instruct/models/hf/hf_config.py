@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,9 @@ REFUSED = {
 }
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
+# Fields about the file's history, which do not change the forward pass.
+NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
+
 # Fields by which transformers finds code to run: in the folder or on the hub, as a class or as a kernel.
 CODE_FIELDS = {
     *("auto_map", "custom_pipelines", "transformers_weights"),
@@ -47,6 +52,15 @@ def without_code(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields that describe a model, without those that name code (private ones, such as
     `_attn_implementation`, among them)."""
     return {name: value for name, value in fields.items() if name not in CODE_FIELDS and not name.startswith("_")}
+
+
+def fingerprint_with(fields: Mapping[str, Any], weights: str) -> str:
+    """A fingerprint of weights and config: the same tensors with another window are another model.
+
+    :param weights: their own fingerprint.
+    """
+    computed_with = {name: value for name, value in fields.items() if name not in NOT_COMPUTED_WITH}
+    return hashlib.sha256((weights + json.dumps(computed_with, sort_keys=True, default=str)).encode()).hexdigest()
 
 
 def load_hf_config(path: str) -> PretrainedConfig:

@@ -25,7 +25,6 @@ from open_instruct.errors import InputError, RunError
 from open_instruct.models import shards
 from open_instruct.models.build import build_model
 from open_instruct.models.export import check_exportable, export_hf
-from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames, clean_name
@@ -149,7 +148,7 @@ def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         check_exportable(names, parameter_shapes(model))
         report = stream_load(model, files, names, chunk_bytes=case.get("chunk_bytes", 4096))
         differing = _differing(model, files, names)
-        fingerprint = weights_fingerprint(files)
+        fingerprint = files.fingerprint
         num_params = sum(held.local.numel() for held in held_of(model).values())
         logits = (
             None if layout == "ranges" else _logits(model)
