@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -79,26 +79,20 @@ class SyncProgress:
         """Report that this member has reached `stage`, with words that others may read."""
         key = f"{stage}/{self.member}"
         self._reported[-1].append(key)
-        try:
+        with self._reaching_host():
             self.store.set(key, words)
-        except DistError as error:
-            raise self._host_is_gone() from error
 
     def words_of(self, stage: str, members: Sequence[str], *, to: str) -> list[str]:
         """The words with which `members` have reported `stage`; waits for them, and raises, as `wait` does."""
         self.wait(stage, members, to=to)
-        try:
+        with self._reaching_host():
             return [self.store.get(f"{stage}/{member}").decode() for member in members]
-        except DistError as error:
-            raise self._host_is_gone() from error
 
     def new_round(self) -> None:
         """Delete the reports of the round before the last one."""
-        try:
+        with self._reaching_host():
             for key in self._reported.pop(0):
                 self.store.delete_key(key)
-        except DistError as error:
-            raise self._host_is_gone() from error
         self._reported.append([])
 
     def wait(self, stage: str, members: Sequence[str], *, to: str, meanwhile: Callable[[], None] | None = None) -> None:
@@ -128,7 +122,7 @@ class SyncProgress:
         deadline = time.monotonic() + self.timeout_s
         nap_s = SHORTEST_NAP_S
         next_check = 0.0
-        try:
+        with self._reaching_host():
             while not condition():
                 now = time.monotonic()
                 if now >= next_check:
@@ -144,8 +138,6 @@ class SyncProgress:
                     )
                 time.sleep(nap_s)
                 nap_s = min(nap_s * NAP_GROWTH, LONGEST_NAP_S)
-        except DistError as error:
-            raise self._host_is_gone() from error
 
     def _have_come(self, keys: list[str]) -> bool:
         """Whether the store has all keys, within the time between two checks; the store wakes who waits at it."""
@@ -171,6 +163,14 @@ class SyncProgress:
         with suppress(DistError):
             self.store.wait([FAILED], timedelta(seconds=SECONDS_FOR_LAST_WORDS))
         return self.fail(reason)
+
+    @contextmanager
+    def _reaching_host(self) -> Iterator[None]:
+        """Within, the loss of the store is raised as a RunError."""
+        try:
+            yield
+        except DistError as error:
+            raise self._host_is_gone() from error
 
     def _host_is_gone(self) -> RunError:
         return RunError(f"weight sync: {self.member} lost {HOST}: its process is gone, or it closed the channel")

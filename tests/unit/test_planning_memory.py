@@ -363,7 +363,7 @@ def test_keys_are_gathered_as_the_row_has_them(prefixes: tuple[int, ...]) -> Non
 def test_a_step_needs_what_it_really_does(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a rank orthogonalises the largest matrix, or steps chunk by chunk; the first step makes the moments."""
     monkeypatch.setattr(eight_bit, "CHUNK_VALUES", chunk := 2**14)
-    monkeypatch.setattr("open_instruct.planning.memory.phases.CHUNK_BYTES", 6 * 4 * chunk)
+    monkeypatch.setattr("open_instruct.planning.memory.state.CHUNK_BYTES", 6 * 4 * chunk)
     hf_config = tiny_config("olmo2", SIZE, vocab_size=512, tie=False)
     model = build_model(hf_config, init_device="cpu")
     optim = OptimSection(optimizer=name)

@@ -17,18 +17,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from open_instruct.planning.memory import state
 from open_instruct.planning.memory.activations import FLOAT32
 from open_instruct.planning.memory.forward_backward import GRADIENTS, SCRATCH, TEMPORARIES, Moment, Passes
 from open_instruct.planning.memory.scratch import BLOCK_BYTES, CUBLAS_BYTES, library_bytes
-from open_instruct.planning.memory.state import (
-    CHUNK_BYTES,
-    MASTER_BYTES,
-    local_size,
-    moment_bytes,
-    state_bytes,
-    sync_buckets,
-    uses_muon,
-)
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.shard_layout import ShardLayout
@@ -108,20 +100,20 @@ class Moments:
     @cached_property
     def own(self) -> list[int]:
         """Values that this rank has of each parameter that is trained."""
-        return [local_size(each, self.layout).own for each in self.shape.parameters if each.is_trained]
+        return [state.local_size(each, self.layout).own for each in self.shape.parameters if each.is_trained]
 
     @cached_property
     def _trained(self) -> list[tuple[int, tuple[int, ...]]]:
         """Bytes that this rank has of each parameter that is trained, and of each tensor of its moments."""
         trained = (each for each in self.shape.parameters if each.is_trained)
         return [
-            (own * MASTER_BYTES, moment_bytes(each, own, self.layout, self.workload))
+            (own * state.MASTER_BYTES, state.moment_bytes(each, own, self.layout, self.workload))
             for each, own in zip(trained, self.own, strict=True)
         ]
 
     def state_bytes(self) -> tuple[int, int, int]:
         """Parameters, gradients and optimizer states: what is there from step to step, but for the gradients."""
-        parameters, gradients, optimizer = state_bytes(self.shape, self.layout, self.workload)
+        parameters, gradients, optimizer = state.state_bytes(self.shape, self.layout, self.workload)
         return parameters, gradients, 0 if self.workload.has_moments_on_host else optimizer
 
     def passes_over(self, workload: Workload) -> Passes:
@@ -131,7 +123,8 @@ class Moments:
     def on_host(self) -> dict[str, int]:
         """Bytes in the host's memory: offloaded inputs of all blocks, copies for checkpoints and for weight syncs."""
         offloaded = self.passes.kept_by_blocks if self.passes.offloads else []
-        optimizer = state_bytes(self.shape, self.layout, self.workload)[2] if self.workload.has_moments_on_host else 0
+        has_moments = self.workload.has_moments_on_host
+        optimizer = state.state_bytes(self.shape, self.layout, self.workload)[2] if has_moments else 0
         copies = self.copies() if self.workload.on_cuda else {}
         return {OPTIMIZER: optimizer, INPUTS: sum(map(pinned, offloaded))} | copies
 
@@ -173,7 +166,7 @@ class Moments:
         Replicas divide the copy among them. Beside a GPU each tensor is pinned by itself.
         """
         num_models = 1 + sum(each.moves for each in self.workload.scorings)
-        copied = num_models * sum(self.own) * MASTER_BYTES + self.optimizer
+        copied = num_models * sum(self.own) * state.MASTER_BYTES + self.optimizer
         if self.workload.on_cuda:
             tensors = (size for weight, moments in self._trained for size in (weight,) * num_models + moments)
             copied = sum(map(pinned, tensors))
@@ -188,7 +181,7 @@ class Moments:
         bucket what changed, and messages about as many buckets as there are slots and one more, at most.
         """
         is_delta = self.workload.sync_choice[0] == "delta"
-        own = [each for each, _ in sync_buckets(self.shape, self.layout, self.workload)] if is_delta else [0]
+        own = [each for each, _ in state.sync_buckets(self.shape, self.layout, self.workload)] if is_delta else [0]
         kept = sum(map(pinned if self.workload.on_cuda else int, own))
         return {CHECKPOINT: self.checkpoint_copy(), SENT: kept + (NUM_SYNC_SLOTS + 2) * max(own)}
 
@@ -198,7 +191,7 @@ class Moments:
         if self.layout.single_device:
             return shape.num_params * num_bytes
         head_bytes = 0 if frozen.num_values else shape.vocab_size * shape.d_model * num_bytes
-        return state_bytes(shape, self.layout, self.workload)[0] + head_bytes
+        return state.state_bytes(shape, self.layout, self.workload)[0] + head_bytes
 
     def _rope_bytes(self) -> int:
         """Sine and cosine of every position of a row, float32: one pair for the layers that have a window, if any, and
@@ -223,14 +216,14 @@ class Moments:
     def step_temporaries(self) -> int:
         """Bytes of the optimizer's temporaries."""
         if self.workload.optimizer == "skip_step_adamw":
-            return 3 * sum(self.own) * MASTER_BYTES
-        adamw_bytes = 2 * max(self.own) * MASTER_BYTES
+            return 3 * sum(self.own) * state.MASTER_BYTES
+        adamw_bytes = 2 * max(self.own) * state.MASTER_BYTES
         if self.workload.optimizer == "adamw_8bit" or self.workload.has_moments_on_host:
-            return min(3 * adamw_bytes, CHUNK_BYTES)
+            return min(3 * adamw_bytes, state.CHUNK_BYTES)
         if self.workload.optimizer == "muon":
             # A rank orthogonalises a whole matrix in bfloat16: it has that, torch's momentum and step of it, two
             # iterates, and two squares of its shorter side. AdamW is not fused there.
-            matrices = [each for each in self.shape.parameters if uses_muon(each, self.workload)]
+            matrices = [each for each in self.shape.parameters if state.uses_muon(each, self.workload)]
             return max([adamw_bytes, *(2 * (5 * each.num_params + 2 * min(each.shape) ** 2) for each in matrices)])
         return 0 if self.workload.on_cuda else adamw_bytes
 
@@ -241,7 +234,7 @@ class Moments:
     def merged_values(self) -> int:
         """Values that merging adapters needs: their first matrices, whole, and twice a rank's part of a matrix."""
         whole = sum(half.num_params for half in self.shape.first_halves)
-        return whole + 2 * max(local_size(each, self.layout).own for each in self.shape.in_blocks)
+        return whole + 2 * max(state.local_size(each, self.layout).own for each in self.shape.in_blocks)
 
     def weight_sync(self) -> Moment:
         """Memory of two buckets: one is filled while another travels, and a rank has its own part of each.
@@ -253,7 +246,7 @@ class Moments:
         held |= {TEMPORARIES: FLOAT32 * sum(self.own)} if self.workload.sends_adapter else self._merging()
         if self.workload.sync_backend in ("shm", "files"):
             return held
-        largest = max(own_bytes for own_bytes, _ in sync_buckets(self.shape, self.layout, self.workload))
+        largest = max(own_bytes for own_bytes, _ in state.sync_buckets(self.shape, self.layout, self.workload))
         return held | {BUFFERS: held[BUFFERS] + NUM_SYNC_SLOTS * largest}
 
     def export(self) -> Moment:
