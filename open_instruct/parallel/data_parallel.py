@@ -9,12 +9,7 @@ import torch
 from olmo_core.config import DType
 from olmo_core.distributed import parallel
 from olmo_core.distributed.parallel import DataParallelType
-from olmo_core.train.train_module.transformer import (
-    TransformerContextParallelConfig,
-    TransformerDataParallelConfig,
-    TransformerDataParallelWrappingStrategy,
-    TransformerTensorParallelConfig,
-)
+from olmo_core.train.train_module import transformer
 from torch.distributed.device_mesh import DeviceMesh
 
 from open_instruct.shard_layout import ShardLayout
@@ -34,9 +29,9 @@ def parallel_configs(layout: ShardLayout, *, param_dtype: str = "bfloat16", pref
         prefetch_factor: blocks whose gathering is launched, in the forward pass, before the one at work.
     """
     tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
-    hsdp = TransformerDataParallelConfig(
+    hsdp = transformer.TransformerDataParallelConfig(
         name=DataParallelType.hsdp,
-        wrapping_strategy=TransformerDataParallelWrappingStrategy.blocks,
+        wrapping_strategy=transformer.TransformerDataParallelWrappingStrategy.blocks,
         num_replicas=layout.num_replicas,
         shard_degree=layout.shard_degree,
         param_dtype=DType(param_dtype),
@@ -45,8 +40,8 @@ def parallel_configs(layout: ShardLayout, *, param_dtype: str = "bfloat16", pref
     )
     return {
         "dp": None if layout.single_device else hsdp,
-        "tp": TransformerTensorParallelConfig(degree=tensor) if tensor > 1 else None,
-        "cp": TransformerContextParallelConfig.ulysses(context) if context > 1 else None,
+        "tp": transformer.TransformerTensorParallelConfig(degree=tensor) if tensor > 1 else None,
+        "cp": transformer.TransformerContextParallelConfig.ulysses(context) if context > 1 else None,
     }
 
 
