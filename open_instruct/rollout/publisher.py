@@ -4,9 +4,9 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -45,11 +45,9 @@ class WeightPublisher:
         self.version: int | None = 0
         """The version that every engine has; None while that is unknown."""
 
-    @contextmanager
-    def learners_at_work(self) -> Iterator[None]:
+    def learners_at_work(self) -> AbstractContextManager[bool]:
         """Within, no other thread asks the learners for weights."""
-        with self._changed:
-            yield
+        return self._changed
 
     def publish(self, version: int) -> float:
         """Bring every engine to the learners' weights, called `version` from now on; returns the seconds it took.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from open_instruct.run.opened import Run
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: one property is kept
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pretrained:
     """A checkpoint whose names and shapes are known to fit the model, before any weight is read."""
 

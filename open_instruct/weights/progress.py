@@ -55,8 +55,7 @@ class SyncProgress:
     @classmethod
     def host(cls, address: str, *, timeout_s: float) -> SyncProgress:
         """Keep the store, in this process, at `address` and no other; be the first member."""
-        store = listen_at(address, timeout=timedelta(seconds=timeout_s))
-        return cls(store, member=HOST, timeout_s=timeout_s)
+        return cls(listen_at(address, timeout=timedelta(seconds=timeout_s)), member=HOST, timeout_s=timeout_s)
 
     @classmethod
     def join(cls, info: Mapping[str, Any], *, member: str, patience_s: float = 0.0) -> SyncProgress:
