@@ -338,11 +338,19 @@ def context_calls(
     At the end of a forward pass every rank gets the losses of the whole row, and the entropies if they are recorded.
     """
     num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
-    num_calls = shape.num_layers * (2 + workload.recomputes("attention") if trains else 1)
-    # Queries, keys and values, and what attention puts out. Heads are split between tensor ranks already.
-    for width in (shape.q_width + 2 * shape.kv_width, shape.q_width):
+    # Queries, keys and values, and what attention puts out; so also what is remembered, with two numbers for each head.
+    widths: Counter[int] = Counter()
+    for layer in shape.layers:
+        if layer.delta is None:
+            given, read = shape.q_width + 2 * shape.kv_width, shape.q_width
+        else:
+            given, read = sum(layer.delta.widths) + 2 * layer.delta.num_value_heads, layer.delta.widths[-1]
+        widths.update([given, read])
+    for width, num_calls in widths.items():
+        # Heads are split between tensor ranks already.
         num_bytes = num_tokens * width * workload.compute_bytes // layout.tensor_parallel_degree
-        yield "tokens and heads in attention", "all_to_all", num_bytes, num_calls
+        num_passes = 2 + workload.recomputes("attention") if trains else 1
+        yield "tokens and heads in attention", "all_to_all", num_bytes, num_passes * num_calls
     yield "losses of a row", "all_gather", FLOAT32 * workload.tokens_per_microbatch, num_values
 
 

@@ -66,7 +66,29 @@ def test_a_first_loss_of_real_conversations_is_that_of_transformers(case: TrainC
     assert first["loss"] == pytest.approx(sum(loss for _, loss, _ in sums) / sum(n for *_, n in sums), rel=1e-5)
 
 
-@pytest.mark.parametrize("degree", ["tensor_parallel_degree", "context_parallel_degree"])
-def test_layers_that_remember_are_not_split(case: TrainCase, degree: str) -> None:
-    with pytest.raises(RanksFailed, match=f"--{degree} 2.*are not split over ranks; use 1 for both"):
-        start(2, JOB, commands=[case.command("split", **{degree: 2})], ports=free_ports(1))
+def test_rows_are_split_between_ranks(case: TrainCase, run_ranks: Callable[..., list[Any]]) -> None:
+    """Each walks the whole row for its heads, also where preferences share a prompt."""
+    run_ranks(1, JOB, commands=[case.command("one", prefix_sharing="off")], ports=free_ports(1))
+    context = {"context_parallel_degree": 2}
+    commands = [
+        case.command("context", **context),
+        case.command("context_unshared", batch=4, prefix_sharing="off", activation_checkpointing="full", **context),
+        case.command("context_zero_3", backend="deepspeed", deepspeed_stage=3, **context),
+    ]
+    run_ranks(2, JOB, commands=commands, ports=free_ports(len(commands)))
+    assert all(row["shared_fraction"] > 0.1 for row in case.metrics("context"))
+    for name in ("context", "context_unshared", "context_zero_3"):
+        for ours, theirs in zip(case.trajectory(name), case.trajectory("one"), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"tensor_parallel_degree": 2}, "matrices of the gated delta rule.*are not split over ranks; use 1"),
+        ({"context_parallel_degree": 4}, "does not divide .*key heads of its layers of the gated delta rule; .* 1 or 2"),
+    ],
+)
+def test_layers_that_cannot_be_split(case: TrainCase, flags: dict[str, int], why: str) -> None:
+    with pytest.raises(RanksFailed, match=why):
+        start(max(flags.values()), JOB, commands=[case.command("split", **flags)], ports=free_ports(1))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from olmo_core.nn.attention.base import SequenceMixer, SequenceMixerConfig
 from torch import nn
 
 from open_instruct.models.attention.attention import Gathered
+from open_instruct.models.attention.context_parallel import ContextGroup
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.delta_rule.rule import Inputs, exact, gated_delta_rule
 from open_instruct.models.delta_rule.shape import DeltaShape
@@ -46,6 +47,9 @@ class DeltaRuleConfig(SequenceMixerConfig["DeltaRuleMixer"]):
 class DeltaRuleMixer(SequenceMixer):
     """The layer; its parameters are those of `DeltaShape.tensors`."""
 
+    context: ContextGroup | None = None
+    """The ranks that rows are split over, if they are: each walks the whole row for its part of the heads."""
+
     def __init__(self, config: DeltaRuleConfig, d_model: int, *, init_device: str) -> None:
         super().__init__()
         self.shape, self.doubles_rates = config.shape, config.doubles_rates
@@ -60,21 +64,31 @@ class DeltaRuleMixer(SequenceMixer):
         self.w_g = linear(d_model, values)
         self.add_module(self.shape.output, linear(values, d_model))
         for part, rows in self.shape.parts.items():
-            convolution = nn.Conv1d(rows, rows, self.shape.conv_kernel_dim, groups=rows, bias=False, device=init_device)
+            convolution = ShortConvolution(rows, self.shape, device=init_device)
             self.add_module(f"{part}_conv1d", convolution)
         self.o_norm = GatedNorm(self.shape.value_head_dim, eps=config.norm_eps, device=init_device)
 
     def forward(self, x: torch.Tensor, cu_doc_lens: Any = None, **_: object) -> torch.Tensor:
         """The output for x, (B, T, D); `cu_doc_lens` are the `Segments` of the rows laid end to end."""
         assert isinstance(cu_doc_lens, Segments), "blocks are called by a SegmentTransformer, with segments"
-        x_TD = x.flatten(0, 1)
-        projected = [self.get_submodule(f"w_{part}")(x_TD) for part in self.shape.parts]
-        rate_TH = self.w_b(x_TD).sigmoid() * (2 if self.doubles_rates else 1)
-        decay_TH = -exact(self.A_log).exp() * F.softplus(exact(self.w_a(x_TD)) + self.dt_bias)
+        given = [self.get_submodule(f"w_{name}")(x).flatten(0, 1) for name in (*self.shape.parts, "a", "b")]
+        *projected, a_TH, b_TH = given if self.context is None else self._exchanged(given, self.context)
+        log_decay_H, bias_H = (own_heads(each, self.context) for each in (self.A_log, self.dt_bias))
+        rate_TH = b_TH.sigmoid() * (2 if self.doubles_rates else 1)
+        decay_TH = -exact(log_decay_H).exp() * F.softplus(exact(a_TH) + bias_H)
         read_THV = self._remember(projected, decay_TH, rate_TH, cu_doc_lens)
-        gate_THV = self.w_g(x_TD).unflatten(-1, read_THV.shape[1:])
-        output_TD: torch.Tensor = self.get_submodule(self.shape.output)(self.o_norm(read_THV, gate_THV).flatten(1))
-        return output_TD.view_as(x)
+        if self.context is not None:
+            read_THV = self.context.tokens_of_all_heads(read_THV)
+        gate_THV = self.w_g(x).flatten(0, 1).unflatten(-1, read_THV.shape[1:])
+        normed = self.o_norm(read_THV, gate_THV).flatten(1).unflatten(0, x.shape[:2])
+        return cast(torch.Tensor, self.get_submodule(self.shape.output)(normed))
+
+    def _exchanged(self, given: list[torch.Tensor], context: ContextGroup) -> list[torch.Tensor]:
+        *projected, a, b = given
+        if self.shape.is_fused:
+            projected = [*projected[0].split(self.shape.widths, dim=-1)]
+        *projected, a, b = context.heads_of_whole_row(*projected, a, b)
+        return [*([torch.cat(projected, dim=-1)] if self.shape.is_fused else projected), a, b]
 
     # Compiled blocks leave this out, as it differs with every row's lengths.
     @torch.compiler.disable
@@ -86,13 +100,15 @@ class DeltaRuleMixer(SequenceMixer):
         walk = walk_on_device(*lengths, shape.conv_kernel_dim - 1, projected[0].device)
         convolutions = [self.get_submodule(f"{part}_conv1d") for part in shape.parts]
         mixed = [F.silu(convolve(*each, walk)) for each in zip(projected, convolutions, strict=True)]
-        query, key, value = mixed[0].split(shape.widths, dim=-1) if shape.is_fused else mixed
+        if shape.is_fused:
+            num_parts = sum(shape.widths) // mixed[0].shape[-1]  # that heads are split into
+            mixed = mixed[0].split([width // num_parts for width in shape.widths], dim=-1)
         num_shared = shape.num_value_heads // shape.num_key_heads
         query, key = (
-            each.unflatten(-1, (shape.num_key_heads, 1, -1)).expand(-1, -1, num_shared, -1).flatten(1, 2)
-            for each in (query, key)
+            each.unflatten(-1, (-1, 1, shape.key_head_dim)).expand(-1, -1, num_shared, -1).flatten(1, 2)
+            for each in mixed[:2]
         )
-        value = value.unflatten(-1, (shape.num_value_heads, -1))
+        value = mixed[2].unflatten(-1, (-1, shape.value_head_dim))
         return gated_delta_rule(Inputs(query, key, value, decay_TH, rate_TH), segments, walk)
 
     def refuse(self, *_: object, **__: object) -> None:
@@ -112,6 +128,27 @@ def convolve(x_TC: torch.Tensor, convolution: nn.Module, walk: Walk) -> torch.Te
     laid_out = Gathered.apply(with_zero, walk.history)
     convolved = convolution(laid_out.T.unsqueeze(0))[0].T
     return convolved.index_select(0, walk.after_history_T)
+
+
+def own_heads(whole: torch.Tensor, context: ContextGroup | None) -> torch.Tensor:
+    """What belongs to the heads that this rank walks, of a parameter with one head after another."""
+    return whole if context is None else whole[context.part_of(len(whole))]
+
+
+class ShortConvolution(nn.Conv1d):
+    """A filter for each channel of queries, keys or values, or of all three, of the heads that this rank walks."""
+
+    context: ContextGroup | None = None
+
+    def __init__(self, rows: int, shape: DeltaShape, *, device: str) -> None:
+        super().__init__(rows, rows, shape.conv_kernel_dim, groups=rows, bias=False, device=device)
+        self.widths = shape.widths if shape.is_fused else (rows,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = self.weight
+        if self.context is not None:
+            own = torch.cat([own_heads(part, self.context) for part in own.split(self.widths)])
+        return F.conv1d(x, own, groups=len(own))
 
 
 class GatedNorm(nn.Module):

@@ -271,10 +271,11 @@ class _Block(_Piece):
         if self.kind == "weight":
             small = sum(prod(size) for size in tensors.values() if len(size) != 2)
             inputs.append(Tensor(small * self.c, kind="weight"))
-        num_tokens, longest_document = self.num_tokens, min(self.num_tokens, self.workload.longest_sequence)
-        # The last chunk of a document is half full, on average.
-        num_chunks = -(-num_tokens // CHUNK) + -(-num_tokens // longest_document) // 2
-        kept, forward, backward = (FLOAT32 * num_chunks * number for number in delta.numbers_of_chunk)
+        num_tokens, whole_row = self.num_tokens, self.workload.tokens_per_microbatch
+        # The last chunk of a document is half full, on average. A context rank walks whole rows for its heads.
+        num_chunks = -(-whole_row // CHUNK) + -(-whole_row // min(whole_row, self.workload.longest_sequence)) // 2
+        heads = FLOAT32 * num_chunks, self.layout.context_parallel_degree
+        kept, forward, backward = (heads[0] * number // heads[1] for number in delta.numbers_of_chunk)
         # Convolutions keep what they are given and put out; the norm what it is given, its gate, and more in float32.
         kept += num_tokens * (2 * self.c * (sum(delta.widths) + width) + 3 * FLOAT32 * width)
         gradients = [Gradient(of=each, num_bytes=each.num_bytes, scratch_bytes=backward) for each in inputs]

@@ -221,9 +221,9 @@ class ModelShape:
         return max(layer.num_experts for layer in self.layers)
 
     @property
-    def remembers(self) -> bool:
-        """Whether there are layers of the gated delta rule."""
-        return any(layer.delta for layer in self.layers)
+    def num_delta_heads(self) -> int:
+        """Key heads of the layers of the gated delta rule; 0 where there are none."""
+        return max(layer.delta.num_key_heads if layer.delta else 0 for layer in self.layers)
 
     @property
     def num_params(self) -> int:
