@@ -43,6 +43,7 @@ class SegmentTransformer(Transformer):
     """
 
     splits_experts = False
+    context: ContextGroup | None = None  # the ranks that rows are split over, if they are
     balance_coefficient = 0.0  # of the loss that has routers spread tokens over experts evenly
 
     def __init__(self, **options: Any) -> None:
@@ -59,8 +60,8 @@ class SegmentTransformer(Transformer):
     @property
     def attentions(self) -> Iterator[Attention]:
         """Those of the blocks that attend; others have a mixer of another kind in its place."""
-        mixers = (block.attention for block in self.blocks.values())
-        return (mixer for mixer in mixers if isinstance(mixer, Attention))
+        # Not the blocks' own attributes: what is recomputed in a backward pass is wrapped.
+        return (module for module in self.modules() if isinstance(module, Attention))
 
     @property
     def ropes(self) -> Iterator[SegmentRotaryEmbedding]:
@@ -128,8 +129,9 @@ class SegmentTransformer(Transformer):
         The caller passes the rank's own tokens, and the segments give their logical positions.
         """
         context = ContextGroup(cp_mesh.get_group())
-        for attention in self.attentions:
-            cast(SegmentAttention, attention.backend).context = context
+        splitting: list[Any] = [each for each in self.modules() if hasattr(each, "context")]
+        for module in splitting:  # this one, attention, and what remembers
+            module.context = context
 
     def apply_tp(self, tp_mesh: DeviceMesh, float8_enabled: bool | None = None) -> None:
         """Split matrices over ranks. Adapters are made anew: OLMo-core would cut both halves along the same axis."""

@@ -107,21 +107,25 @@ def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence
     raise InputError(f"{given}: that takes {needed} processes, and there is one; {parallel.more_ranks.format(needed)}")
 
 
-def check_heads(layout: ShardLayout, *, num_heads: int, num_kv_heads: int, model: str, remembers: bool = False) -> None:
+def check_heads(
+    layout: ShardLayout, *, num_heads: int, num_kv_heads: int, num_delta_heads: int, is_fused: bool, model: str
+) -> None:
     """Check that every tensor and context rank gets whole heads.
 
-    :param remembers: whether the model has layers of the gated delta rule, which are not split.
+    :param num_delta_heads: key heads of the layers of the gated delta rule, whose value heads are a multiple; 0: none.
+    :param is_fused: whether these have one matrix for queries, keys and values.
     :raises InputError: names the flags and lists the degrees that would work for `model`.
     """
     heads = f"the {num_heads} query heads and {num_kv_heads} key-value heads of {model}"
+    if num_delta_heads:
+        heads += f", and the {num_delta_heads} key heads of its layers of the gated delta rule"
     tensor = layout.tensor_parallel_degree
     context = layout.context_parallel_degree
-    if remembers and tensor * context > 1:
+    if is_fused and tensor > 1:
         raise InputError(
-            f"--tensor_parallel_degree {tensor} x --context_parallel_degree {context}: the layers of the gated delta "
-            f"rule of {model} are not split over ranks; use 1 for both, and shard over more GPUs"
+            f"{TENSOR} {tensor}: each head is in three places of in_proj_qkv of {model}; use 1, or {CONTEXT} {tensor}"
         )
-    shares = divisors(gcd(num_heads, num_kv_heads))
+    shares = divisors(gcd(num_heads, num_kv_heads, num_delta_heads))
     if tensor * context in shares:
         return
     if context == 1:

@@ -258,11 +258,11 @@ class Backend:
 def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...]:
     """The tensor degrees that leave every rank whole heads, which context ranks share out too.
 
-    Of models with experts, and of those that remember, 1 alone.
+    Of models with experts, and of those that remember by fused matrices, 1 alone.
     """
-    num_shares = gcd(shape.num_heads, shape.num_kv_heads)
+    num_shares = gcd(shape.num_heads, shape.num_kv_heads, shape.num_delta_heads)
     degrees = divisors(num_shares // context_degree) if num_shares % context_degree == 0 else ()
-    return degrees[:1] if shape.num_experts or shape.remembers else degrees
+    return degrees[:1] if shape.num_experts or shape.traits.delta == "fused" else degrees
 
 
 def plan_of(setting: Setting) -> Plan:
@@ -275,8 +275,8 @@ def plan_of(setting: Setting) -> Plan:
         return replace(_chosen(setting), is_chosen=True)
     layout = setting.layout
     shape = setting.shape
-    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-    check_heads(layout, num_heads=num_heads, num_kv_heads=num_kv_heads, remembers=shape.remembers, model=shape.name)
+    heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "num_delta_heads": shape.num_delta_heads}
+    check_heads(layout, **heads, model=shape.name, is_fused=shape.traits.delta == "fused")
     check_experts(layout, num_experts=shape.num_experts, model=shape.name)
     workload = setting.workload(layout)
     _check_layers_alike(shape, workload)

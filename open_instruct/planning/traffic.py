@@ -296,21 +296,21 @@ def _tensor(
     # Embeddings that are frozen: no gradient goes below the first adapters.
     to_embeddings = backward if shape.adapters is None else 0
     attention_again, feed_forward_again, blocks_again = (
-        backward * layers * workload.recomputes(module) for module in ("attention", "feed_forward", "")
+        backward * workload.recomputes(module) for module in ("attention", "feed_forward", "")
     )
 
     # Each sublayer gathers its input, and scatters the sum of what its ranks put out; backwards the other way round.
     # Recomputation stops at the last tensor that is needed: that is before a sublayer's scatter, unless a norm of
     # the block comes after it.
-    scatters_again = blocks_again * (2 if shape.traits.norm_after else 1)
+    scatters_again = blocks_again * (layers + len(shape.windows) * shape.traits.norm_after)
     gathers_again, sums_backward = attention_again + feed_forward_again, (2 * layers - 1) * backward + to_embeddings
     # Embeddings put out a sum as well.
-    yield WHOLE, "all_gather", hidden, 2 * layers * (1 + backward) + gathers_again + to_embeddings
+    yield WHOLE, "all_gather", hidden, layers * (2 * (1 + backward) + gathers_again) + to_embeddings
     yield SUMMED, "reduce_scatter", hidden, 1 + 2 * layers + scatters_again + sums_backward
 
     if shape.traits.qk_norm != "none":
         # Queries and keys, split by heads, are split by tokens for their norms, then by heads again.
-        num_swaps = 2 * (layers * (1 + backward) + attention_again)
+        num_swaps = 2 * len(shape.windows) * (1 + backward + attention_again)
         for width in (shape.q_width, shape.kv_width):
             yield SWAPPED, *_swap(num_tokens * width * number, degree, workload), num_swaps
 
@@ -338,11 +338,15 @@ def context_calls(
     At the end of a forward pass every rank gets the losses of the whole row, and the entropies if they are recorded.
     """
     num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
-    num_calls = shape.num_layers * (2 + workload.recomputes("attention") if trains else 1)
-    # Queries, keys and values, and what attention puts out. Heads are split between tensor ranks already.
-    for width in (shape.q_width + 2 * shape.kv_width, shape.q_width):
+    # Queries, keys and values, and what attention puts out; so also what is remembered, with two numbers for each head.
+    widths = Counter([shape.q_width + 2 * shape.kv_width, shape.q_width] * len(shape.windows))
+    for delta in (layer.delta for layer in shape.layers if layer.delta is not None):
+        widths.update([sum(delta.widths) + 2 * delta.num_value_heads, delta.widths[-1]])
+    for width, num_calls in widths.items():
+        # Heads are split between tensor ranks already.
         num_bytes = num_tokens * width * workload.compute_bytes // layout.tensor_parallel_degree
-        yield "tokens and heads in attention", "all_to_all", num_bytes, num_calls
+        num_passes = 2 + workload.recomputes("attention") if trains else 1
+        yield "tokens and heads in attention", "all_to_all", num_bytes, num_passes * num_calls
     yield "losses of a row", "all_gather", FLOAT32 * workload.tokens_per_microbatch, num_values
 
 

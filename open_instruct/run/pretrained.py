@@ -158,7 +158,8 @@ def open_pretrained(
     family, where = family_of(hf_config.model_type), f"the model in {folder}"
     if layout is not None:
         heads = {"num_heads": hf_config.num_attention_heads, "num_kv_heads": hf_config.num_key_value_heads}
-        check_heads(layout, **heads, model=where, remembers=family.delta is not None)
+        heads["num_delta_heads"] = hf_config.linear_num_key_heads if family.delta else 0
+        check_heads(layout, **heads, is_fused=family.delta == "fused", model=where)
         check_experts(layout, num_experts=getattr(hf_config, "num_experts", None) or 0, model=where)
     if family.expert_size is not None and is_trained:
         _check_experts(hf_config, config)

@@ -89,6 +89,8 @@ CASES = {
     "dpo_budget": Case("--activation_memory_budget 0.5", family="qwen3"),
     "dpo_hybrid": Case(family="olmo_hybrid"),
     "dpo_hybrid_checkpointed": Case("--activation_checkpointing full --prefix_sharing off", family="qwen3_5_text"),
+    "dpo_hybrid_context_parallel": Case("--context_parallel_degree 2", family="qwen3_5_text"),
+    "dpo_hybrid_tensor_parallel": Case("--tensor_parallel_degree 2", family="olmo_hybrid"),
     "dpo_experts": Case(HSDP, family="qwen3_moe"),
     "dpo_unshared": Case("--prefix_sharing off"),
     "dpo_padded": Case("--no_packing"),

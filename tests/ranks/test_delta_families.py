@@ -66,7 +66,45 @@ def test_a_first_loss_of_real_conversations_is_that_of_transformers(case: TrainC
     assert first["loss"] == pytest.approx(sum(loss for _, loss, _ in sums) / sum(n for *_, n in sums), rel=1e-5)
 
 
-@pytest.mark.parametrize("degree", ["tensor_parallel_degree", "context_parallel_degree"])
-def test_layers_that_remember_are_not_split(case: TrainCase, degree: str) -> None:
-    with pytest.raises(RanksFailed, match=f"--{degree} 2.*are not split over ranks; use 1 for both"):
-        start(2, JOB, commands=[case.command("split", **{degree: 2})], ports=free_ports(1))
+def test_rows_and_matrices_are_split(case: TrainCase, run_ranks: Callable[..., list[Any]]) -> None:
+    """Each rank walks whole rows for its heads, also where preferences share a prompt."""
+    context, tensor = {"context_parallel_degree": 2}, {"tensor_parallel_degree": 2}
+    flags: dict[str, dict[str, Any]] = {
+        "context": context,
+        "context_unshared": {"prefix_sharing": "off", "activation_checkpointing": "full", "batch": 4, **context},
+        "context_zero_3": {"backend": "deepspeed", "deepspeed_stage": 3, **context},
+    }
+    if "olmo_hybrid" in (case.model / "config.json").read_text():
+        flags |= {
+            "tensor": tensor,
+            "tensor_full": {"activation_checkpointing": "full", "batch": 4, **tensor},
+            "tensor_zero_1": {"backend": "deepspeed", "deepspeed_stage": 1, **tensor},
+            "tensor_zero_3": {"backend": "deepspeed", "deepspeed_stage": 3, **tensor},
+        }
+    run_ranks(1, JOB, commands=[case.command("one", prefix_sharing="off")], ports=free_ports(1))
+    commands = [case.command(name, **of_run) for name, of_run in flags.items()]
+    run_ranks(2, JOB, commands=commands, ports=free_ports(len(commands)))
+    assert all(row["shared_fraction"] > 0.1 for row in case.metrics("context"))
+    for name in flags:
+        for ours, theirs in zip(case.trajectory(name), case.trajectory("one"), strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-6), name
+
+
+def test_adapters_where_matrices_are_split(case: TrainCase, run_ranks: Callable[..., list[Any]]) -> None:
+    degree = "tensor" if "olmo_hybrid" in (case.model / "config.json").read_text() else "context"
+    lora = {"use_lora": "true", "lora_r": 4, "lora_target_modules": "all-linear"}
+    run_ranks(1, JOB, commands=[case.command("lora", **lora)], ports=free_ports(1))
+    split = case.command("lora_split", **lora, **{f"{degree}_parallel_degree": 2})
+    run_ranks(2, JOB, commands=[split], ports=free_ports(1))
+    assert case.trajectory("lora_split")[-1] == pytest.approx(case.trajectory("lora")[-1], rel=1e-5)
+
+
+def test_heads_that_cannot_be_shared_out(case: TrainCase) -> None:
+    with pytest.raises(RanksFailed, match=r"not divide .*key heads of its layers of the gated delta rule; .* 1 or 2"):
+        start(4, JOB, commands=[case.command("split", context_parallel_degree=4)], ports=free_ports(1))
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_text"], indirect=True)
+def test_matrices_that_are_one_are_not_split(case: TrainCase) -> None:
+    with pytest.raises(RanksFailed, match="each head is in three places of in_proj_qkv"):
+        start(2, JOB, commands=[case.command("split", tensor_parallel_degree=2)], ports=free_ports(1))

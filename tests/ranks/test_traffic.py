@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {"family": "qwen3_moe", "vocab_size": 512, "tie": False, "layers": 2},
     "plain": {"family": "llama", "vocab_size": 514, "tie": False, "layers": 2},
     "teacher": {"family": "olmo3", "vocab_size": 512, "tie": False, "layers": 2},
+    "remembers": {"family": "olmo_hybrid", "vocab_size": 512, "tie": False, "layers": 2},
     "every expert": {"family": "qwen3_moe", "vocab_size": 512, "tie": False, "layers": 2},
 }
 
@@ -99,6 +100,8 @@ CASES: dict[str, Case] = {
     "checkpointing": Case(model="tied", num_ranks=4, flags=HSDP | FULL),
     "context 2": Case(model="plain", num_ranks=2, flags=CONTEXT),
     "context 2, attention again": Case(model="untied", num_ranks=2, flags=CONTEXT | ATTENTION),
+    "context 2, what is remembered": Case(model="remembers", num_ranks=2, flags=CONTEXT | ATTENTION),
+    "tensor 2, what is remembered": Case(model="remembers", num_ranks=2, flags=TENSOR | FULL),
     "fsdp 2 x context 2, checkpointing": Case(model="deep", num_ranks=4, flags=CONTEXT | FULL),
     "grpo replicas 2 x context 2": Case(
         model="plain",

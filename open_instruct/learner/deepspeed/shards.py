@@ -9,7 +9,7 @@ The forward pass computes with copies of these weights in its own dtype.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -62,17 +62,8 @@ def split_matrices(model: Transformer, degree: int) -> None:
     group = groups.get_tensor_model_parallel_group()  # of this rank and its neighbours, made once a run
     deepspeed.module_inject.layers.set_autotp_mode(training=True)
     for block in model.blocks.values():
-        attention, feed_forward = block.attention, cast(FeedForward, block.feed_forward)
-        assert isinstance(attention, Attention)
-        _split_pair(attention, ("w_q", "w_k", "w_v"), "w_out", group)
-        attention.n_heads //= degree
-        attention.n_kv_heads //= degree
-        for name in ("q_norm", "k_norm"):
-            norm = getattr(attention, name)
-            if norm is not None and attention.use_head_qk_norm:
-                norm.weight.sums_over = group  # every rank has the gradient of its own heads
-            elif norm is not None:
-                setattr(attention, name, SplitNorm(norm, group))
+        mixer, feed_forward = block.attention, cast(FeedForward, block.feed_forward)
+        (_split_attention if isinstance(mixer, Attention) else _split_remembering)(mixer, group, degree)
         if feed_forward.w1.weight.shape[0] % degree == 0:
             _split_pair(feed_forward, ("w1", "w3"), "w2", group)
     head = model.lm_head
@@ -81,7 +72,27 @@ def split_matrices(model: Transformer, degree: int) -> None:
     vars(model)["ds_autotp_parsed"] = True  # else DeepSpeed would look for matrices itself
 
 
-def _split_pair(module: Any, firsts: tuple[str, ...], second: str, group: Any) -> None:
+def _split_attention(attention: Any, group: Any, degree: int) -> None:
+    _split_pair(attention, ("w_q", "w_k", "w_v"), "w_out", group)
+    attention.n_heads //= degree
+    attention.n_kv_heads //= degree
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(attention, name)
+        if norm is not None and attention.use_head_qk_norm:
+            norm.weight.sums_over = group  # every rank has the gradient of its own heads
+        elif norm is not None:
+            setattr(attention, name, SplitNorm(norm, group))
+
+
+def _split_remembering(mixer: Any, group: Any, degree: int) -> None:
+    for module, name, parameter in mixer.small:
+        if module is not mixer.o_norm:
+            setattr(module, name, _part(parameter, group, degree))
+    mixer.o_norm.weight.sums_over = group
+    _split_pair(mixer, mixer.firsts, mixer.shape.output, group)
+
+
+def _split_pair(module: Any, firsts: Sequence[str], second: str, group: Any) -> None:
     for name in firsts:
         setattr(module, name, _column_parallel(getattr(module, name), group))
     row_parallel = deepspeed.module_inject.layers.LinearAllreduce(getattr(module, second), group)
@@ -94,6 +105,14 @@ def _column_parallel(linear: nn.Module, group: Any, **more: Any) -> Any:
     for parameter in layer.parameters():
         _mark(parameter, 0, group)
     return layer
+
+
+def _part(whole: torch.Tensor, group: Any, degree: int) -> Any:
+    """A rank's rows of a parameter on the meta device, for a layer that is none of AutoTP's."""
+    part: Any = nn.Parameter(whole.detach().chunk(degree)[0].clone())
+    _mark(part, 0, group)
+    part.tensor_model_parallel = True
+    return part
 
 
 def _mark(parameter: Any, dim: int, group: Any) -> None:
@@ -109,9 +128,7 @@ class SplitNorm(nn.Module):
         self.eps: float = norm.eps
         self.group: Any = group
         self.casts_first: bool = isinstance(norm, QwenRMSNorm)
-        self.weight: Any = nn.Parameter(norm.weight.detach().chunk(dist.get_world_size(group))[0].clone())
-        _mark(self.weight, 0, group)
-        self.weight.tensor_model_parallel = True
+        self.weight: Any = _part(norm.weight, group, dist.get_world_size(group))
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         exact_BTD = x_BTD.float()

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from olmo_core.nn.attention import Attention
 from olmo_core.nn.attention.backend import AttentionBackend, TorchAttentionBackend
 from olmo_core.nn.transformer import Transformer
 from torch.nn.attention.varlen import varlen_attn
@@ -67,7 +66,7 @@ class SegmentAttention(TorchAttentionBackend):
         assert isinstance(cu_doc_lens, Segments), "blocks are called by a SegmentTransformer, with segments"
         qkv_T = QKV(*qkv).each(lambda tensor: tensor.flatten(0, 1))
         if self.context is not None:
-            qkv_T = self.context.heads_of_whole_row(qkv_T)
+            qkv_T = QKV(*self.context.heads_of_whole_row(*qkv_T))
         attended = attend_over_segments(qkv_T, cu_doc_lens, left=self.window_size[0], scale=self.scale)
         if self.context is not None:
             attended = self.context.tokens_of_all_heads(attended)
@@ -76,9 +75,7 @@ class SegmentAttention(TorchAttentionBackend):
 
 def context_of(model: Transformer) -> ContextGroup | None:
     """The ranks that the rows of `model` are split over; None where each rank has whole rows."""
-    mixers = (block.attention for block in model.blocks.values())
-    backends = (cast(SegmentAttention, mixer.backend) for mixer in mixers if isinstance(mixer, Attention))
-    return next((backend.context for backend in backends), None)
+    return cast(ContextGroup | None, getattr(model, "context", None))
 
 
 def attend(qkv: QKV, *, left: int = -1, scale: float | None = None) -> torch.Tensor:

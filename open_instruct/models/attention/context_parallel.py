@@ -2,9 +2,9 @@
 
 Each of the C ranks of a context group has T / C neighbouring tokens of a row, and computes everything outside attention
 on them alone. Around attention one all-to-all turns a part of the tokens with all heads into all tokens with a part of
-the heads, and another turns them back.
+the heads, and another turns them back; so they do around what the gated delta rule remembers.
 
-Legend: T tokens of a row, C ranks of the context group, H query heads, G key-value heads, D features of a head.
+Legend: T tokens of a row, C ranks of the context group, H heads, D features of a head.
 """
 
 from typing import Any, cast
@@ -12,8 +12,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from olmo_core.distributed.nn import all_to_all_single
-
-from open_instruct.models.attention.segments import QKV
 
 
 class ContextGroup:
@@ -39,11 +37,11 @@ class ContextGroup:
 
     # PyTorch's compiler would give up a whole block with an all-to-all in it, so the all-to-alls are left out.
     @torch.compiler.disable
-    def heads_of_whole_row(self, qkv: QKV) -> QKV:
-        """Queries (T / C, H, D), keys and values (T / C, G, D) into (T, H / C, D) and (T, G / C, D)."""
-        per_rank = qkv.each(lambda tensor: tensor.unflatten(1, (self.degree, -1)).transpose(0, 1))
+    def heads_of_whole_row(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Each (T / C, H, ...) into (T, H / C, ...); heads may be laid end to end, with their features."""
+        per_rank = [tensor.unflatten(1, (self.degree, -1)).transpose(0, 1) for tensor in tensors]
         received = all_to_all_single(self.group, torch.cat(per_rank, dim=2))
-        return QKV(*received.flatten(0, 1).split([tensor.shape[2] for tensor in per_rank], dim=1))
+        return received.flatten(0, 1).split([tensor.shape[2] for tensor in per_rank], dim=1)
 
     @torch.compiler.disable
     def tokens_of_all_heads(self, attended: torch.Tensor) -> torch.Tensor:

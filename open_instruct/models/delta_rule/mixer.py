@@ -13,14 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from olmo_core.nn.attention.base import SequenceMixer, SequenceMixerConfig
 from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import parallel as tp
 
 from open_instruct.models.attention.attention import Gathered
+from open_instruct.models.attention.context_parallel import ContextGroup
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.delta_rule.rule import Inputs, exact, gated_delta_rule
 from open_instruct.models.delta_rule.shape import DeltaShape
@@ -46,6 +50,9 @@ class DeltaRuleConfig(SequenceMixerConfig["DeltaRuleMixer"]):
 class DeltaRuleMixer(SequenceMixer):
     """The layer; its parameters are those of `DeltaShape.tensors`."""
 
+    context: ContextGroup | None = None
+    """The ranks that rows are split over, if they are: each walks the whole row for its part of the heads."""
+
     def __init__(self, config: DeltaRuleConfig, d_model: int, *, init_device: str) -> None:
         super().__init__()
         self.shape, self.doubles_rates = config.shape, config.doubles_rates
@@ -53,28 +60,36 @@ class DeltaRuleMixer(SequenceMixer):
         linear = partial(nn.Linear, bias=False, device=init_device)
         self.A_log = nn.Parameter(torch.empty(heads, device=init_device))
         self.dt_bias = nn.Parameter(torch.empty(heads, device=init_device))
-        for part, rows in self.shape.parts.items():
-            self.add_module(f"w_{part}", linear(d_model, rows))
-        self.w_a = linear(d_model, heads)
-        self.w_b = linear(d_model, heads)
-        self.w_g = linear(d_model, values)
+        rows_of = {**self.shape.parts, "a": heads, "b": heads, "g": values}
+        for name, rows in rows_of.items():
+            self.add_module(f"w_{name}", linear(d_model, rows))
+        self.firsts = [f"w_{name}" for name in rows_of]  # the matrices whose rows are those of heads, the gate's last
         self.add_module(self.shape.output, linear(values, d_model))
         for part, rows in self.shape.parts.items():
-            convolution = nn.Conv1d(rows, rows, self.shape.conv_kernel_dim, groups=rows, bias=False, device=init_device)
-            self.add_module(f"{part}_conv1d", convolution)
+            self.add_module(f"{part}_conv1d", ShortConvolution(rows, self.shape, device=init_device))
         self.o_norm = GatedNorm(self.shape.value_head_dim, eps=config.norm_eps, device=init_device)
 
     def forward(self, x: torch.Tensor, cu_doc_lens: Any = None, **_: object) -> torch.Tensor:
         """The output for x, (B, T, D); `cu_doc_lens` are the `Segments` of the rows laid end to end."""
         assert isinstance(cu_doc_lens, Segments), "blocks are called by a SegmentTransformer, with segments"
-        x_TD = x.flatten(0, 1)
-        projected = [self.get_submodule(f"w_{part}")(x_TD) for part in self.shape.parts]
-        rate_TH = self.w_b(x_TD).sigmoid() * (2 if self.doubles_rates else 1)
-        decay_TH = -exact(self.A_log).exp() * F.softplus(exact(self.w_a(x_TD)) + self.dt_bias)
+        given = [self.get_submodule(name)(x).flatten(0, 1) for name in self.firsts[:-1]]
+        *projected, a_TH, b_TH = given if self.context is None else self._exchanged(given, self.context)
+        log_decay_H, bias_H = (own_heads(each, self.context) for each in (self.A_log, self.dt_bias))
+        rate_TH = b_TH.sigmoid() * (2 if self.doubles_rates else 1)
+        decay_TH = -exact(log_decay_H).exp() * F.softplus(exact(a_TH) + bias_H)
         read_THV = self._remember(projected, decay_TH, rate_TH, cu_doc_lens)
-        gate_THV = self.w_g(x_TD).unflatten(-1, read_THV.shape[1:])
-        output_TD: torch.Tensor = self.get_submodule(self.shape.output)(self.o_norm(read_THV, gate_THV).flatten(1))
-        return output_TD.view_as(x)
+        if self.context is not None:
+            read_THV = self.context.tokens_of_all_heads(read_THV)
+        gate_THV = self.get_submodule("w_g")(x).flatten(0, 1).unflatten(-1, read_THV.shape[1:])
+        normed = self.o_norm(read_THV, gate_THV).flatten(1).unflatten(0, x.shape[:2])
+        return cast(torch.Tensor, self.get_submodule(self.shape.output)(normed))
+
+    def _exchanged(self, given: list[torch.Tensor], context: ContextGroup) -> list[torch.Tensor]:
+        *projected, a, b = given
+        if self.shape.is_fused:
+            projected = [*projected[0].split(self.shape.widths, dim=-1)]
+        *projected, a, b = context.heads_of_whole_row(*projected, a, b)
+        return [*([torch.cat(projected, dim=-1)] if self.shape.is_fused else projected), a, b]
 
     # Compiled blocks leave this out, as it differs with every row's lengths.
     @torch.compiler.disable
@@ -86,19 +101,40 @@ class DeltaRuleMixer(SequenceMixer):
         walk = walk_on_device(*lengths, shape.conv_kernel_dim - 1, projected[0].device)
         convolutions = [self.get_submodule(f"{part}_conv1d") for part in shape.parts]
         mixed = [F.silu(convolve(*each, walk)) for each in zip(projected, convolutions, strict=True)]
-        query, key, value = mixed[0].split(shape.widths, dim=-1) if shape.is_fused else mixed
+        if shape.is_fused:
+            num_parts = sum(shape.widths) // mixed[0].shape[-1]  # that heads are split into
+            mixed = mixed[0].split([width // num_parts for width in shape.widths], dim=-1)
         num_shared = shape.num_value_heads // shape.num_key_heads
         query, key = (
-            each.unflatten(-1, (shape.num_key_heads, 1, -1)).expand(-1, -1, num_shared, -1).flatten(1, 2)
-            for each in (query, key)
+            each.unflatten(-1, (-1, 1, shape.key_head_dim)).expand(-1, -1, num_shared, -1).flatten(1, 2)
+            for each in mixed[:2]
         )
-        value = value.unflatten(-1, (shape.num_value_heads, -1))
+        value = mixed[2].unflatten(-1, (-1, shape.value_head_dim))
         return gated_delta_rule(Inputs(query, key, value, decay_TH, rate_TH), segments, walk)
 
-    def refuse(self, *_: object, **__: object) -> None:
-        raise NotImplementedError("neither heads nor rows are split where a layer remembers; weights are not drawn")
+    def apply_tp(self, tp_mesh: DeviceMesh, *_: object, **style: Any) -> None:
+        """Split matrices by heads over ranks, each of which walks rows for its own."""
+        assert not self.shape.is_fused and not style["float8_enabled"], "refused when the flags are checked"
+        given = tp.PrepareModuleInput(input_layouts=style["input_layout"], desired_input_layouts=Replicate())
+        tp.parallelize_module(self, tp_mesh, given)
+        plan: dict[str, Any] = {name: tp.ColwiseParallel() for name in self.firsts}
+        # Blocks take the sum as it is, in parts of the tokens.
+        plan[self.shape.output] = tp.RowwiseParallel(output_layouts=style["output_layout"], use_local_output=False)
+        tp.parallelize_module(self, tp_mesh, plan)
+        for module, name, parameter in self.small:
+            placement = Replicate() if module is self.o_norm else Shard(0)
+            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, tp_mesh, [placement])))
 
-    apply_tp = apply_cp = init_weights = refuse
+    @property
+    def small(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """Parameters that are no matrices, as (module, name, parameter); all but the norm's have heads one by one."""
+        modules = [self, self.o_norm, *(self.get_submodule(f"{part}_conv1d") for part in self.shape.parts)]
+        return [(module, *named) for module in modules for named in module.named_parameters(recurse=False)]
+
+    def refuse(self, *_: object, **__: object) -> None:
+        raise NotImplementedError("rows are split by `SegmentTransformer.apply_cp`, and weights are not drawn")
+
+    apply_cp = init_weights = refuse
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """Six for each parameter, and three times the rule's own products."""
@@ -114,6 +150,27 @@ def convolve(x_TC: torch.Tensor, convolution: nn.Module, walk: Walk) -> torch.Te
     return convolved.index_select(0, walk.after_history_T)
 
 
+def own_heads(whole: torch.Tensor, context: ContextGroup | None) -> torch.Tensor:
+    """What belongs to the heads that this rank walks, of a parameter with one head after another."""
+    own = whole.to_local() if isinstance(whole, DTensor) else whole  # of those of a tensor rank
+    return own if context is None else own[context.part_of(len(own))]
+
+
+class ShortConvolution(nn.Conv1d):
+    """A filter for each channel of queries, keys or values, or of all three, of the heads that this rank walks."""
+
+    context: ContextGroup | None = None
+
+    def __init__(self, rows: int, shape: DeltaShape, *, device: str) -> None:
+        super().__init__(rows, rows, shape.conv_kernel_dim, groups=rows, bias=False, device=device)
+        self.is_fused, self.widths = shape.is_fused, shape.widths
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.weight.split(self.widths) if self.is_fused else [self.weight]
+        own = torch.cat([own_heads(part, self.context) for part in parts])
+        return F.conv1d(x, own, groups=len(own))
+
+
 class GatedNorm(nn.Module):
     """RMSNorm over the features of a head, times SiLU of a gate, rounded where transformers rounds."""
 
@@ -123,5 +180,7 @@ class GatedNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         given = exact(x)
-        normed = self.weight * (given * (given.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
+        # Tensor ranks have their own heads' part of its gradient each.
+        weight = self.weight.to_local(grad_placements=[Partial()]) if isinstance(self.weight, DTensor) else self.weight
+        normed = weight * (given * (given.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
         return (normed * F.silu(exact(gate))).to(x.dtype)

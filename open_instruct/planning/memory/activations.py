@@ -267,21 +267,24 @@ class _Block(_Piece):
         """
         tensors = {name.removesuffix(".weight"): size for name, size in delta.tensors(self.shape.d_model).items()}
         *matrices, (output, (d_model, width)) = ((name, size) for name, size in tensors.items() if len(size) == 2)
-        inputs = [self.linear(f"attention.{name}", x, d_model, size[0]) for name, size in matrices]
+        x = self.cast(x, self.num_tokens * d_model, self.c)
+        inputs = [self.linear(f"attention.{name}", x, d_model, self.split(size[0])) for name, size in matrices]
         if self.kind == "weight":
             small = sum(prod(size) for size in tensors.values() if len(size) != 2)
-            inputs.append(Tensor(small * self.c, kind="weight"))
-        num_tokens, longest_document = self.num_tokens, min(self.num_tokens, self.workload.longest_sequence)
-        # The last chunk of a document is half full, on average.
-        num_chunks = -(-num_tokens // CHUNK) + -(-num_tokens // longest_document) // 2
-        kept, forward, backward = (FLOAT32 * num_chunks * number for number in delta.numbers_of_chunk)
+            inputs.append(Tensor(self.split(small) * self.c, kind="weight"))
+        num_tokens, whole_row = self.num_tokens, self.workload.tokens_per_microbatch
+        # The last chunk of a document is half full, on average. A context rank walks whole rows for its heads.
+        num_chunks = -(-whole_row // CHUNK) + -(-whole_row // min(whole_row, self.workload.longest_sequence)) // 2
+        degree = self.layout.model_parallel_degree
+        kept, forward, backward = (FLOAT32 * num_chunks * number // degree for number in delta.numbers_of_chunk)
         # Convolutions keep what they are given and put out; the norm what it is given, its gate, and more in float32.
-        kept += num_tokens * (2 * self.c * (sum(delta.widths) + width) + 3 * FLOAT32 * width)
+        kept += self.split(num_tokens * (2 * self.c * (sum(delta.widths) + width) + 3 * FLOAT32 * width))
         gradients = [Gradient(of=each, num_bytes=each.num_bytes, scratch_bytes=backward) for each in inputs]
+        width = self.split(width)
         num_bytes, saved = num_tokens * width * self.c, [Tensor(kept)]
         gated = self.tape.run(num_bytes, *inputs, saved=saved, gradients=gradients, scratch_bytes=forward)
         self.tape.hold(x)
-        return self.linear(f"attention.{output}", gated, width, d_model)
+        return self.cast(self.linear(f"attention.{output}", gated, width, d_model), self.num_rows * d_model, self.c)
 
     def _qk_norm(self, module: str, x: Tensor, width: int) -> Tensor:
         """Over all features (OLMo), or head by head with one weight for all heads (Qwen 3)."""

@@ -143,7 +143,7 @@ class ModelShape:
     def _block(self, layer: LayerShape) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
         """Names within a block, sizes and tensor axes."""
         parameters: dict[str, tuple[tuple[int, ...], int | None]] = {
-            **(self._attention() if layer.delta is None else _whole(layer.delta.tensors(self.d_model))),
+            **(self._attention() if layer.delta is None else _remembering(layer.delta, self.d_model)),
             "attention_norm.weight": ((self.d_model,), None),
             **self._feed_forward(layer),
             "feed_forward_norm.weight": ((self.d_model,), None),
@@ -221,9 +221,9 @@ class ModelShape:
         return max(layer.num_experts for layer in self.layers)
 
     @property
-    def remembers(self) -> bool:
-        """Whether there are layers of the gated delta rule."""
-        return any(layer.delta for layer in self.layers)
+    def num_delta_heads(self) -> int:
+        """Key heads of the layers of the gated delta rule; 0 where there are none."""
+        return max(layer.delta.num_key_heads if layer.delta else 0 for layer in self.layers)
 
     @property
     def num_params(self) -> int:
@@ -256,9 +256,9 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
 
-def _whole(tensors: dict[str, tuple[int, ...]]) -> dict[str, tuple[tuple[int, ...], int | None]]:
-    """Those of a layer's mixer that every tensor rank has whole."""
-    return {f"attention.{name}": (size, None) for name, size in tensors.items()}
+def _remembering(delta: DeltaShape, d_model: int) -> dict[str, tuple[tuple[int, ...], int | None]]:
+    axes = {"o_norm.weight": None, f"{delta.output}.weight": 1}
+    return {f"attention.{name}": (size, axes.get(name, 0)) for name, size in delta.tensors(d_model).items()}
 
 
 def read_config(file: Path) -> ModelShape:
