@@ -139,11 +139,6 @@ def test_layers_share_the_tables_of_their_positions() -> None:
         assert len({rope.get_buffers(64, CPU).pos_sin.data_ptr() for rope in model.ropes}) == num_pairs
 
 
-def test_lengths_add_up_to_the_rows() -> None:
-    with pytest.raises(ValueError, match="add up to 5, but there are 6 tokens"):
-        packed_logits(random_model("llama"), random_ids(1, 6), (2, 3))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("left", [-1, 6])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
