@@ -199,7 +199,8 @@ class VLLMCore:
         probes: list[dict[int, float]] = []
         for temperature in PROBED_TEMPERATURES:
             params = SamplingParams(temperature=temperature, max_tokens=1, logprobs=NUM_PROBED, detokenize=False)
-            self._add(f"probe at {temperature}", [0], params)
+            # Of two tokens, as vLLM 0.32 cannot take one alone where a layer remembers (on a CPU).
+            self._add(f"probe at {temperature}", [0, 0], params)
             outputs: list[Any] = []
             while self._engine.has_unfinished_requests():
                 outputs += self._engine.step()

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from open_instruct.checkpoints.step_folder import candidates, damage_of, refuse_another_start_model, step_of
 from open_instruct.config.grpo import GRPOConfig
@@ -92,7 +93,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             raise InputError(f"--routing_replay on: the model in {pretrained.folder} has no experts; use off")
         if (teacher := config.loss.teacher_model_name_or_path) is not None:
             open_teacher(teacher, pretrained, config=config, layout=layout)
-        check_engine(config, pretrained.hf_config.model_type)
+        check_engine(config, pretrained.hf_config)
         config = _planned(config, pretrained.folder, console, directory)
         data = config.data
         chat = ChatFormat.choose(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
@@ -170,18 +171,29 @@ def _look_at_programs(
         try_walls(reward.code_sandbox, say=console.say, warn=console.warn)
 
 
-def check_engine(config: GRPOConfig, model_type: str) -> None:
+def check_engine(config: GRPOConfig, hf_config: PretrainedConfig) -> None:
     """Refuse what vLLM will not do with a model of this family, as far as this host is like the engines'.
 
     Raises:
         InputError: says what to change.
     """
-    family = FAMILIES[model_type]
+    family = FAMILIES[hf_config.model_type]
     if (needed := family.engine_needs) is not None and find_spec(needed) is None:
         raise InputError(f"vLLM's {family.name} imports {needed}, which is not installed: install it for this PyTorch")
-    if family.delta is not None and not torch.cuda.is_available() and config.fleet.ray_address is None:
+    if family.delta is None or torch.cuda.is_available() or config.fleet.ray_address is not None:
+        return
+    if family.delta != "fused":
         lacking = f"vLLM's layers of {family.name} are for GPUs, and there is none here"
         raise InputError(f"{lacking}: generate where there are, or learn from rows (sft, dpo, kto, distill)")
+    head_dims = {hf_config.linear_key_head_dim, hf_config.linear_value_head_dim}
+    problems = {
+        "bfloat16 alone: give --vllm_dtype bfloat16": config.engine_dtype != "bfloat16",
+        "no cache of prefixes: give --no_vllm_enable_prefix_caching": config.fleet.vllm_enable_prefix_caching,
+        "no adapters: give --lora_sync merged": config.sent_adapter is not None,
+        f"heads of 64 or 128 features, not {' and '.join(map(str, sorted(head_dims)))}": not head_dims <= {64, 128},
+    }
+    for problem in (problem for problem, is_there in problems.items() if is_there):
+        raise InputError(f"vLLM's layers of {family.name} take on a CPU {problem}")
 
 
 def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunDirectory) -> GRPOConfig:

@@ -220,24 +220,39 @@ def test_adapters_stand_beside_the_matrices_that_a_layer_has(family: str) -> Non
     assert hf_modules == set(lora.targets)
 
 
+FOR_A_CPU = "--vllm_dtype bfloat16 --no_vllm_enable_prefix_caching"
+
+
 @pytest.mark.parametrize(
-    ("family", "has_torchvision", "on_gpu", "named"),
+    ("family", "flags", "has_torchvision", "on_gpu", "named"),
     [
-        ("olmo_hybrid", False, False, "layers of Olmo-Hybrid are for GPUs"),
-        ("qwen3_5_text", True, False, "layers of Qwen 3.5 .* are for GPUs"),
-        ("qwen3_5_text", False, True, "imports torchvision, which is not installed"),
-        ("qwen3_5_text", True, True, None),
-        ("olmo_hybrid", False, True, None),
-        ("qwen3", False, False, None),
+        ("olmo_hybrid", "", False, False, "layers of Olmo-Hybrid are for GPUs"),
+        ("qwen3_5_text", FOR_A_CPU, True, False, None),
+        ("qwen3_5_text", "--vllm_dtype float32", True, False, "bfloat16 alone: give --vllm_dtype bfloat16"),
+        ("qwen3_5_text", "--vllm_dtype bfloat16", True, False, "give --no_vllm_enable_prefix_caching"),
+        ("qwen3_5_text", f"{FOR_A_CPU} --use_lora --lora_sync adapter", True, False, "give --lora_sync merged"),
+        ("qwen3_5_text", "", False, True, "imports torchvision, which is not installed"),
+        ("qwen3_5_text", "", True, True, None),
+        ("olmo_hybrid", "", False, True, None),
+        ("qwen3", "", False, False, None),
     ],
 )
 def test_what_engines_cannot_do_is_refused_before_they_start(
-    family: str, has_torchvision: bool, on_gpu: bool, named: str | None, monkeypatch: pytest.MonkeyPatch
+    family: str, flags: str, has_torchvision: bool, on_gpu: bool, named: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = parse(
-        GRPOConfig, ["--model_name_or_path", "m", "--dataset_mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
-    )
+    words = "--model_name_or_path m --dataset_mixer_list rows.jsonl 1.0 --output_dir out"
+    config = parse(GRPOConfig, f"{words} {flags}".split())
     monkeypatch.setattr(checked_run, "find_spec", lambda name: name if has_torchvision else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    hf_config: Any = SimpleNamespace(model_type=family, linear_key_head_dim=128, linear_value_head_dim=128)
     with nullcontext() if named is None else pytest.raises(InputError, match=named):
-        checked_run.check_engine(config, family)
+        checked_run.check_engine(config, hf_config)
+
+
+def test_an_engine_on_a_cpu_takes_heads_of_some_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = f"--model_name_or_path m --dataset_mixer_list rows.jsonl 1.0 --output_dir out {FOR_A_CPU}"
+    config = parse(GRPOConfig, words.split())
+    monkeypatch.setattr(checked_run, "find_spec", lambda name: name)
+    hf_config: Any = SimpleNamespace(model_type="qwen3_5_text", linear_key_head_dim=32, linear_value_head_dim=32)
+    with pytest.raises(InputError, match="heads of 64 or 128 features, not 32"):
+        checked_run.check_engine(config, hf_config)
