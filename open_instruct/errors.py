@@ -1,6 +1,7 @@
 """The two kinds of failure a user can meet, the signals that stop a run, and the exit codes they end with."""
 
 import signal
+from collections.abc import Mapping
 
 EXIT_INPUT = 2
 EXIT_FAILURE = 1
@@ -19,6 +20,12 @@ class InputError(ValueError):
     The message is shown as it is, without a traceback, and the process ends with code 2. It
     names the thing (flag, file, line, tensor), says what is wrong, and ends with what would work.
     """
+
+
+def refuse_first(problems: Mapping[str, bool]) -> None:
+    """:raises InputError: the first of the problems that is there."""
+    if problem := next((problem for problem, is_there in problems.items() if is_there), None):
+        raise InputError(problem)
 
 
 class RunError(RuntimeError):

@@ -24,7 +24,7 @@ from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.environments.environment import Factory, begin_run
 from open_instruct.environments.registry import known_environments
 from open_instruct.episodes.bridge import check_bridges
-from open_instruct.errors import InputError
+from open_instruct.errors import InputError, refuse_first
 from open_instruct.families import FAMILIES
 from open_instruct.learner.reference import open_teacher
 from open_instruct.learner.rows.datasets import reading
@@ -186,14 +186,16 @@ def check_engine(config: GRPOConfig, hf_config: PretrainedConfig) -> None:
         lacking = f"vLLM's layers of {family.name} are for GPUs, and there is none here"
         raise InputError(f"{lacking}: generate where there are, or learn from rows (sft, dpo, kto, distill)")
     head_dims = {hf_config.linear_key_head_dim, hf_config.linear_value_head_dim}
+    takes = f"vLLM's layers of {family.name} take on a CPU"
     problems = {
-        "bfloat16 alone: give --vllm_dtype bfloat16": config.engine_dtype != "bfloat16",
-        "no cache of prefixes: give --no_vllm_enable_prefix_caching": config.fleet.vllm_enable_prefix_caching,
-        "no adapters: give --lora_sync merged": config.sent_adapter is not None,
-        f"heads of 64 or 128 features, not {' and '.join(map(str, sorted(head_dims)))}": not head_dims <= {64, 128},
+        f"{takes} bfloat16 alone: give --vllm_dtype bfloat16": config.engine_dtype != "bfloat16",
+        f"{takes} no cache of prefixes: give --no_vllm_enable_prefix_caching": config.fleet.vllm_enable_prefix_caching,
+        f"{takes} no adapters: give --lora_sync merged": config.sent_adapter is not None,
+        f"{takes} heads of 64 or 128 features, not {' and '.join(map(str, sorted(head_dims)))}": (
+            not head_dims <= {64, 128}
+        ),
     }
-    for problem in (problem for problem, is_there in problems.items() if is_there):
-        raise InputError(f"vLLM's layers of {family.name} take on a CPU {problem}")
+    refuse_first(problems)
 
 
 def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunDirectory) -> GRPOConfig:

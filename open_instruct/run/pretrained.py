@@ -20,7 +20,7 @@ from open_instruct.config.sections import DataSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat_templates import choose_chat_template
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.errors import InputError
+from open_instruct.errors import InputError, refuse_first
 from open_instruct.families import family_of
 from open_instruct.models.build import build_model
 from open_instruct.models.export import ExportReport, check_destination, check_exportable, export_hf
@@ -203,8 +203,7 @@ def _check_experts(hf_config: PretrainedConfig, config: LearnerConfig) -> None:
         problems[f"--no_packing: {balances} would count padding; leave one of them out"] = not is_packed
         is_split = config.parallel.context_parallel_degree > 1
         problems[f"--context_parallel_degree: {balances} is of whole rows; leave one of them out"] = is_split
-    for problem in (problem for problem, is_there in problems.items() if is_there):
-        raise InputError(problem)
+    refuse_first(problems)
 
 
 def start_model_of(pretrained: Pretrained, run: Run) -> str:

@@ -9,7 +9,7 @@ so no compiler is needed. The step itself is computed in float32, a chunk of a m
 from collections.abc import Callable
 from itertools import chain
 from math import prod, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,20 @@ CODE_VALUES = {"exp_avg": code_values(signed=True), "exp_avg_sq": code_values(si
 SCALES = "_scales"
 
 
+class Code(NamedTuple):
+    """The numbers that codes stand for, and the borders between those that are rounded to one code and the next."""
+
+    values: Tensor
+    borders: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Code":
+        borders = (values[:-1] + values[1:]) / 2
+        # A square above 0 stays so: a mean divided by one that was rounded to 0 is a step of any size.
+        borders[0].clamp_(max=torch.finfo(borders.dtype).tiny)
+        return cls(values, borders)
+
+
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with moments of 8 bits where `values_in_block` has it so, and of float32 elsewhere.
 
@@ -47,7 +61,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def __init__(self, params: Any, *, has_codes: bool = True, on_host: bool = False, **defaults: Any) -> None:
         super().__init__(params, defaults)
         self.has_codes, self.on_host = has_codes, on_host
-        self._values: dict[str, Tensor] = {}
+        self._codes: dict[str, Code] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -58,8 +72,9 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._step_one(weight, group)
 
     def _step_one(self, weight: Tensor, group: dict[str, Any]) -> None:
-        if not self._values:
-            self._values = {name: torch.tensor(each, device=weight.device) for name, each in CODE_VALUES.items()}
+        if not self._codes:
+            values = {name: torch.tensor(each, device=weight.device) for name, each in CODE_VALUES.items()}
+            self._codes = {name: Code.of(each) for name, each in values.items()}
         if not (state := self.state[weight]):
             state.update(first_state(weight, has_codes=self.has_codes, device="cpu" if self.on_host else weight.device))
         state["step"] += 1
@@ -78,7 +93,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def _visited(self, name: str, target: Tensor, fraction: float, moment: list[Tensor]) -> Tensor:
         """`move` a moment, with its scales if it has any, on the device of `target`."""
         there = [each.to(target.device) for each in moment]
-        moved = move(self._values[name], target, fraction, *there)
+        moved = move(self._codes[name], target, fraction, *there)
         for own, visitor in zip(moment, there if self.on_host else (), strict=False):
             own.copy_(visitor)
         return moved
@@ -92,18 +107,15 @@ class AdamW8bit(torch.optim.Optimizer):
             self.state[weight].update(state_dict["state"].get(number, {}))
 
 
-def move(values: Tensor, target: Tensor, fraction: float, moment: Tensor, scales: Tensor | None = None) -> Tensor:
+def move(code: Code, target: Tensor, fraction: float, moment: Tensor, scales: Tensor | None = None) -> Tensor:
     """Move a moment by a fraction of its way to `target`; returned are its numbers before they are rounded to codes."""
     if scales is None:
         return moment.lerp_(target, fraction)
     of_blocks = scales.unsqueeze(-1)
-    numbers = values[moment.int()].unflatten(-1, (scales.shape[-1], -1)).mul_(of_blocks)
+    numbers = code.values[moment.int()].unflatten(-1, (scales.shape[-1], -1)).mul_(of_blocks)
     numbers.lerp_(target.view_as(numbers), fraction)
     scales.copy_(numbers.abs().amax(-1).clip_(min=1e-12))
-    middles = (values[:-1] + values[1:]) / 2
-    # A square above 0 stays so: a mean divided by one that was rounded to 0 is a step of any size.
-    middles[0].clamp_(max=torch.finfo(middles.dtype).tiny)
-    codes = torch.bucketize(numbers / of_blocks, middles, out_int32=True, right=True)
+    codes = torch.bucketize(numbers / of_blocks, code.borders, out_int32=True, right=True)
     moment.copy_(codes.view_as(moment))
     return numbers.view_as(moment)
 
