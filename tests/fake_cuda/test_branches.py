@@ -62,7 +62,7 @@ ELSEWHERE = {
     "learner/deepspeed/planned.py": ("tests/unit/test_deepspeed_plan.py", "on_cuda"),
     "paces = gathered": ("tests/unit/test_alarms.py", 'host_of_cores("cuda")'),
     "models/delta_rule/": ("tests/fake_cuda/cases.py", '"dpo_hybrid": Case('),
-    "if family.delta is not None and not torch": ("tests/unit/test_delta_rule.py", "lambda: on_gpu"),
+    "if family.delta is None or torch": ("tests/unit/test_delta_rule.py", "lambda: on_gpu"),
     "for layer in model.modules()": ("tests/fleet/test_grpo.py", "agree_on_experts"),
     "planning/": ("tests/unit/test_planning_memory.py", "on_cuda"),
 }
