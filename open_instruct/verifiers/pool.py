@@ -5,10 +5,9 @@ import os
 import queue
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from open_instruct.config.rollout_sections import RewardSection
@@ -21,35 +20,8 @@ from open_instruct.verifiers.reward import Outcome, verdict_of
 from open_instruct.verifiers.verifier import Verifier, said, without_key, without_thinking
 from open_instruct.wording import counted
 
-# A verifier that was late this often in a row gets less time until one of its verdicts comes: a share of
-# --verifier_timeout_s, or a multiple of the time of its slowest verdict if that is more. Every 16th gets all of it.
-LATE_IN_A_ROW = 2
-SHARE_OF_TIME = 0.2
-TIMES_THE_SLOWEST = 3
-WHOLE_TIME_EVERY = 16
 MAX_TRACEBACK_CHARACTERS = 4000
 VERIFIERS: dict[str, Verifier] = {}  # of a process of verifiers
-
-
-@dataclass(slots=True)
-class _Pace:
-    """The number of late verdicts of one verifier in a row, and the time of its slowest verdict."""
-
-    late_in_a_row: int = 0
-    slowest_s: float = 0.0
-
-    def time_s(self, timeout_s: float) -> float:
-        """The time that its next verdict may take."""
-        if self.late_in_a_row < LATE_IN_A_ROW or self.late_in_a_row % WHOLE_TIME_EVERY == 0:
-            return timeout_s
-        return min(timeout_s, max(SHARE_OF_TIME * timeout_s, TIMES_THE_SLOWEST * self.slowest_s))
-
-    def note(self, took_s: float, *, is_late: bool, has_answered: bool) -> None:
-        if has_answered:
-            self.late_in_a_row = 0
-            self.slowest_s = max(self.slowest_s, took_s)
-        elif is_late:
-            self.late_in_a_row += 1
 
 
 class VerifierPool:
@@ -70,8 +42,7 @@ class VerifierPool:
         self._start_timeout_s = max(verifier.start_timeout_s for verifier in self.verifiers.values())
         self._say = say
         self._said: set[str] = set()
-        self._paces = {name: _Pace() for name in self.verifiers}
-        self._lock = threading.Lock()  # of both
+        self._lock = threading.Lock()
         # A place is a worker, or None until somebody needs one.
         self._places: queue.Queue[_Worker | None] = queue.Queue()
         for _ in range(flags.num_verifier_processes):
@@ -121,21 +92,20 @@ class VerifierPool:
         return outcomes
 
     def _without_score(self, name: str, problem: str, traceback: str = "", **_: object) -> Outcome:
-        shown = f"the verifier {name}: {problem}\n{traceback}".rstrip()
-        self._say_once(name, f"{shown}\nIts score is 0. Further ones are only counted, as num_verifier_problems.")
+        with self._lock:
+            is_first = name not in self._said
+            self._said.add(name)
+        if is_first:
+            shown = f"the verifier {name}: {problem}\n{traceback}".rstrip()
+            self._say(f"{shown}\nIts score is 0. Further ones are only counted, as num_verifier_problems.")
         return Outcome(score=0.0, problem=f"{name}: {problem}")
 
     def _ask_worker(self, name: str, asked: Mapping[str, object]) -> dict[str, Any]:
         worker = self._places.get()
         try:
             worker = worker or _Worker(self._flags, self._environment, start_timeout_s=self._start_timeout_s)
-            time_s = self._paces[name].time_s(self._flags.verifier_timeout_s)
-            began_s = time.monotonic()
+            time_s = self._flags.verifier_timeout_s
             answer = worker.ask({"verifier": name, **asked}, timeout_s=time_s)
-            took_s = time.monotonic() - began_s
-            with self._lock:
-                self._paces[name].note(took_s, is_late=took_s >= time_s, has_answered=answer is not None)
-            self._say_if_late(name)
             if answer is None:
                 worker.kill()
                 worker = None
@@ -143,25 +113,6 @@ class VerifierPool:
         finally:
             self._places.put(worker)
         return answer
-
-    def _say_if_late(self, name: str) -> None:
-        whole_s = self._flags.verifier_timeout_s
-        next_s = self._paces[name].time_s(whole_s)
-        if next_s < whole_s:
-            self._say_once(
-                f"{name} is late",
-                f"the verifier {name} took more than {whole_s:g} s several times in a row. So that a step does not "
-                f"wait as long for each of its verdicts, they now have {next_s:.3g} s, until one comes (every "
-                f"{WHOLE_TIME_EVERY}th has {whole_s:g} s). One that does not come scores 0, right or wrong, and counts "
-                "as num_verifier_problems. Mend the verifier, or raise --verifier_timeout_s where it needs longer",
-            )
-
-    def _say_once(self, what: str, text: str) -> None:
-        with self._lock:
-            is_first = what not in self._said
-            self._said.add(what)
-        if is_first:
-            self._say(text)
 
     def close(self) -> None:
         """End the workers; waits for those that are at work."""

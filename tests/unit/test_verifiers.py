@@ -6,12 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from open_instruct.errors import InputError
 from open_instruct.parallel.processes import has_ended
 from open_instruct.records import Check, Prompt
 from open_instruct.toys.tiny import write_tiny_model
-from open_instruct.verifiers import pool as verifier_pool
 from open_instruct.verifiers.answers import Passthrough, has_r1_format
 from open_instruct.verifiers.event_loop import awaited
 from open_instruct.verifiers.pool import VerifierPool, verdicts
@@ -384,79 +382,6 @@ class TestAsync:
     def test_one_that_never_comes_is_ended(self, user_module: str) -> None:
         with open_pool(f"{user_module}:Waits", timeout_s=0.5) as pool:
             assert score(pool, check("waits"), "600").problem == "waits: took more than 0.5 s, or died"
-
-
-class TestLate:
-    """Verdicts that do not come, one after the other, do not cost a step the whole time-out each."""
-
-    @pytest.fixture
-    def late(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[float, str | None]]]:
-        """Judges by a worker that takes as many seconds as the completion says, by a clock of its own, or dies.
-
-        Returns what that took, and the problem.
-        """
-        clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
-
-        class Worker:
-            def __init__(self, *_: Any, **__: Any) -> None: ...
-
-            def ask(self, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any] | None:
-                (text,) = request["completions"]
-                if text == "die":
-                    return None
-                clock.now_s += min(float(text), timeout_s)
-                return {"scores": [1.0]} if float(text) <= timeout_s else None
-
-            def kill(self) -> None: ...
-
-        monkeypatch.setattr(verifier_pool, "time", clock)
-        monkeypatch.setattr(verifier_pool, "_Worker", Worker)
-        self.said: list[str] = []
-        pool = VerifierPool(RewardSection(num_verifier_processes=1), say=self.said.append)
-
-        def judge(completion: str, verifier: str = "math") -> tuple[float, str | None]:
-            began_s = clock.now_s
-            outcome = score(pool, check(verifier, "7"), completion)
-            assert outcome.score == (outcome.problem is None)
-            return clock.now_s - began_s, outcome.problem
-
-        yield judge
-        pool.close()
-
-    def test_ten_of_them_cost_less_than_four_time_outs_and_that_is_said_once(self, late: Any) -> None:
-        took = [late("inf") for _ in range(10)]
-        assert sum(seconds for seconds, _ in took) == 2 * 10 + 8 * 2
-        assert took[0][1] == "math: took more than 10 s, or died"
-        assert took[9][1] == "math: took more than 2 s, or died"  # each says how long it had
-        first, shorter = self.said
-        assert "the verifier math: took more than 10 s" in first
-        assert "the verifier math took more than 10 s several times in a row" in shorter
-        assert "they now have 2 s" in shorter and "--verifier_timeout_s" in shorter
-
-    def test_the_first_that_comes_gives_the_whole_time_back(self, late: Any) -> None:
-        for text in ("inf", "inf", "inf", "0"):
-            late(text)
-        assert late("9") == (9, None)
-        assert late("inf")[0] == 10
-
-    def test_what_is_slow_by_nature_is_not_cut_short(self, late: Any) -> None:
-        assert late("2.5") == (2.5, None)
-        for _ in range(4):
-            late("inf")
-        assert late("7.5") == (7.5, None)
-        assert all(late("inf")[0] == 10 for _ in range(2))
-
-    def test_a_verifier_that_never_came_gets_the_whole_time_now_and_then(self, late: Any) -> None:
-        for _ in range(16):
-            late("inf")
-        assert late("9") == (9, None)
-
-    def test_one_that_dies_is_not_late_and_another_is_another(self, late: Any) -> None:
-        for _ in range(4):
-            late("die")
-        for _ in range(4):
-            late("inf", "ifeval")
-        assert late("9") == (9, None)
 
 
 def assert_ends(process_id: int) -> None:
