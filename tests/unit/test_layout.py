@@ -22,7 +22,7 @@ from open_instruct.config.sections import ParallelSection, RanksSection
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_experts, divisors, layout_of, resolve_layout
 from open_instruct.parallel.layout_command import layout_command
-from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
+from open_instruct.parallel.node_sizes import node_sizes_from_environment
 from open_instruct.parallel.picture import draw_layout
 from open_instruct.parallel.wording import group_name, nodes_text, ranks_text
 from open_instruct.shard_layout import ShardLayout
@@ -345,21 +345,12 @@ def test_nodes_from_environment(environ: dict[str, str], nodes: tuple[int, ...])
         ({"WORLD_SIZE": "0", "LOCAL_WORLD_SIZE": "1"}, "WORLD_SIZE='0' is not a whole number of at least 1"),
         ({"WORLD_SIZE": "9" * 5000}, "is not a whole number"),
         ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8, and WORLD_SIZE is not set; start with torchrun"),
-        ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8, and LOCAL_WORLD_SIZE, .* is not; start with torchrun"),
-        ({"WORLD_SIZE": "8", "NUM_NODES": "3"}, "NUM_NODES=3, and LOCAL_WORLD_SIZE"),
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "8"}, "WORLD_SIZE=4 and LOCAL_WORLD_SIZE=8 contradict"),
-        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}, "GROUP_WORLD_SIZE=1 contradict"),
-        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "NUM_NODES": "2"}, "NUM_NODES=2 contradict"),
-        (
-            {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "NUM_NODES": "2", "GROUP_WORLD_SIZE": "1"},
-            "GROUP_WORLD_SIZE=1, but torchrun counts .* unset NUM_NODES",
-        ),
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8, and LOCAL_WORLD_SIZE, .* is not set; start with torchrun"),
     ],
 )
-def test_environment_that_contradicts_itself(environ: dict[str, str], message: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
+def test_environment_that_lacks_a_number(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         node_sizes_from_environment(environ)
-    assert not isinstance(caught.value, UnequalNodesError)
 
 
 @pytest.mark.parametrize(
@@ -368,11 +359,12 @@ def test_environment_that_contradicts_itself(environ: dict[str, str], message: s
         {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"},
         {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
         {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"},
+        {"WORLD_SIZE": "8", "NUM_NODES": "3"},
+        {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "8"},  # of this launcher's own: the ranks tell where they are
     ],
 )
 def test_unequal_nodes_are_left_to_the_ranks(environ: dict[str, str]) -> None:
-    with pytest.raises(UnequalNodesError, match="unequal size"):
-        node_sizes_from_environment(environ)
+    assert node_sizes_from_environment(environ) is None
 
 
 # ---- the picture ----
