@@ -97,7 +97,7 @@ class Loop:
                 "console_logger": ConsoleLoggerCallback(log_interval=NEVER, metrics_log_interval=NEVER),
             },
         )
-        # All that the trainer asks of a loader, in which it keeps a run's place in its data: batches come from elsewhere.
+        # All that the trainer asks of a loader, which is a run's place in its data: batches come from elsewhere.
         loader = SimpleNamespace(
             state_dict=place.state_dict,
             load_state_dict=place.load_state_dict,
