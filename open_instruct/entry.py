@@ -30,7 +30,7 @@ from open_instruct.hub.upload import open_repository, upload
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks
 from open_instruct.parallel.layout import layout_of
-from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
+from open_instruct.parallel.node_sizes import node_sizes_from_environment
 from open_instruct.report.closing import print_results
 from open_instruct.run import run_lock
 from open_instruct.run.cadence import set_handler, stop_signals_handled
@@ -139,8 +139,8 @@ def _check_nodes(parallel: ParallelSection) -> int | None:
         return None
     num_ranks = num_to_start(parallel.num_processes, os.environ)
     # Nodes of unequal size cannot be told from one process's environment; they are checked once the ranks have met.
-    with suppress(UnequalNodesError):
-        layout_of(parallel, (num_ranks,) if num_ranks else node_sizes_from_environment(os.environ))
+    if (nodes := (num_ranks,) if num_ranks else node_sizes_from_environment(os.environ)) is not None:
+        layout_of(parallel, nodes)
     return num_ranks
 
 

@@ -1,6 +1,5 @@
 """One rank's learner of GRPO; a driver brings its steps."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -87,5 +86,4 @@ class GRPOLearner:
         return {"drivers_state": self.drivers_state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        is_older = "json" in state_dict
-        self.drivers_state = json.loads(state_dict["json"]) if is_older else state_dict["drivers_state"]
+        self.drivers_state = state_dict["drivers_state"]

@@ -8,12 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from olmo_core.data.data_loader import DataLoaderBase
-from olmo_core.distributed.utils import all_reduce_value
+from olmo_core.distributed.utils import all_reduce_value, get_fs_local_rank
 from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train import Duration, LoadStrategy, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
@@ -43,38 +44,6 @@ NEVER = 10**12
 NOT_CALLED = ("checkpointer", "speed_monitor")
 
 OnStep = Callable[[int, Mapping[str, float]], None]
-
-
-class PlaceInData(DataLoaderBase):
-    """The loader that OLMo-core's trainer holds: a run's place in its data. Batches come from the loop's caller."""
-
-    def __init__(self, place: Stateful, *, folder: Path, group: dist.ProcessGroup | None) -> None:
-        super().__init__(
-            work_dir=folder,
-            global_batch_size=0,  # which nothing asks for: steps end the run, not tokens
-            dp_world_size=dist.get_world_size(group),
-            dp_rank=dist.get_rank(group),
-        )
-        self.place = place
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.place.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.place.load_state_dict(state_dict)
-
-    @property
-    def total_batches(self) -> int | None:
-        return None
-
-    def reshuffle(self, epoch: int | None = None, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def _iter_batches(self) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError
-
-    def get_mock_batch(self) -> dict[str, Any]:
-        raise NotImplementedError
 
 
 class Loop:
@@ -128,8 +97,16 @@ class Loop:
                 "console_logger": ConsoleLoggerCallback(log_interval=NEVER, metrics_log_interval=NEVER),
             },
         )
-        place_in_data = PlaceInData(place, folder=self.folder, group=learner.dp_process_group)
-        self.trainer = trainer.build(learner.backend.train_module, place_in_data)
+        # All that the trainer asks of a loader, which is a run's place in its data: batches come from elsewhere.
+        loader = SimpleNamespace(
+            state_dict=place.state_dict,
+            load_state_dict=place.load_state_dict,
+            dp_world_size=dist.get_world_size(learner.dp_process_group),
+            dp_rank=dist.get_rank(learner.dp_process_group),
+            fs_local_rank=get_fs_local_rank(),
+            global_batch_size=0,  # which nothing asks for: steps end the run, not tokens
+        )
+        self.trainer = trainer.build(learner.backend.train_module, cast(DataLoaderBase, loader))
         self.checkpointer = self.trainer.checkpointer = SafeCheckpointer(work_dir=self.folder, start_model=start_model)
         self._callbacks = [
             callback for name, callback in self.trainer.callbacks.items() if name in own or name not in NOT_CALLED

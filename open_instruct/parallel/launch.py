@@ -112,14 +112,9 @@ def idle_gpus(parallel: RanksSection, *, num_ranks: int, num_gpus: int) -> str |
     """A hint for a run of one process on a machine with several GPUs; None if none is idle."""
     if num_ranks > 1 or num_gpus < 2 or parallel.single_gpu_mode or parallel.num_processes == "1":
         return None
-    if parallel.num_processes == AUTO:
-        return (
-            f"--num_processes auto started nothing, and of the {num_gpus} GPUs of this machine the run takes one: "
-            "WORLD_SIZE is set in the environment, as for a launcher's process; unset it"
-        )
     return (
-        f"this machine has {num_gpus} GPUs, and the run takes one: --num_processes auto takes all of them, "
-        "--num_processes 1 says that one is meant"
+        f"this machine has {num_gpus} GPUs, and the run takes one: --num_processes auto takes all of them, unless "
+        "WORLD_SIZE is set in the environment, as for a launcher's process; --num_processes 1 says that one is meant"
     )
 
 

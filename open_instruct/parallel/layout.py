@@ -125,15 +125,7 @@ def check_heads(
         raise InputError(
             f"{TENSOR} {tensor}: each head is in three places of in_proj_qkv of {model}; use 1, or {CONTEXT} {tensor}"
         )
-    shares = divisors(gcd(num_heads, num_kv_heads, num_delta_heads))
-    if tensor * context in shares:
-        return
-    if context == 1:
-        raise InputError(f"--tensor_parallel_degree {tensor} does not divide {heads}; use {one_of(shares)}")
-    raise InputError(
-        f"--tensor_parallel_degree {tensor} x --context_parallel_degree {context} = {tensor * context} does not divide "
-        f"{heads}; their product can be {one_of(shares)}"
-    )
+    _check_product(tensor, context, what=heads, number=gcd(num_heads, num_kv_heads, num_delta_heads))
 
 
 def check_experts(layout: ShardLayout, *, num_experts: int, model: str) -> None:
@@ -177,12 +169,15 @@ def _check_model_parallel(nodes: tuple[int, ...], tensor: int, context: int) -> 
     world_size = sum(nodes)
     for name, degree in (("tensor", tensor), ("context", context)):
         check_divides(f"--{name}_parallel_degree", degree, nodes)
-    if world_size % (tensor * context):
+    _check_product(tensor, context, what=_learners(world_size), number=world_size)
+
+
+def _check_product(tensor: int, context: int, *, what: str, number: int) -> None:
+    """:raises InputError: the degrees together do not divide `number`, that of `what`; the message lists what would."""
+    if number % (tensor * context):
         raise InputError(
-            f"--tensor_parallel_degree {tensor} x --context_parallel_degree {context} = {tensor * context} does not "
-            f"divide {_learners(world_size)}; with tensor degree {tensor} use --context_parallel_degree "
-            f"{one_of(divisors(world_size // tensor))}, with context degree {context} use "
-            f"--tensor_parallel_degree {one_of(divisors(world_size // context))}"
+            f"{TENSOR} {tensor} x {CONTEXT} {context} = {tensor * context} does not divide {what}; their product can "
+            f"be {one_of(divisors(number))}"
         )
 
 
@@ -209,9 +204,10 @@ def _resolve_degrees(
     whole = _dp_world_text(sum(nodes), tensor, context)
     if shard_degree is not None and num_replicas is not None:
         if shard_degree * num_replicas != dp_world:
+            pairs = one_of(f"{degree} x {dp_world // degree}" for degree in divisors(dp_world))
             raise InputError(
                 f"--fsdp_shard_degree {shard_degree} x --fsdp_num_replicas {num_replicas} = "
-                f"{shard_degree * num_replicas}, not the {whole}; {_pair_remedy(shard_degree, num_replicas, dp_world)}"
+                f"{shard_degree * num_replicas}, not the {whole}; use {pairs}, or give only one of the two"
             )
         return shard_degree, num_replicas
     flag = "--fsdp_num_replicas" if shard_degree is None else "--fsdp_shard_degree"
@@ -221,17 +217,6 @@ def _resolve_degrees(
         raise InputError(f"{flag} {degree} does not divide {whole}; use {one_of(divisors(dp_world))}")
     other = dp_world // degree
     return (other, degree) if shard_degree is None else (degree, other)
-
-
-def _pair_remedy(shard_degree: int, num_replicas: int, dp_world: int) -> str:
-    ways = []
-    if dp_world % shard_degree == 0:
-        ways.append(f"with shard degree {shard_degree} use --fsdp_num_replicas {dp_world // shard_degree}")
-    if dp_world % num_replicas == 0:
-        ways.append(f"with {counted(num_replicas, 'replica')} use --fsdp_shard_degree {dp_world // num_replicas}")
-    if not ways:
-        ways.append(f"use {one_of(f'{degree} x {dp_world // degree}' for degree in divisors(dp_world))}")
-    return ", ".join(ways) + ", or give only one of the two"
 
 
 def _learners(world_size: int) -> str:
@@ -332,17 +317,12 @@ def _ways_within_nodes(layout: ShardLayout, flag: str, instead: str) -> list[str
 
 
 def _show(layout: ShardLayout, groups: Sequence[tuple[int, ...]]) -> str:
-    """The first groups, node by node: "A: ranks 0-1 (node 0) + 2 (node 1), and 4 more groups"."""
+    """The first groups with their nodes: "A: ranks 0-2 (nodes 0 to 1), and 4 more groups"."""
     letters = {group: f"{group_name(index)}: " for index, group in enumerate(layout.shard_groups)}
-    shown = [letters.get(group, "") + _node_by_node(layout, group) for group in groups[:MAX_GROUPS_SHOWN]]
+    shown = [letters.get(group, "") + _across(layout, group) for group in groups[:MAX_GROUPS_SHOWN]]
     more = len(groups) - MAX_GROUPS_SHOWN
     return ", ".join(shown) + (f", and {counted(more, 'more group')}" if more > 0 else "")
 
 
-def _node_by_node(layout: ShardLayout, group: tuple[int, ...]) -> str:
-    first, last = layout.node_of(group[0]), layout.node_of(group[-1])
-    if last - first >= 4:
-        return f"ranks {ranks_text(group)} (nodes {first} to {last})"
-    nodes = layout.nodes
-    on_node = {node: [rank for rank in group if rank in nodes[node]] for node in range(first, last + 1)}
-    return "ranks " + " + ".join(f"{ranks_text(ranks)} (node {node})" for node, ranks in on_node.items() if ranks)
+def _across(layout: ShardLayout, group: tuple[int, ...]) -> str:
+    return f"ranks {ranks_text(group)} (nodes {layout.node_of(group[0])} to {layout.node_of(group[-1])})"

@@ -7,44 +7,30 @@ from open_instruct.errors import InputError
 MAX_GPUS = 10_000
 
 
-class UnequalNodesError(InputError):
-    """The nodes differ in size, so one process's environment does not give all sizes; an all-gather over ranks does."""
+def node_sizes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """GPUs per node as torchrun tells every process; `(1,)` when not under a launcher, None for unequal nodes.
 
-
-def node_sizes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """GPUs per node as torchrun tells every process, for nodes of equal size; `(1,)` when not under torchrun.
-
-    Reads WORLD_SIZE and LOCAL_WORLD_SIZE, and the number of nodes from NUM_NODES (set by some
-    launchers) or GROUP_WORLD_SIZE (set by torchrun), where present.
+    Reads WORLD_SIZE and LOCAL_WORLD_SIZE, and the number of nodes from GROUP_WORLD_SIZE (set by torchrun) or NUM_NODES
+    (set by some launchers), where present. One process's environment does not give the sizes of nodes that differ; an
+    all-gather over ranks does.
 
     Raises:
-        UnequalNodesError: the numbers are possible, but only for nodes of different sizes.
-        InputError: a number is missing, or they contradict each other.
+        InputError: a number is missing, or is none.
     """
-    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NUM_NODES", "GROUP_WORLD_SIZE")
+    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "NUM_NODES")
     counts = {name: _read_count(environ, name) for name in names}
-    world_size, local_size, num_nodes, num_groups = counts.values()
-    if world_size is None and local_size is None:
+    world_size, local_size, num_groups, num_nodes = counts.values()
+    if world_size in (None, 1) and local_size is None:
         return (1,)
-    given = " and ".join(f"{name}={count}" for name, count in counts.items() if count is not None)
-    if world_size is None:
-        raise InputError(f"{given}, and WORLD_SIZE is not set; start with torchrun, which sets both")
-    if num_nodes is not None and num_groups not in (None, num_nodes):
-        raise InputError(f"{given}, but torchrun counts nodes in GROUP_WORLD_SIZE; unset NUM_NODES")
     num_nodes = num_groups or num_nodes
-    if local_size is None:
-        # Without a launcher there is one process.
-        num_nodes = num_nodes or (1 if world_size == 1 else None)
-        if num_nodes is None or world_size % num_nodes:
-            raise InputError(f"{given}, and LOCAL_WORLD_SIZE, the processes of this node, is not; start with torchrun")
-        local_size = world_size // num_nodes
-    num_nodes = num_nodes or -(-world_size // local_size)
-    if num_nodes * local_size == world_size:
-        return (local_size,) * num_nodes
-    # The other nodes hold at least one process each; this one cannot hold more than the rest.
-    if num_nodes > 1 and local_size + num_nodes - 1 <= world_size:
-        raise UnequalNodesError(f"{given}: nodes of unequal size, or a wrong variable")
-    raise InputError(f"{given} contradict each other; with torchrun WORLD_SIZE counts the processes of all nodes")
+    if world_size is not None and num_nodes is not None:
+        local_size = local_size or world_size // num_nodes
+    if world_size is None or local_size is None:
+        given = " and ".join(f"{name}={count}" for name, count in counts.items() if count is not None)
+        missing = "WORLD_SIZE" if world_size is None else "LOCAL_WORLD_SIZE, the processes of this node,"
+        raise InputError(f"{given}, and {missing} is not set; start with torchrun, which sets both")
+    num_nodes = num_nodes or world_size // local_size
+    return (local_size,) * num_nodes if num_nodes * local_size == world_size else None
 
 
 def read_node_sizes(words: Sequence[str]) -> list[int]:

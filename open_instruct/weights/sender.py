@@ -12,7 +12,6 @@ For each rank of the learners::
 """
 
 from collections.abc import Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import nn
 
 from open_instruct.cluster.addresses import outward_address
 from open_instruct.errors import RunError
+from open_instruct.learner.rows.sample_loader import built_ahead
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import layers_of, scaled_adapters, weights_of
 from open_instruct.models.lora.files import file_name_of
@@ -200,7 +200,7 @@ class WeightSender:
     def _contents(self, outgoing: Outgoing, local_of: LocalOf, version: int) -> Generator[LocalOf]:
         """What each bucket is filled with: weights, or a message about them.
 
-        Messages are made on a thread, as many ahead as there are slots, while earlier ones travel.
+        Messages are made on a thread, while earlier ones travel.
         """
         num_buckets = len(self.manifest.buckets)
         if self._sent is None:
@@ -216,12 +216,8 @@ class WeightSender:
             outgoing.progress.report(f"size/{self._position + index}", str(len(message)))
             return message
 
-        with ThreadPoolExecutor(1, "weights") as comparing:
-            ahead = [comparing.submit(tell, index) for index in range(min(NUM_SLOTS, num_buckets))]
-            for index in range(num_buckets):
-                message = ahead.pop(0).result()
-                if index + NUM_SLOTS < num_buckets:
-                    ahead.append(comparing.submit(tell, index + NUM_SLOTS))
+        with closing(built_ahead(tell, range(num_buckets))) as told:
+            for index, message in enumerate(told):
                 yield {str(index): message}.__getitem__
 
     def _send_buckets(self, outgoing: Outgoing, contents: Iterator[LocalOf], version: int) -> None:

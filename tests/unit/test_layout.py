@@ -22,7 +22,7 @@ from open_instruct.config.sections import ParallelSection, RanksSection
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_experts, divisors, layout_of, resolve_layout
 from open_instruct.parallel.layout_command import layout_command
-from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
+from open_instruct.parallel.node_sizes import node_sizes_from_environment
 from open_instruct.parallel.picture import draw_layout
 from open_instruct.parallel.wording import group_name, nodes_text, ranks_text
 from open_instruct.shard_layout import ShardLayout
@@ -196,10 +196,8 @@ def test_single_device() -> None:
         (
             [8],
             {"fsdp_shard_degree": 4, "fsdp_num_replicas": 4},
-            "= 16, not the 8 learner GPUs; with shard degree 4 use --fsdp_num_replicas 2, "
-            "with 4 replicas use --fsdp_shard_degree 2",
+            "= 16, not the 8 learner GPUs; use 1 x 8, 2 x 4, 4 x 2 or 8 x 1, or give only one of the two",
         ),
-        ([8], {"fsdp_shard_degree": 3, "fsdp_num_replicas": 3}, "use 1 x 8, 2 x 4, 4 x 2 or 8 x 1"),
         (
             [8, 8],
             {"tensor_parallel_degree": 3},
@@ -210,7 +208,7 @@ def test_single_device() -> None:
         (
             [8, 8],
             {"tensor_parallel_degree": 4, "context_parallel_degree": 8},
-            "with tensor degree 4 use --context_parallel_degree 1, 2 or 4",
+            "= 32 does not divide 16 learner GPUs; their product can be 1, 2, 4, 8 or 16",
         ),
         (
             [8, 8],
@@ -299,7 +297,7 @@ def test_what_is_costly_is_warned_of(nodes: list[int], flags: dict[str, Any], pa
 
 def test_tensor_groups_across_nodes_and_a_model_that_nothing_shards() -> None:
     tensor_warning, unsharded_warning = resolve_layout([4, 4, 4, 4], tensor_parallel_degree=8).warnings
-    assert "ranks 0-3 (node 0) + 4-7 (node 1)" in tensor_warning
+    assert "ranks 0-7 (nodes 0 to 1)" in tensor_warning
     assert "--tensor_parallel_degree 1, 2 or 4" in tensor_warning
     assert UNSHARDED in unsharded_warning
 
@@ -345,21 +343,12 @@ def test_nodes_from_environment(environ: dict[str, str], nodes: tuple[int, ...])
         ({"WORLD_SIZE": "0", "LOCAL_WORLD_SIZE": "1"}, "WORLD_SIZE='0' is not a whole number of at least 1"),
         ({"WORLD_SIZE": "9" * 5000}, "is not a whole number"),
         ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8, and WORLD_SIZE is not set; start with torchrun"),
-        ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8, and LOCAL_WORLD_SIZE, .* is not; start with torchrun"),
-        ({"WORLD_SIZE": "8", "NUM_NODES": "3"}, "NUM_NODES=3, and LOCAL_WORLD_SIZE"),
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "8"}, "WORLD_SIZE=4 and LOCAL_WORLD_SIZE=8 contradict"),
-        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}, "GROUP_WORLD_SIZE=1 contradict"),
-        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "NUM_NODES": "2"}, "NUM_NODES=2 contradict"),
-        (
-            {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "NUM_NODES": "2", "GROUP_WORLD_SIZE": "1"},
-            "GROUP_WORLD_SIZE=1, but torchrun counts .* unset NUM_NODES",
-        ),
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8, and LOCAL_WORLD_SIZE, .* is not set; start with torchrun"),
     ],
 )
-def test_environment_that_contradicts_itself(environ: dict[str, str], message: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
+def test_environment_that_lacks_a_number(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         node_sizes_from_environment(environ)
-    assert not isinstance(caught.value, UnequalNodesError)
 
 
 @pytest.mark.parametrize(
@@ -368,11 +357,12 @@ def test_environment_that_contradicts_itself(environ: dict[str, str], message: s
         {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"},
         {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
         {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"},
+        {"WORLD_SIZE": "8", "NUM_NODES": "3"},
+        {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "8"},  # of this launcher's own: the ranks tell where they are
     ],
 )
 def test_unequal_nodes_are_left_to_the_ranks(environ: dict[str, str]) -> None:
-    with pytest.raises(UnequalNodesError, match="unequal size"):
-        node_sizes_from_environment(environ)
+    assert node_sizes_from_environment(environ) is None
 
 
 # ---- the picture ----

@@ -127,7 +127,7 @@ class TestRequest:
         (["dpo", *OLMO_7B, "--gpus_per_node", "-8"], "'-8' is not a whole number of at least 1"),
         (["dpo", *OLMO_7B, "--gpus_per_node", "eight"], "8 is a node of 8 GPUs, 4x8 four of them"),
         ([*DPO_7B, "--fsdp_shard_degree", "3"], "--fsdp_shard_degree 3 does not divide 16 learner GPUs"),
-        ([*DPO_32B[:3], *TWO_NODES, *TENSOR, "16"], "heads of allenai/OLMo-2-0325-32B; use 1, 2, 4 or 8"),
+        ([*DPO_32B[:3], *TWO_NODES, *TENSOR, "16"], "of allenai/OLMo-2-0325-32B; their product can be 1, 2, 4 or 8"),
         ([*DPO_32B[:3], *TWO_NODES, *TENSOR, "4", *CONTEXT, "4"], "= 16 does not divide the 40 query heads"),
         ([*DPO_7B, "--max_seq_length", "-5"], "--max_seq_length -5: must be at least 2"),
         (["dpo", "--model_name_or_path", "allenai/OLMo-2-9B", *TWO_NODES], "give a folder, a config.json, or a name"),

@@ -21,7 +21,6 @@ from olmo_core.nn.transformer import Transformer
 from open_instruct.config.sections import LoggingSection, MemorySection, ModelSection, OptimSection
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
-from open_instruct.learner.grpo import GRPOLearner
 from open_instruct.learner.loop import merged
 from open_instruct.learner.measure.speed import memory_so_far
 from open_instruct.learner.model import kernels
@@ -231,12 +230,6 @@ class TestOptimizers:
         optimizer.latest_loss = optimizer.latest_grad_norm = torch.tensor(1.0)
         for window in (optimizer._losses, optimizer._grad_norms):
             assert torch.stack(window).tolist() == [3.0, 1.0]
-
-    @pytest.mark.parametrize("saved", [{"drivers_state": {"step": 3}}, {"json": '{"step": 3}'}])
-    def test_the_drivers_state_is_read_from_older_checkpoints_too(self, saved: Any) -> None:
-        learner = object.__new__(GRPOLearner)
-        learner.load_state_dict(saved)
-        assert learner.drivers_state == {"step": 3}
 
     def test_muon_is_torchs_on_matrices_and_adamw_elsewhere(self) -> None:
         torch.manual_seed(0)

@@ -3,7 +3,7 @@
 The host builds the next batch in a thread while the device is busy.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
@@ -90,7 +90,7 @@ class SampleLoader:
         self.batches_processed = state_dict["batches_processed"]
 
 
-def built_ahead(build: Callable[[T], V], items: Iterable[T]) -> Iterator[V]:
+def built_ahead(build: Callable[[T], V], items: Iterable[T]) -> Generator[V]:
     """`build` of each of `items`, in order; while the caller is busy with one, a thread builds the next, and no more.
 
     An error of `build` is raised when its result is asked for. Closing the iterator early waits for the thread.
