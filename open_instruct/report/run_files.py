@@ -29,10 +29,11 @@ from open_instruct.wording import counted
 FOLDER = "traces"
 MAX_BYTES = 256 * 2**20  # of the files' columns; a page of more would be slow to open
 OF_TOKENS = ("token_ids", "logprobs", "versions")
-TEXTS = ("step", "ticket", "sample_index", "row_id", "completion", "finish_reason", "reward", "scores", "problems")
-OF_TRAINING = ("advantage", "used_in_training", "rejected")
-OF_PROMPTS = ("prompt", "checks")
-COLUMNS = (*TEXTS, *OF_TRAINING, *OF_PROMPTS, *OF_TOKENS, "episode")
+TEXTS = (
+    *("step", "ticket", "sample_index", "row_id", "prompt", "checks", "completion", "finish_reason"),
+    *("reward", "scores", "problems", "advantage", "used_in_training", "rejected"),
+)
+COLUMNS = (*TEXTS, *OF_TOKENS, "episode")
 UNREADABLE = (pyarrow.ArrowException, OSError, ValueError)
 
 
@@ -175,32 +176,33 @@ def read_rollouts(folder: Path, *, most: int) -> Rollouts:
 def packed_rollouts(run: RunFiles, rollouts: Rollouts) -> dict[str, str]:
     """Blocks of gzip in base64 by name; empty if the run left nothing to read."""
     blocks = {}
-    columns: dict[str, list[Any]] = {}
-    prompts: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     pieces: dict[int, str] = {}
     if (table := rollouts.table) is not None:
-        columns = table.select([*TEXTS, *OF_TRAINING]).to_pydict()
-        columns["completion"] = [
-            text if episode is None else _conversation(episode)
-            for text, episode in zip(columns["completion"], table["episode"].to_pylist(), strict=True)
-        ]
-        columns["num_tokens"] = lengths_of(table).tolist()
-        columns["prompt"], prompts = _prompts(table)
+        rows = table.select([*TEXTS, "episode"]).to_pylist()
+        for row, num_tokens in zip(rows, lengths_of(table).tolist(), strict=True):
+            row["num_tokens"] = num_tokens
+            if (episode := row.pop("episode")) is not None:
+                row["completion"] = _conversation(episode)
         token_ids = flat(table, "token_ids").astype("<u4")
         thousandths = numpy.nan_to_num(flat(table, "logprobs") * 1000, neginf=-numpy.inf)
         blocks["token_ids"] = packed(token_ids.tobytes())
         blocks["logprobs"] = packed(thousandths.clip(-32768, 32767).round().astype("<i2").tobytes())
         blocks["versions"] = packed(flat(table, "versions").astype("<u4").tobytes())
         pieces = _texts_of_tokens(run, numpy.unique(token_ids).tolist())
-    for evaluation in run.evaluations:
-        for sample in evaluation.get("samples") or ():
-            _add_held_out(columns, prompts, evaluation["step"], sample)
-    if columns:
-        for name in ("reward", "advantage"):
-            columns[name] = [value if is_number(value) else None for value in columns.get(name, [])]
-        text = {"columns": columns, "prompts": prompts, "pieces": pieces}
-        blocks["text"] = packed(json.dumps(text, allow_nan=False).encode())
+    rows += [_held_out(row["step"], sample) for row in run.evaluations for sample in row.get("samples") or ()]
+    for row in rows:
+        row |= {name: row[name] if is_number(row[name]) else None for name in ("reward", "advantage")}
+    if rows:
+        blocks["text"] = packed(json.dumps({"rows": rows, "pieces": pieces}, allow_nan=False).encode())
     return blocks
+
+
+def _held_out(step: float, sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of an evaluation as a row, which is without a group and without tokens."""
+    row = {name: sample.get(name) for name in ("row_id", "prompt", "completion", "finish_reason", "reward")}
+    texts = {"scores": json.dumps(sample.get("scores", {})), "checks": json.dumps(sample.get("ground_truth"))}
+    return row | texts | {"step": step, "advantage": None, "num_tokens": 0, "held_out": True}
 
 
 def _conversation(episode: str) -> str:
@@ -235,27 +237,6 @@ def _read(path: Path) -> pyarrow.Table:
     if any((lengths_of(table, name) != lengths_of(table)).any() for name in OF_TOKENS):
         raise ValueError("a row has token_ids, logprobs and versions of different lengths")
     return table
-
-
-def _prompts(table: pyarrow.Table) -> tuple[list[int], list[dict[str, Any]]]:
-    """The number of each row's prompt, and the prompts, each once."""
-    numbers: dict[tuple[str, str], int] = {}
-    rows = zip(*(table[name].to_pylist() for name in OF_PROMPTS), strict=True)
-    prompt_numbers = [numbers.setdefault(row, len(numbers)) for row in rows]
-    return prompt_numbers, [dict(zip(OF_PROMPTS, prompt, strict=True)) for prompt in numbers]
-
-
-def _add_held_out(
-    columns: dict[str, list[Any]], prompts: list[dict[str, Any]], step: float, sample: Mapping[str, Any]
-) -> None:
-    """Add the answer of an evaluation as one more row; the columns that only rollouts have get None."""
-    length = len(next(iter(columns.values()), []))
-    row = {name: sample.get(name) for name in ("row_id", "completion", "finish_reason", "reward")}
-    row |= {"step": step, "scores": json.dumps(sample.get("scores", {})), "prompt": len(prompts), "held_out": True}
-    row["num_tokens"] = 0
-    prompts.append({"prompt": sample.get("prompt"), "checks": json.dumps(sample.get("ground_truth"))})
-    for name in {**columns, **row}:
-        columns.setdefault(name, [None] * length).append(row.get(name))
 
 
 def _texts_of_tokens(run: RunFiles, token_ids: Sequence[int]) -> dict[int, str]:

@@ -150,9 +150,9 @@ class TestPage:
         parsed = _Page(text)
         assert yaml.safe_dump({"evil": EVIL}, width=1000).rstrip() in parsed.words  # of config.yaml's head
         assert EVIL in parsed.words  # the flag --model_name_or_path
-        rows = json.loads(parsed.unpacked("text"))
-        assert rows["columns"]["completion"][:3] == [f"{EVIL} answer {index}" for index in range(3)]
-        assert rows["prompts"][0]["prompt"] == PROMPT
+        rows = json.loads(parsed.unpacked("text"))["rows"]
+        assert [row["completion"] for row in rows[:3]] == [f"{EVIL} answer {index}" for index in range(3)]
+        assert rows[0]["prompt"] == PROMPT
 
     def test_one_script_can_run_and_nothing_is_fetched(self, run: Path) -> None:
         parsed = page_of(run)
@@ -237,22 +237,24 @@ class TestPage:
         words = " ".join(parsed.words)
         assert "The run left no layout." in words and "left no plan" in words
         assert "traces/step2.parquet cannot be read" in words and "traces/stepX.parquet cannot be read" in words
-        assert json.loads(parsed.unpacked("text"))["columns"]["step"][:6] == [1, 1, 1, 3, 3, 3]
+        rows = json.loads(parsed.unpacked("text"))["rows"]
+        assert [row["step"] for row in rows[:6]] == [1, 1, 1, 3, 3, 3]
 
 
 class TestRollouts:
     def test_tokens_come_back(self, run: Path) -> None:
         parsed = page_of(run)
         text = json.loads(parsed.unpacked("text"))
-        columns = text["columns"]
-        assert columns["num_tokens"] == [1, 2, 3] * NUM_STEPS + [0, 0]
+        rows = text["rows"]
+        assert [row["num_tokens"] for row in rows] == [1, 2, 3] * NUM_STEPS + [0, 0]
         assert parsed.array("token_ids", "<u4") == [0, 0, 1, 0, 1, 2] * NUM_STEPS
         assert parsed.array("logprobs", "<i2") == [-125, -125, -250, -125, -250, -375] * NUM_STEPS
         assert parsed.array("versions", "<u4")[-6:] == [2, 1, 2, 1, 1, 2]
         assert text["pieces"] == {"0": "zero", "1": "one", "2": "two"}
-        assert columns["advantage"][:3] == [pytest.approx(-math.sqrt(2)), *[pytest.approx(math.sqrt(0.5))] * 2]
-        assert columns["held_out"][-2:] == [True, True] and columns["step"][-2:] == [0, 3]
-        assert text["prompts"][columns["prompt"][-1]] == {"prompt": PROMPT, "checks": json.dumps([EVIL])}
+        advantages = [row["advantage"] for row in rows[:3]]
+        assert advantages == [pytest.approx(-math.sqrt(2)), *[pytest.approx(math.sqrt(0.5))] * 2]
+        assert [(row["held_out"], row["step"]) for row in rows[-2:]] == [(True, 0), (True, 3)]
+        assert (rows[-1]["prompt"], rows[-1]["checks"]) == (PROMPT, json.dumps([EVIL]))
 
     def test_too_many_are_thinned_by_whole_steps_and_it_is_said(self, run: Path) -> None:
         for step in range(4, 11):
@@ -265,7 +267,7 @@ class TestRollouts:
 
     def test_a_reward_that_is_no_number_is_none(self, run: Path) -> None:
         RunDirectory(path=run).write_evaluation({"step": 4, "samples": [{"reward": math.nan, "completion": "?"}]})
-        assert json.loads(page_of(run).unpacked("text"))["columns"]["reward"][-1] is None
+        assert json.loads(page_of(run).unpacked("text"))["rows"][-1]["reward"] is None
 
     def test_foreign_files_are_left_out(self, run: Path) -> None:
         from pyarrow import array, list_, parquet
@@ -492,7 +494,7 @@ async function answers() {
     found: asked(" Answer 2 ", "all", "step"),
     none: asked("zebra", "all", "step"),
     held_out: asked("", "held_out", "newest"),
-    turns: turnsOf(longest.given.prompt),
+    turns: turnsOf(longest.prompt),
     parts: partsOf("a<tool_call>b</tool_call>c<think>d").map(part => [part.kind, part.text]),
     smoothed: smoothed([1, null, 3], 0.5),
     path: pathOf({ steps: [0, 1, 2] }, [0, null, 4], step => step, value => value),
