@@ -99,11 +99,10 @@ def report_page(folders: Sequence[Path], *, max_rollouts: int) -> str:
 
 def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
     """The values of one run for the page's template."""
-    rollouts = read_rollouts(run.folder, most=max_rollouts)
+    table, notes = read_rollouts(run.folder, most=max_rollouts)
     parts = parts_of_step(run)
-    steps = run.rows
-    if run.evaluations:  # which the rows of a GRPO run repeat
-        steps = [{key: row[key] for key in row if not key.startswith("eval/")} for row in run.rows]
+    # Rows of a GRPO run repeat its evaluations.
+    steps = [{key: row[key] for key in row if not key.startswith("eval/")} for row in run.rows]
     return {
         "name": name,
         "files": run,
@@ -116,9 +115,9 @@ def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
         "step_s": fsum(parts.values()),
         "planned_bytes": planned_bytes(run),
         "measured_bytes": max(run.numbers("peak_memory_gib"), default=0.0) * GIB,
-        "histograms": histograms_of(run, rollouts),
-        "notes": rollouts.notes,
-        "blocks": packed_rollouts(run, rollouts),
+        "histograms": histograms_of(run, table),
+        "notes": notes,
+        "blocks": packed_rollouts(run, table),
     }
 
 

@@ -135,18 +135,13 @@ def _object_in(path: Path, key: str) -> dict[str, Any]:
     return {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollouts:
-    """The rows of trace files, by column; `notes` say what was left out. `table` is None where there are none."""
+def read_rollouts(folder: Path, *, most: int) -> tuple[pyarrow.Table | None, list[str]]:
+    """The completions in a run's folder, by column, or None where there are none; and what was left out.
 
-    table: pyarrow.Table | None = None
-    notes: tuple[str, ...] = ()
-
-
-def read_rollouts(folder: Path, *, most: int) -> Rollouts:
-    """The completions in a run's folder. If there are more than `most`, those of every second (third, ...) step."""
+    If there are more than `most`, they are those of every second (third, ...) step.
+    """
     if most == 0:
-        return Rollouts()
+        return None, []
     files, unreadable = [], []
     for path in (folder / FOLDER).glob("step*.parquet"):
         try:
@@ -165,20 +160,20 @@ def read_rollouts(folder: Path, *, most: int) -> Rollouts:
             unreadable.append(path.name)
     notes = [f"{FOLDER}/{name} cannot be read, and is left out" for name in unreadable]
     if not tables:
-        return Rollouts(notes=tuple(notes))
+        return None, notes
     table = pyarrow.concat_tables(tables, promote_options="permissive").combine_chunks()
     if every > 1:
         shown = f"{counted(len(table), 'rollout')} of {num_rows:,} are here: those of every {every}th step"
         notes.append(f"{shown}; --max_rollouts takes more")
-    return Rollouts(table=table, notes=tuple(notes))
+    return table, notes
 
 
-def packed_rollouts(run: RunFiles, rollouts: Rollouts) -> dict[str, str]:
+def packed_rollouts(run: RunFiles, table: pyarrow.Table | None) -> dict[str, str]:
     """Blocks of gzip in base64 by name; empty if the run left nothing to read."""
     blocks = {}
     rows: list[dict[str, Any]] = []
     pieces: dict[int, str] = {}
-    if (table := rollouts.table) is not None:
+    if table is not None:
         rows = table.select([*TEXTS, "episode"]).to_pylist()
         for row, num_tokens in zip(rows, lengths_of(table).tolist(), strict=True):
             row["num_tokens"] = num_tokens

@@ -30,7 +30,7 @@ from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdi
 from open_instruct.report import health, page
 from open_instruct.report.charts import MAX_POINTS, histograms_of, series_of
 from open_instruct.report.health import Finding, findings_of, parts_of_step
-from open_instruct.report.run_files import Rollouts, RunFiles, differing_flags, read_rollouts
+from open_instruct.report.run_files import RunFiles, differing_flags, read_rollouts
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.rollout.traces import write_traces
 from open_instruct.run.metrics_log import MetricsLog
@@ -259,11 +259,11 @@ class TestRollouts:
     def test_too_many_are_thinned_by_whole_steps_and_it_is_said(self, run: Path) -> None:
         for step in range(4, 11):
             write_step(run, step)
-        found = read_rollouts(run, most=9)
-        assert found.table is not None and set(found.table["step"].to_pylist()) == {2, 6, 10}
-        assert found.notes == ("9 rollouts of 30 are here: those of every 4th step; --max_rollouts takes more",)
-        assert read_rollouts(run, most=30).notes == ()
-        assert read_rollouts(run, most=0) == Rollouts()
+        table, notes = read_rollouts(run, most=9)
+        assert table is not None and set(table["step"].to_pylist()) == {2, 6, 10}
+        assert notes == ["9 rollouts of 30 are here: those of every 4th step; --max_rollouts takes more"]
+        assert read_rollouts(run, most=30)[1] == []
+        assert read_rollouts(run, most=0) == (None, [])
 
     def test_a_reward_that_is_no_number_is_none(self, run: Path) -> None:
         RunDirectory(path=run).write_evaluation({"step": 4, "samples": [{"reward": math.nan, "completion": "?"}]})
@@ -279,9 +279,9 @@ class TestRollouts:
         parquet.write_table(table.set_column(place, "versions", array([[1]] * 3, list_(kind()))), file)
         other = run / "traces" / "step2.parquet"
         parquet.write_table(table.drop_columns("reward"), other)
-        found = read_rollouts(run, most=100)
-        assert set(found.notes) == {f"traces/{each.name} cannot be read, and is left out" for each in (file, other)}
-        assert found.table is not None and set(found.table["step"].to_pylist()) == {3}
+        table, notes = read_rollouts(run, most=100)
+        assert set(notes) == {f"traces/{each.name} cannot be read, and is left out" for each in (file, other)}
+        assert table is not None and set(table["step"].to_pylist()) == {3}
 
 
 class TestHistograms:
@@ -301,13 +301,13 @@ class TestHistograms:
         rewards = [index / 100 for index in range(101)]
         lists = {name: [[0]] * 101 for name in ("token_ids", "versions", "logprobs")}
         table = pyarrow.table({"step": [1] * 101, "reward": rewards, **lists})
-        of_rewards = histograms_of(RunFiles(name="a", folder=Path()), Rollouts(table=table))[1]
+        of_rewards = histograms_of(RunFiles(name="a", folder=Path()), table)[1]
         assert len(of_rewards["labels"]) == 24 and of_rewards["early"] is None
         assert sum(of_rewards["late"]) == pytest.approx(1, abs=1e-4)
 
 
 def shown_histograms(run: Path) -> list[dict[str, Any]]:
-    return histograms_of(RunFiles.read(run), read_rollouts(run, most=100))
+    return histograms_of(RunFiles.read(run), read_rollouts(run, most=100)[0])
 
 
 def rows_with(num_steps: int = 40, **columns: Any) -> list[dict[str, Any]]:
