@@ -74,7 +74,7 @@ def report_page(folders: Sequence[Path], *, max_rollouts: int) -> str:
     :raises InputError: a folder holds no run.
     """
     runs = [RunFiles.read(folder) for folder in folders]
-    names = [run.name for run in runs]
+    names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     shown = [_shown(run, name, max_rollouts) for run, name in zip(runs, names, strict=True)]

@@ -46,10 +46,9 @@ class RunFiles:
 
     Example, of a run that was asked for four steps and has taken one::
 
-        RunFiles(name="a", folder=Path("runs/a"), rows=[{"step": 1, "loss": 0.69}], num_steps=4)
+        RunFiles(folder=Path("runs/a"), config={"max_train_steps": 4}, rows=[{"step": 1, "loss": 0.69}])
     """
 
-    name: str
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     made_with: tuple[str, ...] = ()
@@ -57,7 +56,6 @@ class RunFiles:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     layout: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
-    num_steps: int | None = None
     has_ended: bool = False
 
     @classmethod
@@ -71,7 +69,6 @@ class RunFiles:
             )
         config, made_with = _settings_in(directory.config) if directory.config.is_file() else ({}, ())
         return cls(
-            name=folder.resolve().name,
             folder=folder,
             config=config,
             made_with=made_with,
@@ -79,9 +76,19 @@ class RunFiles:
             evaluations=list(rows_of(directory.evaluations)),
             layout=_object_in(directory.layout, "warnings"),
             plan=_object_in(directory.plan, "peak_phase"),
-            num_steps=_num_steps(config),
             has_ended=directory.hf_model.exists() or directory.adapter.exists(),
         )
+
+    @property
+    def num_steps(self) -> int | None:
+        """The number of steps of the whole run; None if the flags alone do not say it."""
+        with suppress(KeyError, TypeError, ZeroDivisionError):
+            num_steps = self.config.get("max_train_steps")
+            if self.config.get("total_episodes"):
+                per_step = self.config["num_unique_prompts_rollout"] * self.config["num_samples_per_prompt_rollout"]
+                num_steps = max(1, self.config["total_episodes"] // per_step)
+            return num_steps if is_number(num_steps) else None
+        return None
 
     def numbers(self, name: str) -> list[float]:
         """A column of the steps, without what is missing or not finite."""
@@ -114,17 +121,6 @@ def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         ) from error
     head = text.partition("\n\n")[0].splitlines()
     return config if isinstance(config, dict) else {}, tuple(line.removeprefix("# ") for line in head)
-
-
-def _num_steps(config: Mapping[str, Any]) -> int | None:
-    """The number of steps of the whole run; None if the flags alone do not say it."""
-    with suppress(KeyError, TypeError, ZeroDivisionError):
-        num_steps = config.get("max_train_steps")
-        if config.get("total_episodes"):
-            per_step = config["num_unique_prompts_rollout"] * config["num_samples_per_prompt_rollout"]
-            num_steps = max(1, config["total_episodes"] // per_step)
-        return num_steps if is_number(num_steps) else None
-    return None
 
 
 def _object_in(path: Path, key: str) -> dict[str, Any]:

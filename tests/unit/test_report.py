@@ -207,8 +207,8 @@ class TestPage:
         assert "run1-token_ids" in parsed.scripts
 
     def test_flags_that_differ(self) -> None:
-        a = RunFiles(name="a", folder=Path(), config={"beta": None, "seed": 1, "loss_fn": "dapo"})
-        b = RunFiles(name="b", folder=Path(), config={"beta": 0.5, "seed": 1, "packing": True})
+        a = RunFiles(folder=Path(), config={"beta": None, "seed": 1, "loss_fn": "dapo"})
+        b = RunFiles(folder=Path(), config={"beta": 0.5, "seed": 1, "packing": True})
         assert list(differing_flags([a, b])) == [("beta", [None, 0.5])]
         assert list(differing_flags([a])) == []
 
@@ -301,7 +301,7 @@ class TestHistograms:
         rewards = [index / 100 for index in range(101)]
         lists = {name: [[0]] * 101 for name in ("token_ids", "versions", "logprobs")}
         table = pyarrow.table({"step": [1] * 101, "reward": rewards, **lists})
-        of_rewards = histograms_of(RunFiles(name="a", folder=Path()), table)[1]
+        of_rewards = histograms_of(RunFiles(folder=Path()), table)[1]
         assert len(of_rewards["labels"]) == 24 and of_rewards["early"] is None
         assert sum(of_rewards["late"]) == pytest.approx(1, abs=1e-4)
 
@@ -319,7 +319,7 @@ def rows_with(num_steps: int = 40, **columns: Any) -> list[dict[str, Any]]:
 
 
 def said_of(rows: list[dict[str, Any]], **more: Any) -> list[Finding]:
-    return findings_of(RunFiles(name="a", folder=Path("a"), rows=rows, has_ended=True, **more))
+    return findings_of(RunFiles(folder=Path("a"), rows=rows, has_ended=True, **more))
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -394,7 +394,7 @@ class TestHealth:
 
     def test_parts_of_a_step_leave_the_first_out(self) -> None:
         rows = rows_with(num_steps=3, **{"time/forward": lambda step: 9.0 if step == 1 else 1.0, "time/backward": 2.0})
-        assert parts_of_step(RunFiles(name="a", folder=Path(), rows=rows)) == {"forward": 1.0, "backward": 2.0}
+        assert parts_of_step(RunFiles(folder=Path(), rows=rows)) == {"forward": 1.0, "backward": 2.0}
 
 
 class TestSeries:
