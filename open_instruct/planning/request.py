@@ -14,7 +14,6 @@ from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.planning.plan import Setting
 from open_instruct.planning.subject.devices import Device, device_named
 from open_instruct.planning.subject.workload import RunConfig, objective_of, shape_of_run
-from open_instruct.wording import counted
 
 
 @dataclass(kw_only=True)
@@ -92,18 +91,12 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
 def _sizes_of_nodes(asked: PlanFlags) -> list[int]:
     """GPUs of each node, from --gpus_per_node and --num_nodes."""
     sizes = read_node_sizes(asked.gpus_per_node)
-    if (num_nodes := asked.num_nodes) is not None:
-        given = f"--num_nodes {num_nodes}"
-        if not sizes:
-            raise InputError(f"{given}: add the GPUs of a node, such as --gpus_per_node 8")
-        if len(sizes) == 1:
-            return read_node_sizes([f"{num_nodes}x{sizes[0]}"])
-        if len(sizes) != num_nodes:
-            raise InputError(
-                f"{given}, but --gpus_per_node {spelled(asked.gpus_per_node)} is {counted(len(sizes), 'node')}; give "
-                "one number for all nodes, or leave --num_nodes out"
-            )
-    return sizes
+    if asked.num_nodes in (None, len(sizes)):
+        return sizes
+    if len(sizes) != 1:
+        given = f"--num_nodes {asked.num_nodes} with {len(sizes)} numbers in --gpus_per_node"
+        raise InputError(f"{given}: give one for all nodes, such as 8, or leave --num_nodes out")
+    return read_node_sizes([f"{asked.num_nodes}x{sizes[0]}"])
 
 
 def _nodes(config: RunConfig, sizes: list[int], named: frozenset[str]) -> tuple[int, ...]:
