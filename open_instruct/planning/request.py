@@ -138,17 +138,16 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
         return
     given = f"--shared_prompt_tokens {num_tokens}"
     if isinstance(config, GRPOConfig):
-        sharing, is_packed = config.loss.prefix_sharing, True
+        shares = config.loss.prefix_sharing != "off"
         longest, flag = config.data.max_prompt_token_length, "--max_prompt_token_length"
     else:
         objective = objective_of(config)
-        if objective.rows_of(config).documents_per_row == 1:
-            raise InputError(f"{given}: supervised rows share nothing; leave it out")
-        sharing, is_packed = objective.prefix_sharing(config), config.data.packing
+        has_several = objective.rows_of(config).documents_per_row > 1
+        shares = has_several and config.data.packing and objective.prefix_sharing(config) != "off"
         longest, flag = config.data.max_seq_length - 1, "--max_seq_length less a token of reply"
-    if sharing == "off" or not is_packed:
-        why = "--prefix_sharing off" if sharing == "off" else "--no_packing"
-        raise InputError(f"{given}: with {why} nothing is shared; leave one of them out")
+    if not shares:
+        why = "rows of one text share nothing, nor do others with --prefix_sharing off or --no_packing"
+        raise InputError(f"{given}: {why}; leave it out")
     if not 1 <= num_tokens <= longest:
         raise InputError(f"{given}: must be at least 1 and at most {longest} ({flag})")
 

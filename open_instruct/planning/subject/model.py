@@ -341,11 +341,10 @@ def model_shape(name_or_path: str) -> ModelShape:
         if _size_of(public) == _size_of(name_or_path):
             return shape_of_fields(fields, name=public, where=public)
     known = {name.rpartition("/")[2].lower(): name for name in public_models()}
-    near = difflib.get_close_matches(name_or_path.rpartition("/")[2].lower(), known, n=3, cutoff=0.5)
-    names = f"like {', '.join(known[name] for name in near)}" if near else f"such as {next(iter(public_models()))}"
+    near = difflib.get_close_matches(name_or_path.rpartition("/")[2].lower(), known, n=3, cutoff=0.5) or [*known][:1]
     raise InputError(
         f"{name_or_path}: no such folder or config.json, and no model whose shape is built in; give a folder, a "
-        f"config.json, or a name {names}"
+        f"config.json, or a name such as {', '.join(known[name] for name in near)}"
     )
 
 
