@@ -277,9 +277,7 @@ def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | Non
     newest = max((saved for saved in checkpoints if saved < step), default=0)
     checkpoint = checkpoints.get(newest)
     are_the_steps_own = newest == step - 1
-    description = f"the weights are the start model's, {start}"
-    if checkpoint is not None:
-        description = f"the weights are those of {'' if are_the_steps_own else f'step {newest}, '}{checkpoint}"
+    description = f"the weights are those after step {newest}, {checkpoint or start}"
     if not are_the_steps_own:
         description += (
             f": step {step} began with those of step {step - 1}, of which there is no checkpoint. Loss, gradient and "

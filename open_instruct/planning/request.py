@@ -14,7 +14,6 @@ from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.planning.plan import Setting
 from open_instruct.planning.subject.devices import Device, device_named
 from open_instruct.planning.subject.workload import RunConfig, objective_of, shape_of_run
-from open_instruct.wording import counted
 
 
 @dataclass(kw_only=True)
@@ -92,18 +91,12 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
 def _sizes_of_nodes(asked: PlanFlags) -> list[int]:
     """GPUs of each node, from --gpus_per_node and --num_nodes."""
     sizes = read_node_sizes(asked.gpus_per_node)
-    if (num_nodes := asked.num_nodes) is not None:
-        given = f"--num_nodes {num_nodes}"
-        if not sizes:
-            raise InputError(f"{given}: add the GPUs of a node, such as --gpus_per_node 8")
-        if len(sizes) == 1:
-            return read_node_sizes([f"{num_nodes}x{sizes[0]}"])
-        if len(sizes) != num_nodes:
-            raise InputError(
-                f"{given}, but --gpus_per_node {spelled(asked.gpus_per_node)} is {counted(len(sizes), 'node')}; give "
-                "one number for all nodes, or leave --num_nodes out"
-            )
-    return sizes
+    if asked.num_nodes in (None, len(sizes)):
+        return sizes
+    if len(sizes) != 1:
+        given = f"--num_nodes {asked.num_nodes} with {len(sizes)} numbers in --gpus_per_node"
+        raise InputError(f"{given}: give one for all nodes, such as 8, or leave --num_nodes out")
+    return read_node_sizes([f"{asked.num_nodes}x{sizes[0]}"])
 
 
 def _nodes(config: RunConfig, sizes: list[int], named: frozenset[str]) -> tuple[int, ...]:
@@ -145,17 +138,16 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
         return
     given = f"--shared_prompt_tokens {num_tokens}"
     if isinstance(config, GRPOConfig):
-        sharing, is_packed = config.loss.prefix_sharing, True
+        shares = config.loss.prefix_sharing != "off"
         longest, flag = config.data.max_prompt_token_length, "--max_prompt_token_length"
     else:
         objective = objective_of(config)
-        if objective.rows_of(config).documents_per_row == 1:
-            raise InputError(f"{given}: supervised rows share nothing; leave it out")
-        sharing, is_packed = objective.prefix_sharing(config), config.data.packing
+        has_several = objective.rows_of(config).documents_per_row > 1
+        shares = has_several and config.data.packing and objective.prefix_sharing(config) != "off"
         longest, flag = config.data.max_seq_length - 1, "--max_seq_length less a token of reply"
-    if sharing == "off" or not is_packed:
-        why = "--prefix_sharing off" if sharing == "off" else "--no_packing"
-        raise InputError(f"{given}: with {why} nothing is shared; leave one of them out")
+    if not shares:
+        why = "rows of one text share nothing, nor do others with --prefix_sharing off or --no_packing"
+        raise InputError(f"{given}: {why}; leave it out")
     if not 1 <= num_tokens <= longest:
         raise InputError(f"{given}: must be at least 1 and at most {longest} ({flag})")
 

@@ -29,8 +29,6 @@ Axis = Literal["shard", "replica", "tensor", "context", "expert", "sync", "world
 # What, by which collective, bytes of a call, calls in one pass over a microbatch.
 Calls = tuple[str, Collective, int, int]
 
-# `parallel_configs`: gradients are reduced in float32 whatever they are computed in.
-REDUCE_BYTES = NORM_BYTES = 4
 # Muon orthogonalises in bfloat16.
 MUON_BYTES = 2
 WHOLE, SUMMED = "activations, whole for a matrix", "activations, summed and split again"
@@ -158,8 +156,9 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
         # of their own are not needed backwards.
         num_gathers = 1 if unit.name == "embeddings" else 2
         yield from _gathers(layout, workload, unit, num_passes * num_gathers)
+        # `parallel_configs`: gradients are reduced in float32 whatever they are computed in.
         for axis, parameters in _by_axis(unit.trained, layout).items():
-            gradient_bytes = gathered_params(parameters, layout) * REDUCE_BYTES
+            gradient_bytes = gathered_params(parameters, layout) * FLOAT32
             if span_of(layout, axis)[0] > 1:
                 what, num_calls = "gradients of a block, after it", num_reductions * unit.count
                 yield exchange_in(layout, axis, what, "reduce_scatter", gradient_bytes, num_calls)
@@ -174,7 +173,7 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
     norms = Counter(each.num_params for each in shape.parameters if each.is_trained and each.tensor_axis is None)
     adds_up = workload.reduces_last and workload.num_microbatches > 1
     for width, count in norms.items() if layout.tensor_parallel_degree > 1 else ():
-        num_bytes = width * (REDUCE_BYTES if adds_up else workload.compute_bytes)
+        num_bytes = width * (FLOAT32 if adds_up else workload.compute_bytes)
         yield exchange_in(layout, "tensor", "gradients of norms", "all_reduce", num_bytes, num_reductions * count)
     # One norm for every parameter, which DTensor stacks and adds up along each axis that cuts some of them.
     # Replicas that have parts of experts are among them.
@@ -182,7 +181,7 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
     axes: tuple[Axis, ...] = (cutting, "tensor")
     for axis in axes:
         if span_of(layout, axis)[0] > 1:
-            num_bytes = NORM_BYTES * sum(each.is_trained for each in shape.parameters)
+            num_bytes = FLOAT32 * sum(each.is_trained for each in shape.parameters)
             yield exchange_in(layout, axis, "norm of the gradient", "all_reduce", num_bytes, num_updates)
     yield from _muon(shape, layout, workload)
 

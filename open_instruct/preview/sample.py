@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -44,14 +44,12 @@ class Token:
     is_learned: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownDocument:
-    """One document of a row; `title` says which, where there are several, and then the first alone has the prompt."""
+class ShownDocument(NamedTuple):
+    """One document of a row; `title` says which, where there are several, and then the first alone shows the prompt."""
 
     title: str
+    whole: Document
     tokens: tuple[Token, ...]
-    num_tokens: int
-    num_learned: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +130,7 @@ def _shown(dataset: TokenDataset, row: int, titles: Sequence[str], tokenizer: Pr
     return ShownRow(
         place=row + 1,
         documents=tuple(
-            ShownDocument(
-                title=title,
-                tokens=tuple(_tokens(document, tokenizer, start=start)),
-                num_tokens=len(document),
-                num_learned=document.num_label_tokens,
-            )
+            ShownDocument(title, document, tuple(_tokens(document, tokenizer, start=start)))
             for title, document, start in zip(titles, documents, starts, strict=True)
         ),
         note=_note(dataset, row),
@@ -182,7 +175,7 @@ def print_sample(sample: Sample, console: Console) -> None:
         console.print(Text(f"\nrow {row.place} of {sample.report.num_pairs}", style="bold"))
         for document in row.documents:
             title = f"{document.title}: " if document.title else ""
-            numbers = f"{counted(document.num_tokens, 'token')}, {document.num_learned:,} learned"
+            numbers = f"{counted(len(document.whole), 'token')}, {document.whole.num_label_tokens:,} learned"
             console.print(Text(f"{title}{numbers}", style="dim"))
             console.print(_text_of(document, is_plain=not console.is_terminal))
         if row.note:

@@ -7,9 +7,10 @@ from math import fsum
 from typing import Any
 
 import numpy
+import pyarrow
 
 from open_instruct.metric_table import entry_of, in_order
-from open_instruct.report.run_files import Rollouts, RunFiles, flat, lengths_of
+from open_instruct.report.run_files import RunFiles, flat, lengths_of
 from open_instruct.run.run_directory import is_number
 
 # A curve is drawn some 700 pixels wide at most.
@@ -51,16 +52,15 @@ def rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def histograms_of(run: RunFiles, rollouts: Rollouts) -> list[dict[str, Any]]:
+def histograms_of(run: RunFiles, table: pyarrow.Table | None) -> list[dict[str, Any]]:
     """Each histogram has a `title`, the `labels` of its bars, and the share of each bar `early` and `late`.
 
     In a run of few steps `early` is None, and `late` has all steps.
     """
-    return [*_rollout_histograms(rollouts), *_ratio_histogram(run)]
+    return [*_rollout_histograms(table), *_ratio_histogram(run)]
 
 
-def _rollout_histograms(rollouts: Rollouts) -> Iterator[dict[str, Any]]:
-    table = rollouts.table
+def _rollout_histograms(table: pyarrow.Table | None) -> Iterator[dict[str, Any]]:
     if table is None:
         return
     lengths = lengths_of(table)

@@ -237,15 +237,11 @@ const loaded = new Map();
 // The rows of a run, each an object; `start` is where its tokens begin in the arrays.
 async function rolloutsOf(run) {
   if (loaded.has(run)) return loaded.get(run);
-  const { columns, prompts, pieces } = JSON.parse(new TextDecoder().decode(await unpacked(run, "text")));
-  const names = Object.keys(columns);
+  const { rows, pieces } = JSON.parse(new TextDecoder().decode(await unpacked(run, "text")));
   let start = 0;
-  const rows = columns.step.map((_, index) => {
-    const row = { index, start };
-    for (const name of names) row[name] = columns[name][index];
-    row.given = prompts[row.prompt];
+  rows.forEach((row, index) => {
+    Object.assign(row, { index, start });
     start += row.num_tokens;
-    return row;
   });
   loaded.set(run, { rows, pieces, arrays: null });
   return loaded.get(run);
@@ -287,7 +283,7 @@ const ORDERS = {
 function chosen(rows, { find, kind, order }) {
   const asked = find.trim().toLowerCase();
   const has = text => (text || "").toLowerCase().includes(asked);
-  return rows.filter(row => KINDS[kind](row) && (!asked || has(row.completion) || has(row.given.prompt)))
+  return rows.filter(row => KINDS[kind](row) && (!asked || has(row.completion) || has(row.prompt)))
     .sort((a, b) => ORDERS[order](a, b) || a.index - b.index);
 }
 
@@ -336,7 +332,7 @@ async function showTable(from = 0) {
     make("th", { class: "rare" }, "tokens"), make("th", { class: "left rare" }, "end"), make("th", { class: "text" }, "prompt"),
     make("th", { class: "text" }, "completion"));
   const lines = shown.map((row, index) => {
-    const turns = turnsOf(row.given.prompt || "");
+    const turns = turnsOf(row.prompt || "");
     const line = make("tr", { tabindex: "0" }, make("td", {}, said(row.step)),
       make("td", { class: row.reward > 0 ? "good" : "bad" }, said(row.reward)), make("td", { class: "rare" }, said(row.advantage)),
       make("td", { class: "rare" }, row.held_out ? "" : said(row.num_tokens)),
@@ -374,7 +370,7 @@ async function showSample(place) {
   for (const [name, value] of facts) {
     if (value !== null && value !== undefined && value !== "") list.append(make("span", { class: "key", style: "white-space: normal" }, `${name} ${said(value)}`.trim()));
   }
-  const conversation = turnsOf(row.given.prompt || "").flatMap(turn =>
+  const conversation = turnsOf(row.prompt || "").flatMap(turn =>
     [make("div", { class: "role" }, turn.role), make("div", { class: "turn" }, turn.text)]);
   const reply = make("div", { class: "turn" });
   for (const part of partsOf(row.completion || "")) {
@@ -398,7 +394,7 @@ function readJson(text) {
 
 // What checked a completion as a table: who, against what, and the score that it gave.
 function checkTable(row) {
-  const checks = readJson(row.given.checks), scores = { ...readJson(row.scores) };
+  const checks = readJson(row.checks), scores = { ...readJson(row.scores) };
   const lines = [];
   // Held-out answers name no verifiers beside what is right.
   for (const check of [].concat(checks)) {

@@ -20,13 +20,12 @@ from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
 from open_instruct.metric_table import entry_of, in_order
-from open_instruct.planning.shown import LETTERS
 from open_instruct.planning.subject.units import GIB
 from open_instruct.report.charts import histograms_of, series_of
 from open_instruct.report.closing import held_out_words, learned_words
-from open_instruct.report.health import findings_of, parts_of_step, planned_gib
+from open_instruct.report.health import findings_of, parts_of_step, planned_bytes
 from open_instruct.report.run_files import RunFiles, differing_flags, packed_rollouts, read_rollouts
-from open_instruct.report.templates import nodes_drawn, rendered
+from open_instruct.report.templates import rendered
 from open_instruct.run.console import time_words
 from open_instruct.whole_file import write_asked
 
@@ -75,7 +74,7 @@ def report_page(folders: Sequence[Path], *, max_rollouts: int) -> str:
     :raises InputError: a folder holds no run.
     """
     runs = [RunFiles.read(folder) for folder in folders]
-    names = [run.name for run in runs]
+    names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     shown = [_shown(run, name, max_rollouts) for run, name in zip(runs, names, strict=True)]
@@ -100,12 +99,10 @@ def report_page(folders: Sequence[Path], *, max_rollouts: int) -> str:
 
 def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
     """The values of one run for the page's template."""
-    rollouts = read_rollouts(run.folder, most=max_rollouts)
+    table, notes = read_rollouts(run.folder, most=max_rollouts)
     parts = parts_of_step(run)
-    phases = _phases(run)
-    steps = run.rows
-    if run.evaluations:  # which the rows of a GRPO run repeat
-        steps = [{key: row[key] for key in row if not key.startswith("eval/")} for row in run.rows]
+    # Rows of a GRPO run repeat its evaluations.
+    steps = [{key: row[key] for key in row if not key.startswith("eval/")} for row in run.rows]
     return {
         "name": name,
         "files": run,
@@ -116,14 +113,11 @@ def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
         "held_out": series_of(run.evaluations),
         "parts": parts,
         "step_s": fsum(parts.values()),
-        "phases": phases,
-        "part_labels": [label for label in LETTERS if any(label in dict(phase["parts"]) for phase in phases)],
-        "planned_bytes": planned_gib(run) * GIB,
+        "planned_bytes": planned_bytes(run),
         "measured_bytes": max(run.numbers("peak_memory_gib"), default=0.0) * GIB,
-        "nodes": list(nodes_drawn(run.layout["gpus_per_node"], run.layout["shard_groups"])) if run.layout else [],
-        "histograms": histograms_of(run, rollouts),
-        "notes": rollouts.notes,
-        "blocks": packed_rollouts(run, rollouts),
+        "histograms": histograms_of(run, table),
+        "notes": notes,
+        "blocks": packed_rollouts(run, table),
     }
 
 
@@ -160,11 +154,3 @@ def _objective(run: RunFiles) -> str:
         if value:
             words.append(" + ".join(map(str, value)) if isinstance(value, list) else str(value))
     return " ".join(words)
-
-
-def _phases(run: RunFiles) -> list[dict[str, Any]]:
-    """The phases of the plan, with the parts of each in the order of their colours."""
-    return [
-        phase | {"parts": [(label, phase["parts"][label]) for label in LETTERS if phase["parts"].get(label)]}
-        for phase in run.plan.get("phases", [])
-    ]

@@ -18,7 +18,7 @@ from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.planning.subject import units
-from open_instruct.report.templates import nodes_drawn, rendered
+from open_instruct.report.templates import rendered
 from open_instruct.whole_file import write_asked
 from open_instruct.wording import counted, pages_in
 
@@ -53,13 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 def html_page(plan: Plan, advice: Advice) -> str:
     """The plan as one HTML file with tables and drawings; it has no script and fetches nothing."""
-    layout = plan.layout
-    bars = [
-        {"name": phase.name, "total_bytes": phase.total_bytes, "parts": shown.parts_of(phase, plan)}
-        for phase in plan.phases
-    ]
-    nodes = list(nodes_drawn(layout.gpus_per_node, layout.shard_groups))
-    return rendered("plan.html.jinja", plan=plan, advice=advice, said=shown.said, shown=shown, bars=bars, nodes=nodes)
+    return rendered("plan.html.jinja", plan=plan, advice=advice, said=shown.said, shown=shown)
 
 
 def print_plan(plan: Plan, advice: Advice, console: Console) -> None:

@@ -29,10 +29,11 @@ from open_instruct.wording import counted
 FOLDER = "traces"
 MAX_BYTES = 256 * 2**20  # of the files' columns; a page of more would be slow to open
 OF_TOKENS = ("token_ids", "logprobs", "versions")
-TEXTS = ("step", "ticket", "sample_index", "row_id", "completion", "finish_reason", "reward", "scores", "problems")
-OF_TRAINING = ("advantage", "used_in_training", "rejected")
-OF_PROMPTS = ("prompt", "checks")
-COLUMNS = (*TEXTS, *OF_TRAINING, *OF_PROMPTS, *OF_TOKENS, "episode")
+TEXTS = (
+    *("step", "ticket", "sample_index", "row_id", "prompt", "checks", "completion", "finish_reason"),
+    *("reward", "scores", "problems", "advantage", "used_in_training", "rejected"),
+)
+COLUMNS = (*TEXTS, *OF_TOKENS, "episode")
 UNREADABLE = (pyarrow.ArrowException, OSError, ValueError)
 
 
@@ -45,10 +46,9 @@ class RunFiles:
 
     Example, of a run that was asked for four steps and has taken one::
 
-        RunFiles(name="a", folder=Path("runs/a"), rows=[{"step": 1, "loss": 0.69}], num_steps=4)
+        RunFiles(folder=Path("runs/a"), config={"max_train_steps": 4}, rows=[{"step": 1, "loss": 0.69}])
     """
 
-    name: str
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     made_with: tuple[str, ...] = ()
@@ -56,7 +56,6 @@ class RunFiles:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     layout: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
-    num_steps: int | None = None
     has_ended: bool = False
 
     @classmethod
@@ -70,7 +69,6 @@ class RunFiles:
             )
         config, made_with = _settings_in(directory.config) if directory.config.is_file() else ({}, ())
         return cls(
-            name=folder.resolve().name,
             folder=folder,
             config=config,
             made_with=made_with,
@@ -78,9 +76,19 @@ class RunFiles:
             evaluations=list(rows_of(directory.evaluations)),
             layout=_object_in(directory.layout, "warnings"),
             plan=_object_in(directory.plan, "peak_phase"),
-            num_steps=_num_steps(config),
             has_ended=directory.hf_model.exists() or directory.adapter.exists(),
         )
+
+    @property
+    def num_steps(self) -> int | None:
+        """The number of steps of the whole run; None if the flags alone do not say it."""
+        with suppress(KeyError, TypeError, ZeroDivisionError):
+            num_steps = self.config.get("max_train_steps")
+            if self.config.get("total_episodes"):
+                per_step = self.config["num_unique_prompts_rollout"] * self.config["num_samples_per_prompt_rollout"]
+                num_steps = max(1, self.config["total_episodes"] // per_step)
+            return num_steps if is_number(num_steps) else None
+        return None
 
     def numbers(self, name: str) -> list[float]:
         """A column of the steps, without what is missing or not finite."""
@@ -115,17 +123,6 @@ def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     return config if isinstance(config, dict) else {}, tuple(line.removeprefix("# ") for line in head)
 
 
-def _num_steps(config: Mapping[str, Any]) -> int | None:
-    """The number of steps of the whole run; None if the flags alone do not say it."""
-    with suppress(KeyError, TypeError, ZeroDivisionError):
-        num_steps = config.get("max_train_steps")
-        if config.get("total_episodes"):
-            per_step = config["num_unique_prompts_rollout"] * config["num_samples_per_prompt_rollout"]
-            num_steps = max(1, config["total_episodes"] // per_step)
-        return num_steps if is_number(num_steps) else None
-    return None
-
-
 def _object_in(path: Path, key: str) -> dict[str, Any]:
     """The JSON object in a file; empty if the file is missing or damaged, or is another, without `key`."""
     with suppress(OSError, ValueError):
@@ -134,18 +131,13 @@ def _object_in(path: Path, key: str) -> dict[str, Any]:
     return {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollouts:
-    """The rows of trace files, by column; `notes` say what was left out. `table` is None where there are none."""
+def read_rollouts(folder: Path, *, most: int) -> tuple[pyarrow.Table | None, list[str]]:
+    """The completions in a run's folder, by column, or None where there are none; and what was left out.
 
-    table: pyarrow.Table | None = None
-    notes: tuple[str, ...] = ()
-
-
-def read_rollouts(folder: Path, *, most: int) -> Rollouts:
-    """The completions in a run's folder. If there are more than `most`, those of every second (third, ...) step."""
+    If there are more than `most`, they are those of every second (third, ...) step.
+    """
     if most == 0:
-        return Rollouts()
+        return None, []
     files, unreadable = [], []
     for path in (folder / FOLDER).glob("step*.parquet"):
         try:
@@ -164,43 +156,44 @@ def read_rollouts(folder: Path, *, most: int) -> Rollouts:
             unreadable.append(path.name)
     notes = [f"{FOLDER}/{name} cannot be read, and is left out" for name in unreadable]
     if not tables:
-        return Rollouts(notes=tuple(notes))
+        return None, notes
     table = pyarrow.concat_tables(tables, promote_options="permissive").combine_chunks()
     if every > 1:
         shown = f"{counted(len(table), 'rollout')} of {num_rows:,} are here: those of every {every}th step"
         notes.append(f"{shown}; --max_rollouts takes more")
-    return Rollouts(table=table, notes=tuple(notes))
+    return table, notes
 
 
-def packed_rollouts(run: RunFiles, rollouts: Rollouts) -> dict[str, str]:
+def packed_rollouts(run: RunFiles, table: pyarrow.Table | None) -> dict[str, str]:
     """Blocks of gzip in base64 by name; empty if the run left nothing to read."""
     blocks = {}
-    columns: dict[str, list[Any]] = {}
-    prompts: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     pieces: dict[int, str] = {}
-    if (table := rollouts.table) is not None:
-        columns = table.select([*TEXTS, *OF_TRAINING]).to_pydict()
-        columns["completion"] = [
-            text if episode is None else _conversation(episode)
-            for text, episode in zip(columns["completion"], table["episode"].to_pylist(), strict=True)
-        ]
-        columns["num_tokens"] = lengths_of(table).tolist()
-        columns["prompt"], prompts = _prompts(table)
+    if table is not None:
+        rows = table.select([*TEXTS, "episode"]).to_pylist()
+        for row, num_tokens in zip(rows, lengths_of(table).tolist(), strict=True):
+            row["num_tokens"] = num_tokens
+            if (episode := row.pop("episode")) is not None:
+                row["completion"] = _conversation(episode)
         token_ids = flat(table, "token_ids").astype("<u4")
         thousandths = numpy.nan_to_num(flat(table, "logprobs") * 1000, neginf=-numpy.inf)
         blocks["token_ids"] = packed(token_ids.tobytes())
         blocks["logprobs"] = packed(thousandths.clip(-32768, 32767).round().astype("<i2").tobytes())
         blocks["versions"] = packed(flat(table, "versions").astype("<u4").tobytes())
         pieces = _texts_of_tokens(run, numpy.unique(token_ids).tolist())
-    for evaluation in run.evaluations:
-        for sample in evaluation.get("samples") or ():
-            _add_held_out(columns, prompts, evaluation["step"], sample)
-    if columns:
-        for name in ("reward", "advantage"):
-            columns[name] = [value if is_number(value) else None for value in columns.get(name, [])]
-        text = {"columns": columns, "prompts": prompts, "pieces": pieces}
-        blocks["text"] = packed(json.dumps(text, allow_nan=False).encode())
+    rows += [_held_out(row["step"], sample) for row in run.evaluations for sample in row.get("samples") or ()]
+    for row in rows:
+        row |= {name: row[name] if is_number(row[name]) else None for name in ("reward", "advantage")}
+    if rows:
+        blocks["text"] = packed(json.dumps({"rows": rows, "pieces": pieces}, allow_nan=False).encode())
     return blocks
+
+
+def _held_out(step: float, sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of an evaluation as a row, which is without a group and without tokens."""
+    row = {name: sample.get(name) for name in ("row_id", "prompt", "completion", "finish_reason", "reward")}
+    texts = {"scores": json.dumps(sample.get("scores", {})), "checks": json.dumps(sample.get("ground_truth"))}
+    return row | texts | {"step": step, "advantage": None, "num_tokens": 0, "held_out": True}
 
 
 def _conversation(episode: str) -> str:
@@ -235,27 +228,6 @@ def _read(path: Path) -> pyarrow.Table:
     if any((lengths_of(table, name) != lengths_of(table)).any() for name in OF_TOKENS):
         raise ValueError("a row has token_ids, logprobs and versions of different lengths")
     return table
-
-
-def _prompts(table: pyarrow.Table) -> tuple[list[int], list[dict[str, Any]]]:
-    """The number of each row's prompt, and the prompts, each once."""
-    numbers: dict[tuple[str, str], int] = {}
-    rows = zip(*(table[name].to_pylist() for name in OF_PROMPTS), strict=True)
-    prompt_numbers = [numbers.setdefault(row, len(numbers)) for row in rows]
-    return prompt_numbers, [dict(zip(OF_PROMPTS, prompt, strict=True)) for prompt in numbers]
-
-
-def _add_held_out(
-    columns: dict[str, list[Any]], prompts: list[dict[str, Any]], step: float, sample: Mapping[str, Any]
-) -> None:
-    """Add the answer of an evaluation as one more row; the columns that only rollouts have get None."""
-    length = len(next(iter(columns.values()), []))
-    row = {name: sample.get(name) for name in ("row_id", "completion", "finish_reason", "reward")}
-    row |= {"step": step, "scores": json.dumps(sample.get("scores", {})), "prompt": len(prompts), "held_out": True}
-    row["num_tokens"] = 0
-    prompts.append({"prompt": sample.get("prompt"), "checks": json.dumps(sample.get("ground_truth"))})
-    for name in {**columns, **row}:
-        columns.setdefault(name, [None] * length).append(row.get(name))
 
 
 def _texts_of_tokens(run: RunFiles, token_ids: Sequence[int]) -> dict[int, str]:

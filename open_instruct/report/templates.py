@@ -23,7 +23,7 @@ def rendered(template: str, **values: Any) -> str:
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}  # curves have an order
     pages.filters["with_flags"] = _with_flags
     colours = {label: index for index, label in enumerate(LETTERS)}
-    pages.globals |= {"num_colours": len(LETTERS), "units": units, "part_colours": colours}
+    pages.globals |= {"num_colours": len(LETTERS), "units": units, "part_colours": colours, "nodes_drawn": nodes_drawn}
     return pages.get_template(template).render(values)
 
 

@@ -151,7 +151,7 @@ def test_older_weights_are_said_to_be_older(replays: Replays) -> None:
     assert not report["weights"]["are_the_steps_own"] and report["weights"]["checkpoint"].endswith(
         "without_step2/step1"
     )
-    assert "the weights are those of step 1," in printed and "step 3 began with those of step 2" in printed
+    assert "the weights are those after step 1," in printed and "step 3 began with those of step 2" in printed
     assert "recorded and recomputed" not in printed
     assert report["recomputed"]["loss"] != pytest.approx(report["recorded"]["loss"], rel=1e-5)
 

@@ -83,7 +83,9 @@ def test_a_part_of_many_rows_and_what_is_cut(model: Path, pairs: Path) -> None:
     assert len(shown.lengths) == 10 and max(shown.lengths) == 100
     assert shown.limit_flag == "--max_seq_length 100"
     assert any("cut to --max_seq_length" in line for line in shown.report.lines())
-    assert {document.num_learned for row in shown.rows for document in row.documents} == {1}, "a reward is read once"
+    assert {document.whole.num_label_tokens for row in shown.rows for document in row.documents} == {1}, (
+        "a reward is read once"
+    )
 
 
 def test_prompts_with_what_judges_them(model: Path, tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_prompts_with_what_judges_them(model: Path, tmp_path: Path) -> None:
     (row,) = sample("grpo", model, rows).rows
     assert row.note == 'judged by gsm8k: "5"'
     assert text_of(row.documents[0], learned=False) == "<|bos|><|user|>\n2 + 3?\n<|assistant|>\n"
-    assert row.documents[0].num_learned == 0
+    assert row.documents[0].whole.num_label_tokens == 0
     (tmp_path / "system.txt").write_text("Sums.")
     changes = ("--remap_verifier", "gsm8k=math", "--system_prompt_override_file", str(tmp_path / "system.txt"))
     (row,) = sample("grpo", model, rows, *changes).rows

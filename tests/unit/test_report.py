@@ -30,7 +30,7 @@ from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdi
 from open_instruct.report import health, page
 from open_instruct.report.charts import MAX_POINTS, histograms_of, series_of
 from open_instruct.report.health import Finding, findings_of, parts_of_step
-from open_instruct.report.run_files import Rollouts, RunFiles, differing_flags, read_rollouts
+from open_instruct.report.run_files import RunFiles, differing_flags, read_rollouts
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.rollout.traces import write_traces
 from open_instruct.run.metrics_log import MetricsLog
@@ -150,9 +150,9 @@ class TestPage:
         parsed = _Page(text)
         assert yaml.safe_dump({"evil": EVIL}, width=1000).rstrip() in parsed.words  # of config.yaml's head
         assert EVIL in parsed.words  # the flag --model_name_or_path
-        rows = json.loads(parsed.unpacked("text"))
-        assert rows["columns"]["completion"][:3] == [f"{EVIL} answer {index}" for index in range(3)]
-        assert rows["prompts"][0]["prompt"] == PROMPT
+        rows = json.loads(parsed.unpacked("text"))["rows"]
+        assert [row["completion"] for row in rows[:3]] == [f"{EVIL} answer {index}" for index in range(3)]
+        assert rows[0]["prompt"] == PROMPT
 
     def test_one_script_can_run_and_nothing_is_fetched(self, run: Path) -> None:
         parsed = page_of(run)
@@ -207,8 +207,8 @@ class TestPage:
         assert "run1-token_ids" in parsed.scripts
 
     def test_flags_that_differ(self) -> None:
-        a = RunFiles(name="a", folder=Path(), config={"beta": None, "seed": 1, "loss_fn": "dapo"})
-        b = RunFiles(name="b", folder=Path(), config={"beta": 0.5, "seed": 1, "packing": True})
+        a = RunFiles(folder=Path(), config={"beta": None, "seed": 1, "loss_fn": "dapo"})
+        b = RunFiles(folder=Path(), config={"beta": 0.5, "seed": 1, "packing": True})
         assert list(differing_flags([a, b])) == [("beta", [None, 0.5])]
         assert list(differing_flags([a])) == []
 
@@ -237,35 +237,37 @@ class TestPage:
         words = " ".join(parsed.words)
         assert "The run left no layout." in words and "left no plan" in words
         assert "traces/step2.parquet cannot be read" in words and "traces/stepX.parquet cannot be read" in words
-        assert json.loads(parsed.unpacked("text"))["columns"]["step"][:6] == [1, 1, 1, 3, 3, 3]
+        rows = json.loads(parsed.unpacked("text"))["rows"]
+        assert [row["step"] for row in rows[:6]] == [1, 1, 1, 3, 3, 3]
 
 
 class TestRollouts:
     def test_tokens_come_back(self, run: Path) -> None:
         parsed = page_of(run)
         text = json.loads(parsed.unpacked("text"))
-        columns = text["columns"]
-        assert columns["num_tokens"] == [1, 2, 3] * NUM_STEPS + [0, 0]
+        rows = text["rows"]
+        assert [row["num_tokens"] for row in rows] == [1, 2, 3] * NUM_STEPS + [0, 0]
         assert parsed.array("token_ids", "<u4") == [0, 0, 1, 0, 1, 2] * NUM_STEPS
         assert parsed.array("logprobs", "<i2") == [-125, -125, -250, -125, -250, -375] * NUM_STEPS
         assert parsed.array("versions", "<u4")[-6:] == [2, 1, 2, 1, 1, 2]
         assert text["pieces"] == {"0": "zero", "1": "one", "2": "two"}
-        assert columns["advantage"][:3] == [pytest.approx(-math.sqrt(2)), *[pytest.approx(math.sqrt(0.5))] * 2]
-        assert columns["held_out"][-2:] == [True, True] and columns["step"][-2:] == [0, 3]
-        assert text["prompts"][columns["prompt"][-1]] == {"prompt": PROMPT, "checks": json.dumps([EVIL])}
+        advantages = [row["advantage"] for row in rows[:3]]
+        assert advantages == [pytest.approx(-math.sqrt(2)), *[pytest.approx(math.sqrt(0.5))] * 2]
+        assert [(row["held_out"], row["step"]) for row in rows[-2:]] == [(True, 0), (True, 3)]
+        assert (rows[-1]["prompt"], rows[-1]["checks"]) == (PROMPT, json.dumps([EVIL]))
 
     def test_too_many_are_thinned_by_whole_steps_and_it_is_said(self, run: Path) -> None:
         for step in range(4, 11):
             write_step(run, step)
-        found = read_rollouts(run, most=9)
-        assert found.table is not None and set(found.table["step"].to_pylist()) == {2, 6, 10}
-        assert found.notes == ("9 rollouts of 30 are here: those of every 4th step; --max_rollouts takes more",)
-        assert read_rollouts(run, most=30).notes == ()
-        assert read_rollouts(run, most=0) == Rollouts()
+        table, notes = read_rollouts(run, most=9)
+        assert table is not None and set(table["step"].to_pylist()) == {2, 6, 10}
+        assert notes == ["9 rollouts of 30 are here: those of every 4th step; --max_rollouts takes more"]
+        assert read_rollouts(run, most=30)[1] == []
+        assert read_rollouts(run, most=0) == (None, [])
 
     def test_a_reward_that_is_no_number_is_none(self, run: Path) -> None:
         RunDirectory(path=run).write_evaluation({"step": 4, "samples": [{"reward": math.nan, "completion": "?"}]})
-        assert json.loads(page_of(run).unpacked("text"))["columns"]["reward"][-1] is None
+        assert json.loads(page_of(run).unpacked("text"))["rows"][-1]["reward"] is None
 
     def test_foreign_files_are_left_out(self, run: Path) -> None:
         from pyarrow import array, list_, parquet
@@ -277,9 +279,9 @@ class TestRollouts:
         parquet.write_table(table.set_column(place, "versions", array([[1]] * 3, list_(kind()))), file)
         other = run / "traces" / "step2.parquet"
         parquet.write_table(table.drop_columns("reward"), other)
-        found = read_rollouts(run, most=100)
-        assert set(found.notes) == {f"traces/{each.name} cannot be read, and is left out" for each in (file, other)}
-        assert found.table is not None and set(found.table["step"].to_pylist()) == {3}
+        table, notes = read_rollouts(run, most=100)
+        assert set(notes) == {f"traces/{each.name} cannot be read, and is left out" for each in (file, other)}
+        assert table is not None and set(table["step"].to_pylist()) == {3}
 
 
 class TestHistograms:
@@ -299,13 +301,13 @@ class TestHistograms:
         rewards = [index / 100 for index in range(101)]
         lists = {name: [[0]] * 101 for name in ("token_ids", "versions", "logprobs")}
         table = pyarrow.table({"step": [1] * 101, "reward": rewards, **lists})
-        of_rewards = histograms_of(RunFiles(name="a", folder=Path()), Rollouts(table=table))[1]
+        of_rewards = histograms_of(RunFiles(folder=Path()), table)[1]
         assert len(of_rewards["labels"]) == 24 and of_rewards["early"] is None
         assert sum(of_rewards["late"]) == pytest.approx(1, abs=1e-4)
 
 
 def shown_histograms(run: Path) -> list[dict[str, Any]]:
-    return histograms_of(RunFiles.read(run), read_rollouts(run, most=100))
+    return histograms_of(RunFiles.read(run), read_rollouts(run, most=100)[0])
 
 
 def rows_with(num_steps: int = 40, **columns: Any) -> list[dict[str, Any]]:
@@ -317,7 +319,7 @@ def rows_with(num_steps: int = 40, **columns: Any) -> list[dict[str, Any]]:
 
 
 def said_of(rows: list[dict[str, Any]], **more: Any) -> list[Finding]:
-    return findings_of(RunFiles(name="a", folder=Path("a"), rows=rows, has_ended=True, **more))
+    return findings_of(RunFiles(folder=Path("a"), rows=rows, has_ended=True, **more))
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -392,7 +394,7 @@ class TestHealth:
 
     def test_parts_of_a_step_leave_the_first_out(self) -> None:
         rows = rows_with(num_steps=3, **{"time/forward": lambda step: 9.0 if step == 1 else 1.0, "time/backward": 2.0})
-        assert parts_of_step(RunFiles(name="a", folder=Path(), rows=rows)) == {"forward": 1.0, "backward": 2.0}
+        assert parts_of_step(RunFiles(folder=Path(), rows=rows)) == {"forward": 1.0, "backward": 2.0}
 
 
 class TestSeries:
@@ -492,7 +494,7 @@ async function answers() {
     found: asked(" Answer 2 ", "all", "step"),
     none: asked("zebra", "all", "step"),
     held_out: asked("", "held_out", "newest"),
-    turns: turnsOf(longest.given.prompt),
+    turns: turnsOf(longest.prompt),
     parts: partsOf("a<tool_call>b</tool_call>c<think>d").map(part => [part.kind, part.text]),
     smoothed: smoothed([1, null, 3], 0.5),
     path: pathOf({ steps: [0, 1, 2] }, [0, null, 4], step => step, value => value),

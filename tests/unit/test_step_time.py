@@ -211,11 +211,11 @@ def test_devices() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("h10", "of any other, give its memory: memory_gib=40; did you mean h100?"),
+        ("h10", "GiB: memory_gib=40; did you mean h100?"),
         ("tpu", "--gpu tpu: known are a100, h100, h200, b200; of any other"),
-        ("memory_gib=many", "'many' is no number of GiB above 0"),
-        ("memory_gib=inf", "'inf' is no number of GiB above 0"),
-        ("memory_gib=1e308", "'1e308' is no number of GiB above 0, or above 1,000,000"),
+        ("memory_gib=many", "--gpu memory_gib=many: known are a100"),
+        ("memory_gib=inf", "give its memory, above 0"),
+        ("memory_gib=1e308", "above 0 and at most 1,000,000 GiB: memory_gib=40"),
     ],
 )
 def test_devices_that_cannot_be(name: str, says: str) -> None:

@@ -49,9 +49,8 @@ class Operation(NamedTuple):
     region: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Bytes at one moment."""
+class Usage(NamedTuple):
+    """Bytes at one moment; their `sum` is what is alive."""
 
     # What a forward pass saved or passed on.
     activations: int = 0
@@ -60,10 +59,6 @@ class Usage:
     weight_gradients: int = 0
     # Within a kernel.
     kernels: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.activations + self.temporaries + self.weight_gradients + self.kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +78,7 @@ class Profile:
 
     @property
     def backward_peak(self) -> Usage:
-        return max(self.backward, key=_total)
+        return max(self.backward, key=sum)
 
 
 # What each operation keeps for its backward.
@@ -175,7 +170,7 @@ class Tape:
             op = self.operations[index]
             alive = alive | {*op.inputs, op.output}
             usage = Usage(activations=_made(alive), temporaries=op.scratch_bytes)
-            peak = max(peak, usage, key=_total)
+            peak = max(peak, usage, key=sum)
             kept.update(keeps[index])
             alive = kept | {tensor for tensor in alive if self.needed_until.get(tensor, -1) > index}
         return peak, kept
@@ -220,10 +215,6 @@ class Tape:
             needed = ((*op.saved, *first) if op.region in ran_again else first for op, first in before)
             kept = kept.intersection(chain.from_iterable(needed))
             yield usage(_made(kept))
-
-
-def _total(usage: Usage) -> int:
-    return usage.total
 
 
 def _made(tensors: set[Tensor]) -> int:

@@ -97,7 +97,7 @@ class Passes:
             }
         held[GATHERED] = root + self._buffer(self.blocks[-1])
         held[ACTIVATIONS] = self._kept(len(self.blocks)) if keeps else 0
-        yield {**held, HEAD: head_peak.total if runs_head else 0}
+        yield {**held, HEAD: sum(head_peak) if runs_head else 0}
 
     def backward(self, held: Moment) -> Iterator[Moment]:
         """The moments of a backward pass: the head, blocks from the last to the first, embeddings and root."""
@@ -146,7 +146,7 @@ class Passes:
         gathered = self._gathered(self.root) + self._buffer(self.root) + self._cast(self.root)
         yield {**before, GATHERED: gathered, HEAD: self.head.kept_bytes + head_stream}
         prefetched = self._buffer(self.blocks[-1]) + self._cast(self.blocks[-1])
-        at_worst = self.head.backward_peak.total + head_stream + self._handed_over(self.head_gradient)
+        at_worst = sum(self.head.backward_peak) + head_stream + self._handed_over(self.head_gradient)
         yield {**before, GATHERED: self._gathered(self.root) + prefetched, HEAD: at_worst}
 
     def _in_block(self, held: Moment, layer: int, usage: Usage) -> Moment:

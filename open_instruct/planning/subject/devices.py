@@ -52,15 +52,11 @@ def device_named(name: str) -> Device:
         InputError: there is no such name, or the memory is no positive number.
     """
     if name.startswith(MEMORY):
-        text = name.removeprefix(MEMORY)
         with contextlib.suppress(ValueError):
-            if 0 < float(text) <= MOST_GIB:
-                return replace(DEVICES["h100"], name=name, memory_gib=float(text))
-        raise InputError(
-            f"--gpu {name}: {text!r} is no number of GiB above 0, or above {MOST_GIB:,.0f}; such as {MEMORY}40"
-        )
-    device = DEVICES.get(name.lower())
-    if device is None:
-        known = f"known are {', '.join(DEVICES)}; of any other, give its memory: {MEMORY}40"
-        raise InputError(f"--gpu {name}: {known}{nearest(name, DEVICES)}")
-    return device
+            memory_gib = float(name.removeprefix(MEMORY))
+            if 0 < memory_gib <= MOST_GIB:
+                return replace(DEVICES["h100"], name=name, memory_gib=memory_gib)
+    elif name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    other = f"of any other, give its memory, above 0 and at most {MOST_GIB:,.0f} GiB: {MEMORY}40"
+    raise InputError(f"--gpu {name}: known are {', '.join(DEVICES)}; {other}{nearest(name, DEVICES)}")

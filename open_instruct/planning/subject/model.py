@@ -261,18 +261,12 @@ def _remembering(delta: DeltaShape, d_model: int) -> dict[str, tuple[tuple[int, 
     return {f"attention.{name}": (size, axes.get(name, 0)) for name, size in delta.tensors(d_model).items()}
 
 
-def read_config(file: Path) -> ModelShape:
-    """The shape that a Hugging Face config.json describes.
+def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelShape:
+    """The shape that the fields of a Hugging Face config.json describe; `where` stands in errors.
 
     Raises:
-        InputError: the file cannot be read, a field is missing or impossible, or the family is not supported.
+        InputError: a field is missing or impossible, or the family is not supported.
     """
-    fields = read_object(file)
-    return shape_of_fields(fields, name=str(file.parent if file.name == "config.json" else file), where=str(file))
-
-
-def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelShape:
-    """`read_config` for the fields of a config.json; `where` stands in errors."""
     family = family_of(fields.get("model_type"), where)
     count = partial(size_of, fields, where)
     num_heads = count("num_attention_heads")
@@ -340,16 +334,17 @@ def model_shape(name_or_path: str) -> ModelShape:
     with contextlib.suppress(OSError, RuntimeError):  # a name that no file can have, or of a user that is not there
         path = Path(name_or_path).expanduser()
         if path.exists():
-            return read_config(path / "config.json" if path.is_dir() else path)
+            file = path / "config.json" if path.is_dir() else path
+            name = str(file.parent if file.name == "config.json" else file)
+            return shape_of_fields(read_object(file), name=name, where=str(file))
     for public, fields in public_models().items():
         if _size_of(public) == _size_of(name_or_path):
             return shape_of_fields(fields, name=public, where=public)
     known = {name.rpartition("/")[2].lower(): name for name in public_models()}
-    near = difflib.get_close_matches(name_or_path.rpartition("/")[2].lower(), known, n=3, cutoff=0.5)
-    names = f"like {', '.join(known[name] for name in near)}" if near else f"such as {next(iter(public_models()))}"
+    near = difflib.get_close_matches(name_or_path.rpartition("/")[2].lower(), known, n=3, cutoff=0.5) or [*known][:1]
     raise InputError(
         f"{name_or_path}: no such folder or config.json, and no model whose shape is built in; give a folder, a "
-        f"config.json, or a name {names}"
+        f"config.json, or a name such as {', '.join(known[name] for name in near)}"
     )
 
 
