@@ -132,7 +132,7 @@ def test_replies_are_cut_on_the_right_and_prompts_never(load: Load, tokenizer: A
 def test_everything_filtered_says_what_would_work(load: Load, tmp_path: Path) -> None:
     rows = [pair("hi", "same start", "same end"), pair("longer", "same start", "same end")]
     path = write_rows(tmp_path / "rows.jsonl", *rows)
-    with pytest.raises(InputError, match=rf"--max_seq_length \d+ .*; raise it: the shortest prompt alone has {HEAD + 2} tokens"):
+    with pytest.raises(InputError, match=rf"_length \d+ .*; raise it: the shortest prompt alone has {HEAD + 2} tokens"):
         load(path, "1.0", max_seq_length=HEAD)
     with pytest.raises(InputError, match=r"same_tokens 2\); raise --max_seq_length, so that the replies"):
         load(path, "1.0", max_seq_length=HEAD + 7)

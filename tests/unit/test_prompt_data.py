@@ -251,7 +251,7 @@ def test_long_prompts_are_left_out_and_counted(load: Load, tmp_path: Path) -> No
     told = "\n".join(report.lines())
     assert "1 row left out: the prompt is longer than --max_prompt_token_length" in told
     assert f"2 prompts, {2 * HEAD + 9} tokens, {HEAD + 4} tokens a prompt" in told
-    with pytest.raises(InputError, match=rf"--max_prompt_token_length 4 .* the shortest prompt alone has {HEAD + 1} tokens"):
+    with pytest.raises(InputError, match=rf"token_length 4 .* the shortest prompt alone has {HEAD + 1} tokens"):
         load(rows, "1.0", max_prompt_token_length=4)
 
 
