@@ -220,9 +220,13 @@ def sections_of(config_class: type) -> dict[str, type]:
     return {name: hints[name] for name in own_first}
 
 
-@cache
-def flags_of(config_class: type) -> Mapping[str, Flag]:
+def flags_of(config_class: type) -> dict[str, Flag]:
     """Every flag of a config class by name, in the order of its sections."""
+    return dict(_read_flags(config_class))
+
+
+@cache
+def _read_flags(config_class: type) -> dict[str, Flag]:
     flags: dict[str, Flag] = {}
     for section, section_class in sections_of(config_class).items():
         for name, flag in flags_of_section(section_class, section).items():
