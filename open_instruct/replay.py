@@ -127,7 +127,7 @@ def parse_replay(words: Sequence[str]) -> Replay:
     settings, _ = settings_of(run)
     if not isinstance(settings, GRPOConfig):
         raise InputError(f"{run} is not the folder of a GRPO run, which alone can be replayed")
-    asked = parse(ReplayConfig, [str(RunDirectory(path=run).config), *words[1:]], skip_unknown=True)
+    asked = parse(ReplayConfig, [str(RunDirectory(path=run).config), *words[1:]])
     given = flags_given(ReplayConfig, words[1:])
     if fixed := sorted(given - flags_that_may_differ() - flags_of(ReplayFlags).keys()):
         raise InputError(

@@ -31,7 +31,6 @@ def parse(
     *,
     assumed: Mapping[str, Any] | None = None,
     unneeded: list[str] | None = None,
-    skip_unknown: bool = False,
 ) -> ConfigT:
     """The config that `argv` (without the program's name) describes.
 
@@ -43,13 +42,12 @@ def parse(
     Args:
         assumed: values for flags that must be given and may be left out here.
         unneeded: receives a flag that a run does not need, with the reason; where it is None, such a flag is refused.
-        skip_unknown: leave out keys of the file that are no flags, such as those of another version's config.yaml.
 
     Raises:
         InputError: listing everything that is wrong (unknown, repeated and missing flags, values
             of a wrong type, a file that cannot be read).
     """
-    reader = _Reader(flags_of(config_class), unneeded=unneeded, skip_unknown=skip_unknown)
+    reader = _Reader(flags_of(config_class), unneeded=unneeded)
     values = {name: value for name, value in (assumed or {}).items() if name in reader.flags}
     values |= reader.read(argv)
     missing = [f"--{flag.name}" for flag in reader.flags.values() if flag.required and flag.name not in values]
@@ -66,7 +64,7 @@ def parse(
 
 def flags_given(config_class: type, argv: Sequence[str]) -> KeysView[str]:
     """The names of the flags that `argv` sets, be it to the default, in its order; `parse` must accept `argv`."""
-    return _Reader(flags_of(config_class), unneeded=[], skip_unknown=False).read(argv).keys()
+    return _Reader(flags_of(config_class), unneeded=[]).read(argv).keys()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +90,9 @@ class _Given:
 class _Reader:
     """Reads the flags of one command. What is wrong is listed in `problems`, and the value is then None."""
 
-    def __init__(self, flags: Mapping[str, Flag], *, unneeded: list[str] | None, skip_unknown: bool) -> None:
+    def __init__(self, flags: Mapping[str, Flag], *, unneeded: list[str] | None) -> None:
         self.flags = flags
         self.unneeded = unneeded
-        self.skip_unknown = skip_unknown
         self.problems: list[str] = []
 
     def read(self, argv: Sequence[str]) -> dict[str, Any]:
@@ -171,8 +168,6 @@ class _Reader:
 
     def _refuse_unknown(self, given: _Given) -> None:
         is_in_file = bool(given.where)
-        if is_in_file and self.skip_unknown:
-            return
         names = set(self.flags)
         if not is_in_file:
             names |= {f"no_{flag.name}" for flag in self.flags.values() if flag.kind is bool}

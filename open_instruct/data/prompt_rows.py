@@ -29,14 +29,6 @@ class AnsweredBy(NamedTuple):
     columns: dict[str, Any]
 
 
-class ParsedPrompt(NamedTuple):
-    """A row's conversation, which ends with the user's turn; how replies are judged; what answers them, if anything."""
-
-    messages: tuple[Message, ...]
-    checks: tuple[Check, ...]
-    answered_by: AnsweredBy | None
-
-
 def parse_prompt_row(
     row: Mapping[str, Any],
     known_verifiers: Mapping[str, Verifier],
@@ -46,8 +38,8 @@ def parse_prompt_row(
     environment: str | None = None,
     known_environments: Container[str] = (),
     system_prompt: str | None = None,
-) -> ParsedPrompt:
-    """Check one row, and read it.
+) -> tuple[tuple[Message, ...], tuple[Check, ...], AnsweredBy | None]:
+    """A row's conversation, which ends with the user's turn; how replies are judged; what answers them, if anything.
 
     `judges` judge a row that names no verifier; without any, a row is refused unless an environment answers it, see
     `environment_of`. `remapped` gives the verifier for a name in lower case. `system_prompt` is the text of the system
@@ -63,13 +55,13 @@ def parse_prompt_row(
         messages = ({**own, "content": system_prompt}, *turns)
     answered_by = environment_of(row, default=environment, known=known_environments)
     if names is None and not judges and answered_by is not None:
-        return ParsedPrompt(messages, (), answered_by)
+        return messages, (), answered_by
     if names is None and not judges:
         raise MalformedRow(
             "missing_key", f"no 'dataset', and no --verifier NAME to judge such rows; the row has {keys_of(row)}"
         )
     checks = _checks(row, list(judges) if names is None else names, known_verifiers, remapped)
-    return ParsedPrompt(messages, checks, answered_by)
+    return messages, checks, answered_by
 
 
 def environment_of(row: Mapping[str, Any], *, default: str | None, known: Container[str]) -> AnsweredBy | None:

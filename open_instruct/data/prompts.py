@@ -21,7 +21,6 @@ from open_instruct.records import Check, Prompt
 from open_instruct.verifiers.registry import judges_named
 from open_instruct.verifiers.verifier import Verifier
 from open_instruct.whole_file import read_asked
-from open_instruct.wording import counted
 
 
 class Prompts:
@@ -67,7 +66,6 @@ class PromptBuilder(RowBuilder):
     wanted = '{"prompt": "text", "ground_truth": "42", "dataset": "the verifier\'s name"}'
     columns = ("prompt", "ground_truth")
     page = "docs/rewards.md"
-    too_long = "long_prompt"
 
     def __init__(self, chat: ChatFormat, *, max_prompt_token_length: int, on_bad_row: str, **reading: Any) -> None:
         """`reading` are the arguments of `parse_prompt_row`."""
@@ -93,9 +91,6 @@ class PromptBuilder(RowBuilder):
 
     def limit(self) -> str:
         return f"--max_prompt_token_length {self.max_seq_length - 1}"
-
-    def remedy(self) -> str:
-        return f"raise it: the shortest prompt has {counted(self.shortest_prompt or 0, 'token')}"
 
 
 def load_prompt_dataset(
@@ -166,8 +161,7 @@ class PromptStream:
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream, as JSON."""
         return {
-            "epoch": self._num_drawn // len(self.dataset),
-            "position": self._num_drawn % len(self.dataset),
+            "num_drawn": self._num_drawn,
             "next_ticket": self._next_ticket,
             "excluded": sorted(self._excluded),
             "data_fingerprint": self.dataset.fingerprint,
@@ -189,7 +183,7 @@ class PromptStream:
             ),
             ("seed", self.seed, f"give --seed {state_dict['seed']}"),
         )
-        self._num_drawn = state_dict["epoch"] * len(self.dataset) + state_dict["position"]
+        self._num_drawn = state_dict["num_drawn"]
         self._next_ticket = state_dict["next_ticket"]
         self._excluded = set(state_dict["excluded"])
 
@@ -200,19 +194,17 @@ def _order_of_epoch(seed: int, epoch: int, num_rows: int) -> np.ndarray:
 
 
 def row_changes(config: GRPOConfig) -> dict[str, Any]:
-    """The arguments of `parse_prompt_row` that flags set for every row; empty where no such flag is given.
+    """The arguments of `parse_prompt_row` that flags set for every row.
 
     Raises:
         InputError: the file of the system prompt cannot be read.
     """
-    changes: dict[str, Any] = {}
-    if (name := config.environment.of_all_rows) is not None:
-        changes["environment"] = name
-    if config.reward.verifier:
-        changes["judges"] = judges_named(config.reward.verifier)
-    if config.reward.remap_verifier:
-        words = [word.split("=") for word in config.reward.remap_verifier]
-        changes["remapped"] = {old.lower(): new for old, new in words}
-    if (name := config.data.system_prompt_override_file) is not None:
-        changes["system_prompt"] = read_asked(name, where=f"--system_prompt_override_file {name}").strip()
-    return changes
+    renamed = [word.split("=") for word in config.reward.remap_verifier]
+    file = config.data.system_prompt_override_file
+    where = f"--system_prompt_override_file {file}"
+    return {
+        "judges": judges_named(config.reward.verifier),
+        "remapped": {old.lower(): new for old, new in renamed},
+        "environment": config.environment.of_all_rows,
+        "system_prompt": None if file is None else read_asked(file, where=where).strip(),
+    }

@@ -35,18 +35,15 @@ class BadRowLog:
         try:
             return read(row.content())
         except MalformedRow as error:
-            self._add(row, error)
+            self.counts[error.kind] += 1
+            is_well_formed = error.kind in WELL_FORMED
+            reason = error.kind if is_well_formed else error.reason
+            if reason in self._first or len(self._first) < NUM_REASONS_SHOWN:
+                self._first.setdefault(reason, f"{row}: {error.reason}")
+                self._rows_by_reason[reason] += 1
+            if self._found is None and row.problem is None and not is_well_formed:
+                self._found = row.value
             return None
-
-    def _add(self, row: RawRow, error: MalformedRow) -> None:
-        self.counts[error.kind] += 1
-        is_well_formed = error.kind in WELL_FORMED
-        reason = error.kind if is_well_formed else error.reason
-        if reason in self._first or len(self._first) < NUM_REASONS_SHOWN:
-            self._first.setdefault(reason, f"{row}: {error.reason}")
-            self._rows_by_reason[reason] += 1
-        if self._found is None and row.problem is None and not is_well_formed:
-            self._found = row.value
 
     def lines(self) -> list[str]:
         """One line for each reason."""

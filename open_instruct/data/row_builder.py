@@ -66,7 +66,6 @@ class RowBuilder(ABC):
     documents_per_row: ClassVar[int] = 1
     titles: ClassVar[tuple[str, ...]] = ("",)  # of the documents of a row, for the preview
     reads_ends: ClassVar[bool] = False  # see `Document`
-    too_long: ClassVar[str] = "prompt_too_long"
 
     def __init__(self, chat: ChatFormat, *, max_seq_length: int, on_bad_row: str) -> None:
         self.chat = chat
@@ -118,8 +117,8 @@ class RowBuilder(ABC):
         return f"--max_seq_length {self.max_seq_length}"
 
     def remedy(self) -> str:
-        """The change of flags that would keep some rows, where none is left."""
-        return f"raise --max_seq_length: the shortest prompt alone has {counted(self.shortest_prompt or 0, 'token')}"
+        """The change of flags that would keep some rows, where none is left at `limit`."""
+        return f"raise it: the shortest prompt alone has {counted(self.shortest_prompt or 0, 'token')}"
 
     def cut_warning(self) -> str | None:
         """A warning about rows that were cut; None if there is nothing to warn of."""
@@ -227,7 +226,7 @@ class RowBuilder(ABC):
         self.num_without_end += sum(not self.chat.ends_turn(item.texts[piece]) for piece in replies)
         self.shortest_prompt = min(len(pieces[0]), self.shortest_prompt or len(pieces[0]))
         if len(pieces[0]) >= self.max_seq_length:
-            self.filtered[self.too_long] += 1
+            self.filtered["prompt_too_long"] += 1
             return False
         kept = self.cut(pieces)
         if kept is None:

@@ -209,10 +209,6 @@ def check_saved_place(state_dict: Mapping[str, Any], *facts: tuple[str, Any, str
             )
 
 
-class DamagedFile(ValueError):
-    """The file is not one that `write_arrays` finished, or has changed since."""
-
-
 def cache_root(cache_dir: str | Path | None) -> Path:
     """The folder of all cached data: the one given, else $OPEN_INSTRUCT_CACHE, else ~/.cache/open_instruct."""
     return Path(cache_dir or os.environ.get("OPEN_INSTRUCT_CACHE") or "~/.cache/open_instruct").expanduser()
@@ -250,7 +246,7 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
     Raises:
         FileNotFoundError: there is none.
-        DamagedFile: it is cut short, or its content is not what was written.
+        ValueError: it is cut short, or its content is not what was written.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -265,7 +261,7 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedFile(f"{path} is damaged: {error}") from error
+        raise ValueError(f"{path} is damaged: {error}") from error
     return arrays, metadata
 
 

@@ -244,7 +244,11 @@ class Toolbox:
             schema = tool.schema or get_json_schema(tool.function)
             schemas.append({**schema, "function": {**schema["function"], "name": name}})
         said = "\n\n".join(str(text) for text in texts if text)
-        return Opening(messages=with_text(self._row["messages"], said), tools=schemas)
+        if not said:
+            return Opening(tools=schemas)
+        *before, last = self._row["messages"]
+        asked = ChatMessage(role=last["role"], content=f"{last['content']}\n\n{said}".strip())
+        return Opening(messages=[*before, asked], tools=schemas)
 
     async def step(self, reply: Reply) -> Turn:
         answers: list[ToolAnswer] = []
@@ -319,14 +323,6 @@ class Game(Toolbox):
         done = any(end for end in ends if not isinstance(end, Mapping))
         messages: list[ChatMessage] = [{"role": "user", "content": str(observation)}]
         return Turn(messages=messages, done=done, rewards={self._name: float(reward)})
-
-
-def with_text(messages: Sequence[ChatMessage], text: Any) -> list[ChatMessage] | None:
-    """The turns of a row with a text behind the last one; None where there is no text."""
-    if not text:
-        return None
-    *before, last = messages
-    return [*before, {"role": last["role"], "content": f"{last['content']}\n\n{text}".strip()}]
 
 
 async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -52,7 +52,7 @@ def form_of_template(template: str) -> str:
 def _hermes(answer: str) -> Found:
     """Qwen's and Hermes' form: `<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>`."""
     for body in _between(answer, "<tool_call>", "</tool_call>"):
-        yield _name_and_arguments(_json(body), "arguments")
+        yield _name_and_arguments(_json(body))
 
 
 def _llama3_json(answer: str) -> Found:
@@ -66,7 +66,7 @@ def _llama3_json(answer: str) -> Found:
             call, end = decoder.raw_decode(left)
         except (ValueError, RecursionError) as error:
             raise ToolCallError(f"the call is no JSON: {error}") from error
-        yield _name_and_arguments(call, "parameters")
+        yield _name_and_arguments(call)
         left = left[end:].lstrip()
         if left and not left.startswith(";"):
             raise ToolCallError(f"text behind a call: {left[:40]!r}")
@@ -128,9 +128,8 @@ def _json(text: str) -> Any:
         raise ToolCallError(f"the call is no JSON: {error}") from error
 
 
-def _name_and_arguments(call: Any, key: str) -> tuple[Any, Any]:
-    """The arguments stand under `key`, or under the other of the two words."""
+def _name_and_arguments(call: Any) -> tuple[Any, Any]:
+    """What Hermes' form calls "arguments" is called "parameters" in Llama 3's; either word will do in both."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ToolCallError("a call is an object with the name of a tool")
-    other = "parameters" if key == "arguments" else "arguments"
-    return call["name"], call.get(key, call.get(other))
+    return call["name"], call.get("arguments", call.get("parameters"))

@@ -28,7 +28,7 @@ from olmo_core.nn.transformer import Transformer
 
 from open_instruct.config.sections import ModelSection
 from open_instruct.config.training import TrainingConfig
-from open_instruct.data.token_dataset import DamagedFile, TokenDataset, cache_root, read_arrays, write_arrays
+from open_instruct.data.token_dataset import TokenDataset, cache_root, read_arrays, write_arrays
 from open_instruct.learner.model.float8 import float8_off
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.learner.policy import Policy
@@ -130,7 +130,7 @@ class RowCache:
             self._values = arrays["values"]
         except FileNotFoundError:
             return
-        except (DamagedFile, KeyError, ValueError) as error:
+        except (KeyError, ValueError) as error:
             log.warning("%s cannot be read (%s): computing it again", self.path, error)
 
     def __len__(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from open_instruct.config.flags import flags_of
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.parser import COMMAND, parse
 from open_instruct.config.sections import ExportDtype, flag
@@ -106,16 +104,13 @@ def _trained_weights(
 def settings_of(run: Path) -> tuple[LearnerConfig, Objective]:
     """The flags of the run, and its objective.
 
-    A flag that is newer than the run gets its default; a flag that this version no longer has is named.
-
     :raises InputError: there is no such run, or it had an objective of one's own.
     """
     directory = RunDirectory(path=run)
     directory.refuse_others()
     path = directory.config
     try:
-        saved = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
-        command = saved.pop(COMMAND)
+        command = yaml.safe_load(path.read_text(encoding="utf-8"))[COMMAND]
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{run} is not the --output_dir of a run: {path} cannot be read as its settings ({one_line(error)})"
@@ -125,9 +120,7 @@ def settings_of(run: Path) -> tuple[LearnerConfig, Objective]:
             f"{path} is of an objective of your own, {command}: give the run's command again to end it with an export"
         )
     objective = objective_named(command)
-    config: LearnerConfig = parse(objective.config_class, [str(path)], skip_unknown=True)
-    if unread := sorted(saved.keys() - flags_of(objective.config_class).keys()):
-        print(f"{path}: not read, as {command} has no such flags in this version: {', '.join(unread)}", file=sys.stderr)
+    config: LearnerConfig = parse(objective.config_class, [str(path)])
     return config, objective
 
 

@@ -7,14 +7,15 @@ import logging
 import re
 import string
 from collections import Counter
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any, ClassVar, Literal
 
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.verifiers.verifier import Verifier
 from open_instruct.wording import json_or_text
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+# A minus directly after a letter or a digit is a subtraction.
+_NUMBER = re.compile(r"(?:(?<![^\W_])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _FINISHED = re.compile(r"<finish>(.*?)</finish>", flags=re.IGNORECASE | re.DOTALL)
 _ARTICLES = {"a", "an", "the"}
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -205,22 +206,12 @@ def listed(ground_truth: Any) -> list[Any]:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in `text`, or None. A minus directly after a digit is a subtraction: "7-2" ends in 2.
+    """The last number in `text`, or None: "7-2" ends in 2.
 
     Example: `last_number("that is $1,250.50 in all.") == Decimal("1250.50")`.
     """
-    number = None
-    for match in _NUMBER.finditer(text):
-        word = match.group()
-        if word.startswith("-") and match.start() > 0 and text[match.start() - 1].isalnum():
-            word = word[1:]
-        number = word
-    if number is None:
-        return None
-    try:
-        return Decimal(number.replace(",", ""))
-    except InvalidOperation:
-        return None
+    numbers = _NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def answer_of(completion: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from open_instruct.verifiers import constraints
 from open_instruct.verifiers.verifier import Verifier
+from open_instruct.wording import json_or_text
 
 # The constraints of "ifeval" and of "rlvr_ifeval" by name. Each is its `check`, by name, and `arguments`: the check's
 # name for each argument of the row. Example: "keywords:existence" is
@@ -53,14 +54,10 @@ def parse(ground_truth: Any) -> list[tuple[Callable[..., bool], dict[str, Any]]]
     Raises:
         ValueError: it is of neither form, or a constraint or an argument is not known, missing or of the wrong kind.
     """
-    if isinstance(ground_truth, str):
-        try:
-            ground_truth = json.loads(ground_truth)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"it is no JSON ({error})") from error
+    ground_truth = json_or_text(ground_truth)
     if not isinstance(ground_truth, dict) or not ground_truth.keys() & {"func_name", "instruction_id_list"}:
         raise ValueError(
-            "it must be an object with 'func_name' and its arguments, or 'instruction_id_list' and 'kwargs'"
+            "it must be an object or its JSON, with 'func_name' and arguments, or 'instruction_id_list' and 'kwargs'"
         )
     if "func_name" in ground_truth:
         arguments = {name: value for name, value in ground_truth.items() if name != "func_name"}

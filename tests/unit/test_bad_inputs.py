@@ -136,7 +136,7 @@ def test_all_bad_rows_are_told_with_their_lines(tmp_path: Path, stderr_of: Calla
         ({"chat_template_name": "klingon"}, "chatml"),
         ({"mixer_list": ["nothing.jsonl", "1.0"]}, "nothing.jsonl"),
         ({"max_seq_length": 100_000}, "4096"),
-        ({"max_seq_length": 3}, "raise --max_seq_length"),
+        ({"max_seq_length": 3}, "at --max_seq_length 3 (prompt_too_long 4); raise it"),
         ({"fsdp_shard_degree": 3}, "--fsdp_shard_degree 3"),
         ({"tensor_parallel_degree": 2}, "--tensor_parallel_degree 2"),
         (

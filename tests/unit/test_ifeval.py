@@ -124,10 +124,10 @@ def test_language_without_langdetect_is_refused(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("truth", "told"),
     [
-        ("no_comma", "it is no JSON"),
+        ("no_comma", "must be an object or its JSON"),
         ([], "must be an object"),
         (5, "must be an object"),
-        ({"N": 3}, "must be an object with 'func_name'"),
+        ({"N": 3}, "must be an object or its JSON, with 'func_name'"),
         ({"instruction_id_list": [], "kwargs": []}, "one entry a constraint"),
         ({"instruction_id_list": ["punctuation:no_comma"]}, "one entry a constraint"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}, "one entry a constraint"),

@@ -367,7 +367,10 @@ def test_rows_are_checked_when_they_are_read() -> None:
         ({"dataset": "general-quality_ref"}, "no 'ground_truth'"),
         ({"dataset": "rubric", "ground_truth": "{}"}, "'ground_truth' for 'rubric': it must be"),
         ({"dataset": "max_length", "ground_truth": "long"}, "'ground_truth' for 'max_length': could not convert"),
-        ({"dataset": "ifeval_old", "ground_truth": "long"}, "'ground_truth' for 'ifeval_old': it is no JSON"),
+        (
+            {"dataset": "ifeval_old", "ground_truth": "long"},
+            "'ground_truth' for 'ifeval_old': it must be an object or its JSON",
+        ),
     ):
         with pytest.raises(MalformedRow, match=reason):
             parse_prompt_row(row | other, verifiers)

@@ -208,9 +208,10 @@ def test_what_flags_change_of_rows(tmp_path: Path) -> None:
     def changes(*words: str) -> dict[str, Any]:
         return row_changes(parse(GRPOConfig, [*required, *words]))
 
-    assert changes() == {}
-    assert changes("--remap_verifier", "a=b", "c=d") == {"remapped": {"a": "b", "c": "d"}}
-    assert changes("--system_prompt_override_file", str(file)) == {"system_prompt": "be brief"}
+    none = {"judges": [], "remapped": {}, "environment": None, "system_prompt": None}
+    assert changes() == none
+    assert changes("--remap_verifier", "a=b", "c=d") == none | {"remapped": {"a": "b", "c": "d"}}
+    assert changes("--system_prompt_override_file", str(file)) == none | {"system_prompt": "be brief"}
     with pytest.raises(InputError, match=r"--system_prompt_override_file .*none\.txt: no such file"):
         changes("--system_prompt_override_file", str(tmp_path / "none.txt"))
     with pytest.raises(InputError, match="--remap_verifier a: takes OLD=NEW"):
@@ -245,12 +246,12 @@ def test_long_prompts_are_left_out_and_counted(load: Load, tmp_path: Path) -> No
     dataset, report = load(rows, "1.0", max_prompt_token_length=HEAD + 8)
     assert [len(prompt.token_ids) for prompt in dataset] == [HEAD + 8, HEAD + 1]
     assert [prompt.row_id for prompt in dataset] == [0, 1]
-    assert report.filtered == {"long_prompt": 1}
+    assert report.filtered == {"prompt_too_long": 1}
     assert report.num_rows == sum(report.bad.values()) + sum(report.filtered.values()) + report.num_kept
     told = "\n".join(report.lines())
     assert "1 row left out: the prompt is longer than --max_prompt_token_length" in told
     assert f"2 prompts, {2 * HEAD + 9} tokens, {HEAD + 4} tokens a prompt" in told
-    with pytest.raises(InputError, match=rf"--max_prompt_token_length 4 .* the shortest prompt has {HEAD + 1} tokens"):
+    with pytest.raises(InputError, match=rf"token_length 4 .* the shortest prompt alone has {HEAD + 1} tokens"):
         load(rows, "1.0", max_prompt_token_length=4)
 
 
@@ -361,7 +362,6 @@ def test_a_resumed_stream_goes_on(dataset: Prompts, num_before: int) -> None:
     asked(stream, num_before)
     stream.exclude(1)
     state = json.loads(json.dumps(stream.state_dict()))
-    assert (state["epoch"], state["position"]) == divmod(num_before, 5)  # by which older checkpoints say it
     resumed = PromptStream(dataset, seed=7)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state

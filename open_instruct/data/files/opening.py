@@ -22,11 +22,10 @@ _ENDS_AS_A_FILE = re.compile(
 )
 # Files that `save_to_disk` of the datasets library writes into a folder.
 _SAVED_TO_DISK = ("state.json", "dataset_dict.json")
-# Words in the names of files that are of a split.
+# Words in the names of files that are of another split than "train".
 _SPLITS = {
     "test": ("test", "testing"),
     "validation": ("validation", "valid", "val", "dev"),
-    "train": ("train", "training"),
 }
 
 
@@ -87,7 +86,7 @@ def _open_file(path: Path, name: str, flag: str) -> RowSource:
 def _suffix_of(path: Path) -> str:
     """The known suffix that a file's name ends with, else its last suffix: `.jsonl.gz` of rows.v2.jsonl.gz."""
     name = path.name.lower()
-    return max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=path.suffix)
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), path.suffix)
 
 
 def _folder(path: Path, name: str, split: str, flag: str) -> RowSource:

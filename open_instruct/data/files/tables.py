@@ -5,10 +5,9 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from io import TextIOWrapper
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -103,31 +102,19 @@ def column_file(path: Path, name: str, flag: str) -> RowSource:
 
 
 def _numbered_rows(batches: Batches, file: str) -> Iterator[tuple[int, Any]]:
+    """A batch for each row, as one may be bad or too long."""
     try:
-        yield from enumerate(chain.from_iterable(map(_split, batches())), start=1)
+        rows = (batch.slice(row, 1) for batch in batches() for row in range(batch.num_rows))
+        yield from enumerate(rows, start=1)
     except Exception as error:
         raise InputError(f"{file} is damaged: {one_line(error)}; fetch it again") from error
 
 
-def _split(batch: Any) -> Iterable[Any]:
-    """The rows of a batch, read at once; where one may be bad or too long, a batch of each."""
-    if _shows_length(batch) and batch.nbytes <= _LONGEST_ROW:
-        with suppress(Exception):  # such as of text that is not UTF-8
-            return list(batch.to_pylist())
-    return (batch.slice(row, 1) for row in range(batch.num_rows))
-
-
-def _shows_length(batch: Any) -> bool:
-    """Whether no repeated texts are stored once, in dictionaries."""
-    return "dictionary<" not in str(batch.schema.types)
-
-
 def _value_of_row(row: Any) -> dict[str, Any]:
-    """A row that is read already, or that of a batch of one."""
-    if isinstance(row, dict):
-        return row
+    """The row of a batch of one."""
     too_long = f"the row has more than {_LONGEST_ROW >> 20} MiB, more than a model reads"
-    if _shows_length(row) and row.nbytes > _LONGEST_ROW:
+    # What is stored once for many rows, in dictionaries, does not show how long a row is.
+    if "dictionary<" not in str(row.schema.types) and row.nbytes > _LONGEST_ROW:
         raise MalformedRow("not_readable", too_long)
     try:
         (value,) = row.to_pylist()
@@ -163,4 +150,4 @@ def _arrow(path: Path) -> tuple[int, Batches]:
         mapped.seek(0)
         table = pyarrow.ipc.open_stream(mapped).read_all()
     table.validate(full=True)  # reading past what is mapped would end the process
-    return table.num_rows, partial(table.to_batches, max_chunksize=_ROWS_AT_ONCE)
+    return table.num_rows, table.to_batches
