@@ -13,7 +13,6 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,15 +37,6 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.json", export_files.CHAT_TEMPLATE_NAME),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportReport:
-    """Totals of an export, over all ranks."""
-
-    folder: Path
-    num_bytes: int
-    num_files: int
 
 
 def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -123,8 +113,10 @@ def export_hf(
     card: Callable[[], str | None] = lambda: None,
     more_config: Mapping[str, Any] | None = None,
     weights: Mapping[str, Held] | None = None,
-) -> ExportReport:
+) -> int:
     """Write `model`, on any mesh, as a Hugging Face folder. Collective: every rank calls it and sees `out_folder`.
+
+    Returns the bytes of all its tensors.
 
     Args:
         names: the model's names.
@@ -161,7 +153,7 @@ def export_hf(
         export_files.write_texts(partial_folder, texts)
 
     _finish(out, finish, problems)
-    return ExportReport(folder=out, num_bytes=num_bytes, num_files=len(plan))
+    return num_bytes
 
 
 def _prepare(source: Path, out: Path, num_bytes: int) -> None:
