@@ -65,7 +65,6 @@ def main() -> None:
         max_microbatches=options.microbatches,
         max_seq_length=PROMPT + REPLY,
         packing=True,
-        pad_token_id=0,
         prefix_sharing="on",
     )
     size = shape.max_samples_per_rank

@@ -106,8 +106,6 @@ class ShardLayout:
 
     def node_of(self, rank: int) -> int:
         """Index of the node that global rank `rank` runs on."""
-        if not 0 <= rank < self.world_size:
-            raise IndexError(f"rank {rank} is outside a world of {self.world_size}")
         return bisect_right(tuple(accumulate(self.gpus_per_node)), rank)
 
     def straddling(self, groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

@@ -27,7 +27,6 @@ class HostFacts:
     """A process and its place: `gpu_ids` are given by Ray, `num_cores` counts those of its machine."""
 
     pid: int
-    node_id: str
     address: str
     gpu_ids: tuple[str, ...]
     num_cores: int
@@ -45,12 +44,10 @@ class ActorHost:
     def facts(self) -> HostFacts:
         import ray
 
-        context = ray.get_runtime_context()
         return HostFacts(
             pid=os.getpid(),
-            node_id=context.get_node_id(),
             address=ray.util.get_node_ip_address(),
-            gpu_ids=tuple(context.get_accelerator_ids()["GPU"]),
+            gpu_ids=tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"]),
             num_cores=os.cpu_count() or 1,
         )
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from open_instruct.cluster.actor_host import HostFacts
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel import peers
-from open_instruct.parallel.processes import is_stopped
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -113,19 +112,12 @@ class LearnerCall(Generic[Result]):
 
     def _silent(self, pending: Sequence[ObjectRef], timeout_s: float) -> LearnerLost:
         """The error after a time-out: which learners did not answer, and what they were doing."""
-        import ray
-
         doing: dict[int, str] = {}
         with suppress(RuntimeError):
             doing = {sign.rank: f", while {sign.doing}" for sign in self.signs.look()}
         ranks = [self.refs.index(ref) for ref in pending]
         names = "; ".join(self._name(rank) + doing.get(rank, "") for rank in ranks)
-        words = f"no answer to {self.what} within {timeout_s:g} s from {names}"
-        here = ray.get_runtime_context().get_node_id()
-        for rank in ranks:
-            if self.facts and self.facts[rank].node_id == here and is_stopped(self.facts[rank].pid):
-                words += f"; the process of rank {rank} is stopped"
-        return LearnerLost(words)
+        return LearnerLost(f"no answer to {self.what} within {timeout_s:g} s from {names}")
 
     def _name(self, rank: int) -> str:
         if not self.facts:

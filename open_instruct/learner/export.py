@@ -13,7 +13,6 @@ from open_instruct.parallel.peers import doing
 from open_instruct.run.card import card_of
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
-from open_instruct.wording import counted
 
 
 def export_policy(
@@ -47,7 +46,7 @@ def export_policy(
         run.console.say(f"the adapter is in {run.directory.adapter}", style="green")
     if lora is not None and lora.export == "adapter":
         return
-    report = pretrained.export(
+    num_bytes = pretrained.export(
         policy.model,
         run.directory.hf_model,
         weights=weights_of(policy.model),
@@ -55,8 +54,4 @@ def export_policy(
         card=partial(card_of, run.directory, trained_by=trained_by),
         more_config=more_config,
     )
-    run.console.say(
-        f"the trained model is in {run.directory.hf_model} "
-        f"({report.num_bytes / 1e6:,.1f} MB in {counted(report.num_files, 'file')})",
-        style="green",
-    )
+    run.console.say(f"the trained model is in {run.directory.hf_model} ({num_bytes / 1e6:,.1f} MB)", style="green")

@@ -84,7 +84,6 @@ class _Learning:
             max_microbatches=config.optim.gradient_accumulation_steps,
             max_seq_length=config.data.max_seq_length,
             packing=config.data.packing,
-            pad_token_id=pretrained.pad_token_id,
             pad_to_multiple_of=run.layout.model_parallel_degree,
             prefix_sharing=objective.prefix_sharing(config) if config.data.packing else "off",
         )

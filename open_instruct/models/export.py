@@ -13,7 +13,6 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,15 +37,6 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.json", export_files.CHAT_TEMPLATE_NAME),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportReport:
-    """Totals of an export, over all ranks."""
-
-    folder: Path
-    num_bytes: int
-    num_files: int
 
 
 def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -116,22 +106,24 @@ def export_hf(
     *,
     source_folder: str | Path,
     out_folder: str | Path,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     max_file_bytes: int = MAX_FILE_BYTES,
     tokenizer_folder: str | Path | None = None,
     chat_template: str | None = None,
     card: Callable[[], str | None] = lambda: None,
     more_config: Mapping[str, Any] | None = None,
     weights: Mapping[str, Held] | None = None,
-) -> ExportReport:
+) -> int:
     """Write `model`, on any mesh, as a Hugging Face folder. Collective: every rank calls it and sees `out_folder`.
+
+    Returns the bytes of all its tensors.
 
     Args:
         names: the model's names.
         source_folder: the start model; its config.json (with the dtype changed, and without fields that name code) and
             generation_config.json are kept.
         out_folder: replaced as a whole in the end, if it is an earlier export.
-        dtype: stored dtype; None stores each parameter as it is.
+        dtype: that everything is stored in.
         max_file_bytes: of tensor data in one file.
         tokenizer_folder: where the tokenizer's files are copied from; default: `source_folder`.
         chat_template: Jinja text to store instead of the tokenizer's own chat template.
@@ -145,25 +137,23 @@ def export_hf(
     """
     reshard(model)
     source, out = Path(source_folder), Path(out_folder).absolute()
-    shards = held_of(model)
-    dtypes = {name: dtype or shard.local.dtype for name, shard in shards.items()}
     shapes = parameter_shapes(model)
-    plan = export_files.plan_files(names, shapes, dtypes, max_file_bytes=max_file_bytes, num_ranks=get_world_size())
+    plan = export_files.plan_files(names, shapes, dtype, max_file_bytes=max_file_bytes, num_ranks=get_world_size())
     num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)
     on_main_process(partial(_prepare, source, out, num_bytes))
     partial_folder = export_files.partial_folder_of(out)
-    problems = _write_weights(partial_folder, plan, weights or shards)
+    problems = _write_weights(partial_folder, plan, weights or held_of(model))
 
     def finish() -> None:
         export_files.write_index(partial_folder, plan)
-        _write_config(partial_folder, source, names.hf_config, set(dtypes.values()), more_config or {})
+        _write_config(partial_folder, source, names.hf_config, dtype, more_config or {})
         _copy_files(partial_folder, source, (GENERATION_CONFIG_NAME,))
         _copy_files(partial_folder, Path(tokenizer_folder or source), TOKENIZER_FILES)
         texts = {export_files.CHAT_TEMPLATE_NAME: chat_template, export_files.CARD_NAME: card()}
         export_files.write_texts(partial_folder, texts)
 
     _finish(out, finish, problems)
-    return ExportReport(folder=out, num_bytes=num_bytes, num_files=len(plan))
+    return num_bytes
 
 
 def _prepare(source: Path, out: Path, num_bytes: int) -> None:
@@ -209,17 +199,14 @@ def _finish(out: Path, write_other_files: Callable[[], None], problems: list[str
     on_main_process(partial(export_files.put_in_place, out))
 
 
-def _write_config(
-    folder: Path, source: Path, hf_config: Any, dtypes: set[torch.dtype], more: Mapping[str, Any]
-) -> None:
+def _write_config(folder: Path, source: Path, hf_config: Any, dtype: torch.dtype, more: Mapping[str, Any]) -> None:
     """The source's configuration with `more` and the new dtype, without fields that name code."""
     path = source / "config.json"
     fields = without_code(read_object(path) if path.is_file() else hf_config.to_dict()) | dict(more)
     fields = {name: value for name, value in fields.items() if value is not None or name not in more}
-    if len(dtypes) == 1:
-        # transformers 5 writes "dtype", older ones and most other readers know "torch_dtype"; both are read.
-        key = "dtype" if "dtype" in fields else "torch_dtype"
-        fields[key] = str(dtypes.pop()).removeprefix("torch.")
+    # transformers 5 writes "dtype", older ones and most other readers know "torch_dtype"; both are read.
+    key = "dtype" if "dtype" in fields else "torch_dtype"
+    fields[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 

@@ -63,7 +63,7 @@ class PlannedFile:
 def plan_files(
     names: TensorNames,
     shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
+    dtype: torch.dtype,
     *,
     max_file_bytes: int,
     num_ranks: int,
@@ -75,7 +75,7 @@ def plan_files(
     groups: list[list[PlannedTensor]] = [[]]
     num_bytes = 0
     for name, hf_name in names:
-        tensor = PlannedTensor(name=name, hf_name=hf_name, shape=shapes[name], dtype=dtypes[name])
+        tensor = PlannedTensor(name=name, hf_name=hf_name, shape=shapes[name], dtype=dtype)
         if groups[-1] and num_bytes + tensor.num_bytes > max_file_bytes:
             groups.append([])
             num_bytes = 0

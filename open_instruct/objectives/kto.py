@@ -303,7 +303,6 @@ def _with_document(step: StepBatch, document: int, config: KTOConfig) -> StepBat
         packed = pack_documents(
             batch.documents[own],
             packing=config.data.packing,
-            pad_token_id=0,
             pad_to_multiple_of=parallel.tensor_parallel_degree * parallel.context_parallel_degree,
         )
         values = {**batch.values, f"{REFERENCE}_S": _reference(batch)[own]}

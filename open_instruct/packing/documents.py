@@ -19,12 +19,15 @@ from open_instruct.records import IGNORE_INDEX, Document, KeptPositions, PackedB
 
 T = TypeVar("T")
 
+# Any token would do: no real one sees it, and it has no label.
+PADDING = 0
+
 
 def pack_documents(
     documents: Sequence[Document],
     *,
     packing: bool = True,
-    pad_token_id: int = 0,
+    pad_token_id: int = PADDING,
     pad_to_multiple_of: int = 1,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> PackedBatch:

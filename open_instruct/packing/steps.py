@@ -37,7 +37,6 @@ class BatchShape:
     max_microbatches: int
     max_seq_length: int
     packing: bool
-    pad_token_id: int
     pad_to_multiple_of: int = 1
     prefix_sharing: PrefixSharing = "off"
 
@@ -152,7 +151,6 @@ def collate(
         packed=pack_documents(
             documents,
             packing=shape.packing,
-            pad_token_id=shape.pad_token_id,
             pad_to_multiple_of=shape.pad_to_multiple_of,
             groups=groups,
         ),

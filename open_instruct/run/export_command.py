@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> int:
     if config.adapters is not None:
         adapt(model, config.adapters, dtype=dtype)
     weights = _trained_weights(folder, model, pretrained, config.adapters)
-    report = pretrained.export(
+    num_bytes = pretrained.export(
         model.to(dtype),
         flags.output_dir,
         weights=weights,
@@ -76,7 +76,7 @@ def main(words: Sequence[str]) -> int:
         card=partial(card_of, RunDirectory(path=run), trained_by=objective.name, until=step_of(folder)),
         more_config=objective.exported(config, pretrained.tokenizer, pretrained.hf_config),
     )
-    print(f"{folder} is in {report.folder} ({report.num_bytes / 1e6:,.1f} MB)")
+    print(f"{folder} is in {Path(flags.output_dir).absolute()} ({num_bytes / 1e6:,.1f} MB)")
     return 0
 
 

@@ -23,7 +23,7 @@ from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError, refuse_first
 from open_instruct.families import family_of
 from open_instruct.models.build import build_model
-from open_instruct.models.export import ExportReport, check_destination, check_exportable, export_hf
+from open_instruct.models.export import check_destination, check_exportable, export_hf
 from open_instruct.models.family import unknown_fields
 from open_instruct.models.heads.value_head import open_score_files
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
@@ -77,8 +77,10 @@ class Pretrained:
                 f"{self.folder} has; use at most {longest}"
             )
 
-    def export(self, model: nn.Module, out_folder: str | Path, **settings: Any) -> ExportReport:
+    def export(self, model: nn.Module, out_folder: str | Path, **settings: Any) -> int:
         """Write `model` with this checkpoint's configuration, names, tokenizer and chat template. Collective.
+
+        Returns the bytes of all its tensors.
 
         :param settings: the other arguments of `export_hf`.
         """

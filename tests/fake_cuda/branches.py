@@ -202,8 +202,7 @@ def export(folder: Path) -> Any:
     with opened(case, folder / "run") as (policy, _), torch.no_grad():
         reshard(policy.model)
         held, shapes = held_of(policy.model), parameter_shapes(policy.model)
-        dtypes = dict.fromkeys(held, torch.bfloat16)
-        plan = plan_files(TensorNames(case.hf_config()), shapes, dtypes, max_file_bytes=1 << 30, num_ranks=1)
+        plan = plan_files(TensorNames(case.hf_config()), shapes, torch.bfloat16, max_file_bytes=1 << 30, num_ranks=1)
         reduced = dist.all_reduce
 
         def all_reduce(tensor: Any, *rest: Any, **more: Any) -> Any:

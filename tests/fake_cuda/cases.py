@@ -390,7 +390,6 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
             max_microbatches=config.optim.gradient_accumulation_steps,
             max_seq_length=config.data.max_seq_length,
             packing=config.data.packing,
-            pad_token_id=0,
             pad_to_multiple_of=run.layout.model_parallel_degree,
             prefix_sharing=objective.prefix_sharing(config) if config.data.packing else "off",
         ),

@@ -148,7 +148,7 @@ def test_import_then_export_is_the_identity(run_ranks, checkpoints, tmp_path, nu
         results = [of_rank[number] for of_rank in of_ranks]
         dtype = STORED[name.split("_")[-1]]
         assert [result["differing"] for result in results] == [[]] * num_ranks, name
-        assert results[0]["num_files"] > 1, "the export should have been split"
+        assert (tmp_path / str(number) / INDEX_NAME).is_file(), "the export should have been split"
         check_export(tmp_path / str(number), checkpoints[name], dtype, results[0]["logits"])
         # Exactly the bytes of its own shards: not one byte of another rank's.
         assert all(result["num_bytes_read"] == result["num_local_params"] * dtype.itemsize for result in results)
@@ -161,12 +161,13 @@ def test_import_then_export_is_the_identity(run_ranks, checkpoints, tmp_path, nu
 def test_dtypes_and_chunks_do_not_matter(run_ranks, checkpoints, tmp_path):
     folder, computing_in_bf16 = checkpoints["olmo2_fp32"], {**FSDP_2, "compute_dtype": "bfloat16"}
     cases = [
-        {"folder": str(folder), "out": str(tmp_path / "0"), "layout": FSDP_2, "dtype": "bfloat16", "chunk_bytes": 1},
-        {"folder": str(folder), "out": str(tmp_path / "1"), "layout": computing_in_bf16, "chunk_bytes": 10**9},
+        {"layout": FSDP_2, "dtype": "bfloat16", "chunk_bytes": 1, "export_dtype": "bfloat16"},
+        {"layout": computing_in_bf16, "chunk_bytes": 10**9, "export_dtype": "float32"},
     ]
+    cases = [case | {"folder": str(folder), "out": str(tmp_path / str(number))} for number, case in enumerate(cases)]
     results = run_ranks(2, f"{JOB}:import_and_export", cases=cases)
     assert [case["differing"] for of_rank in results for case in of_rank] == [[]] * 4
-    check_export(tmp_path / "0", folder, torch.bfloat16, None)  # stored as the parameters are
+    check_export(tmp_path / "0", folder, torch.bfloat16, None)
     check_export(tmp_path / "1", folder, torch.float32, None)  # master weights, not the bf16 ones computed with
 
 
@@ -242,7 +243,9 @@ def test_a_chosen_chat_template_is_the_one_that_tokenizers_find(checkpoints, tmp
     model, names = build_model(hf_config), TensorNames(hf_config)
     model.init_weights(device=torch.device("cpu"))
     template = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
-    export_hf(model, names, source_folder=folder, out_folder=tmp_path / "out", dtype=None, chat_template=template)
+    export_hf(
+        model, names, source_folder=folder, out_folder=tmp_path / "out", dtype=torch.float32, chat_template=template
+    )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[hi]"
     assert (tmp_path / "out" / SINGLE_NAME).is_file()

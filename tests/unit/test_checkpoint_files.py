@@ -153,7 +153,7 @@ def test_files_that_contradict_their_index(tmp_path):
     embeddings = "model.embed_tokens.weight"
     write_indexed(tmp_path, tensors)
     save_file({**dict(list(tensors.items())[1::2]), embeddings: tensors[embeddings]}, tmp_path / SECOND)
-    refused(tmp_path, embeddings, "two files")
+    refused(tmp_path, embeddings, SECOND, "do not agree")
     (tmp_path / SECOND).unlink()
     refused(tmp_path, SECOND, "missing")
     (tmp_path / INDEX_NAME).unlink()

@@ -284,7 +284,6 @@ def step_of(
         max_samples_per_microbatch=8 // microbatches,
         max_microbatches=microbatches,
         max_seq_length=128,
-        pad_token_id=0,
         **({"packing": True} | shape),
     )
     filled(policy)  # the train module empties what it is given

@@ -15,12 +15,12 @@ from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.losses.preference import PreferenceLossInputs
 from open_instruct.objectives.dpo import preference_loss
 from open_instruct.packing.balance import best_fit
-from open_instruct.packing.documents import kept_positions, pack_documents
+from open_instruct.packing.documents import PADDING, kept_positions, pack_documents
 from open_instruct.packing.steps import BatchShape, collate, plan_step
 from open_instruct.records import IGNORE_INDEX, ROW_VALUES, Batch, Document, PackedBatch, Span
 from tests.unit.token_data import shape_of
 
-PAD = 99
+PAD = PADDING
 _ = IGNORE_INDEX
 
 
@@ -124,7 +124,7 @@ def pairs_of_documents(draw: Any) -> tuple[Document, Document]:
 
 
 def collated(pairs: Sequence[tuple[Document, ...]], **changes: Any) -> Batch:
-    return collate(pairs, range(len(pairs)), shape=shape_of(pad_token_id=PAD, **changes))
+    return collate(pairs, range(len(pairs)), shape=shape_of(**changes))
 
 
 def both_layouts(items: Sequence[Document], multiple: int) -> list[PackedBatch]:
@@ -221,7 +221,7 @@ def test_chosen_come_first_then_rejected_in_pair_order() -> None:
         (document(1, 2, reply=1), document(3, 4, 5, reply=1)),
         (document(6, 7, reply=1), document(8, 9, reply=1)),
     ]
-    packed = collate(pairs, (7, 3), shape=shape_of(pad_token_id=PAD, pad_to_multiple_of=4))
+    packed = collate(pairs, (7, 3), shape=shape_of(pad_to_multiple_of=4))
     assert packed.row_ids == (7, 3)
     assert packed.packed.input_ids_BT.tolist() == [[1, 2, 6, 7, 3, 4, 5, 8, 9, PAD, PAD, PAD]]
     assert packed.packed.document_lengths == (2, 2, 3, 2, 3)
@@ -241,7 +241,7 @@ def test_scores_follow_their_documents(packing: bool) -> None:
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_batch_of_no_rows_is_one_unlabelled_document(packing: bool) -> None:
     scores = {"reference_logps": np.zeros((3, 2), dtype=np.float32)}
-    batch = collate([], (), shape=shape_of(pad_token_id=PAD, packing=packing, pad_to_multiple_of=4), scores=scores)
+    batch = collate([], (), shape=shape_of(packing=packing, pad_to_multiple_of=4), scores=scores)
     assert batch.row_ids == () and batch.values["reference_logps_S"].shape == (0,)
     assert batch.packed.num_sequences == 0 and batch.packed.num_tokens == 0
     assert batch.packed.input_ids_BT.tolist() == [[PAD] * 4]

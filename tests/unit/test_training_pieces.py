@@ -73,7 +73,7 @@ def make_pairs(num_pairs: int) -> TokenDataset:
 
 def shape_of(**changes: Any) -> BatchShape:
     settings = {"max_samples_per_microbatch": 2, "max_microbatches": 2, "max_seq_length": 8, "packing": True}
-    return BatchShape(**(settings | {"documents_per_sample": 2, "pad_token_id": 0} | changes))
+    return BatchShape(**(settings | {"documents_per_sample": 2} | changes))
 
 
 class TestMetrics:

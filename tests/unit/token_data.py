@@ -79,4 +79,4 @@ def pair(question: str, chosen: str, rejected: str) -> dict[str, Any]:
 
 def shape_of(**changes: Any) -> BatchShape:
     least = {"documents_per_sample": 1, "max_samples_per_microbatch": 1, "max_microbatches": 1, "max_seq_length": 8}
-    return BatchShape(**(least | {"packing": True, "pad_token_id": 0} | changes))
+    return BatchShape(**(least | {"packing": True} | changes))

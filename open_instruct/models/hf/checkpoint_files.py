@@ -218,13 +218,10 @@ def _read_indexed(index_path: Path) -> dict[str, StoredTensor]:
     for path in sorted(set(path_of.values())):
         if not path.is_file():
             raise InputError(f"{path} is missing, but {index_path.name} names it: fetch the checkpoint again")
-        for name, tensor in read_header(path).items():
-            if name in tensors:
-                raise InputError(f"tensor {name!r} is in two files, {tensors[name].path} and {path}: keep one")
-            if name not in path_of:
-                raise InputError(f"{path} holds tensor {name!r}, which {index_path.name} does not name")
-            tensors[name] = tensor
-    for name, path in path_of.items():
-        if name not in tensors or tensors[name].path != path:
-            raise InputError(f"{index_path} says that tensor {name!r} is in {path.name}, but that file lacks it")
+        stored = read_header(path)
+        named = {name for name, other in path_of.items() if other == path}
+        if differing := sorted(stored.keys() ^ named):
+            what = f"{path.name} and {index_path} do not agree on whether tensor {differing[0]!r} is in that file"
+            raise InputError(f"{what}: fetch the checkpoint again")
+        tensors |= stored
     return tensors

@@ -153,13 +153,12 @@ def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         logits = (
             None if layout == "ranges" else _logits(model)
         )  # also leaves FSDP's root module gathered, in the compute dtype
-        stored = case.get("export_dtype")
-        export = export_hf(
+        export_hf(
             model,
             names,
             source_folder=case["folder"],
             out_folder=case["out"],
-            dtype=None if stored is None else getattr(torch, stored),
+            dtype=getattr(torch, case["export_dtype"]),
             max_file_bytes=case.get("max_file_bytes", 200_000),
             card=_card,
         )
@@ -171,7 +170,6 @@ def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "num_bytes_read": report.num_bytes_read,
                 "logits": logits if dist.get_rank() == 0 else None,
                 "fingerprint": fingerprint,
-                "num_files": export.num_files,
             }
         )
     dist.barrier()
