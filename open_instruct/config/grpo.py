@@ -1,7 +1,7 @@
 """The whole configuration of a GRPO run, and what must hold between its flags."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from open_instruct.config import rollout_sections
@@ -34,6 +34,7 @@ class GRPOConfig(LearnerConfig):
     fleet: rollout_sections.FleetSection
     evaluation: rollout_sections.EvaluationSection
     run: rollout_sections.RolloutRunSection
+    critic: rollout_sections.CriticSection = field(default_factory=rollout_sections.CriticSection)
 
     @property
     def num_completions_per_step(self) -> int:
@@ -91,6 +92,7 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
             *_rollout_problems(config),
             *_reward_problems(config.reward),
             *_loss_problems(config),
+            *_critic_problems(config),
             *_fleet_problems(config),
             *_evaluation_problems(config),
         ]
@@ -107,8 +109,11 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
             f"--vllm_top_p {spelled(rollout.vllm_top_p)}: below 1 the engine renormalises over the tokens it kept, "
             "which biases the ratio of learner to engine; use 1.0, and a lower --temperature"
         )
-    if group_size == 1 and config.loss.rl_coef:
-        yield "--num_samples_per_prompt_rollout 1: in a group of one every advantage is 0; use at least 2"
+    if group_size == 1 and config.loss.rl_coef and not rollout.has_critic:
+        yield (
+            "--num_samples_per_prompt_rollout 1: in a group of one every advantage is 0; use at least 2, or "
+            "--advantages gae"
+        )
     if 1 <= rollout.total_episodes < config.num_completions_per_step:
         yield (
             f"--total_episodes {rollout.total_episodes} is less than one step: --num_unique_prompts_rollout "
@@ -177,6 +182,27 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
             f"--num_mini_batches {loss.num_mini_batches} is more than the {config.rollout.num_unique_prompts_rollout} "
             "prompts of a step; use at most so many"
         )
+
+
+def _critic_problems(config: GRPOConfig) -> Iterator[str]:
+    """What cannot go with a critic: one row of a matrix as its head, and an advantage for each token."""
+    if not config.rollout.has_critic:
+        return
+    loss, num_warmup, degree = config.loss, config.critic.critic_warmup_steps, config.parallel.tensor_parallel_degree
+    why_not = {
+        f"--tensor_parallel_degree {degree}: the head of a critic is one row, which is not split; shard over more "
+        "GPUs, or use --context_parallel_degree": degree > 1,
+        f"--loss_fn {loss.loss_fn}: it has one ratio for a completion, and --advantages gae an advantage for each "
+        "token; use dapo": loss.loss_fn in POLICY_LOSSES and POLICY_LOSSES[loss.loss_fn].by_completion,
+        "--active_sampling replaces groups with equal rewards, which teach under --advantages gae: leave it out": (
+            config.rollout.active_sampling
+        ),
+        "--rl_coef 0 learns from a teacher alone, and needs no critic: leave --advantages gae out": loss.rl_coef == 0,
+        f"--critic_warmup_steps {num_warmup}: the policy would never learn in {config.num_steps} steps; use fewer": (
+            0 < config.num_steps <= num_warmup
+        ),
+    }
+    yield from (problem for problem, is_met in why_not.items() if is_met)
 
 
 def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
