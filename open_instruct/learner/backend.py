@@ -15,6 +15,7 @@ import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train.train_module import TrainModule, TransformerTrainModule
+from torch.distributed.checkpoint.metadata import Metadata
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
@@ -38,10 +39,23 @@ GRAD_NORM = "grad_norm"
 IN_CHECKPOINT = "reference"
 """The part of a checkpoint for a reference policy that moves."""
 
+OF_CRITIC = "critic"
+"""The part of a checkpoint for a critic, its optimizer's state too."""
+
 
 def has_part(names: Iterable[str], part: str) -> bool:
     """Whether a checkpoint with these `names` has that part."""
     return any(name.startswith(f"{part}.") for name in names)
+
+
+def refuse_other_models(names: Iterable[str], *, has_critic: bool) -> None:
+    """:raises InputError: a checkpoint with these `names` has a critic, and this run has none, or the reverse."""
+    if has_part(names, OF_CRITIC) != has_critic:
+        there, here = ("no critic", "has one") if has_critic else ("a critic", "has none")
+        raise InputError(
+            f"the checkpoints in --output_dir have {there}, and this run {here}: give the --advantages that they began "
+            "with, or start in another --output_dir from the hf_model such a run ends with"
+        )
 
 
 def refuse_other_backend(names: Iterable[str], *, own: str, part: str) -> None:
@@ -63,6 +77,9 @@ class Backend(Protocol):
     reference: Reference | None
     """The reference policy, for losses with a penalty for leaving it. Set it before the first step, and before a
     checkpoint is loaded: one that moves is part of the checkpoints."""
+
+    critic: Backend | None
+    """The backend of a critic, whose weights and optimizer are part of the checkpoints too. Set it when that one is."""
 
     model: Transformer
     """The trained model: this rank's shards, in the parameters' own dtype."""
@@ -131,6 +148,7 @@ class ShardedModule(TransformerTrainModule):
     """The common part of two `Backend`s; see there. It is built without weights: call `fill`."""
 
     reference: Reference | None = None
+    critic: Backend | None = None
 
     @property
     def computing_model(self) -> Transformer:
@@ -171,9 +189,31 @@ class ShardedModule(TransformerTrainModule):
     def set_learning_rate(self) -> float | torch.Tensor:
         return set_learning_rate(self.optim, self.scheduler, self.trainer)
 
-    def state_of_reference(self, saved: Iterable[str] | None = None) -> dict[str, Any]:
-        """The part of a checkpoint for a reference that moves, which is read in place; none if not among `saved`."""
-        is_wanted = saved is None or has_part(saved, IN_CHECKPOINT)
-        if self.reference is None or self.reference.update_freq is None or not is_wanted:
-            return {}
-        return {IN_CHECKPOINT: self.reference.state()}
+    def state_of_others(self) -> dict[str, Any]:
+        """The parts of a checkpoint for the models beside the policy: a reference that moves, and a critic."""
+        state = {} if self.critic is None else {OF_CRITIC: self.critic.train_module.state_dict_to_save()}
+        return state if self._moving is None else state | {IN_CHECKPOINT: self._moving.state()}
+
+    def state_of_others_in(self, metadata: Metadata) -> dict[str, Any]:
+        """The same to be filled; a reference is read in place, and is none if not among what was saved.
+
+        :raises InputError: see `refuse_other_models`.
+        """
+        saved = metadata.state_dict_metadata
+        refuse_other_models(saved, has_critic=self.critic is not None)
+        state: dict[str, Any] = {}
+        if self._moving is not None and has_part(saved, IN_CHECKPOINT):
+            state[IN_CHECKPOINT] = self._moving.state()
+        if self.critic is not None:
+            own = {name.removeprefix(f"{OF_CRITIC}."): saved[name] for name in saved if has_part([name], OF_CRITIC)}
+            state[OF_CRITIC] = self.critic.train_module.state_dict_to_load(Metadata(state_dict_metadata=own))
+        return state
+
+    def load_critic(self, state_dict: dict[str, Any]) -> None:
+        """Have the critic take over its part of a state dict that was filled."""
+        if self.critic is not None:
+            self.critic.train_module.load_state_dict(state_dict[OF_CRITIC])
+
+    @property
+    def _moving(self) -> Reference | None:
+        return None if self.reference is None or self.reference.update_freq is None else self.reference

@@ -1,11 +1,13 @@
 """One rank's learner of GRPO; a driver brings its steps."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.training import backend_named
+from open_instruct.learner.critic import Critic, open_critic
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.reference import Reference, build_reference, build_teacher, open_teacher
@@ -17,7 +19,7 @@ from open_instruct.run.pretrained import Pretrained, start_model_of
 
 
 class GRPOLearner:
-    """Policy, reference and loop of one rank. Usable once constructed; every method is collective.
+    """Policy, reference, critic and loop of one rank. Usable once constructed; every method is collective.
 
     Args:
         pretrained: the checkpoint that the policy starts from.
@@ -49,6 +51,10 @@ class GRPOLearner:
             self.policy.teacher = build_teacher(
                 teacher, pretrained, self.policy.computing_model, run=run, config=config
             )
+        self.critic: Critic | None = None
+        if config.rollout.has_critic:
+            self.critic = Critic(open_critic(start, config=config, layout=run.layout), run=run, config=config)
+            held.critic = self.critic.policy.backend
         self.loop = Loop(
             self.policy,
             self,
@@ -63,8 +69,13 @@ class GRPOLearner:
         num_epochs = self.config.loss.num_epochs
         pad_token_id, multiple = self.pretrained.pad_token_id, self.run.layout.model_parallel_degree
         minibatches = rollout_minibatches(work, pad_token_id=pad_token_id, pad_to_multiple_of=multiple)
-        updates = self.policy.with_frozen_logprobs(minibatches, num_epochs=num_epochs)
-        row = self.loop.take_step(updates * num_epochs, num_tokens=work.num_tokens_global)
+        before: Callable[[], Mapping[str, float]] = dict
+        if self.critic is not None:
+            minibatches = self.critic.with_advantages(minibatches)
+            before = partial(self.critic.learn, minibatches * num_epochs)
+        learns = self.critic is None or self.loop.step >= self.config.critic.critic_warmup_steps
+        updates = self.policy.with_frozen_logprobs(minibatches, num_epochs=num_epochs) if learns else ()
+        row = self.loop.take_step(updates * num_epochs, num_tokens=work.num_tokens_global, before=before)
         # Sending the weights comes next and would wait for the optimizer; waiting here counts its time as training.
         self.loop.wait_for_device()
         return row

@@ -24,7 +24,7 @@ from open_instruct.errors import InputError
 from open_instruct.learner.model.forward import beside_labels, hidden_at_labels
 from open_instruct.learner.model.kernels import compiles
 from open_instruct.models.heads.logprob_head import Measure
-from open_instruct.models.hf.names import clean_name
+from open_instruct.models.hf.names import Head, clean_name
 from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import local_part, reshard
@@ -114,28 +114,48 @@ def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) 
     return model.requires_grad_(False).eval()
 
 
-def open_teacher(name: str, student: Pretrained, *, config: LearnerConfig, layout: ShardLayout) -> Pretrained:
-    """Open the model of --teacher_model_name_or_path; `build_teacher` builds it.
+def open_beside(
+    name: str | None,
+    student: Pretrained,
+    *,
+    flag: str,
+    config: LearnerConfig,
+    layout: ShardLayout,
+    head: Head = "vocabulary",
+) -> Pretrained:
+    """Open the model that `--flag` names, to stand beside the policy; without a `name` the policy's start model.
+
+    Only one with the head of a score is trained.
 
     :raises InputError: it cannot be opened, or its vocabulary is not the student's.
     """
-    model = replace(config.model, model_name_or_path=name, tokenizer_name_or_path=None)
+    model = config.model
+    if name is not None:
+        model = replace(model, model_name_or_path=name, tokenizer_name_or_path=None)
     folder = RunDirectory(path=Path(config.run.output_dir)).hf_model
-    # A teacher may be dense: its experts are split where they divide, see `SegmentTransformer.apply_fsdp`.
-    layout = replace(layout, expert_parallel_degree=1)
     config = replace(config, model=model, lora=LoRASection())
-    teacher = open_pretrained(config, folder, layout=layout, is_trained=False)
-    ours, theirs = student.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
+    beside = open_pretrained(config, folder, layout=layout, head=head, is_trained=head == "score")
+    ours, theirs = student.tokenizer.get_vocab(), beside.tokenizer.get_vocab()
     if ours == theirs:
-        return teacher
+        return beside
     first = min(dict(ours.items() ^ theirs.items()), key=lambda word: min(ours.get(word, 1e9), theirs.get(word, 1e9)))
     there, here = (f"id {words[first]}" if first in words else "no token" for words in (theirs, ours))
     raise InputError(
-        f"--teacher_model_name_or_path {teacher.folder}: its tokenizer has {len(theirs):,} tokens (its head "
-        f"{teacher.hf_config.vocab_size:,} rows), the student's {len(ours):,} (its head "
+        f"--{flag} {beside.folder}: its tokenizer has {len(theirs):,} tokens (its head "
+        f"{beside.hf_config.vocab_size:,} rows), the student's {len(ours):,} (its head "
         f"{student.hf_config.vocab_size:,}), and they are not the same: {first!r} is {there} there and {here} here. "
-        "Take a teacher with the student's vocabulary"
+        "Take a model with the student's vocabulary"
     )
+
+
+def open_teacher(name: str, student: Pretrained, *, config: LearnerConfig, layout: ShardLayout) -> Pretrained:
+    """Open the model of --teacher_model_name_or_path; `build_teacher` builds it.
+
+    :raises InputError: see `open_beside`.
+    """
+    # A teacher may be dense: its experts are split where they divide, see `SegmentTransformer.apply_fsdp`.
+    layout = replace(layout, expert_parallel_degree=1)
+    return open_beside(name, student, flag="teacher_model_name_or_path", config=config, layout=layout)
 
 
 def build_teacher(
