@@ -52,6 +52,10 @@ class ZeroMoments(Moments):
         # `BF16_Optimizer` is stage 1 in bfloat16, without host memory.
         self.is_flat = self.stage == 1 and self.c < MASTER_BYTES and not flags.adam_offload
         self.device, self.host = self._state(on_cuda=workload.on_cuda)
+        self.buffer_bytes = self.device[BUFFERS]
+        # Below stage 2 the gradients of a first microbatch are allocated one by one.
+        self.keeps_gradients = self.stage > 1 or self.is_flat
+        self.kept_gradients = self.device[GRADIENTS] if self.keeps_gradients else 0
         super().__init__(shape, layout, workload)
 
     def _state(self, *, on_cuda: bool) -> tuple[Counter[str], Counter[str]]:
@@ -103,9 +107,8 @@ class ZeroMoments(Moments):
     def state_bytes(self) -> tuple[int, int, int]:
         return self.device[PARAMETERS], self.device[GRADIENTS], self.device[OPTIMIZER]
 
-    def held(self, gradients: int, *, is_training: bool = True) -> dict[str, int]:
-        held = super().held(gradients, is_training=is_training)
-        return held | {BUFFERS: held[BUFFERS] + self.device[BUFFERS]}
+    def beside(self, shape: ModelShape, workload: Workload) -> Moments:
+        return ZeroMoments(self.flags, shape, self.layout, workload)
 
     def on_host(self) -> dict[str, int]:
         return super().on_host() | self.host
@@ -126,8 +129,7 @@ class ZeroPasses(Passes):
         self.run = run
         super().__init__(run.shape, run.layout, workload)
         self.is_sharded = False
-        # Below stage 2 the gradients of the first microbatch are allocated one by one.
-        self.accumulates |= run.stage > 1 or run.is_flat
+        self.accumulates |= run.keeps_gradients
         # At stage 1 a bucket stays until the step, at stage 2 until the end of the pass; stage 3 has one in any case.
         # In float32, stage 2 has the gradients of a microbatch beside those of earlier microbatches.
         apart = GRADIENT_BYTES * run.touched if self.c == MASTER_BYTES and workload.num_microbatches > 1 else 0
