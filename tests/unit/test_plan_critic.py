@@ -33,7 +33,8 @@ def test_the_policy_needs_what_it_needs_alone_and_the_critic_at_rest(backend: st
     for phase in alone.phases:
         with_critic = parts(both, phase.name)
         at_rest = with_critic.pop(CRITIC)
-        assert with_critic == dict(phase.parts)
+        assert with_critic.pop(CUDA) > parts(alone, phase.name)[CUDA]  # groups of its own
+        assert with_critic == {label: size for label, size in phase.parts if label != CUDA}
         if phase.name == "load":
             assert at_rest < parts(both, "forward")[CRITIC]
 
@@ -49,7 +50,8 @@ def test_the_critic_needs_what_a_model_that_scores_does(backend: str) -> None:
     worst = max((phases[name] for name in of_learning), key=lambda phase: phase.total_bytes)
     critic = parts(plan, CRITIC)
     policy_bytes = critic.pop(POLICY)
-    assert critic == dict(worst.parts)
+    assert critic.pop(CUDA) == parts(plan, "forward")[CUDA]
+    assert critic == {label: size for label, size in worst.parts if label != CUDA}
     alone = planned(RUN + backend)
     kept = {label: size for label, size in parts(alone, "optimizer step").items() if label not in (SCRATCH, CUDA)}
     assert policy_bytes <= sum(kept.values())

@@ -161,7 +161,8 @@ class Moments:
             return held
         at_rest = self.other.held_alone(self.other.kept_gradients if is_training else 0, is_training=is_training)
         num_bytes = sum(size for part, size in at_rest.items() if part not in (SCRATCH, CUDA))
-        return held | {POLICY if self.critic is None else CRITIC: num_bytes}
+        of_libraries = max(held[CUDA], at_rest[CUDA])  # of both models and the engines
+        return held | {POLICY if self.critic is None else CRITIC: num_bytes, CUDA: of_libraries}
 
     def held_alone(self, gradients: int, *, is_training: bool) -> dict[str, int]:
         """`held` without a model that is at rest."""
@@ -190,7 +191,7 @@ class Moments:
     @cached_property
     def library_bytes(self) -> int:
         sends_weights = self.workload.num_engines > 0 and self.workload.sync_backend == "nccl"
-        return library_bytes(self.layout, sends_weights=sends_weights)
+        return library_bytes(self.layout, sends_weights=sends_weights, num_trained=1 if self.critic is None else 2)
 
     def checkpoint_copy(self) -> int:
         """Bytes of the host copy that asynchronous checkpoints are written from; it is kept between checkpoints.
