@@ -498,10 +498,17 @@ def _rows(case: Case, form: Any, num_rows: int) -> Any:
 
 
 def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
-    from open_instruct.learner.grpo import GRPOLearner
+    from open_instruct.learner import critic, grpo
     from open_instruct.packing.rollouts import plan_steps_of_ranks
 
-    learner = GRPOLearner(_pretrained(case), run=run, config=config)
+    zero = SimpleNamespace(build=_build_zero)
+    named = grpo.backend_named if config.parallel.backend == "olmo_core" else lambda name: zero
+    with (
+        patch.object(grpo, "open_critic", lambda *arguments, **more: _pretrained(case, "score")),
+        patch.object(grpo, "backend_named", named),
+        patch.object(critic, "backend_named", named),
+    ):
+        learner = grpo.GRPOLearner(_pretrained(case), run=run, config=config)
     num_ranks = run.layout.data_parallel_world_size
 
     def take_steps() -> dict[str, int]:
@@ -517,7 +524,9 @@ def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
             learner.step(work[-1 if case.is_idle else 0])
         return WAITS.taken()
 
-    return learner.policy, take_steps
+    policy: Any = learner.policy
+    policy.critic = learner.critic
+    return policy, take_steps
 
 
 def leave_weights_alone() -> None:

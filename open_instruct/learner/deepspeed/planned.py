@@ -53,9 +53,9 @@ class ZeroMoments(Moments):
         self.is_flat = self.stage == 1 and self.c < MASTER_BYTES and not flags.adam_offload
         self.device, self.host = self._state(on_cuda=workload.on_cuda)
         self.buffer_bytes = self.device[BUFFERS]
-        # Below stage 2 the gradients of a first microbatch are allocated one by one.
-        self.keeps_gradients = self.stage > 1 or self.is_flat
-        self.kept_gradients = self.device[GRADIENTS] if self.keeps_gradients else 0
+        # Stage 3 and `BF16_Optimizer` have buffers for them in float32; all others are freed in the step.
+        in_buffer = self.device[GRADIENTS] if self.stage == 3 else 0
+        self.kept_gradients = GRADIENT_BYTES * self.num_trained if self.is_flat else in_buffer
         super().__init__(shape, layout, workload)
 
     def _state(self, *, on_cuda: bool) -> tuple[Counter[str], Counter[str]]:
@@ -129,7 +129,8 @@ class ZeroPasses(Passes):
         self.run = run
         super().__init__(run.shape, run.layout, workload)
         self.is_sharded = False
-        self.accumulates |= run.keeps_gradients
+        # Below stage 2 the gradients of the first microbatch are allocated one by one.
+        self.accumulates |= run.stage > 1 or run.is_flat
         # At stage 1 a bucket stays until the step, at stage 2 until the end of the pass; stage 3 has one in any case.
         # In float32, stage 2 has the gradients of a microbatch beside those of earlier microbatches.
         apart = GRADIENT_BYTES * run.touched if self.c == MASTER_BYTES and workload.num_microbatches > 1 else 0
@@ -145,7 +146,8 @@ class ZeroPasses(Passes):
         run = self.run
         sizes = [run.sizes[each.name] for unit in units for each in unit.parameters]
         wanted = max(MOST_AT_ONCE, sum(sizes) if keeps and not self.workload.recomputes("") else 0)
-        sizes += [run.sizes[each.name] for each in self.embeddings.parameters]
+        if all(each.stands_as for each in self.workload.scorings):  # else its order is that of a forward pass alone
+            sizes += [run.sizes[each.name] for each in self.embeddings.parameters]
         num_values = next((together for together in accumulate(sizes) if together >= wanted), sum(sizes))
         nearby = sum(run.sizes.values()) // zpg_of(run.flags) if zpg_of(run.flags) > 1 else 0
         return self.c * (num_values + nearby) if run.stage == 3 and run.num_ranks > 1 else 0
