@@ -92,7 +92,7 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
             *_rollout_problems(config),
             *_reward_problems(config.reward),
             *_loss_problems(config),
-            *_critic_problems(config),
+            *(_critic_problems(config) if config.rollout.has_critic else ()),
             *_fleet_problems(config),
             *_evaluation_problems(config),
         ]
@@ -110,10 +110,7 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
             "which biases the ratio of learner to engine; use 1.0, and a lower --temperature"
         )
     if group_size == 1 and config.loss.rl_coef and not rollout.has_critic:
-        yield (
-            "--num_samples_per_prompt_rollout 1: in a group of one every advantage is 0; use at least 2, or "
-            "--advantages gae"
-        )
+        yield "--num_samples_per_prompt_rollout 1: without --advantages gae every advantage is 0; use at least 2"
     if 1 <= rollout.total_episodes < config.num_completions_per_step:
         yield (
             f"--total_episodes {rollout.total_episodes} is less than one step: --num_unique_prompts_rollout "
@@ -186,19 +183,14 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _critic_problems(config: GRPOConfig) -> Iterator[str]:
     """What cannot go with a critic: one row of a matrix as its head, and an advantage for each token."""
-    if not config.rollout.has_critic:
-        return
-    loss, num_warmup, degree = config.loss, config.critic.critic_warmup_steps, config.parallel.tensor_parallel_degree
+    loss, degree, num_warmup = config.loss, config.parallel.tensor_parallel_degree, config.critic.critic_warmup_steps
+    has_one_ratio = loss.loss_fn in POLICY_LOSSES and POLICY_LOSSES[loss.loss_fn].by_completion
     why_not = {
-        f"--tensor_parallel_degree {degree}: the head of a critic is one row, which is not split; shard over more "
-        "GPUs, or use --context_parallel_degree": degree > 1,
-        f"--loss_fn {loss.loss_fn}: it has one ratio for a completion, and --advantages gae an advantage for each "
-        "token; use dapo": loss.loss_fn in POLICY_LOSSES and POLICY_LOSSES[loss.loss_fn].by_completion,
-        "--active_sampling replaces groups with equal rewards, which teach under --advantages gae: leave it out": (
-            config.rollout.active_sampling
-        ),
-        "--rl_coef 0 learns from a teacher alone, and needs no critic: leave --advantages gae out": loss.rl_coef == 0,
-        f"--critic_warmup_steps {num_warmup}: the policy would never learn in {config.num_steps} steps; use fewer": (
+        f"--tensor_parallel_degree {degree}: the one row of a critic's head is not split; leave it out": degree > 1,
+        f"--loss_fn {loss.loss_fn}: one ratio for a completion suits no advantage a token; use dapo": has_one_ratio,
+        "--active_sampling: under gae groups with equal rewards teach; leave it out": config.rollout.active_sampling,
+        "--rl_coef 0 learns from a teacher, without a critic: leave --advantages gae out": loss.rl_coef == 0,
+        f"--critic_warmup_steps {num_warmup}: the run has {config.num_steps} steps; use fewer": (
             0 < config.num_steps <= num_warmup
         ),
     }

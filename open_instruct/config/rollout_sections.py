@@ -84,9 +84,7 @@ class RolloutSection:
     no_resampling_pass_rate: float | None = flag(
         "never ask a prompt again once this share of its group scored the full reward", None, above=0, maximum=1
     )
-    filter_zero_std_samples: bool = flag(
-        "leave out groups whose rewards are all the same, but for --advantages gae, under which they teach, too", True
-    )
+    filter_zero_std_samples: bool = flag("leave out groups whose rewards are all the same; gae never does", True)
     mask_truncated_completions: bool = flag("learn nothing from completions that were cut at the length limit", False)
     answers_ce_coef: float = flag(
         "weight of the cross-entropy of what environments answer, which is not learned otherwise", 0.0, minimum=0
@@ -257,10 +255,7 @@ class CriticSection:
 
     all_read_with: ClassVar[str] = f"advantage_normalization_type {WITH_CRITIC}"
 
-    critic_model_name_or_path: str | None = flag(
-        "model that the critic starts from, a reward model's with its head; default: the policy's, with a new head",
-        None,
-    )
+    critic_model_name_or_path: str | None = flag("its start, such as a reward model; default: the policy's start", None)
     critic_learning_rate: float = flag("peak learning rate of the critic", 1e-5, above=0)
     critic_warmup_steps: int = flag("first steps in which the critic alone learns", 0, minimum=0)
     gamma: float = flag("how much a reward counts one token earlier", 1.0, above=0, maximum=1)

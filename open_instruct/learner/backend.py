@@ -48,14 +48,19 @@ def has_part(names: Iterable[str], part: str) -> bool:
     return any(name.startswith(f"{part}.") for name in names)
 
 
-def refuse_other_models(names: Iterable[str], *, has_critic: bool) -> None:
-    """:raises InputError: a checkpoint with these `names` has a critic, and this run has none, or the reverse."""
-    if has_part(names, OF_CRITIC) != has_critic:
-        there, here = ("no critic", "has one") if has_critic else ("a critic", "has none")
+def critics(metadata: Metadata) -> Metadata:
+    """The part of a checkpoint's `metadata` that is a critic's.
+
+    :raises InputError: it has none.
+    """
+    saved, start = metadata.state_dict_metadata, f"{OF_CRITIC}."
+    if not has_part(saved, OF_CRITIC):
         raise InputError(
-            f"the checkpoints in --output_dir have {there}, and this run {here}: give the --advantages that they began "
-            "with, or start in another --output_dir from the hf_model such a run ends with"
+            "the checkpoints in --output_dir have no critic: give the --advantages that they began with, or start in "
+            "another --output_dir from the hf_model such a run ends with"
         )
+    own = {name.removeprefix(start): each for name, each in saved.items() if name.startswith(start)}
+    return Metadata(state_dict_metadata=own)
 
 
 def refuse_other_backend(names: Iterable[str], *, own: str, part: str) -> None:
@@ -189,31 +194,24 @@ class ShardedModule(TransformerTrainModule):
     def set_learning_rate(self) -> float | torch.Tensor:
         return set_learning_rate(self.optim, self.scheduler, self.trainer)
 
-    def state_of_others(self) -> dict[str, Any]:
-        """The parts of a checkpoint for the models beside the policy: a reference that moves, and a critic."""
-        state = {} if self.critic is None else {OF_CRITIC: self.critic.train_module.state_dict_to_save()}
-        return state if self._moving is None else state | {IN_CHECKPOINT: self._moving.state()}
+    def state_of_others(self, metadata: Metadata | None = None) -> dict[str, Any]:
+        """The parts of a checkpoint for a reference that moves and a critic; with its `metadata`, to be filled.
 
-    def state_of_others_in(self, metadata: Metadata) -> dict[str, Any]:
-        """The same to be filled; a reference is read in place, and is none if not among what was saved.
+        A reference is read in place, and is none if not among what was saved.
 
-        :raises InputError: see `refuse_other_models`.
+        :raises InputError: what was saved has no critic.
         """
-        saved = metadata.state_dict_metadata
-        refuse_other_models(saved, has_critic=self.critic is not None)
         state: dict[str, Any] = {}
-        if self._moving is not None and has_part(saved, IN_CHECKPOINT):
-            state[IN_CHECKPOINT] = self._moving.state()
+        is_wanted = metadata is None or has_part(metadata.state_dict_metadata, IN_CHECKPOINT)
+        if self.reference is not None and self.reference.update_freq is not None and is_wanted:
+            state[IN_CHECKPOINT] = self.reference.state()
         if self.critic is not None:
-            own = {name.removeprefix(f"{OF_CRITIC}."): saved[name] for name in saved if has_part([name], OF_CRITIC)}
-            state[OF_CRITIC] = self.critic.train_module.state_dict_to_load(Metadata(state_dict_metadata=own))
+            module = self.critic.train_module
+            part = module.state_dict_to_save() if metadata is None else module.state_dict_to_load(critics(metadata))
+            state[OF_CRITIC] = part
         return state
 
     def load_critic(self, state_dict: dict[str, Any]) -> None:
         """Have the critic take over its part of a state dict that was filled."""
         if self.critic is not None:
             self.critic.train_module.load_state_dict(state_dict[OF_CRITIC])
-
-    @property
-    def _moving(self) -> Reference | None:
-        return None if self.reference is None or self.reference.update_freq is None else self.reference

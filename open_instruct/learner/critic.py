@@ -11,46 +11,35 @@ from functools import partial
 from typing import cast
 
 import torch
-from olmo_core.distributed.parallel import get_world_mesh
 
+from open_instruct.checkpoints.resume import check_weights
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import CriticSection
 from open_instruct.config.training import backend_named
 from open_instruct.learner.loop import merged
-from open_instruct.learner.measure.speed import StepClock
 from open_instruct.learner.policy import Policy
-from open_instruct.learner.reference import open_beside
 from open_instruct.losses.values import gae, value_losses, whitened
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.objectives.policy_gradient import Stream
+from open_instruct.objectives.reward_model import fields_of_class
 from open_instruct.parallel.data_parallel import keep_mesh
 from open_instruct.parallel.reduce import gather_rows
 from open_instruct.records import Batch, Metric, StepBatch, mean_metrics
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
-from open_instruct.shard_layout import ShardLayout
 
 ADVANTAGES, RETURNS, OLD_VALUES = "advantages_N", "returns_N", "old_values_N"
 LEAST_VARIANCE = 1e-8
-
-
-def open_critic(student: Pretrained, *, config: GRPOConfig, layout: ShardLayout) -> Pretrained:
-    """Open the model that the critic starts from: that of --critic_model_name_or_path, or the policy's start model.
-
-    :raises InputError: it cannot be opened, or its vocabulary is not the policy's.
-    """
-    name = config.critic.critic_model_name_or_path
-    return open_beside(name, student, flag="critic_model_name_or_path", config=config, layout=layout, head="score")
 
 
 class Critic:
     """One rank's critic. Usable once constructed; every method is collective.
 
     Args:
-        pretrained: as `open_critic` opens it.
+        pretrained: as `open_beside` opens it.
         run: the run that this process has joined.
         config: the flags of the run.
     """
@@ -58,15 +47,12 @@ class Critic:
     def __init__(self, pretrained: Pretrained, *, run: Run, config: GRPOConfig) -> None:
         self.flags = config.critic
         optim = replace(config.optim, learning_rate=self.flags.critic_learning_rate)
-        mesh = get_world_mesh()
-        keep_mesh(None)  # OLMo-core's train module makes a mesh of its own; models built later have the policy's
+        keep_mesh(None)  # OLMo-core's train module makes a mesh of its own: no model is built after this one
         backend = backend_named(config.parallel.backend).build(
             pretrained, run=run, config=replace(config, optim=optim, lora=LoRASection()), num_steps=config.num_steps
         )
-        keep_mesh(mesh)
         self.pretrained = pretrained
         self.policy = Policy(backend, BoundLoss(function=partial(value_loss, flags=self.flags)))
-        self._clock = StepClock(self.policy.device)
         self._explained: dict[str, float] = {}
 
     @torch.no_grad()
@@ -90,8 +76,7 @@ class Critic:
 
     def _valued(self, batch: Batch) -> tuple[Batch, torch.Tensor]:
         """The microbatch, and (M, 2): the advantage of each sampled token, not yet whitened, and its value."""
-        with self._clock.timing("critic"):
-            scores = self.policy.scores(unrouted(batch))
+        scores = self.policy.scores(unrouted(batch))
         rl = Stream.of("rl", batch.values)
         values_M, sequence_ids_M = rl.take(scores.logprobs_N), rl.take(scores.sequence_ids_N)
         is_last_M = torch.ones_like(sequence_ids_M, dtype=torch.bool)
@@ -105,23 +90,31 @@ class Critic:
         shown_M = whitened(advantages_M, advantages_A) if self.flags.whiten_advantages else advantages_M
         rl, num_labels = Stream.of("rl", batch.values), len(batch.packed.sequence_ids_N)
         of_sampled = {ADVANTAGES: shown_M, RETURNS: advantages_M + values_M, OLD_VALUES: values_M}
-        return replace(
-            batch, values={**batch.values, **{name: rl.put(each_M, num_labels) for name, each_M in of_sampled.items()}}
-        )
+        added = {name: rl.put(each_M, num_labels) for name, each_M in of_sampled.items()}
+        return replace(batch, values={**batch.values, **added})
+
+    def export(self, *, run: Run, config: GRPOConfig) -> None:
+        """Write OUT/critic, for --critic_model_name_or_path and as transformers' class with a score. Collective."""
+        dtype, folder = self.pretrained.dtype_named(config.run.export_dtype), run.directory.critic
+        check_weights(self.policy.model, what="the critic", folder=run.directory.path, dtype=dtype)
+        fields = fields_of_class(self.pretrained.hf_config)
+        self.pretrained.export(self.policy.model, folder, dtype=dtype, more_config=fields)
+        run.console.say(f"the critic is in {folder}", style="green")
 
     def learn(self, updates: Sequence[StepBatch]) -> dict[str, float]:
         """One optimizer update for each of the `updates`, which have their returns; gives the metrics of the step."""
         policy, rows = self.policy, []
-        with self._clock.timing("critic"):
-            for update in updates:
-                policy.backend.zero_grads()
-                metrics = dict(policy.forward_backward(of_critic(update)))
-                cast(SafeCheckpointer, policy.trainer.checkpointer).wait_for_copy()
-                metrics |= policy.update()
-                rows.append({name: float(value) for name, value in metrics.items() if name in TOLD})
+        for update in updates:
             policy.backend.zero_grads()
-        row = {f"critic/{name}": value for name, value in (merged(rows) | self._explained).items()}
-        return row | self._clock.read()
+            metrics = dict(policy.forward_backward(of_critic(update)))
+            cast(SafeCheckpointer, policy.trainer.checkpointer).wait_for_copy()
+            metrics |= policy.update()
+            spent_s = sum(float(value) for name, value in metrics.items() if name.startswith("time/"))
+            told = {name: float(value) for name, value in metrics.items() if name in TOLD}
+            rows.append(told | {"time/critic": spent_s})
+        policy.backend.zero_grads()
+        row = merged(rows) | self._explained
+        return {name if name.startswith("time/") else f"critic/{name}": value for name, value in row.items()}
 
 
 # Of the metrics of an update, those that are told beside the policy's.
@@ -131,15 +124,12 @@ TOLD = ("loss", "grad_norm", "lr", "step_skipped", "value", "return", "clip_frac
 def value_loss(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int], *, flags: CriticSection) -> LossOutputs:
     """The microbatch's share of the mean over the sampled tokens of an update."""
     rl = Stream.of("rl", batch.values)
-    values_M, old_M, returns_M = (
-        rl.take(each_N) for each_N in (scores.logprobs_N, batch.values[OLD_VALUES], batch.values[RETURNS])
-    )
+    values_M, old_M, returns_M = map(rl.take, (scores.logprobs_N, batch.values[OLD_VALUES], batch.values[RETURNS]))
     losses_M, is_clipped_M = value_losses(values_M, old_M, returns_M, flags.value_clip)
     loss = losses_M.sum() / max(counts["rl_labels"], 1)
     metrics = {"loss": Metric(value=loss.detach(), reduction="sum")}
     if counts["rl_rows"] > 0:
-        shown = {"value": values_M.detach(), "return": returns_M, "clip_fraction": is_clipped_M}
-        metrics |= mean_metrics(shown)
+        metrics |= mean_metrics({"value": values_M.detach(), "return": returns_M, "clip_fraction": is_clipped_M})
     return LossOutputs(loss=loss, metrics=metrics)
 
 

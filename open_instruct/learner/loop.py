@@ -42,6 +42,8 @@ NEVER = 10**12
 # monitor's all-reduce in every step adds nothing to the metrics.
 NOT_CALLED = ("checkpointer", "speed_monitor")
 
+# What else learns in a step; it gives its metrics.
+Before = Callable[[], Mapping[str, float]]
 OnStep = Callable[[int, Mapping[str, float]], None]
 
 
@@ -111,9 +113,8 @@ class Loop:
         own |= callbacks or {}
         kept: dict[str, Callback] = {}
         critic = learner.backend.critic
-        modules = {"": learner.backend.train_module} | ({} if critic is None else {"critic_": critic.train_module})
-        for name, module in modules.items():
-            if isinstance(optim := getattr(module, "optim", None), SkipStepOptimizer):
+        for name, held in {"": learner.backend, "critic_": critic}.items():
+            if held and isinstance(optim := getattr(held.train_module, "optim", None), SkipStepOptimizer):
                 kept[f"{name}skip_step_history"] = SkipStepHistory(optim)
         trainer = TrainerConfig(
             save_folder=str(self.folder),
@@ -151,16 +152,10 @@ class Loop:
         """Steps taken so far."""
         return self.trainer.global_step
 
-    def take_step(
-        self,
-        updates: Sequence[StepBatch],
-        *,
-        num_tokens: int,
-        before: Callable[[], Mapping[str, float]] = dict,
-    ) -> dict[str, float]:
+    def take_step(self, updates: Sequence[StepBatch], *, num_tokens: int, before: Before = dict) -> dict[str, float]:
         """One optimizer update for each of `updates`, and at last the learner's `end_step`.
 
-        `before` is called first within the step, for metrics of what else learns in it.
+        `before` is called first within the step.
 
         Returns the metrics of the step, the same on every rank: means over the updates, but the maximum of each
         `…/max`; and `time/…`, sums of this rank's seconds. `num_tokens` are the tokens of the whole step, on all ranks.

@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from open_instruct.models.heads.value_head import drawn_score
 from open_instruct.records import RolloutSample
-from tests.ranks.grpo_case import GRPOCase, Rows, RunRanks
+from tests.ranks.grpo_case import GRPOCase, Rows
 from tests.ranks.jobs.grpo_steps import make_samples
 from tests.ranks.launch import run_ranks
 from tests.ranks.test_deepspeed_grpo import JOBS as JOBS_OF_ZERO

@@ -15,7 +15,7 @@ import torch
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
-from open_instruct.learner.reference import open_teacher
+from open_instruct.learner.reference import open_beside
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.objectives.policy_gradient import bind
@@ -340,7 +340,7 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
     ):
         config = grpo_config("--response_length", "8", "--max_prompt_token_length", longest)
         with pytest.raises(InputError, match=told):
-            open_teacher(str(tmp_path / "t"), student, config=config, layout=layout)
+            open_beside("teacher", str(tmp_path / "t"), student, config=config, layout=layout)
 
 
 def test_a_teacher_with_experts_is_not_asked_what_only_training_them_cannot_do(tmp_path: Path) -> None:
@@ -354,4 +354,4 @@ def test_a_teacher_with_experts_is_not_asked_what_only_training_them_cannot_do(t
         open_pretrained(config, tmp_path / "out", layout=layout)
     tokenizer = load_tokenizer(str(tmp_path / "t"))
     student: Any = SimpleNamespace(tokenizer=tokenizer, hf_config=SimpleNamespace(vocab_size=512))
-    assert open_teacher(str(tmp_path / "t"), student, config=config, layout=layout).hf_config.num_experts == 8
+    assert open_beside("teacher", str(tmp_path / "t"), student, config=config, layout=layout).hf_config.num_experts == 8

@@ -301,7 +301,7 @@ class ZeroBackend(ShardedModule):
                 f"the checkpoints in --output_dir are of another --tensor_parallel_degree than {self._split_over}: "
                 "give theirs again, or start in another --output_dir from the hf_model such a run ends with"
             )
-        return self._own_state() | self.state_of_others_in(metadata)
+        return self._own_state() | self.state_of_others(metadata)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict whose parts were filled in place."""
