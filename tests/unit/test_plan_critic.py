@@ -36,7 +36,7 @@ def test_the_policy_needs_what_it_needs_alone_and_the_critic_at_rest(backend: st
         assert with_critic.pop(CUDA) > parts(alone, phase.name)[CUDA]  # groups of its own
         assert with_critic == {label: size for label, size in phase.parts if label != CUDA}
         if phase.name == "load":
-            assert at_rest < parts(both, "forward")[CRITIC]
+            assert at_rest <= parts(both, "forward")[CRITIC]
 
 
 @pytest.mark.parametrize("backend", ["", STAGE + "2", STAGE + "3"])
