@@ -54,6 +54,7 @@ class Critic:
         )
         self.pretrained = pretrained
         self.policy = Policy(backend, BoundLoss(function=partial(value_loss, flags=self.flags)))
+        self.policy.rate_flag = "--critic_learning_rate"
         self._explained: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
