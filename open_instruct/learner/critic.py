@@ -25,6 +25,7 @@ from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.objectives.policy_gradient import Stream
 from open_instruct.objectives.reward_model import fields_of_class
+from open_instruct.packing.documents import on_device
 from open_instruct.parallel.data_parallel import keep_mesh
 from open_instruct.parallel.reduce import gather_rows
 from open_instruct.records import Batch, Metric, StepBatch, mean_metrics
@@ -53,7 +54,8 @@ class Critic:
         )
         self.pretrained = pretrained
         self.policy = Policy(backend, BoundLoss(function=partial(value_loss, flags=self.flags)))
-        self._explained: dict[str, float] = {}
+        self.policy.rate_flag = "--critic_learning_rate"
+        self._explained: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def with_advantages(self, updates: Sequence[StepBatch]) -> tuple[StepBatch, ...]:
@@ -70,18 +72,19 @@ class Critic:
         self._explained = {}
         if len(values_A):
             rest = advantages_A.var(correction=0) / (advantages_A + values_A).var(correction=0).clamp(LEAST_VARIANCE)
-            self._explained = {"explained_variance": 1 - float(rest)}
+            self._explained = {"explained_variance": 1 - rest}
         filled = iter([self._filled(batch, valued_M2, advantages_A) for batch, valued_M2 in own])
         return tuple(replace(each, microbatches=tuple(next(filled) for _ in each.microbatches)) for each in updates)
 
     def _valued(self, batch: Batch) -> tuple[Batch, torch.Tensor]:
         """The microbatch, and (M, 2): the advantage of each sampled token, not yet whitened, and its value."""
+        batch = replace(batch, values=on_device(batch.values, self.policy.device))
         scores = self.policy.scores(unrouted(batch))
         rl = Stream.of("rl", batch.values)
         values_M, sequence_ids_M = rl.take(scores.logprobs_N), rl.take(scores.sequence_ids_N)
         is_last_M = torch.ones_like(sequence_ids_M, dtype=torch.bool)
         is_last_M[:-1] = sequence_ids_M[1:] != sequence_ids_M[:-1]
-        rewards_M = rl.take(batch.values[ADVANTAGES].to(values_M.device)) * is_last_M
+        rewards_M = rl.take(batch.values[ADVANTAGES]) * is_last_M
         advantages_M = gae(values_M, rewards_M, sequence_ids_M, gamma=self.flags.gamma, lam=self.flags.gae_lambda)
         return batch, torch.stack([advantages_M, values_M], dim=1)
 
@@ -107,18 +110,18 @@ class Critic:
         for update in updates:
             policy.backend.zero_grads()
             metrics = dict(policy.forward_backward(of_critic(update)))
+            metrics |= {name: float(value) for name, value in self._explained.items()}  # the device is done with it
             cast(SafeCheckpointer, policy.trainer.checkpointer).wait_for_copy()
             metrics |= policy.update()
             spent_s = sum(float(value) for name, value in metrics.items() if name.startswith("time/"))
             told = {name: float(value) for name, value in metrics.items() if name in TOLD}
             rows.append(told | {"time/critic": spent_s})
         policy.backend.zero_grads()
-        row = merged(rows) | self._explained
-        return {name if name.startswith("time/") else f"critic/{name}": value for name, value in row.items()}
+        return {name if name.startswith("time/") else f"critic/{name}": value for name, value in merged(rows).items()}
 
 
 # Of the metrics of an update, those that are told beside the policy's.
-TOLD = ("loss", "grad_norm", "lr", "step_skipped", "value", "return", "clip_fraction")
+TOLD = ("loss", "grad_norm", "lr", "step_skipped", "value", "return", "clip_fraction", "explained_variance")
 
 
 def value_loss(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int], *, flags: CriticSection) -> LossOutputs:

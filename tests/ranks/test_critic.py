@@ -76,26 +76,37 @@ def test_cutting_does_not_matter(one_process: dict[str, Rows], cut: str) -> None
     assert_same_steps(one_process[f"beside/{cut}"], one_process["beside"])
 
 
-def test_ranks_do_not_matter(grpo_case: GRPOCase, one_process: dict[str, Rows]) -> None:
-    """Nor does the backend. Two ranks: the third step has completions of three, one of them alone in a mini-batch."""
-    layouts: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
         "beside/fsdp": {},
         "beside/context": {"context_parallel_degree": 2},
         "adapters/fsdp": ADAPTERS,
         "beside/zero_1": of_stage(1),
         "beside/zero_2": of_stage(2),
         "beside/zero_3": of_stage(3),
-    }
+        "adapters/zero_3": of_stage(3) | ADAPTERS,
+    },
+    4: {
+        "beside/hsdp": {"fsdp_shard_degree": 2},
+        "beside/zero_2_context": of_stage(2, context_parallel_degree=2),
+        "beside/zero_3_copied": of_stage(3, deepspeed_zpg=2, offload=True, adam_offload=True),
+    },
+}
+
+
+@pytest.mark.parametrize("num_ranks", LAYOUTS)
+def test_ranks_do_not_matter(grpo_case: GRPOCase, one_process: dict[str, Rows], num_ranks: int) -> None:
+    """Nor does the backend. The third step has fewer completions in a mini-batch than there are ranks."""
     cases = {
         name: case_of(
             grpo_case,
-            f"{name.replace('/', '_')}_2",
-            flags | {"num_learners_per_node": 2},
+            f"{name.replace('/', '_')}_{num_ranks}",
+            flags | {"num_learners_per_node": num_ranks},
             **(TREES if "beside" in name else {}),
         )
-        for name, flags in layouts.items()
+        for name, flags in LAYOUTS[num_ranks].items()
     }
-    for name, rows in grpo_case.run(run_ranks, 2, cases, job=f"{JOBS_OF_ZERO}:run_each").items():
+    for name, rows in grpo_case.run(run_ranks, num_ranks, cases, job=f"{JOBS_OF_ZERO}:run_each").items():
         assert_same_steps(rows, one_process[name.partition("/")[0]])
 
 
