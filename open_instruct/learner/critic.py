@@ -82,8 +82,7 @@ class Critic:
         scores = self.policy.scores(unrouted(batch))
         rl = Stream.of("rl", batch.values)
         values_M, sequence_ids_M = rl.take(scores.logprobs_N), rl.take(scores.sequence_ids_N)
-        is_last_M = torch.ones_like(sequence_ids_M, dtype=torch.bool)
-        is_last_M[:-1] = sequence_ids_M[1:] != sequence_ids_M[:-1]
+        is_last_M = sequence_ids_M.diff(append=sequence_ids_M.new_full((1,), -1)) != 0
         rewards_M = rl.take(batch.values[ADVANTAGES]) * is_last_M
         advantages_M = gae(values_M, rewards_M, sequence_ids_M, gamma=self.flags.gamma, lam=self.flags.gae_lambda)
         return batch, torch.stack([advantages_M, values_M], dim=1)
