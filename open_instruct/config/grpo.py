@@ -248,7 +248,8 @@ def _warnings(config: GRPOConfig) -> Iterator[str]:
     if loss.loss_fn == "cispo" and not loss.cispo_clamp_below:
         for given in changed(config, "clip_lower"):
             yield f"{given}: cispo clamps the ratio from above only; add --cispo_clamp_below to clamp it from below too"
-    if loss.teacher_model_name_or_path and loss.rl_coef and rollout.filter_zero_std_samples:
+    leaves_out = rollout.filter_zero_std_samples and not rollout.has_critic
+    if loss.teacher_model_name_or_path and loss.rl_coef and leaves_out:
         yield (
             "groups whose rewards are all the same are left out before the teacher sees them; "
             "--no_filter_zero_std_samples lets it teach from them too"
