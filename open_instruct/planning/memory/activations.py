@@ -358,8 +358,7 @@ class _Head(_Piece):
             index = run(num_positions * 8, gradients=())
             saved = [normed, index]
             hidden = run(num_positions * d_model * self.c, normed, index, saved=saved, gradients=[_whole(normed)])
-        if shape.scores:  # `ValueHead` multiplies in float32
-            hidden = self.cast(hidden, num_positions * d_model, FLOAT32)
+        hidden = self.cast(hidden, num_positions * d_model, FLOAT32) if shape.scores else hidden  # see `ValueHead`
         all_chunks = logit_chunks(shape, num_positions)
         kind: Kind = "weight" if shape.scores else self.kind
         stays_whole = shape.is_tied and is_whole
