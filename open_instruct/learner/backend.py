@@ -55,10 +55,7 @@ def critics(metadata: Metadata) -> Metadata:
     """
     saved, start = metadata.state_dict_metadata, f"{OF_CRITIC}."
     if not has_part(saved, OF_CRITIC):
-        raise InputError(
-            "the checkpoints in --output_dir have no critic: give the --advantages that they began with, or start in "
-            "another --output_dir from the hf_model such a run ends with"
-        )
+        raise InputError("checkpoints in --output_dir have no critic: give their --advantages, or another --output_dir")
     own = {name.removeprefix(start): each for name, each in saved.items() if name.startswith(start)}
     return Metadata(state_dict_metadata=own)
 

@@ -95,5 +95,5 @@ def test_a_checkpoint_without_a_critic_is_refused() -> None:
     own = critics(Metadata(state_dict_metadata=names))  # type: ignore[arg-type]
     assert [*own.state_dict_metadata] == ["model.a", "optim.a"]
     del names["critic.model.a"], names["critic.optim.a"]
-    with pytest.raises(InputError, match="have no critic: give the --advantages that they began with, or start in"):
+    with pytest.raises(InputError, match="have no critic: give their --advantages, or another"):
         critics(Metadata(state_dict_metadata=names))  # type: ignore[arg-type]
