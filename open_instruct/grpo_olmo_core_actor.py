@@ -150,10 +150,12 @@ class PolicyTrainerOLMoCoreProcess:
         self.learner.save(drivers_state, waits=waits)
 
     def save_model(self) -> None:
-        """Write OUT/hf_model."""
+        """Write OUT/hf_model, and OUT/critic before it."""
         from open_instruct.learner.export import export_policy
 
         self.learner.loop.close()
+        if self.learner.critic is not None:
+            self.learner.critic.export(run=self.run, config=self.config)
         export_policy(self.learner.policy, self.pretrained, run=self.run, config=self.config, trained_by="grpo")
 
     def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import flags_given, parse
 from open_instruct.config.resolved import as_flat_dict
-from open_instruct.config.rollout_sections import LearnerParallelSection
+from open_instruct.config.rollout_sections import CriticSection, LearnerParallelSection
 from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.data.files.foreign_json import read_object
@@ -52,8 +52,9 @@ MISSING = "-"
 class ReplayFlags:
     """Take one step of a GRPO run again, on one process: the same completions (from the run's traces) and the same
     weights. Prints loss, gradient norm and metrics beside those that the run recorded, and once more under the
-    settings given here: the flags of the loss (`open-instruct grpo --help`), --temperature, --advantages,
-    --filter_zero_std_samples and --mask_truncated_completions may be others than the run's. Nothing in RUN is changed.
+    settings given here: the flags of the loss and of a critic (`open-instruct grpo --help`), --temperature,
+    --advantages, --filter_zero_std_samples and --mask_truncated_completions may be others than the run's.
+    Nothing in RUN is changed.
 
     Examples:
         open-instruct replay runs/first --step 12
@@ -132,7 +133,7 @@ def parse_replay(words: Sequence[str]) -> Replay:
     if fixed := sorted(given - flags_that_may_differ() - flags_of(ReplayFlags).keys()):
         raise InputError(
             f"{', '.join(f'--{name}' for name in fixed)}: a replay keeps the run's own value; what can differ are the "
-            f"flags of the loss and --{', --'.join(ROLLOUT_FLAGS)}"
+            f"flags of the loss, those of a critic, and --{', --'.join(ROLLOUT_FLAGS)}"
         )
     own = asked.replay
     refuse(limit_problems(own))
@@ -145,13 +146,17 @@ def parse_replay(words: Sequence[str]) -> Replay:
     if changes:
         # What active sampling rejected is not replayed, so it cannot stand against keeping every group.
         asked.rollout = replace(asked.rollout, active_sampling=False)
+        if not asked.rollout.has_critic:
+            asked.critic = CriticSection()
         validate_grpo(asked)
     return Replay(run=run, settings=settings, asked=asked, changes=changes)
 
 
 def flags_that_may_differ() -> set[str]:
     """The flags of a run that may be others in a replay of it."""
-    return {name for name, flag in flags_of(GRPOConfig).items() if flag.section == "loss"} | {*ROLLOUT_FLAGS}
+    return {name for name, flag in flags_of(GRPOConfig).items() if flag.section in ("loss", "critic")} | {
+        *ROLLOUT_FLAGS
+    }
 
 
 def replay(replayed: Replay) -> dict[str, Any]:
@@ -189,7 +194,7 @@ def replay(replayed: Replay) -> dict[str, Any]:
     print("\n" + table(columns))
     if recorded is None:
         print(f"\nmetrics.jsonl has no row of step {step}: the run ended before it was written")
-    elif weights.are_the_steps_own:
+    elif weights.are_the_steps_own and "loss" in recorded:  # which the warm-up of a critic has not
         print(f"\n{differences(recorded, recomputed)}")
     return {
         "run": str(replayed.run),

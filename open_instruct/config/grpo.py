@@ -1,7 +1,7 @@
 """The whole configuration of a GRPO run, and what must hold between its flags."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from open_instruct.config import rollout_sections
@@ -34,6 +34,7 @@ class GRPOConfig(LearnerConfig):
     fleet: rollout_sections.FleetSection
     evaluation: rollout_sections.EvaluationSection
     run: rollout_sections.RolloutRunSection
+    critic: rollout_sections.CriticSection = field(default_factory=rollout_sections.CriticSection)
 
     @property
     def num_completions_per_step(self) -> int:
@@ -91,6 +92,7 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
             *_rollout_problems(config),
             *_reward_problems(config.reward),
             *_loss_problems(config),
+            *(_critic_problems(config) if config.rollout.has_critic else ()),
             *_fleet_problems(config),
             *_evaluation_problems(config),
         ]
@@ -107,8 +109,8 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
             f"--vllm_top_p {spelled(rollout.vllm_top_p)}: below 1 the engine renormalises over the tokens it kept, "
             "which biases the ratio of learner to engine; use 1.0, and a lower --temperature"
         )
-    if group_size == 1 and config.loss.rl_coef:
-        yield "--num_samples_per_prompt_rollout 1: in a group of one every advantage is 0; use at least 2"
+    if group_size == 1 and config.loss.rl_coef and not rollout.has_critic:
+        yield "--num_samples_per_prompt_rollout 1: without --advantages gae every advantage is 0; use at least 2"
     if 1 <= rollout.total_episodes < config.num_completions_per_step:
         yield (
             f"--total_episodes {rollout.total_episodes} is less than one step: --num_unique_prompts_rollout "
@@ -179,6 +181,21 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
         )
 
 
+def _critic_problems(config: GRPOConfig) -> Iterator[str]:
+    """What cannot go with a critic: one row of a matrix as its head, and an advantage for each token."""
+    loss, degree = config.loss, config.parallel.tensor_parallel_degree
+    num_steps, num_alone = config.num_steps, config.critic.critic_warmup_steps
+    has_one_ratio = loss.loss_fn in POLICY_LOSSES and POLICY_LOSSES[loss.loss_fn].by_completion
+    why_not = {
+        f"--tensor_parallel_degree {degree}: the one row of a critic's head is not split; leave it out": degree > 1,
+        f"--loss_fn {loss.loss_fn}: one ratio for a completion suits no advantage a token; use dapo": has_one_ratio,
+        "--active_sampling: under gae groups with equal rewards teach; leave it out": config.rollout.active_sampling,
+        "--rl_coef 0 learns from a teacher, without a critic: leave --advantages gae out": loss.rl_coef == 0,
+        f"--critic_warmup_steps {num_alone}: the run has {num_steps} steps; use fewer": 0 < num_steps <= num_alone,
+    }
+    yield from (problem for problem, is_met in why_not.items() if is_met)
+
+
 def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
     fleet, parallel = config.fleet, config.parallel
     if fleet.ray_address is not None and fleet.ray_dashboard_host is not None:
@@ -231,7 +248,8 @@ def _warnings(config: GRPOConfig) -> Iterator[str]:
     if loss.loss_fn == "cispo" and not loss.cispo_clamp_below:
         for given in changed(config, "clip_lower"):
             yield f"{given}: cispo clamps the ratio from above only; add --cispo_clamp_below to clamp it from below too"
-    if loss.teacher_model_name_or_path and loss.rl_coef and rollout.filter_zero_std_samples:
+    leaves_out = rollout.filter_zero_std_samples and not rollout.has_critic
+    if loss.teacher_model_name_or_path and loss.rl_coef and leaves_out:
         yield (
             "groups whose rewards are all the same are left out before the teacher sees them; "
             "--no_filter_zero_std_samples lets it teach from them too"

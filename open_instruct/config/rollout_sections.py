@@ -17,6 +17,7 @@ JUDGE = "llm_judge_model"
 BOUNDS = "rho_correction bounds"
 CAPPED = "rho_correction clamp token_mask sequence_mask"
 THROUGH_FOLDER = "weight_sync_backend files"
+WITH_CRITIC = "gae"  # the advantages that a critic estimates
 TOOL_SET = "tools"  # the environment of --tools
 
 
@@ -83,7 +84,7 @@ class RolloutSection:
     no_resampling_pass_rate: float | None = flag(
         "never ask a prompt again once this share of its group scored the full reward", None, above=0, maximum=1
     )
-    filter_zero_std_samples: bool = flag("leave out groups whose rewards are all the same", True)
+    filter_zero_std_samples: bool = flag("leave out groups whose rewards are all the same; gae never does", True)
     mask_truncated_completions: bool = flag("learn nothing from completions that were cut at the length limit", False)
     answers_ce_coef: float = flag(
         "weight of the cross-entropy of what environments answer, which is not learned otherwise", 0.0, minimum=0
@@ -96,6 +97,11 @@ class RolloutSection:
         takes_own=True,
     )
     advantage_pass_k: int = flag("k of pass@k", 4, read_with="advantage_normalization_type pass_at_k", minimum=1)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic turns rewards into an advantage for each token: PPO."""
+        return self.advantage_normalization_type == WITH_CRITIC
 
 
 @dataclass(kw_only=True)
@@ -241,6 +247,21 @@ class PolicyLossSection:
         "least 5% of the tokens",
         "auto",
     )
+
+
+@dataclass(kw_only=True)
+class CriticSection:
+    """Critic"""
+
+    all_read_with: ClassVar[str] = f"advantage_normalization_type {WITH_CRITIC}"
+
+    critic_model_name_or_path: str | None = flag("its start, such as a reward model; default: the policy's start", None)
+    critic_learning_rate: float = flag("peak learning rate of the critic", 1e-5, above=0)
+    critic_warmup_steps: int = flag("first steps in which the critic alone learns", 0, minimum=0)
+    gamma: float = flag("how much a reward counts one token earlier", 1.0, above=0, maximum=1)
+    gae_lambda: float = flag("1: advantages are rewards less values; 0: one token ahead", 0.95, minimum=0, maximum=1)
+    value_clip: float | None = flag("how far a value may move in a step; none: no bound", 0.2, above=0)
+    whiten_advantages: bool = flag("advantages of a step have mean 0 and standard deviation 1", True)
 
 
 @dataclass(kw_only=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train.train_module import TrainModule, TransformerTrainModule
+from torch.distributed.checkpoint.metadata import Metadata
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
@@ -38,10 +39,25 @@ GRAD_NORM = "grad_norm"
 IN_CHECKPOINT = "reference"
 """The part of a checkpoint for a reference policy that moves."""
 
+OF_CRITIC = "critic"
+"""The part of a checkpoint for a critic, its optimizer's state too."""
+
 
 def has_part(names: Iterable[str], part: str) -> bool:
     """Whether a checkpoint with these `names` has that part."""
     return any(name.startswith(f"{part}.") for name in names)
+
+
+def critics(metadata: Metadata) -> Metadata:
+    """The part of a checkpoint's `metadata` that is a critic's.
+
+    :raises InputError: it has none.
+    """
+    saved, start = metadata.state_dict_metadata, f"{OF_CRITIC}."
+    if not has_part(saved, OF_CRITIC):
+        raise InputError("checkpoints in --output_dir have no critic: give their --advantages, or another --output_dir")
+    own = {name.removeprefix(start): each for name, each in saved.items() if name.startswith(start)}
+    return Metadata(state_dict_metadata=own)
 
 
 def refuse_other_backend(names: Iterable[str], *, own: str, part: str) -> None:
@@ -63,6 +79,9 @@ class Backend(Protocol):
     reference: Reference | None
     """The reference policy, for losses with a penalty for leaving it. Set it before the first step, and before a
     checkpoint is loaded: one that moves is part of the checkpoints."""
+
+    critic: Backend | None
+    """The backend of a critic, whose weights and optimizer are part of the checkpoints too. Set it when that one is."""
 
     model: Transformer
     """The trained model: this rank's shards, in the parameters' own dtype."""
@@ -131,6 +150,7 @@ class ShardedModule(TransformerTrainModule):
     """The common part of two `Backend`s; see there. It is built without weights: call `fill`."""
 
     reference: Reference | None = None
+    critic: Backend | None = None
 
     @property
     def computing_model(self) -> Transformer:
@@ -171,9 +191,24 @@ class ShardedModule(TransformerTrainModule):
     def set_learning_rate(self) -> float | torch.Tensor:
         return set_learning_rate(self.optim, self.scheduler, self.trainer)
 
-    def state_of_reference(self, saved: Iterable[str] | None = None) -> dict[str, Any]:
-        """The part of a checkpoint for a reference that moves, which is read in place; none if not among `saved`."""
-        is_wanted = saved is None or has_part(saved, IN_CHECKPOINT)
-        if self.reference is None or self.reference.update_freq is None or not is_wanted:
-            return {}
-        return {IN_CHECKPOINT: self.reference.state()}
+    def state_of_others(self, metadata: Metadata | None = None) -> dict[str, Any]:
+        """The parts of a checkpoint for a reference that moves and a critic; with its `metadata`, to be filled.
+
+        A reference is read in place, and is none if not among what was saved.
+
+        :raises InputError: what was saved has no critic.
+        """
+        state: dict[str, Any] = {}
+        is_wanted = metadata is None or has_part(metadata.state_dict_metadata, IN_CHECKPOINT)
+        if self.reference is not None and self.reference.update_freq is not None and is_wanted:
+            state[IN_CHECKPOINT] = self.reference.state()
+        if self.critic is not None:
+            module = self.critic.train_module
+            part = module.state_dict_to_save() if metadata is None else module.state_dict_to_load(critics(metadata))
+            state[OF_CRITIC] = part
+        return state
+
+    def load_critic(self, state_dict: dict[str, Any]) -> None:
+        """Have the critic take over its part of a state dict that was filled."""
+        if self.critic is not None:
+            self.critic.train_module.load_state_dict(state_dict[OF_CRITIC])

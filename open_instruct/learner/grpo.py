@@ -1,13 +1,15 @@
 """One rank's learner of GRPO; a driver brings its steps."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.training import backend_named
-from open_instruct.learner.loop import Loop
+from open_instruct.learner.critic import Critic
+from open_instruct.learner.loop import Before, Loop
 from open_instruct.learner.policy import Policy
-from open_instruct.learner.reference import Reference, build_reference, build_teacher, open_teacher
+from open_instruct.learner.reference import Reference, build_reference, build_teacher, open_beside
 from open_instruct.objectives.policy_gradient import GRPO
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.run.cadence import cadence_of
@@ -16,7 +18,7 @@ from open_instruct.run.pretrained import Pretrained, start_model_of
 
 
 class GRPOLearner:
-    """Policy, reference and loop of one rank. Usable once constructed; every method is collective.
+    """Policy, reference, critic and loop of one rank. Usable once constructed; every method is collective.
 
     Args:
         pretrained: the checkpoint that the policy starts from.
@@ -44,10 +46,16 @@ class GRPOLearner:
             moves = {"update_freq": flags.ref_policy_update_freq, "alpha": flags.alpha}
             held.reference = held.moving_reference(start, run=run, config=config, **moves)
         if (name := flags.teacher_model_name_or_path) is not None:
-            teacher = open_teacher(name, pretrained, config=config, layout=run.layout)
+            teacher = open_beside("teacher", name, pretrained, config=config, layout=run.layout)
             self.policy.teacher = build_teacher(
                 teacher, pretrained, self.policy.computing_model, run=run, config=config
             )
+        self.critic: Critic | None = None
+        if config.rollout.has_critic:
+            name = config.critic.critic_model_name_or_path
+            critics = open_beside("critic", name, start, config=config, layout=run.layout)
+            self.critic = Critic(critics, run=run, config=config)
+            held.critic = self.critic.policy.backend
         self.loop = Loop(
             self.policy,
             self,
@@ -62,8 +70,13 @@ class GRPOLearner:
         num_epochs = self.config.loss.num_epochs
         pad_token_id, multiple = self.pretrained.pad_token_id, self.run.layout.model_parallel_degree
         minibatches = rollout_minibatches(work, pad_token_id=pad_token_id, pad_to_multiple_of=multiple)
-        updates = self.policy.with_frozen_logprobs(minibatches, num_epochs=num_epochs)
-        row = self.loop.take_step(updates * num_epochs, num_tokens=work.num_tokens_global)
+        before: Before = dict
+        if self.critic is not None:
+            minibatches = self.critic.with_advantages(minibatches)
+            before = partial(self.critic.learn, minibatches * num_epochs)
+        is_warm = self.loop.step >= self.config.critic.critic_warmup_steps
+        updates = self.policy.with_frozen_logprobs(minibatches, num_epochs=num_epochs) if is_warm else ()
+        row = self.loop.take_step(updates * num_epochs, num_tokens=work.num_tokens_global, before=before)
         # Sending the weights comes next and would wait for the optimizer; waiting here counts its time as training.
         self.loop.wait_for_device()
         return row

@@ -43,6 +43,8 @@ NEVER = 10**12
 # monitor's all-reduce in every step adds nothing to the metrics.
 NOT_CALLED = ("checkpointer", "speed_monitor")
 
+# What else learns in a step; it gives its metrics.
+Before = Callable[[], Mapping[str, float]]
 OnStep = Callable[[int, Mapping[str, float]], None]
 
 
@@ -79,8 +81,10 @@ class Loop:
         own = profiling(config.logging.profile_steps, num_steps=cadence.num_steps, run_folder=self.folder)
         own |= callbacks or {}
         kept: dict[str, Callback] = {}
-        if isinstance(optim := getattr(learner.backend.train_module, "optim", None), SkipStepOptimizer):
-            kept["skip_step_history"] = SkipStepHistory(optim)
+        critic = learner.backend.critic
+        for name, held in {"": learner.backend, "critic_": critic}.items():
+            if held and isinstance(optim := getattr(held.train_module, "optim", None), SkipStepOptimizer):
+                kept[f"{name}skip_step_history"] = SkipStepHistory(optim)
         trainer = TrainerConfig(
             save_folder=str(self.folder),
             save_overwrite=True,
@@ -107,6 +111,8 @@ class Loop:
             global_batch_size=0,  # which nothing asks for: steps end the run, not tokens
         )
         self.trainer = trainer.build(learner.backend.train_module, cast(DataLoaderBase, loader))
+        if critic is not None:
+            critic.train_module._attach_trainer(self.trainer)  # for the number of the step
         self.checkpointer = self.trainer.checkpointer = SafeCheckpointer(work_dir=self.folder, start_model=start_model)
         self._callbacks = [
             callback for name, callback in self.trainer.callbacks.items() if name in own or name not in NOT_CALLED
@@ -123,8 +129,10 @@ class Loop:
         """Steps taken so far."""
         return self.trainer.global_step
 
-    def take_step(self, updates: Sequence[StepBatch], *, num_tokens: int) -> dict[str, float]:
+    def take_step(self, updates: Sequence[StepBatch], *, num_tokens: int, before: Before = dict) -> dict[str, float]:
         """One optimizer update for each of `updates`, and at last the learner's `end_step`.
+
+        `before` is called first within the step.
 
         Returns the metrics of the step, the same on every rank: means over the updates, but the maximum of each
         `…/max`; and `time/…`, sums of this rank's seconds. `num_tokens` are the tokens of the whole step, on all ranks.
@@ -134,6 +142,7 @@ class Loop:
         self.trainer.global_train_tokens_seen += num_tokens
         doing(f"training step {self.step}")
         self._call("pre_step", {"updates": updates})
+        row_before = before()
         update_metrics: list[dict[str, float]] = []
         for update in updates:
             self.learner.backend.zero_grads()
@@ -147,7 +156,7 @@ class Loop:
         self.learner.end_step()
         doing(f"finishing step {self.step}")
         self._call("post_train_batch")
-        row = merged(update_metrics) | {"num_tokens": self.trainer.global_train_tokens_seen}
+        row = {**merged(update_metrics), **row_before, "num_tokens": self.trainer.global_train_tokens_seen}
         row |= {"time/checkpoint": 0.0} | self._clock.read()
         if self.cadence.compares_speed_after(self.step):
             paces = gathered((self.learner.own_pace(), host_of_cores(self.learner.device.type)))
@@ -291,9 +300,8 @@ class Loop:
 
 def merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The metrics of several updates in one row: means, but the maximum of each `…/max` and peak, and sums of times."""
-    assert rows, "a step has at least one update"
     result = {}
-    for name in rows[0]:
+    for name in rows[0] if rows else ():
         values = [row.get(name, 0.0) for row in rows]
         if name.endswith("/max") or name.startswith("peak_"):
             result[name] = max(values)

@@ -66,6 +66,7 @@ class Policy:
         self.comparison: Comparison | None = None
         # A frozen model that the policy is drawn to on its own completions; built from its files after a restart.
         self.teacher: Transformer | None = None
+        self.rate_flag = "--learning_rate"
         self._has_nothing_to_learn = False
         self._loss = 0.0
         self._grad_norm = 0.0
@@ -271,8 +272,8 @@ class Policy:
 
     def _broken(self, what: str) -> RunError:
         return RunError(
-            f"{what} at step {self.trainer.global_step}, which was not taken: start again with a lower --learning_rate "
-            "in another --output_dir, or look at the data of this step. "
+            f"{what} at step {self.trainer.global_step}, which was not taken: start again with a lower "
+            f"{self.rate_flag} in another --output_dir, or look at the data of this step. "
             f"{last_checkpoint(Path(self.trainer.save_folder))}"
         )
 

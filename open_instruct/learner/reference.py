@@ -11,7 +11,7 @@ Legend: N labelled tokens, V vocabulary, D width of the teacher, C numbers kept 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -114,34 +114,47 @@ def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) 
     return model.requires_grad_(False).eval()
 
 
-def open_teacher(name: str, student: Pretrained, *, config: LearnerConfig, layout: ShardLayout) -> Pretrained:
-    """Open the model of --teacher_model_name_or_path; `build_teacher` builds it.
+def open_beside(
+    kind: Literal["teacher", "critic"],
+    name: str | None,
+    student: Pretrained,
+    *,
+    config: LearnerConfig,
+    layout: ShardLayout,
+) -> Pretrained:
+    """Open the model of --KIND_model_name_or_path, to stand beside the policy; without a `name` the start model.
+
+    A critic is trained, and has the head of a score. `build_teacher` builds a teacher.
 
     :raises InputError: it cannot be opened, or its vocabulary is not the student's.
     """
-    model = replace(config.model, model_name_or_path=name, tokenizer_name_or_path=None)
-    folder = RunDirectory(path=Path(config.run.output_dir)).hf_model
-    # A teacher may be dense: its experts are split where they divide, see `SegmentTransformer.apply_fsdp`.
-    layout = replace(layout, expert_parallel_degree=1)
+    model, directory = config.model, RunDirectory(path=Path(config.run.output_dir))
+    if name is not None:
+        model = replace(model, model_name_or_path=name, tokenizer_name_or_path=None)
     config = replace(config, model=model, lora=LoRASection())
-    teacher = open_pretrained(config, folder, layout=layout, is_trained=False)
-    ours, theirs = student.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
+    if kind == "critic":
+        beside = open_pretrained(config, directory.critic, layout=layout, head="score")
+    else:
+        # A teacher may be dense: its experts are split where they divide, see `SegmentTransformer.apply_fsdp`.
+        layout = replace(layout, expert_parallel_degree=1)
+        beside = open_pretrained(config, directory.hf_model, layout=layout, is_trained=False)
+    ours, theirs = student.tokenizer.get_vocab(), beside.tokenizer.get_vocab()
     if ours == theirs:
-        return teacher
+        return beside
     first = min(dict(ours.items() ^ theirs.items()), key=lambda word: min(ours.get(word, 1e9), theirs.get(word, 1e9)))
     there, here = (f"id {words[first]}" if first in words else "no token" for words in (theirs, ours))
     raise InputError(
-        f"--teacher_model_name_or_path {teacher.folder}: its tokenizer has {len(theirs):,} tokens (its head "
-        f"{teacher.hf_config.vocab_size:,} rows), the student's {len(ours):,} (its head "
+        f"--{kind}_model_name_or_path {beside.folder}: its tokenizer has {len(theirs):,} tokens (its head "
+        f"{beside.hf_config.vocab_size:,} rows), the student's {len(ours):,} (its head "
         f"{student.hf_config.vocab_size:,}), and they are not the same: {first!r} is {there} there and {here} here. "
-        "Take a teacher with the student's vocabulary"
+        f"Take a {kind} with the student's vocabulary"
     )
 
 
 def build_teacher(
     teacher: Pretrained, student: Pretrained, policy: Transformer, *, run: Run, config: LearnerConfig
 ) -> Transformer:
-    """Build the model that `open_teacher` opened. Collective.
+    """Build the model that `open_beside` opened. Collective.
 
     Where the teacher is the `student`'s start model and the student only trains adapters, the result is `policy`
     itself; call it within `adapters_off`.
@@ -172,11 +185,11 @@ class Comparison:
 
     @classmethod
     def of(cls, teacher: Teacher, student: Pretrained, *, config: TrainingConfig, layout: ShardLayout) -> Self:
-        """Open the teacher's checkpoint with `open_teacher`; `model` comes later.
+        """Open the teacher's checkpoint with `open_beside`; `model` comes later.
 
         :raises InputError: also where --teacher_top_k is not smaller than the vocabulary.
         """
-        pretrained = open_teacher(teacher.model_name_or_path, student, config=config, layout=layout)
+        pretrained = open_beside("teacher", teacher.model_name_or_path, student, config=config, layout=layout)
         vocab_size = min(student.hf_config.vocab_size, pretrained.hf_config.vocab_size)
         if teacher.num_kept >= vocab_size:
             raise InputError(

@@ -125,6 +125,12 @@ def gdpo(groups: Sequence[RolloutGroup]) -> Advantages:
     return _over_the_step(summed)
 
 
+@register("gae", "the reward; the learner makes an advantage for each token of it", "1506.02438 eq. 16")
+def gae(groups: Sequence[RolloutGroup]) -> Advantages:
+    # losses/values.py, with what the critic says.
+    return [group.rewards for group in groups]
+
+
 @register("pass_at_k", "(1 − R) / σ if right, (1 − R − q) / σ if wrong, σ² = R (1 − R)", "2508.10751 section 2.4")
 def pass_at_k(groups: Sequence[RolloutGroup], *, advantage_pass_k: int) -> Advantages:
     k = advantage_pass_k

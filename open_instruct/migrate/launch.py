@@ -12,7 +12,7 @@ from open_instruct.errors import InputError
 TRAINERS = {
     "dpo": ("dpo", "dpo_tune_cache", "dpo_tune"),
     "sft": ("finetune", "olmo_core_finetune"),
-    "grpo": ("grpo_fast", "grpo"),
+    "grpo": ("grpo_fast", "grpo", "ppo_fast"),
     "reward_model": ("reward_modeling",),
 }
 # Whose defaults they have.

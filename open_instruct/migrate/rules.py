@@ -15,9 +15,9 @@ ZERO = (
 SPLIT_ROWS = ("sequence_parallel_size", "context_parallel_degree", "cp_degree")
 SOURCES = ("dataset_name", "train_file", "dataset_mixer", "mixer_list", "dataset_mixer_list")
 # Those whose scheduler holds the rate from the first step where it is constant.
-WITHOUT_WARMUP = ("dpo_tune_cache", "finetune", "grpo_fast", "reward_modeling")
+WITHOUT_WARMUP = ("dpo_tune_cache", "finetune", "grpo_fast", "ppo_fast", "reward_modeling")
 # Those that spare norms and biases of the decay, and embeddings no more than the others do.
-SPARING_NORMS = ("dpo_tune_cache", "finetune", "grpo_fast")
+SPARING_NORMS = ("dpo_tune_cache", "finetune", "grpo_fast", "ppo_fast")
 
 TOOLS = ("python", "serper_search", "jina_browse", "crawl4ai_browse", "s2_search", "generic_mcp")
 GAMES = ("counter", "guess_number", "wordle")
@@ -150,6 +150,9 @@ def _ratio(sheet: Sheet) -> None:
         for kind, lower, upper in (("clamp", clamp_lower, clamp_upper), ("mask", mask_lower, mask_upper)):
             sheet.set(f"rho_{kind}_lower", [f"{lower:g}"], source)
             sheet.set(f"rho_{kind}_upper", [f"{upper:g}" if upper else "none"], source)
+    for ours in ("clip_lower", "clip_higher") if "cliprange" in sheet.asked else ():
+        sheet.set(ours, sheet.asked["cliprange"], "cliprange")
+    sheet.asked.pop("cliprange", None)
     if sheet.word("loss_denominator") != "token":
         sheet.refuse("loss_denominator", "divides a whole batch by that upstream, and each completion here; use token")
 

@@ -55,6 +55,12 @@ class Stream:
         """The values of the stream's tokens, (M,), so that other tokens between them do not change any bit of a sum."""
         return values_N if self.tokens_M is None else values_N.index_select(0, self.tokens_M.to(values_N.device))
 
+    def put(self, values_M: torch.Tensor, num_labels: int) -> torch.Tensor:
+        """The opposite of `take`: one value for each label, 0 for other tokens."""
+        if self.tokens_M is None:
+            return values_M
+        return values_M.new_zeros(num_labels).index_copy(0, self.tokens_M.to(values_M.device), values_M)
+
     def weighed(self, values_M: torch.Tensor) -> torch.Tensor:
         return values_M if self.weights_M is None else values_M * self.weights_M
 

@@ -203,10 +203,8 @@ def exported(
     Raises:
         InputError: a reply may end in the pad token, by which transformers finds the end of a row.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-
-    class_name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(hf_config.model_type)
-    if class_name is None:
+    fields = fields_of_class(hf_config)
+    if not fields:
         raise InputError(
             f"transformers has no {hf_config.model_type}ForSequenceClassification, so a reward model of this family "
             "could not be opened anywhere; start from a model of another family"
@@ -223,16 +221,19 @@ def exported(
             "transformers finds the end of a conversation, where its reward is read, by that token: give another "
             "special token as 'pad_token' in tokenizer_config.json"
         )
-    return {
-        "architectures": [class_name],
-        "num_labels": 1,
-        "id2label": {"0": "score"},
-        "label2id": {"score": 0},
-        "pad_token_id": pad,
-        # The start model's values, if any, describe other rewards.
-        "score_mean": None,
-        "score_std": None,
-    }
+    return {**fields, "pad_token_id": pad}
+
+
+def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of config.json for transformers' class with a score; none where it has none of this family."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    class_name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(hf_config.model_type)
+    if class_name is None:
+        return {}
+    # The start model's mean and deviation, if any, describe other rewards.
+    labels = {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    return {"architectures": [class_name], **labels, "score_mean": None, "score_std": None}
 
 
 REWARD_MODEL = Objective(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -154,12 +155,21 @@ class Plan:
     @cached_property
     def host(self) -> Phase:
         """The host memory of each GPU's process."""
-        return phase_of("host", [self.moments.on_host()])
+        critic = self.moments.critic
+        on_host = Counter(self.moments.on_host()) + Counter(critic.on_host() if critic else ())
+        return phase_of("host", [on_host])
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients and optimizer states, which are the least that a run needs."""
+        critic = self.moments.critic
+        return sum((*self.moments.state_bytes(), *(critic.state_bytes() if critic else ())))
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """All communication of one rank in a step."""
-        exchanges = [*self.setting.backend.exchanges(self.moments)]
+        models = filter(None, (self.moments, self.moments.critic))
+        exchanges = [each for moments in models for each in self.setting.backend.exchanges(moments)]
         if self.workload.num_engines:
             buckets = sync_buckets(self.setting.shape, self.layout, self.workload)
             exchanges += traffic_of_weight_sync(buckets, self.workload)

@@ -187,6 +187,6 @@ def check_plan(
     except Exception as error:  # a plan is a help; the run itself judges what it can read
         log.info("the run has no plan", exc_info=True)
         return StartCheck(line=f"plan: none ({type(error).__name__}: {error})")
-    if config.memory.plan_check and sum(plan.moments.state_bytes()) > memory_bytes:
+    if config.memory.plan_check and plan.state_bytes > memory_bytes:
         raise InputError(f"{checked.warning} --no_plan_check starts it all the same")
     return checked

@@ -160,7 +160,8 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
         # A head that the policy's multiplies with runs again in the backward pass.
         head_flops = (1 if scoring.num_values else 2) * _head_flops(scoring.shape, layout, workload)
         total += scoring.num_rounds * workload.num_microbatches * (block_flops + head_flops)
-    return total // layout.model_parallel_degree
+    of_critic = flops_per_step(workload.critic.shape, layout, workload.of_critic) if workload.critic else 0
+    return total // layout.model_parallel_degree + of_critic
 
 
 def attended_pairs(length: int, window: int | None) -> int:
@@ -202,4 +203,4 @@ def _head_flops(shape: ModelShape, layout: ShardLayout, workload: Workload) -> i
     """Operations of a forward pass of the head over a whole microbatch."""
     is_everywhere = layout.tensor_parallel_degree > 1
     positions = workload.tokens_per_microbatch if is_everywhere else workload.label_tokens_per_microbatch
-    return 2 * shape.d_model * shape.vocab_size * positions
+    return 2 * shape.d_model * shape.num_outputs * positions

@@ -26,7 +26,7 @@ from open_instruct.environments.registry import known_environments
 from open_instruct.episodes.bridge import check_bridges
 from open_instruct.errors import InputError, refuse_first
 from open_instruct.families import FAMILIES
-from open_instruct.learner.reference import open_teacher
+from open_instruct.learner.reference import open_beside
 from open_instruct.learner.rows.datasets import reading
 from open_instruct.losses.advantages import ADVANTAGES
 from open_instruct.losses.policy import POLICY_LOSSES
@@ -91,8 +91,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         pretrained = open_pretrained(config, directory.hf_model, layout=layout)
         if config.fleet.routing_replay == "on" and not getattr(pretrained.hf_config, "num_experts", None):
             raise InputError(f"--routing_replay on: the model in {pretrained.folder} has no experts; use off")
-        if (teacher := config.loss.teacher_model_name_or_path) is not None:
-            open_teacher(teacher, pretrained, config=config, layout=layout)
+        _check_models_beside(pretrained, config, layout)
         check_engine(config, pretrained.hf_config)
         config = _planned(config, pretrained.folder, console, directory)
         data = config.data
@@ -126,6 +125,14 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             conversations=load_conversations(config, pretrained.tokenizer, console=console),
             trackers=tuple(trackers),
         )
+
+
+def _check_models_beside(pretrained: Pretrained, config: GRPOConfig, layout: ShardLayout) -> None:
+    """:raises InputError: a teacher or a critic cannot stand beside the policy."""
+    if (teacher := config.loss.teacher_model_name_or_path) is not None:
+        open_beside("teacher", teacher, pretrained, config=config, layout=layout)
+    if config.rollout.has_critic:
+        open_beside("critic", config.critic.critic_model_name_or_path, pretrained, config=config, layout=layout)
 
 
 def _read_prompts(

@@ -63,8 +63,9 @@ def work_of_ranks(
 def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version: int) -> StepSamples:
     """Choose what is trained on, and with which advantage; `version` is that of the weights about to be trained.
 
-    A group whose advantages are all 0 is left out with `filter_zero_std_samples`. With `mask_truncated_completions` a
-    truncated completion is left out too, but its reward still counts in the mean of its group.
+    A group whose advantages are all 0 is left out with `filter_zero_std_samples`, unless a critic makes others of them.
+    With `mask_truncated_completions` a truncated completion is left out too, but its reward still counts in the mean of
+    its group.
     """
     name = config.advantage_normalization_type
     own = own_function(name, flag="--advantages", known=ADVANTAGES)
@@ -72,7 +73,7 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
     is_used: list[tuple[bool, ...]] = []
     samples: list[RolloutSample] = []
     for group, group_advantages in zip(batch.groups, advantages, strict=True):
-        learns = any(group_advantages) or not config.filter_zero_std_samples
+        learns = any(group_advantages) or not config.filter_zero_std_samples or config.has_critic
         used: list[bool] = []
         for completion, advantage in zip(group.completions, group_advantages, strict=True):
             is_masked = config.mask_truncated_completions and completion.is_truncated
@@ -92,11 +93,12 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
         **episode_metrics(everything),
         "staleness/mean": mean(behind),
         "staleness/max": float(max(behind, default=0)),
-        "zero_std_fraction": mean([float(not has_signal(group.rewards)) for group in everything]),
         "num_rejected_groups": float(len(batch.rejected)),
         "num_trained_completions": float(len(samples)),
         "num_generated_tokens": float(sum(len(each.logprobs) for each in all_completions(everything))),
     }
+    if not config.has_critic:
+        metrics["zero_std_fraction"] = mean([float(not has_signal(group.rewards)) for group in everything])
     if config.num_spare_prompts:
         metrics["num_given_up_groups"] = float(batch.num_given_up)
     return StepSamples(samples=tuple(samples), advantages=tuple(advantages), is_used=tuple(is_used), metrics=metrics)

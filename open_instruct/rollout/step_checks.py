@@ -32,7 +32,10 @@ class SignalWatch:
     def after_step(self, groups: Sequence[RolloutGroup], *, num_samples: int) -> list[str]:
         """The warnings, after the step that makes them due; `num_samples` are trained on."""
         self._groups.append(groups)
-        self._has_learned.append(num_samples > 0 and any(has_signal(group.rewards) for group in groups))
+        rewards = [group.rewards for group in groups]
+        if self._config.rollout.has_critic:  # which compares all of a step
+            rewards = [tuple(chain.from_iterable(rewards))]
+        self._has_learned.append(num_samples > 0 and any(map(has_signal, rewards)))
         if len(self._groups) < MAX_SILENT_STEPS:
             return []
         warnings = []

@@ -36,6 +36,7 @@ class RunDirectory:
         self.plan = path / "plan.json"
         self.hf_model = path / "hf_model"
         self.adapter = path / "adapter"
+        self.critic = path / "critic"
 
     def create(self) -> None:
         """Make the folder.
@@ -73,7 +74,7 @@ class RunDirectory:
             for step in self.path.glob("step*"):
                 if step.name.removeprefix("step").split("-")[0].isdigit():
                     shutil.rmtree(step)
-            for folder in (self.hf_model, self.adapter, self.path / "tensorboard", self.path / "traces"):
+            for folder in (self.hf_model, self.adapter, self.critic, self.path / "tensorboard", self.path / "traces"):
                 shutil.rmtree(folder, ignore_errors=True)
             for name in OWN_FILES:
                 (self.path / name).unlink(missing_ok=True)

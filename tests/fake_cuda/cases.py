@@ -132,6 +132,8 @@ CASES = {
     "grpo_one_device": Case("--single_gpu_mode", "grpo", world=1),
     "grpo_mini_batches": Case("--loss_fn gspo --num_mini_batches 2 --rho_correction sequence_mask", "grpo", world=2),
     "grpo_reference": Case("--beta 0.1 --ref_policy_update_freq 1 --loss_fn cispo", "grpo", world=2),
+    "grpo_critic": Case("--advantages gae --num_mini_batches 2 --beta 0.1", "grpo", world=2),
+    "grpo_critic_one_device": Case("--advantages gae --single_gpu_mode", "grpo", world=1),
     "grpo_chosen_tokens": Case("--top_entropy_quantile 0.5", "grpo", world=2),
 }
 
@@ -279,10 +281,11 @@ def _saved(backend: Any) -> dict[str, Any]:
     tensors, values = split(backend.state_dict_to_save())
     waits = WAITS.taken()
     expected, expected_values = split(TransformerTrainModule.state_dict_to_save(backend))
-    of_reference = {name for name in tensors if name.startswith("reference")}
+    of_others = {name for name in tensors if name.startswith(("reference", "critic"))}
+    of_policy = {name: value for name, value in values.items() if not name.startswith("critic")}
     return {
         "waits": waits,
-        "has_same_names": tensors.keys() - of_reference == expected.keys() and values == expected_values,
+        "has_same_names": tensors.keys() - of_others == expected.keys() and of_policy == expected_values,
         "kinds": sorted({_kind(tensor) for name, tensor in tensors.items() if not name.endswith(".step")}),
     }
 
@@ -497,10 +500,17 @@ def _rows(case: Case, form: Any, num_rows: int) -> Any:
 
 
 def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
-    from open_instruct.learner.grpo import GRPOLearner
+    from open_instruct.learner import critic, grpo
     from open_instruct.packing.rollouts import plan_steps_of_ranks
 
-    learner = GRPOLearner(_pretrained(case), run=run, config=config)
+    zero = SimpleNamespace(build=_build_zero)
+    named = grpo.backend_named if config.parallel.backend == "olmo_core" else lambda name: zero
+    with (
+        patch.object(grpo, "open_beside", lambda *names, **arguments: _pretrained(case, "score")),
+        patch.object(grpo, "backend_named", named),
+        patch.object(critic, "backend_named", named),
+    ):
+        learner = grpo.GRPOLearner(_pretrained(case), run=run, config=config)
     num_ranks = run.layout.data_parallel_world_size
 
     def take_steps() -> dict[str, int]:
@@ -516,7 +526,9 @@ def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
             learner.step(work[-1 if case.is_idle else 0])
         return WAITS.taken()
 
-    return learner.policy, take_steps
+    policy: Any = learner.policy
+    policy.critic = learner.critic
+    return policy, take_steps
 
 
 def leave_weights_alone() -> None:

@@ -26,7 +26,7 @@ NUM_LAYERS = 4
 PROMPT = 512
 BLOCK_BYTES = 512
 """CUDA's allocator hands out no less."""
-PHASES = ("forward", "backward", "optimizer step")
+PHASES = ("critic", "forward", "backward", "optimizer step")  # the first where there is one
 NO_TENSORS = ("scratch of kernels", "CUDA and libraries")
 """What a plan counts besides tensors, and no trace shows."""
 OLMO, QWEN, LLAMA = "allenai/Olmo-3-1025-7B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B"
@@ -157,6 +157,10 @@ CASES = {
     "reward_model, zero 2": TracedCase(f"{ZERO} 2 --activation_checkpointing full", "reward_model"),
     "grpo": TracedCase("--activation_checkpointing full", "grpo"),
     "grpo, reference, entropy": TracedCase(f"--activation_checkpointing full {MORE_OF_GRPO}", "grpo"),
+    "grpo, critic": TracedCase("--activation_checkpointing full --advantages gae", "grpo"),
+    "grpo, critic, zero 2": TracedCase(f"{ZERO} 2 --activation_checkpointing full --advantages gae", "grpo"),
+    "grpo, critic, zero 3": TracedCase(f"{ZERO} 3 --activation_checkpointing full --advantages gae", "grpo"),
+    "grpo, critic, zero 1": TracedCase(f"{ZERO} 1 --activation_checkpointing full --advantages gae", "grpo"),
     "grpo, shared prompts": TracedCase("--activation_checkpointing full", "grpo", shared=True),
 }
 
@@ -243,8 +247,12 @@ def traced(case: Case, folder: Path) -> dict[str, int]:
         policy.microbatch_loss = watched("forward", policy.microbatch_loss)
         policy.backend.backward = watched("backward", policy.backend.backward)
         policy.update = watched("optimizer step", policy.update)
+        if (critic := getattr(policy, "critic", None)) is not None:
+            critic.with_advantages = watched("critic", critic.with_advantages)
+            critic.learn = watched("critic", critic.learn)
         take()
-    return {phase: alive.most[f"{phase} {taken - 1}"] for phase in PHASES}
+    most = {phase: alive.most.get(f"{phase} {taken - 1}") for phase in PHASES}
+    return {phase: num_bytes for phase, num_bytes in most.items() if num_bytes is not None}
 
 
 def compared(names: Sequence[str]) -> dict[str, Any]:
@@ -274,6 +282,8 @@ def table(results: dict[str, Any]) -> str:
         planned, held = found["planned"], found["traced"]
         cells = [
             f"{planned[phase] / GIB:>7.2f} {held[phase] / GIB:>6.2f} {planned[phase] / held[phase] - 1:>+7.1%}"
+            if phase in planned
+            else " " * 22
             for phase in PHASES
         ]
         off = max(planned.values()) / max(held.values()) - 1

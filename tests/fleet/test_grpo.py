@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from open_instruct.cluster.watchdog import SHARED_MEMORY
 from open_instruct.rollout.traces import read_traces
@@ -271,6 +272,25 @@ def test_one_device_for_learner_and_engine(
             said = judge.judge(group.prompt.text, completion.text, None, is_truncated=completion.is_truncated)
             assert verdict.scores["reward_model"] == pytest.approx(said, abs=1e-4)
             assert verdict.reward == pytest.approx((verdict.scores["digits"] + said) / 2, abs=1e-4)
+
+
+def test_a_critic_learns_beside_the_policy(variant: Callable[..., GRPOCase], reward_model: Path) -> None:
+    """It starts from a reward model, learns alone in the first step, and makes advantages of groups of one."""
+    flags = {"critic_model_name_or_path": reward_model, "critic_learning_rate": "1e-3", "critic_warmup_steps": 1}
+    sizes = {"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 1, "total_episodes": 12}
+    case = variant(advantages="gae", num_learners_per_node=2, checkpointing_steps=3, **flags, **sizes)
+    case.run()
+    first, *others = case.rows()
+    assert len(others) == 2 and "policy_loss" not in first and "zero_std_fraction" not in first
+    assert all(row["grad_norm"] > 0 and row["logprob_diff/max"] < 1e-4 for row in others)
+    assert all(row["critic/grad_norm"] > 0 for row in (first, *others))
+    before, after = (load_file(folder / "model.safetensors") for folder in (reward_model, case.output_dir / "critic"))
+    assert before.keys() == after.keys() and not torch.equal(before["score.weight"], after["score.weight"])
+    critic: Any = AutoModelForSequenceClassification
+    assert critic.from_pretrained(case.output_dir / "critic").score.weight.shape[0] == 1
+    without = sizes | {"num_unique_prompts_rollout": 2, "num_samples_per_prompt_rollout": 2}
+    other = replace(case, flags=variant(num_learners_per_node=2, **without).flags)
+    assert "--advantage_normalization_type" in finished(other.start(), exit_code=2)
 
 
 def test_a_verifier_that_always_raises_ends_the_run(variant: Callable[..., GRPOCase]) -> None:

@@ -56,6 +56,7 @@ class Plain:
             compute_dtype = torch.float32
             leaves_out_outliers = False
             reference = None
+            critic = None
 
             @property
             def computing_model(self) -> Any:

@@ -107,6 +107,7 @@ FORMULAS: dict[str, Callable[[Sequence[RolloutGroup]], list[float]]] = {
     "maxrl": lambda groups: flat(groups, maxrl),
     "reinforce_pp": lambda groups: normalised(flat(groups, centered)),
     "gdpo": gdpo,
+    "gae": lambda groups: flat(groups, list),
     "pass_at_k": pass_at_k,
 }
 
@@ -124,7 +125,7 @@ def test_the_formula(name: str) -> None:
         assert [a for of_group in ours for a in of_group] == pytest.approx(FORMULAS[name](groups), abs=1e-6)
 
 
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", [name for name in FORMULAS if name != "gae"])
 def test_nothing_to_prefer_is_exactly_zero(name: str) -> None:
     for groups in ([], [same(1, 1.0, 1.0)], [same(4, 0.0, 0.0), same(3, 0.0, 0.0)], [same(3, 0.1 * 3, 1.0)]):
         ours = advantages_of(groups, name, FLAGS)

@@ -59,6 +59,13 @@ def test_a_signal_of_completions_that_are_all_left_out_is_none() -> None:
     assert "no group" in warnings[0] and "cut off" in warnings[0]
 
 
+def test_a_critic_compares_all_completions_of_a_step() -> None:
+    watch = SignalWatch(grpo_config("--advantages", "gae"))
+    steps = [[RIGHT, WRONG]] * MAX_SILENT_STEPS + [[RIGHT, RIGHT]] * MAX_SILENT_STEPS
+    *before, warnings = [watch.after_step(groups, num_samples=4) for groups in steps]
+    assert not any(before) and "every answer was right" in warnings[0]
+
+
 def test_completions_that_are_mostly_cut_lead_to_one_warning() -> None:
     """Also where some are judged right, so that there is a signal."""
     *before, warnings = warnings_of([[MIXED_CUT, MIXED_CUT, MIXED_CUT, RIGHT]] * MAX_SILENT_STEPS)

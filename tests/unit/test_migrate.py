@@ -27,6 +27,7 @@ GRPO = "--model_name_or_path m --dataset_mixer_list prompts.jsonl 1.0"
 
 
 NEEDED = {"dpo": DPO, "sft": SFT, "olmo_core sft": DPO, "grpo": GRPO, "reward_model": SFT}
+NEEDED["ppo grpo"] = f"open_instruct/ppo_fast.py {GRPO}"
 
 
 def of(command: str, words: str) -> Migration:

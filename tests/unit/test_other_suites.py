@@ -44,6 +44,13 @@ def test_each_leads_to_a_flag_that_exists(name: str, hint: str | list[str]) -> N
         ("dpo", "per_device_batch_size", "per_device_train_batch_size"),
         ("grpo", "actor_rollout_ref.rollout.n", "num_samples_per_prompt_rollout"),
         ("grpo", "data.max_response_length", "response_length"),
+        ("grpo", "critic_pretrain", "critic_model_name_or_path"),
+        ("grpo", "critic.model.path", "critic_model_name_or_path"),
+        ("grpo", "critic.optim.lr", "critic_learning_rate"),
+        ("grpo", "critic.cliprange_value", "value_clip"),
+        ("grpo", "trainer.critic_warmup", "critic_warmup_steps"),
+        ("grpo", "algorithm.lam", "gae_lambda"),
+        ("grpo", "algorithm.gamma", "gamma"),
     ],
 )
 def test_what_a_newcomer_types(command: str, name: str, ours: str) -> None:

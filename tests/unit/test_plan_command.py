@@ -435,7 +435,7 @@ class TestPage:
         single = ["grpo", "--model_name_or_path", "Qwen/Qwen3-0.6B", "--single_gpu_mode", "--num_epochs", "2"]
         distill = ["distill", *DPO_7B[1:], "--teacher_model_name_or_path", "allenai/OLMo-2-0325-32B"]
         explained = set()
-        for words in (DPO_7B, [*DPO_7B, *FULL], grpo, single, distill):
+        for words in (DPO_7B, [*DPO_7B, *FULL], grpo, [*grpo, *FULL, "--advantages", "gae"], single, distill):
             plan = planned(*words)
             text = page(plan)
             shown = {label for phase in plan.phases for label, _ in phase.parts}

@@ -9,6 +9,7 @@ from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, write_config
+from open_instruct.config.rollout_sections import CriticSection
 from open_instruct.errors import InputError
 from open_instruct.objectives.sft import SFTConfig
 from open_instruct.replay import (
@@ -78,6 +79,13 @@ def test_only_what_is_another_value_is_a_change(run: Path) -> None:
     # Rejected groups are not replayed, so active sampling does not stand against keeping all groups.
     assert {name for name in before if now[name] != before[name]} == {*replay.changes, "active_sampling"}
     assert asked(run, "--clip_higher", "0.3").changes == {}
+
+
+def test_other_advantages_need_no_critic(run: Path) -> None:
+    words = [*REQUIRED, "--output_dir", str(run), "--advantages", "gae", "--critic_learning_rate", "1e-3"]
+    write_config(parse(GRPOConfig, words), run / "config.yaml", command="grpo")
+    assert asked(run).settings.critic.critic_learning_rate == 1e-3
+    assert asked(run, "--advantages", "rloo").asked.critic == CriticSection()
 
 
 def test_every_flag_of_the_loss_may_differ(run: Path) -> None:

@@ -61,6 +61,15 @@ def test_what_is_left_out(flags: str, is_used: tuple[tuple[bool, ...], ...]) -> 
     assert learned.metrics["num_trained_completions"] == len(used)
 
 
+def test_what_a_critic_learns_from_is_left_out_for_no_equal_rewards() -> None:
+    """Rewards go to the learner as they are, also those of groups that all got 0."""
+    failed = group_of([0.0], [completion(1)], ticket=2)
+    learned = learned_of(MIXED, SOLVED, failed, flags="--advantages gae")
+    assert learned.is_used == ((True, True), (True, True), (True,))
+    assert [sample.advantage for sample in learned.samples] == [1.0, 0.0, 1.0, 1.0, 0.0]
+    assert "zero_std_fraction" not in learned.metrics
+
+
 def test_a_completion_without_tokens_is_not_trained_on() -> None:
     assert learned_of(group_of([0.0, 1.0], [completion(0), completion(2)])).is_used == ((False, True),)
 

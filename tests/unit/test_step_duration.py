@@ -110,16 +110,17 @@ def test_a_step_of_grpo_ends_with_its_optimizer() -> None:
     """What is next, the weights' way to the engines, would wait for it, and take its time for its own."""
     device = Device()
 
-    def take_step(updates: Any, *, num_tokens: int) -> dict[str, float]:
+    def take_step(updates: Any, *, num_tokens: int, before: Any) -> dict[str, float]:
         device.to_do_s += OPTIMIZER_S
         return {"loss": 1.0}
 
     learner = SimpleNamespace(
-        config=SimpleNamespace(loss=SimpleNamespace(num_epochs=1)),
+        config=SimpleNamespace(loss=SimpleNamespace(num_epochs=1), critic=SimpleNamespace(critic_warmup_steps=0)),
+        critic=None,
         policy=SimpleNamespace(with_frozen_logprobs=lambda updates, num_epochs: ()),
         pretrained=SimpleNamespace(pad_token_id=0),
         run=SimpleNamespace(layout=SimpleNamespace(model_parallel_degree=1)),
-        loop=SimpleNamespace(take_step=take_step, wait_for_device=device.wait),
+        loop=SimpleNamespace(step=0, take_step=take_step, wait_for_device=device.wait),
     )
     work = SimpleNamespace(minibatches=(), num_tokens_global=0, prefix_sharing=False, num_routes=0)
     assert GRPOLearner.step(learner, work) == {"loss": 1.0}  # type: ignore[arg-type]

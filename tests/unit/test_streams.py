@@ -15,7 +15,7 @@ import torch
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
-from open_instruct.learner.reference import open_teacher
+from open_instruct.learner.reference import open_beside
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.objectives.policy_gradient import bind
@@ -327,7 +327,8 @@ def test_conversations_of_a_step_depend_on_its_number_alone() -> None:
         assert sample.weights_of("ce") == (1.0,) * labels and not any(sample.weights_of("rl") + sample.weights_of("kl"))
 
 
-def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["teacher", "critic"])
+def test_a_model_with_other_tokens_is_refused(tmp_path: Path, kind: Any) -> None:
     """And one with fewer positions than a prompt and its completion need."""
     write_tiny_model(tmp_path / "t", family="olmo2")
     layout = ShardLayout(gpus_per_node=(1,), shard_degree=1, num_replicas=1)
@@ -335,12 +336,12 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
         tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0}), hf_config=SimpleNamespace(vocab_size=1)
     )
     for longest, told in (
-        ("8", r"its tokenizer has .* the student's 1 \(its head 1\)"),
+        ("8", rf"--{kind}_model_name_or_path .*its tokenizer has .* the student's 1 \(its head 1\)"),
         ("9999", "--response_length together: 10007 is more"),
     ):
         config = grpo_config("--response_length", "8", "--max_prompt_token_length", longest)
         with pytest.raises(InputError, match=told):
-            open_teacher(str(tmp_path / "t"), student, config=config, layout=layout)
+            open_beside(kind, str(tmp_path / "t"), student, config=config, layout=layout)
 
 
 def test_a_teacher_with_experts_is_not_asked_what_only_training_them_cannot_do(tmp_path: Path) -> None:
@@ -354,4 +355,4 @@ def test_a_teacher_with_experts_is_not_asked_what_only_training_them_cannot_do(t
         open_pretrained(config, tmp_path / "out", layout=layout)
     tokenizer = load_tokenizer(str(tmp_path / "t"))
     student: Any = SimpleNamespace(tokenizer=tokenizer, hf_config=SimpleNamespace(vocab_size=512))
-    assert open_teacher(str(tmp_path / "t"), student, config=config, layout=layout).hf_config.num_experts == 8
+    assert open_beside("teacher", str(tmp_path / "t"), student, config=config, layout=layout).hf_config.num_experts == 8

@@ -52,6 +52,10 @@ class ZeroMoments(Moments):
         # `BF16_Optimizer` is stage 1 in bfloat16, without host memory.
         self.is_flat = self.stage == 1 and self.c < MASTER_BYTES and not flags.adam_offload
         self.device, self.host = self._state(on_cuda=workload.on_cuda)
+        self.buffer_bytes = self.device[BUFFERS]
+        # Stage 3 and `BF16_Optimizer` have buffers for them in float32; all others are freed in the step.
+        in_buffer = self.device[GRADIENTS] if self.stage == 3 else 0
+        self.kept_gradients = GRADIENT_BYTES * self.num_trained if self.is_flat else in_buffer
         super().__init__(shape, layout, workload)
 
     def _state(self, *, on_cuda: bool) -> tuple[Counter[str], Counter[str]]:
@@ -103,9 +107,8 @@ class ZeroMoments(Moments):
     def state_bytes(self) -> tuple[int, int, int]:
         return self.device[PARAMETERS], self.device[GRADIENTS], self.device[OPTIMIZER]
 
-    def held(self, gradients: int, *, is_training: bool = True) -> dict[str, int]:
-        held = super().held(gradients, is_training=is_training)
-        return held | {BUFFERS: held[BUFFERS] + self.device[BUFFERS]}
+    def beside(self, shape: ModelShape, workload: Workload) -> Moments:
+        return ZeroMoments(self.flags, shape, self.layout, workload)
 
     def on_host(self) -> dict[str, int]:
         return super().on_host() | self.host
@@ -143,7 +146,8 @@ class ZeroPasses(Passes):
         run = self.run
         sizes = [run.sizes[each.name] for unit in units for each in unit.parameters]
         wanted = max(MOST_AT_ONCE, sum(sizes) if keeps and not self.workload.recomputes("") else 0)
-        sizes += [run.sizes[each.name] for each in self.embeddings.parameters]
+        if all(each.stands_as for each in self.workload.scorings):  # else its order is that of a forward pass alone
+            sizes += [run.sizes[each.name] for each in self.embeddings.parameters]
         num_values = next((together for together in accumulate(sizes) if together >= wanted), sum(sizes))
         nearby = sum(run.sizes.values()) // zpg_of(run.flags) if zpg_of(run.flags) > 1 else 0
         return self.c * (num_values + nearby) if run.stage == 3 and run.num_ranks > 1 else 0

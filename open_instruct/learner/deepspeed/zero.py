@@ -283,7 +283,7 @@ class ZeroBackend(ShardedModule):
         )
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
-        return self._own_state() | self.state_of_reference()
+        return self._own_state() | self.state_of_others()
 
     def _own_state(self) -> dict[str, Any]:
         """The state as flat ranges, the same for every stage: a run may go on under another stage or on other ranks."""
@@ -301,8 +301,9 @@ class ZeroBackend(ShardedModule):
                 f"the checkpoints in --output_dir are of another --tensor_parallel_degree than {self._split_over}: "
                 "give theirs again, or start in another --output_dir from the hf_model such a run ends with"
             )
-        return self._own_state() | self.state_of_reference(names)
+        return self._own_state() | self.state_of_others(metadata)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict whose parts were filled in place."""
         self.masters.changed(num_steps=state_dict[OF_ZERO]["num_steps"])
+        self.load_critic(state_dict)

@@ -164,16 +164,17 @@ class FSDP2Backend(ShardedModule):
         else:
             # PyTorch's own functions take five times as long to list it, and the training waits for that.
             state = state_of(self.model, self.optim)
-        return state | self.state_of_reference()
+        return state | self.state_of_others()
 
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
         refuse_other_backend(metadata.state_dict_metadata, own="olmo_core", part="model")
         state = super().state_dict_to_load(metadata, optim=optim)
-        return state | self.state_of_reference(metadata.state_dict_metadata)
+        return state | self.state_of_others(metadata)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.weights_changed()
+        self.load_critic(state_dict)
 
 
 def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:

@@ -49,7 +49,7 @@ BLOCK_MODULES = (
 
 def logit_chunks(shape: ModelShape, num_positions: int) -> tuple[int, ...]:
     """Positions in each chunk of the head; with more than one chunk, logits are recomputed in the backward pass."""
-    most = max(1, MAX_LOGITS_BYTES // (FLOAT32 * shape.vocab_size))
+    most = max(1, MAX_LOGITS_BYTES // (FLOAT32 * shape.num_outputs))
     whole, rest = divmod(num_positions, most)
     return (most,) * whole + ((rest,) if rest else ())
 
@@ -58,7 +58,7 @@ def num_kept_chunks(shape: ModelShape, chunks: Sequence[int], bytes_per_number: 
     """The chunks, of several, whose product with the head's matrix is kept; with 0 bytes nothing is."""
     if not bytes_per_number or len(chunks) < 2:
         return 0
-    return min(len(chunks), MAX_KEPT_BYTES // (chunks[0] * shape.vocab_size * bytes_per_number))
+    return min(len(chunks), MAX_KEPT_BYTES // (chunks[0] * shape.num_outputs * bytes_per_number))
 
 
 @lru_cache(maxsize=512)
@@ -358,16 +358,17 @@ class _Head(_Piece):
             index = run(num_positions * 8, gradients=())
             saved = [normed, index]
             hidden = run(num_positions * d_model * self.c, normed, index, saved=saved, gradients=[_whole(normed)])
+        hidden = self.cast(hidden, num_positions * d_model, FLOAT32) if shape.scores else hidden  # see `ValueHead`
         all_chunks = logit_chunks(shape, num_positions)
         kind: Kind = "weight" if shape.scores else self.kind
         stays_whole = shape.is_tied and is_whole
-        num_words = shape.vocab_size if stays_whole else self.split(1 if shape.scores else shape.vocab_size)
+        num_words = shape.vocab_size if stays_whole else self.split(shape.num_outputs)
         weight = Tensor(num_words * d_model * self.c, kind=kind)
         num_kept = num_kept_chunks(shape, all_chunks, self.c if workload.on_cuda and is_whole else 0)
         # Of chunks that keep nothing any two will do; of those that do, the last, beside which all others are kept.
         last_are_kept = num_kept == len(all_chunks)
         others = all_chunks[:-CHUNKS_RECORDED] if last_are_kept else all_chunks[:num_kept]
-        run(0, hidden, saved=[Tensor(sum(others) * shape.vocab_size * self.c)], gradients=())
+        run(0, hidden, saved=[Tensor(sum(others) * shape.num_outputs * self.c)], gradients=())
         chunks = all_chunks[-CHUNKS_RECORDED:] if last_are_kept else all_chunks[:CHUNKS_RECORDED]
         # A chunk is a view; the gradients of the chunks are laid end to end.
         views = [run(0, hidden, gradients=[Gradient(of=hidden, num_bytes=hidden.num_bytes)])] * len(chunks)
@@ -375,14 +376,14 @@ class _Head(_Piece):
         for num_labels, view in zip(chunks, views, strict=True):
             gradients = [_whole(weight), Gradient(of=view, num_bytes=num_labels * d_model * self.c)]
             with self.tape.recomputed(len(all_chunks) > 1 and not last_are_kept):
-                num_bytes = num_labels * shape.vocab_size * self.c
+                num_bytes = num_labels * shape.num_outputs * self.c
                 product = run(num_bytes, view, hidden, weight, saved=[hidden], gradients=gradients)
                 with self.tape.recomputed(len(all_chunks) > 1):
                     losses.append(self._losses(product, num_labels))
         return run(num_positions * FLOAT32, *losses)
 
     def _losses(self, product: Tensor, num_labels: int) -> Tensor:
-        run, num_logits = self.tape.run, num_labels * self.shape.vocab_size
+        run, num_logits = self.tape.run, num_labels * self.shape.num_outputs
         logits = self.cast(product, num_logits, FLOAT32)
         if self.workload.temperature != 1.0:
             logits = run(logits.num_bytes, logits)

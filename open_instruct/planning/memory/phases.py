@@ -31,6 +31,7 @@ READ_CHUNK_BYTES = 8 * 2**20
 NUM_SYNC_SLOTS = 2
 
 PARAMETERS, OPTIMIZER = "parameters", "optimizer states"
+POLICY, CRITIC = "policy", "critic"  # the one that is at rest
 ENGINE, BUFFERS, CUDA = "vLLM engine", "buffers", "CUDA and libraries"
 INPUTS, CHECKPOINT = "inputs of blocks", "a copy to write checkpoints from"
 SENT = "weights as engines have them, to find what has changed"
@@ -66,6 +67,8 @@ def memory_by_phase(run: Moments) -> tuple[Phase, ...]:
         moments["reference pass"] = run.reference_pass()
     if workload.scorings:
         moments["scoring pass"] = run.scoring_pass()
+    if run.critic:
+        moments["critic"] = run.critic.learning()
     during_step = run.held(run.passes.accumulated(run.gradients))
     moments |= {
         "forward": run.passes.forward(during_step),
@@ -92,8 +95,15 @@ def phase_of(name: str, moments: Iterable[Moment]) -> Phase:
 class Moments:
     """The worst moments of the phases, in bytes by label, where FSDP2 shards."""
 
+    buffer_bytes = 0  # of the library that shards, from step to step
+    kept_gradients = 0  # bytes of gradients that stay when a step is over
+
     def __init__(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> None:
         self.shape, self.layout, self.workload = shape, layout, workload
+        self.critic = self.beside(workload.critic.shape, workload.of_critic) if workload.critic else None
+        self.other: Moments | None = self.critic  # a model that is at rest while this one works
+        if self.critic:
+            self.critic.other = self
         self.passes = self.passes_over(self.workload)
         self.parameters, self.gradients, self.optimizer = self.state_bytes()
 
@@ -110,6 +120,18 @@ class Moments:
             (own * state.MASTER_BYTES, state.moment_bytes(each, own, self.layout, self.workload))
             for each, own in zip(trained, self.own, strict=True)
         ]
+
+    def beside(self, shape: ModelShape, workload: Workload) -> Moments:
+        """The memory of another model that is trained in the same run."""
+        return Moments(shape, self.layout, workload)
+
+    def learning(self) -> Iterator[Moment]:
+        """All moments of a model's part of a step: it scores, learns, and takes its own step."""
+        yield from self.scoring_pass()
+        held = self.held(self.passes.accumulated(self.gradients))
+        yield from self.passes.forward(held)
+        yield from self.passes.backward(held)
+        yield from self.step()
 
     def state_bytes(self) -> tuple[int, int, int]:
         """Parameters, gradients and optimizer states: what is there from step to step, but for the gradients."""
@@ -134,6 +156,16 @@ class Moments:
 
     def held(self, gradients: int, *, is_training: bool = True) -> dict[str, int]:
         """The memory held throughout a phase; before training without optimizer states and frozen models."""
+        held = self.held_alone(gradients, is_training=is_training)
+        if self.other is None:
+            return held
+        at_rest = self.other.held_alone(self.other.kept_gradients if is_training else 0, is_training=is_training)
+        num_bytes = sum(size for part, size in at_rest.items() if part not in (SCRATCH, CUDA))
+        of_libraries = max(held[CUDA], at_rest[CUDA])  # of both models and the engines
+        return held | {POLICY if self.critic is None else CRITIC: num_bytes, CUDA: of_libraries}
+
+    def held_alone(self, gradients: int, *, is_training: bool) -> dict[str, int]:
+        """`held` without a model that is at rest."""
         frozen = [each for each in self.workload.scorings if each.stands_as and is_training]
         engine = self.shape.num_params * self.workload.sync_bytes_per_param + self.workload.kv_cache_bytes
         return {
@@ -143,6 +175,7 @@ class Moments:
             **{each.stands_as: self._frozen_bytes(each) for each in frozen},
             ENGINE: engine if self.workload.shares_device else 0,
             BUFFERS: self._rope_bytes()
+            + self.buffer_bytes
             + (0 if self.workload.on_cuda or not is_training else sum(self.copies().values())),
             SCRATCH: self.scratch_bytes if self.workload.on_cuda else 0,
             CUDA: self.library_bytes if self.workload.on_cuda else 0,
@@ -158,7 +191,7 @@ class Moments:
     @cached_property
     def library_bytes(self) -> int:
         sends_weights = self.workload.num_engines > 0 and self.workload.sync_backend == "nccl"
-        return library_bytes(self.layout, sends_weights=sends_weights)
+        return library_bytes(self.layout, sends_weights=sends_weights, num_trained=1 if self.critic is None else 2)
 
     def checkpoint_copy(self) -> int:
         """Bytes of the host copy that asynchronous checkpoints are written from; it is kept between checkpoints.

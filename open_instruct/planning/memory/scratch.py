@@ -54,10 +54,13 @@ def communicator_bytes(num_members: int, num_in_node: int) -> int:
     return NUM_CHANNELS * CHANNEL_BYTES + nvls_bytes
 
 
-def library_bytes(layout: ShardLayout, *, sends_weights: bool) -> int:
-    """CUDA's context and a communicator for each group that rank 0 is in, the one to engines' receivers included."""
+def library_bytes(layout: ShardLayout, *, sends_weights: bool, num_trained: int = 1) -> int:
+    """CUDA's context and a communicator for each group that rank 0 is in, the one to engines' receivers included.
+
+    Of so many models that are trained each has groups of its own.
+    """
     node = layout.nodes[0]
     kinds = (layout.replica_groups, layout.shard_groups, layout.tensor_groups, layout.context_groups)
-    groups = [range(layout.world_size), *(groups[0] for groups in kinds)]
+    groups = [range(layout.world_size), *(groups[0] for groups in kinds * num_trained)]
     in_groups = sum(communicator_bytes(len(group), sum(rank in node for rank in group)) for group in groups)
     return CONTEXT_BYTES + in_groups + (communicator_bytes(2, 1) if sends_weights else 0)

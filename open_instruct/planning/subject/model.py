@@ -117,6 +117,11 @@ class ModelShape:
     experts_per_token: int = 1
     adapters: Adapters | None = None
 
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that the head puts out for a position: a logit for each word, or one score."""
+        return 1 if self.scores else self.vocab_size
+
     @cached_property
     def parameters(self) -> tuple[ParameterShape, ...]:
         """All parameters, in the order of the real model. With tied embeddings there is no matrix of the head.
@@ -137,7 +142,7 @@ class ModelShape:
                 parameters.append(parameter(f"blocks.{number}.{name}", size, axis, number))
         parameters.append(parameter("lm_head.norm.weight", (self.d_model,), None))
         if not self.is_tied:
-            parameters.append(parameter(LM_HEAD, (1 if self.scores else self.vocab_size, self.d_model), 0))
+            parameters.append(parameter(LM_HEAD, (self.num_outputs, self.d_model), 0))
         return tuple(parameters)
 
     def _block(self, layer: LayerShape) -> Iterator[tuple[str, tuple[int, ...], int | None]]:

@@ -78,6 +78,7 @@ class Workload:
     copies_checkpoints: bool = False  # they are written from a copy while the training goes on
     reference_pass_tokens: int = 0  # of a microbatch of the pass over the start weights before training
     scorings: tuple[Scoring, ...] = ()
+    critic: Scoring | None = None  # the other model that is trained (PPO), and the passes in which it tells its values
     shared_prefix_tokens: int = 0
     documents_per_group: int = 1  # documents that begin with the same prefix
     temperature: float = 1.0
@@ -130,6 +131,13 @@ class Workload:
     def recomputes(self, module: str) -> bool:
         """Whether `module` of all blocks ("attention", "feed_forward", or "" for whole blocks) is recomputed."""
         return any(is_wrapped(self.recomputed_modules, 0, name) for name in ("", module))
+
+    @property
+    def of_critic(self) -> Workload:
+        """The work of the critic, which learns from the same rows as often, and goes to no engine."""
+        assert self.critic is not None
+        no_engines: dict[str, Any] = {"num_engines": 0, "shares_device": False, "sync_choice": ("dense", "")}
+        return replace(self, critic=None, scorings=(self.critic,), num_values=1, **no_engines)
 
     @property
     def merges_adapters(self) -> bool:
@@ -191,6 +199,11 @@ def shape_of_run(config: RunConfig, model: str) -> ModelShape:
     shape = adapted(model_shape(model), config.adapters)
     if objective_of(config).head == "vocabulary":
         return shape
+    return with_score(shape)
+
+
+def with_score(shape: ModelShape) -> ModelShape:
+    """The same model with the head of a score."""
     return replace(shape, scores=True, is_tied=False)
 
 
@@ -276,6 +289,7 @@ def _rollout_workload(
         pack_tokens=pack_tokens,
         num_updates=loss.num_mini_batches * loss.num_epochs,
         scorings=tuple(_rollout_scorings(config, shape)),
+        critic=_critic(config, shape) if config.rollout.has_critic else None,
         temperature=config.rollout.temperature,
         records_entropy=measures_entropy(loss),
         num_values=1 + measures_entropy(loss),
@@ -299,6 +313,12 @@ def _rollout_scorings(config: GRPOConfig, shape: ModelShape) -> Iterator[Scoring
         yield replace(by_policy, stands_as=TEACHER, shape=model_shape(teacher))
     if chooses_tokens(loss):
         yield Scoring(shape=shape, num_rounds=num_updates, num_values=1 + measures_entropy(loss))
+
+
+def _critic(config: GRPOConfig, shape: ModelShape) -> Scoring:
+    name = config.critic.critic_model_name_or_path
+    whole = adapted(shape if name is None else model_shape(name), None)
+    return Scoring(shape=with_score(whole), num_rounds=config.loss.num_mini_batches)
 
 
 def _engines(config: GRPOConfig, shape: ModelShape, device_memory_bytes: int) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from open_instruct.learner.deepspeed import zero
 from open_instruct.models.export import export_hf
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.lora.adapters import weights_of as merged_weights_of
+from open_instruct.models.shards import held_of
 from open_instruct.parallel.process import stop_process
 from open_instruct.weights.receiver import IncomingWeights
 from open_instruct.weights.sender import WeightSender
 from tests.ranks.files import told
 from tests.ranks.grpo_case import is_computed
 from tests.ranks.jobs import grpo_steps
-from tests.ranks.jobs.deepspeed_runs import as_for_large_models, weights_of
+from tests.ranks.jobs.deepspeed_runs import as_for_large_models
 from tests.ranks.jobs.weight_sync import CPU, offer, own_rank, received
 
 NUM_COMPLETIONS = 9
@@ -71,6 +72,13 @@ def _send_twice(flags: list[str], way: str, dtype: str, info_path: Path, out: Pa
     stop_process()
 
 
+def weights_of(learner: grpo_steps.Learner) -> torch.Tensor:
+    """What this rank holds of the trained models, on either backend."""
+    policies = [learner.policy] if learner.critic is None else [learner.policy, learner.critic.policy]
+    held = [each.local for policy in policies for each in held_of(policy.model).values()]
+    return torch.cat([local.detach().flatten().float() for local in held]).clone()
+
+
 def stop_and_go_on(flags: list[str], ports: list[int], num_steps: int) -> dict[str, Any]:
     """The rows after a checkpoint in the middle: of the run that wrote it, and of one that began with it."""
     zero.engine_settings = as_for_large_models
@@ -85,7 +93,7 @@ def stop_and_go_on(flags: list[str], ports: list[int], num_steps: int) -> dict[s
                 learner.save({"asked": 7})
                 rows.clear()
             rows.append(learner.take_step(NUM_COMPLETIONS))
-        ends.append(weights_of(learner.policy).clone())
+        ends.append(weights_of(learner))
         stop_process()
     told_rows = [{name: value for name, value in row.items() if is_computed(name)} for row in rows]
     return {"rows": told_rows, "same_weights": torch.equal(*ends)}
