@@ -114,7 +114,8 @@ class SegmentTransformer(Transformer):
         device = device or get_default_device()
         self.to_empty(device=device)
         for parameter in self.parameters():
-            local_part(parameter).fill_(torch.nan)
+            if parameter.is_floating_point():
+                local_part(parameter).fill_(torch.nan)
         if self.tie_word_embeddings:
             self.lm_head.w_out.weight = self.embeddings.weight  # to_empty separated them
         self.settle_on(device, max_seq_len=max_seq_len)

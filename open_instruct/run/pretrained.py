@@ -205,8 +205,10 @@ def _check_experts(hf_config: PretrainedConfig, config: LearnerConfig, *, is_tra
         ),
     }
     if is_trained:
+        in_4_bits = config.lora.use_qlora
         is_muon, is_float8 = config.optim.optimizer == "muon", config.model.float8_linears != "off"
         problems["--optimizer muon: it takes matrices, and experts lie in stacks of them; use adamw"] = is_muon
+        problems["--use_qlora: experts lie in stacks, which are not held in 4 bits; leave it out"] = in_4_bits
         problems["--float8_linears: experts multiply in --param_dtype alone; use off"] = is_float8
     if is_trained and hf_config.output_router_logits:
         is_packed = getattr(config.data, "packing", True)

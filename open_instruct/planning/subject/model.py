@@ -25,6 +25,9 @@ from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, LM_HEAD, is_of_ad
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+# `models.nf4.BLOCK`, which cannot be imported without torch; a test holds the two equal.
+BLOCK = 64
+
 SLIDING = "sliding_attention"
 
 # Words of a name that say how a model was trained or when, not how large it is.
@@ -48,10 +51,15 @@ class ParameterShape:
     tensor_axis: int | None = None  # the axis that tensor parallelism splits; None: every tensor rank has all of it
     row_of: tuple[int, int] | None = None  # it is this row of a stack of so many
     is_trained: bool = True  # else it has no gradient, and stays in the dtype that is computed in
+    in_4_bits: bool = False  # two to a byte, with a scale in that dtype for every 64
 
     @property
     def num_params(self) -> int:
         return prod(self.shape)
+
+    def bytes_of(self, num_values: int, bytes_each: int) -> int:
+        """Bytes of so many of its values, of whole rows, in a dtype of `bytes_each`."""
+        return num_values // 2 + num_values // BLOCK * bytes_each if self.in_4_bits else num_values * bytes_each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +72,7 @@ class Adapters:
     rank: int
     modules: tuple[str, ...]
     drops: bool = False  # dropout leaves out some of their inputs while training
+    in_4_bits: bool = False  # the matrices of the blocks are, these and others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +123,10 @@ class ModelShape:
 
         def parameter(name: str, size: tuple[int, ...], axis: int | None, layer: int | None = None) -> ParameterShape:
             is_trained = self.adapters is None or is_of_adapter(name) or (self.scores and name == LM_HEAD)
-            return ParameterShape(name=name, shape=size, layer=layer, tensor_axis=axis, is_trained=is_trained)
+            in_4_bits = self.in_4_bits and layer is not None and len(size) == 2 and not is_trained
+            return ParameterShape(
+                name=name, shape=size, layer=layer, tensor_axis=axis, is_trained=is_trained, in_4_bits=in_4_bits
+            )
 
         block = list(self._block())
         parameters = [parameter(EMBEDDINGS, (self.vocab_size, self.d_model), 0)]
@@ -173,6 +185,10 @@ class ModelShape:
             Unit(name="embeddings", parameters=() if self.is_tied else (embeddings,)),
             Unit(name="blocks", parameters=tuple(each for each in rest if each.layer == 0), count=self.num_layers),
         )
+
+    @property
+    def in_4_bits(self) -> bool:
+        return self.adapters is not None and self.adapters.in_4_bits
 
     @property
     def num_params(self) -> int:
