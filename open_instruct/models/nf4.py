@@ -8,8 +8,6 @@ Legend of the shape suffixes: O output features of a layer, I input features, P 
 B features of a block.
 """
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -35,16 +33,17 @@ def quantized(values_OI: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor
     return codes_OI[:, ::2] << 4 | codes_OI[:, 1::2], scales_OK
 
 
-def dequantized(codes_OP: torch.Tensor, scales_OK: torch.Tensor) -> torch.Tensor:
-    """The values (O, I), in the dtype of the scales."""
-    pairs = _pairs(scales_OK.dtype, codes_OP.device).index_select(0, codes_OP.flatten().int())
-    return pairs.view(scales_OK.dtype).view(*scales_OK.shape, BLOCK).mul_(scales_OK.unsqueeze(-1)).flatten(1)
+def dequantized(codes_OP: torch.Tensor, scales_OK: torch.Tensor, pairs: torch.Tensor | None = None) -> torch.Tensor:
+    """The values (O, I), in the dtype of the scales; `pairs` are those of `pairs_in`, where they are there already."""
+    dtype = scales_OK.dtype
+    pairs = pairs_in(dtype).to(codes_OP.device) if pairs is None else pairs
+    values = pairs.index_select(0, codes_OP.flatten().int()).view(dtype)
+    return values.view(*scales_OK.shape, BLOCK).mul_(scales_OK.unsqueeze(-1)).flatten(1)
 
 
-@cache
-def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def pairs_in(dtype: torch.dtype) -> torch.Tensor:
     """The two levels of each byte, as one number of their width: half as many are looked up."""
-    levels = torch.tensor(LEVELS, dtype=dtype, device=device)
+    levels = torch.tensor(LEVELS, dtype=dtype)
     return torch.cartesian_prod(levels, levels).view(AS_WIDE_AS_TWO[dtype]).flatten()
 
 
@@ -52,32 +51,42 @@ class Product(torch.autograd.Function):
     """x W^T + bias of a frozen W in 4 bits, whose values are made in each pass and dropped, and a frozen bias."""
 
     @staticmethod
-    def forward(ctx, x, codes_OP, scales_OK, bias_O):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(codes_OP, scales_OK)
-        return F.linear(x, dequantized(codes_OP, scales_OK), bias_O)
+    def forward(ctx, x, bias_O, *in_4_bits):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*in_4_bits)
+        return F.linear(x, dequantized(*in_4_bits), bias_O)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return gradient @ dequantized(*ctx.saved_tensors), None, None, None
+        return gradient @ dequantized(*ctx.saved_tensors), None, None, None, None
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer that takes over the parameters of another; `in_4_bits` its matrix has two, without values yet."""
+    """A linear layer that takes over the parameters of another; `in_4_bits` its matrix has two, without values yet.
 
-    def __init__(self, stands_for: nn.Linear, *, in_4_bits: bool) -> None:
+    :ivar pairs: beside the parameters, so that a GPU need not wait for it, and compiled code is given it.
+    """
+
+    def __init__(self, stands_for: nn.Linear, *, in_4_bits: bool, dtype: torch.dtype) -> None:
         super().__init__(stands_for.in_features, stands_for.out_features, bias=False, device="meta")
         self.weight, self.bias = stands_for.weight, stands_for.bias
         self.in_4_bits = in_4_bits
         if in_4_bits:
             num_rows, width = self.weight.shape
-            codes_OP = torch.empty(num_rows, width // 2, dtype=torch.uint8, device=self.weight.device)
-            scales_OK = torch.empty(num_rows, width // BLOCK, device=self.weight.device)
+            device = self.weight.device
             self.register_parameter("weight", None)
+            codes_OP = torch.empty(num_rows, width // 2, dtype=torch.uint8, device=device)
+            scales_OK = torch.empty(num_rows, width // BLOCK, dtype=dtype, device=device)
             self.codes = nn.Parameter(codes_OP, requires_grad=False)
             self.scales = nn.Parameter(scales_OK, requires_grad=False)
+            self.register_buffer("pairs", pairs_in(dtype).to(device), persistent=False)
+
+    def fill_pairs(self) -> None:
+        """Write them again where memory was allocated anew."""
+        if self.in_4_bits:
+            self.pairs.copy_(pairs_in(self.scales.dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.in_4_bits:
             return super().forward(x)
-        y: torch.Tensor = Product.apply(x, self.codes, self.scales, self.bias)
+        y: torch.Tensor = Product.apply(x, self.bias, self.codes, self.scales, self.pairs)
         return y

@@ -38,8 +38,8 @@ class AdaptedLinear(FrozenLinear):
     lora_A: nn.Parameter  # (R, I)
     lora_B: nn.Parameter  # (O, R)
 
-    def __init__(self, stands_for: nn.Linear, lora: LoRASection) -> None:
-        super().__init__(stands_for, in_4_bits=lora.use_qlora)
+    def __init__(self, stands_for: nn.Linear, lora: LoRASection, *, dtype: torch.dtype) -> None:
+        super().__init__(stands_for, in_4_bits=lora.use_qlora, dtype=dtype)
         self.rank, self.scale, self.is_off = lora.lora_r, lora.scale, False
         self._dropped_share = lora.lora_dropout
         self.register_adapter()
@@ -91,8 +91,8 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
                     f"--use_qlora: {name} of a block has {linear.in_features} columns, and 4 bits are for multiples of "
                     f"{BLOCK}: leave it out"
                 )
-            frozen = AdaptedLinear(linear, lora) if name in wanted else FrozenLinear(linear, in_4_bits=True)
-            block.set_submodule(name, frozen)
+            adapted = AdaptedLinear(linear, lora, dtype=dtype) if name in wanted else None
+            block.set_submodule(name, adapted or FrozenLinear(linear, in_4_bits=True, dtype=dtype))
     for name, parameter in model.named_parameters():
         is_new = is_of_adapter(name) or _is_score(model, name)
         parameter.requires_grad_(is_new)
