@@ -61,10 +61,9 @@ class Product(torch.autograd.Function):
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer that takes over the parameters of another; `in_4_bits` its matrix has two, without values yet.
+    """A linear layer that takes over the parameters of another; `in_4_bits` its matrix has two, without values yet."""
 
-    :ivar pairs: beside the parameters, so that a GPU need not wait for it, and compiled code is given it.
-    """
+    pairs: torch.Tensor  # there for good, so that a GPU need not wait for it, and compiled code is given it
 
     def __init__(self, stands_for: nn.Linear, *, in_4_bits: bool, dtype: torch.dtype) -> None:
         super().__init__(stands_for.in_features, stands_for.out_features, bias=False, device="meta")

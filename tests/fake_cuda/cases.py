@@ -98,7 +98,6 @@ CASES = {
     "dpo_checkpointed": Case("--activation_checkpointing full"),
     "dpo_checkpointed_modules": Case(MODULES),
     "dpo_reduced_last": Case(f"--gradient_reduction last {HSDP}"),
-    "dpo_4_bits": Case("--use_lora --use_qlora"),
     "dpo_offloaded": Case(OFFLOAD, family="olmo3"),
     "dpo_offloaded_tensor_parallel": Case(f"{OFFLOAD} --tensor_parallel_degree 2", family="llama"),
     "dpo_offloaded_one_device": Case(f"{OFFLOAD} --single_gpu_mode", world=1),

@@ -9,6 +9,7 @@ import torch
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
+from open_instruct.learner.measure.speed import flops_of_step
 from open_instruct.models.build import build_model, find_not_finite
 from open_instruct.models.lora.adapters import adapt, fill_adapter, layers_of, weights_of
 from open_instruct.models.nf4 import BLOCK, LEVELS, FrozenLinear, dequantized, quantized
@@ -106,6 +107,8 @@ def test_it_computes_and_learns_as_with_the_values(family: str) -> None:
     in_4_bits = [module for module in ours.modules() if isinstance(module, FrozenLinear)]
     assert len(in_4_bits) == 4 * 7 and all(module.weight is None for module in in_4_bits)
     assert len(layers_of(ours)) == 4 * 3, "all are in 4 bits, those with an adapter and others"
+    counts = {"tokens": 40, "labels": 30}
+    assert flops_of_step(ours, counts, mean_length=40) == flops_of_step(plain, counts, mean_length=40)
     losses = [model(IDS).float().log_softmax(-1)[..., 5].sum() for model in (ours, plain)]
     for loss in losses:
         loss.backward()
@@ -119,6 +122,20 @@ def test_it_computes_and_learns_as_with_the_values(family: str) -> None:
     assert set(merged) == set(expected)
     for name in merged:
         assert torch.equal(merged[name].local, expected[name].local), name
+
+
+def test_a_layer_is_compiled_as_one_piece() -> None:
+    layer = FrozenLinear(torch.nn.Linear(128, 8).requires_grad_(False), in_4_bits=True, dtype=torch.float32)
+    for parameter, values in zip(
+        (layer.codes, layer.scales), quantized(torch.randn(8, 128), torch.float32), strict=True
+    ):
+        parameter.data.copy_(values)
+    x = torch.randn(5, 128, requires_grad=True)
+    results = []
+    for call in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        y = call(x)
+        results.append((y, *torch.autograd.grad(y.sum(), x)))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_a_value_that_is_not_finite_is_found() -> None:
