@@ -15,8 +15,8 @@ qlora: the same beside a base in 4 bits, TRL's by bitsandbytes with nested scale
 sync: two FSDP ranks to one receiver that only takes the bytes, as in weight_sync.py, in bfloat16; medians. "plain" is
 the same model without adapters.
 
-The exit code is 1 where our adapters take more than 0.8 of TRL's peak, are less than 1.5 times as fast (beside 4 bits:
-as fast), or alone are more than 2% of the model's bytes.
+The exit code is 1 where our adapters take more than 0.8 of TRL's peak, are less than 1.5 times as fast (beside 4 bits
+there is no goal of speed), or alone are more than 2% of the model's bytes.
 """
 
 import os
@@ -41,7 +41,6 @@ ADAPTERS, TRL, WHOLE = "adapters", "TRL, peft", "whole model"
 IN_4_BITS = "in 4 bits"
 BITSANDBYTES = "bitsandbytes==0.50.2"
 MOST_OF_PEAK, LEAST_SPEED, MOST_BYTES = 0.8, 1.5, 0.02
-LEAST_SPEED_IN_4_BITS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +77,7 @@ def qlora(args: Namespace) -> list[str]:
     """The same beside a base in 4 bits."""
     path = beside(trl_python(args.trl_venv), "trl_bitsandbytes", [our_version("peft"), BITSANDBYTES])
     ours = {IN_4_BITS: (*LORA, "--use_qlora"), ADAPTERS: LORA}
-    return compare(args, ours, path=path, least_speed=LEAST_SPEED_IN_4_BITS, more=["--load_in_4bit"])
+    return compare(args, ours, path=path, least_speed=0.0, more=["--load_in_4bit"])
 
 
 def compare(
