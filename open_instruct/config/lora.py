@@ -28,6 +28,7 @@ class LoRASection:
     all_read_with: ClassVar[str] = "use_lora"
 
     use_lora: bool = flag("train low-rank adapters beside the matrices of the blocks, and nothing else", False)
+    use_qlora: bool = flag("hold the matrices of the blocks in 4 bits (NF4), whether they get an adapter or not", False)
     lora_r: int = flag("rank of the adapters", 16, minimum=1)
     lora_alpha: float = flag("the product of an adapter's matrices is scaled by this / rank", 32.0, above=0)
     use_rslora: bool = flag("scale by --lora_alpha / root of the rank instead", False)

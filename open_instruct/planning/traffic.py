@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Literal
 
 from open_instruct.planning.memory.activations import FLOAT32, logit_chunks
-from open_instruct.planning.memory.state import gathered_params, is_split_stack, local_size, uses_muon
+from open_instruct.planning.memory.state import gathered_bytes, is_split_stack, local_size, uses_muon
 from open_instruct.planning.subject.model import ModelShape, ParameterShape, Unit
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.shard_layout import ShardLayout
@@ -159,7 +159,7 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
         num_gathers = 1 if unit.name == "embeddings" else 2
         yield from _gathers(layout, workload, unit, num_passes * num_gathers)
         for axis, parameters in _by_axis(unit.trained, layout).items():
-            gradient_bytes = gathered_params(parameters, layout) * REDUCE_BYTES
+            gradient_bytes = gathered_bytes(parameters, layout, REDUCE_BYTES)
             if span_of(layout, axis)[0] > 1:
                 what, num_calls = "gradients of a block, after it", num_reductions * unit.count
                 yield exchange_in(layout, axis, what, "reduce_scatter", gradient_bytes, num_calls)
@@ -210,7 +210,7 @@ def _gathers(layout: ShardLayout, workload: Workload, unit: Unit, num_times: int
     for axis, parameters in _by_axis(unit.parameters, layout).items():
         if span_of(layout, axis)[0] > 1:
             what = "weights of a block, before it runs"
-            num_bytes = gathered_params(parameters, layout) * workload.compute_bytes
+            num_bytes = gathered_bytes(parameters, layout, workload.compute_bytes)
             yield exchange_in(layout, axis, what, "all_gather", num_bytes, num_times * unit.count)
 
 

@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> int:
     dtype = pretrained.dtype_named(flags.export_dtype or config.run.export_dtype)
     model = pretrained.build(init_device="meta")
     if config.adapters is not None:
-        adapt(model, config.adapters, dtype=dtype)
+        adapt(model, config.adapters, dtype=pretrained.dtype_named(config.model.param_dtype))
     weights = _trained_weights(folder, model, pretrained, config.adapters)
     report = pretrained.export(
         model.to(dtype),
@@ -90,7 +90,7 @@ def _trained_weights(
     from open_instruct.checkpoints.step_folder import refuse_another_start_model
     from open_instruct.models.hf.names import LM_HEAD, clean_name
     from open_instruct.models.lora.adapters import MergedWeights
-    from open_instruct.models.shards import held
+    from open_instruct.models.shards import held, held_of
 
     trained = {clean_name(name): tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
     saved = SavedWeights(folder, trained)
@@ -100,7 +100,9 @@ def _trained_weights(
     plain = {name: held(pretrained.files.read(hf_name)) for name, hf_name in pretrained.names}
     if LM_HEAD in saved:
         plain[LM_HEAD] = saved[LM_HEAD]
-    return MergedWeights(plain, {name: each.local for name, each in saved.items()}, scale=lora.scale)
+    halves = {name: each.local for name, each in saved.items()}
+    in_4_bits = {name: each.scales.dtype for name, each in held_of(model).items() if each.scales is not None}
+    return MergedWeights(plain, halves, scale=lora.scale, in_4_bits=in_4_bits)
 
 
 def settings_of(run: Path) -> tuple[LearnerConfig, Objective]:

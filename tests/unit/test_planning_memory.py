@@ -27,11 +27,13 @@ from open_instruct.models.heads import logprob_head
 from open_instruct.models.hf.names import is_stack
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt
+from open_instruct.models.nf4 import BLOCK
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.activations import profile_of
 from open_instruct.planning.memory.phases import NUM_SYNC_SLOTS, READ_CHUNK_BYTES, Moments, memory_by_phase
 from open_instruct.planning.memory.state import local_size
+from open_instruct.planning.subject.model import BLOCK as PLANNED_BLOCK
 from open_instruct.planning.subject.model import ModelShape, model_shape, shape_of_fields
 from open_instruct.planning.subject.workload import Scoring, Workload, adapted
 from open_instruct.shard_layout import ShardLayout
@@ -129,6 +131,9 @@ def test_a_block_is_what_it_really_keeps_and_needs(
         ("qwen3", FLOAT32, (), {"lora_target_modules": ["v_proj", "down_proj"]}),
         ("qwen3", BFLOAT16, (FEED_FORWARD,), {"lora_dropout": 0.1}),
         ("llama", BFLOAT16, ("blocks.*.attention", NORMS), {}),
+        # It is held in 4 bits.
+        ("olmo2", BFLOAT16, (), {"use_qlora": True}),
+        ("qwen3", FLOAT32, (FEED_FORWARD,), {"use_qlora": True, "lora_target_modules": ["v_proj", "down_proj"]}),
         ("qwen3_moe", FLOAT32, (), None),
         ("qwen3_moe", BFLOAT16, (), None),
         ("qwen3_moe", BFLOAT16, (FEED_FORWARD,), None),
@@ -339,7 +344,7 @@ def print_tracked(case: Case) -> int:
 
 
 def test_constants_are_those_of_the_code_that_runs() -> None:
-    assert (READ_CHUNK_BYTES, NUM_SYNC_SLOTS) == (CHUNK_BYTES, NUM_SLOTS)
+    assert (READ_CHUNK_BYTES, NUM_SYNC_SLOTS, PLANNED_BLOCK) == (CHUNK_BYTES, NUM_SLOTS, BLOCK)
     for name in ("MAX_LOGITS_BYTES", "MAX_KEPT_BYTES"):
         assert getattr(activations, name) == getattr(logprob_head, name)
 
