@@ -8,11 +8,14 @@ Legend of the shape suffixes: O output features of a layer, I input features, P 
 B features of a block.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-BLOCK = 64
+from open_instruct.config.lora import BLOCK
+
 # Each stands for as large a share of normally distributed values.
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
@@ -35,9 +38,8 @@ def quantized(values_OI: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor
 
 def dequantized(codes_OP: torch.Tensor, scales_OK: torch.Tensor, pairs: torch.Tensor | None = None) -> torch.Tensor:
     """The values (O, I), in the dtype of the scales; `pairs` are those of `pairs_in`, where they are there already."""
-    dtype = scales_OK.dtype
-    pairs = pairs_in(dtype).to(codes_OP.device) if pairs is None else pairs
-    values = pairs.index_select(0, codes_OP.flatten().int()).view(dtype)
+    pairs = pairs_in(scales_OK.dtype).to(codes_OP.device) if pairs is None else pairs
+    values = pairs.index_select(0, codes_OP.flatten().int()).view(scales_OK.dtype)
     return values.view(*scales_OK.shape, BLOCK).mul_(scales_OK.unsqueeze(-1)).flatten(1)
 
 
@@ -70,22 +72,20 @@ class FrozenLinear(nn.Linear):
         self.weight, self.bias = stands_for.weight, stands_for.bias
         self.in_4_bits = in_4_bits
         if in_4_bits:
-            num_rows, width = self.weight.shape
-            device = self.weight.device
+            empty = partial(torch.empty, self.out_features, device=self.weight.device)
             self.register_parameter("weight", None)
-            codes_OP = torch.empty(num_rows, width // 2, dtype=torch.uint8, device=device)
-            scales_OK = torch.empty(num_rows, width // BLOCK, dtype=dtype, device=device)
-            self.codes = nn.Parameter(codes_OP, requires_grad=False)
-            self.scales = nn.Parameter(scales_OK, requires_grad=False)
-            self.register_buffer("pairs", pairs_in(dtype).to(device), persistent=False)
-
-    def fill_pairs(self) -> None:
-        """Write them again where memory was allocated anew."""
-        if self.in_4_bits:
-            self.pairs.copy_(pairs_in(self.scales.dtype))
+            self.codes = nn.Parameter(empty(self.in_features // 2, dtype=torch.uint8), requires_grad=False)
+            self.scales = nn.Parameter(empty(self.in_features // BLOCK, dtype=dtype), requires_grad=False)
+            self.register_buffer("pairs", pairs_in(dtype).to(self.codes.device), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.in_4_bits:
             return super().forward(x)
         y: torch.Tensor = Product.apply(x, self.bias, self.codes, self.scales, self.pairs)
         return y
+
+
+def fill_pairs(module: nn.Module) -> None:
+    """Write the `pairs` of a layer in 4 bits again, where memory was allocated anew."""
+    if isinstance(module, FrozenLinear) and module.in_4_bits:
+        module.pairs.copy_(pairs_in(module.scales.dtype))

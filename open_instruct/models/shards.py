@@ -113,12 +113,10 @@ class Held:
 
     def fill(self, rows: slice, values: torch.Tensor) -> None:
         """Store `values` in some rows of `local`."""
-        if self.scales is None:
-            self.stored[rows].copy_(values)
-            return
-        codes, scales = quantized(values.to(self.stored.device), self.scales.dtype)
-        self.stored[rows].copy_(codes)
-        self.scales[rows].copy_(scales)
+        if self.scales is not None:
+            values, scales = quantized(values.to(self.stored.device), self.scales.dtype)
+            self.scales[rows].copy_(scales)
+        self.stored[rows].copy_(values)
 
     def as_in_files(self, name: str) -> Iterator[tuple[str, "Held"]]:
         """The part of each of `rows_of` a parameter."""
@@ -172,15 +170,13 @@ def held(parameter: torch.Tensor) -> Held:
 def held_in_4_bits(codes: torch.Tensor, scales: torch.Tensor) -> Held:
     """The part on this rank of the matrix that two parameters of a `FrozenLinear` hold, cut alike, by rows alone."""
     own = held(codes)
-
-    def widened(box: Box) -> Box:
-        return (box[0], slice(2 * box[1].start, 2 * box[1].stop))
+    columns = slice(0, 2 * codes.shape[1])
 
     def beside(owner: int) -> Mapping[int, Box]:
-        return {rank: widened(box) for rank, box in own.beside(owner).items()}
+        return {rank: (rows, columns) for rank, (rows, _) in own.beside(owner).items()}
 
-    shape = (own.shape[0], 2 * own.shape[1])
-    return Held(stored=own.stored, shape=shape, box=widened(own.box), beside=beside, scales=local_part(scales))
+    shape = (codes.shape[0], columns.stop)
+    return replace(own, shape=shape, box=(own.box[0], columns), beside=beside, scales=local_part(scales))
 
 
 def held_run(

@@ -101,8 +101,8 @@ def _trained_weights(
     if LM_HEAD in saved:
         plain[LM_HEAD] = saved[LM_HEAD]
     halves = {name: each.local for name, each in saved.items()}
-    in_4_bits = {name: each.scales.dtype for name, each in held_of(model).items() if each.scales is not None}
-    return MergedWeights(plain, halves, scale=lora.scale, in_4_bits=in_4_bits)
+    scales = {name: each.scales.dtype for name, each in held_of(model).items() if each.scales is not None}
+    return MergedWeights(plain, halves, scale=lora.scale, in_4_bits=scales)
 
 
 def settings_of(run: Path) -> tuple[LearnerConfig, Objective]:

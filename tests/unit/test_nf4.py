@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from open_instruct.config.lora import LoRASection
+from open_instruct.config.lora import BLOCK, LoRASection
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
+from open_instruct.families import FAMILIES
 from open_instruct.learner.measure.speed import flops_of_step
 from open_instruct.models.build import build_model, find_not_finite
 from open_instruct.models.lora.adapters import adapt, fill_adapter, layers_of, weights_of
-from open_instruct.models.nf4 import BLOCK, LEVELS, FrozenLinear, dequantized, quantized
+from open_instruct.models.nf4 import LEVELS, FrozenLinear, dequantized, quantized
 from open_instruct.models.shards import held_of
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from tests.unit.small_models import CPU, hf_config, with_random_weights
@@ -78,6 +79,8 @@ def test_a_value_is_the_nearest_level_times_its_scale(dtype: torch.dtype) -> Non
 def with_values(lora: LoRASection, family: str) -> tuple[Any, Any]:
     """A model in 4 bits, filled by chunks of rows, and one with the values that these stand for, both with adapters."""
     fields = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    if FAMILIES[family].delta:
+        fields["linear_value_head_dim"] = 16
     models = []
     for own in (lora, replace(lora, use_qlora=False)):
         model = build_model(hf_config(family, **fields))
@@ -101,12 +104,23 @@ def with_values(lora: LoRASection, family: str) -> tuple[Any, Any]:
     return ours, plain
 
 
-@pytest.mark.parametrize("family", ["olmo2", "qwen2"])  # the second has biases
-def test_it_computes_and_learns_as_with_the_values(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "num_in_4_bits", "num_adapters"),
+    [
+        ("olmo2", 4 * 7, 4 * 3),
+        ("qwen2", 4 * 7, 4 * 3),  # with biases
+        # The last of four layers attends. Of the others all but `w_a` and `w_b`, which have a row a head.
+        ("olmo_hybrid", 3 * 8 + 7, 4 * 3),
+        ("qwen3_5_text", 3 * 6 + 7, 3 * 1 + 3),
+    ],
+)
+def test_it_computes_and_learns_as_with_the_values(family: str, num_in_4_bits: int, num_adapters: int) -> None:
     ours, plain = with_values(LORA, family)
     in_4_bits = [module for module in ours.modules() if isinstance(module, FrozenLinear)]
-    assert len(in_4_bits) == 4 * 7 and all(module.weight is None for module in in_4_bits)
-    assert len(layers_of(ours)) == 4 * 3, "all are in 4 bits, those with an adapter and others"
+    assert len(in_4_bits) == num_in_4_bits and all(module.weight is None for module in in_4_bits)
+    others = {name.rpartition(".")[2] for name, each in ours.blocks.named_modules() if type(each) is torch.nn.Linear}
+    assert others == ({"w_a", "w_b"} if FAMILIES[family].delta else set())
+    assert len(layers_of(ours)) == num_adapters, "all are in 4 bits, those with an adapter and others"
     counts = {"tokens": 40, "labels": 30}
     assert flops_of_step(ours, counts, mean_length=40) == flops_of_step(plain, counts, mean_length=40)
     losses = [model(IDS).float().log_softmax(-1)[..., 5].sum() for model in (ours, plain)]
@@ -115,7 +129,7 @@ def test_it_computes_and_learns_as_with_the_values(family: str) -> None:
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     theirs = dict(plain.named_parameters())
     trained = {name: each for name, each in ours.named_parameters() if each.requires_grad}
-    assert len(trained) == 4 * 3 * 2
+    assert len(trained) == num_adapters * 2
     for name, parameter in trained.items():
         torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-5, atol=1e-6)
     merged, expected = weights_of(ours), weights_of(plain)
@@ -149,7 +163,7 @@ def test_a_value_that_is_not_finite_is_found() -> None:
 
 
 def test_what_cannot_be_held_so_is_refused() -> None:
-    with pytest.raises(InputError, match=r"w_k of a block has 32 columns, and 4 bits are for multiples of 64"):
+    with pytest.raises(InputError, match=r"attention.w_k has 32 columns, no multiple of 64; leave it out"):
         adapt(build_model(hf_config("llama")), LORA, dtype=torch.float32)
     words = "--model_name_or_path m --output_dir o --mixer_list d 1.0 --use_lora --use_qlora --tensor_parallel_degree 2"
     with pytest.raises(InputError, match="--tensor_parallel_degree 2 cannot go with --use_qlora"):

@@ -27,13 +27,11 @@ from open_instruct.models.heads import logprob_head
 from open_instruct.models.hf.names import is_stack
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.models.nf4 import BLOCK
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.activations import profile_of
 from open_instruct.planning.memory.phases import NUM_SYNC_SLOTS, READ_CHUNK_BYTES, Moments, memory_by_phase
 from open_instruct.planning.memory.state import local_size
-from open_instruct.planning.subject.model import BLOCK as PLANNED_BLOCK
 from open_instruct.planning.subject.model import ModelShape, model_shape, shape_of_fields
 from open_instruct.planning.subject.workload import Scoring, Workload, adapted
 from open_instruct.shard_layout import ShardLayout
@@ -344,7 +342,7 @@ def print_tracked(case: Case) -> int:
 
 
 def test_constants_are_those_of_the_code_that_runs() -> None:
-    assert (READ_CHUNK_BYTES, NUM_SYNC_SLOTS, PLANNED_BLOCK) == (CHUNK_BYTES, NUM_SLOTS, BLOCK)
+    assert (READ_CHUNK_BYTES, NUM_SYNC_SLOTS) == (CHUNK_BYTES, NUM_SLOTS)
     for name in ("MAX_LOGITS_BYTES", "MAX_KEPT_BYTES"):
         assert getattr(activations, name) == getattr(logprob_head, name)
 

@@ -13,7 +13,7 @@ from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,11 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from open_instruct.config.lora import ALL_LINEAR, MODULES_OF_TARGETS, LoRASection
+from open_instruct.config.lora import ALL_LINEAR, BLOCK, IN_4_BITS, MODULES_OF_TARGETS, LoRASection
 from open_instruct.errors import InputError
 from open_instruct.models.experts.routed import RoutedFeedForward
 from open_instruct.models.hf.names import ADAPTER, LM_HEAD, clean_name, is_of_adapter
-from open_instruct.models.nf4 import BLOCK, FrozenLinear, quantized
+from open_instruct.models.nf4 import FrozenLinear, quantized
 from open_instruct.models.shards import Held, held, held_of, local_part, reshard, whole_of
 
 A, B = ADAPTER
@@ -76,24 +76,20 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
     :raises InputError: a matrix cannot have an adapter, or cannot be held in 4 bits.
     """
     wanted = {MODULES_OF_TARGETS[target] for target in lora.targets}
+    names_experts = ALL_LINEAR not in lora.lora_target_modules and any("feed_forward" in each for each in wanted)
     for block in model.blocks.values():
-        modules = dict(block.named_modules())
-        for name in sorted(MODULES_OF_TARGETS.values() if lora.use_qlora else wanted):
-            if isinstance(block.feed_forward, RoutedFeedForward) and name.startswith("feed_forward."):
-                if ALL_LINEAR not in lora.lora_target_modules:
-                    raise InputError(
-                        "--lora_target_modules: experts have no adapters, as they lie in stacks; leave out gate_proj, "
-                        "up_proj and down_proj, or name all-linear"
-                    )
-                continue
-            if name not in modules:  # mixers of other kinds have others
-                continue
-            linear = cast(nn.Linear, modules[name])
-            if lora.use_qlora and linear.in_features % BLOCK:
-                raise InputError(
-                    f"--use_qlora: {name} of a block has {linear.in_features} columns, and 4 bits are for multiples of "
-                    f"{BLOCK}: leave it out"
-                )
+        if names_experts and isinstance(block.feed_forward, RoutedFeedForward):
+            raise InputError(
+                "--lora_target_modules: experts have no adapters, as they lie in stacks; leave out gate_proj, "
+                "up_proj and down_proj, or name all-linear"
+            )
+        modules: dict[str, Any] = dict(block.named_modules())
+        # Mixers of other kinds have others.
+        for name in sorted(modules.keys() & (IN_4_BITS if lora.use_qlora else wanted)):
+            linear = modules[name]
+            columns = linear.in_features
+            if lora.use_qlora and columns % BLOCK:
+                raise InputError(f"--use_qlora: {name} has {columns} columns, no multiple of {BLOCK}; leave it out")
             adapted = AdaptedLinear(linear, lora, dtype=dtype) if name in wanted else None
             block.set_submodule(name, adapted or FrozenLinear(linear, in_4_bits=True, dtype=dtype))
     for name, parameter in model.named_parameters():
