@@ -153,6 +153,8 @@ def test_blocks_of_a_model_that_remembers(family: Any, dtype: torch.dtype, recom
     # Of what a forward pass needs that keeps nothing, the bound is not close: the backward pass needs more.
     compare_block(family, dtype, recomputed, layer=0, rel=(0.02, 0.08 if recomputed else 0.02, 0.02))
     compare_block(family, dtype, recomputed, layer=1, rel=(0.07, 0.3 if recomputed else 0.07, 0.1))
+    in_4_bits = LoRASection(use_lora=True, use_qlora=True, lora_r=24)
+    compare_block(family, dtype, recomputed, in_4_bits, layer=0, rel=(0.02, 0.08, 0.04))
 
 
 @pytest.mark.parametrize(("dtype", "recomputed"), [(FLOAT32, ()), (BFLOAT16, ()), (BFLOAT16, (FEED_FORWARD,))])
