@@ -3,23 +3,26 @@
     python benchmarks/lora.py                         # 500M parameters
     python benchmarks/lora.py --size small --parts train
     python benchmarks/lora.py --parts sync
+    python benchmarks/lora.py --parts qlora --size small
 
 train: the same model, rows, float32 and batch on one rank with one thread: ours with adapters, TRL's DPOTrainer with
 peft's, and ours with the whole model trained. Reference log-probs are computed before and not timed. Only real tokens
 count, a second of processor time, which other work slows less than a clock's; the first step does not. The peak is of a
 whole process, from its start. TRL has an environment of its own and peft beside it, both made on the first run.
 
+qlora: the same beside a base in 4 bits, TRL's by bitsandbytes with nested scales; and ours beside the base itself.
+
 sync: two FSDP ranks to one receiver that only takes the bytes, as in weight_sync.py, in bfloat16; medians. "plain" is
 the same model without adapters.
 
-The exit code is 1 where our adapters take more than 0.8 of TRL's peak, are less than 1.5 times as fast, or alone are
-more than 2% of the model's bytes.
+The exit code is 1 where our adapters take more than 0.8 of TRL's peak, are less than 1.5 times as fast (beside 4 bits
+there is no goal of speed), or alone are more than 2% of the model's bytes.
 """
 
 import os
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +38,8 @@ from scripts.demo_data.pairs import write_synthetic_preferences
 RANK = 16
 LORA = ("--use_lora", "--lora_r", str(RANK))
 ADAPTERS, TRL, WHOLE = "adapters", "TRL, peft", "whole model"
+IN_4_BITS = "in 4 bits"
+BITSANDBYTES = "bitsandbytes==0.50.2"
 MOST_OF_PEAK, LEAST_SPEED, MOST_BYTES = 0.8, 1.5, 0.02
 
 
@@ -49,7 +54,7 @@ class Run:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--parts", nargs="+", default=["train", "sync"], choices=["train", "sync"])
+    parser.add_argument("--parts", nargs="+", default=["train", "sync"], choices=["train", "qlora", "sync"])
     parser.add_argument("--size", default="base", choices=["mini", "small", "base"], help="4M, 50M or 500M parameters")
     parser.add_argument("--batch", type=int, default=4, help="pairs a microbatch")
     parser.add_argument("--accumulation", type=int, default=1)
@@ -58,25 +63,46 @@ def main() -> None:
     parser.add_argument("--num_syncs", type=int, default=7)
     parser.add_argument("--trl_venv", type=Path, default=DEFAULT_VENV)
     args = parser.parse_args()
-    end([problem for part in args.parts for problem in {"train": train, "sync": sync}[part](args)])
+    end([problem for part in args.parts for problem in {"train": train, "qlora": qlora, "sync": sync}[part](args)])
 
 
 def train(args: Namespace) -> list[str]:
     """Print what the runs took; returns which goals were missed."""
+    path = beside(trl_python(args.trl_venv), "trl_peft", [our_version("peft")])
+    ours = {ADAPTERS: LORA, WHOLE: ()}
+    return compare(args, ours, path=path, least_speed=LEAST_SPEED)
+
+
+def qlora(args: Namespace) -> list[str]:
+    """The same beside a base in 4 bits."""
+    path = beside(trl_python(args.trl_venv), "trl_bitsandbytes", [our_version("peft"), BITSANDBYTES])
+    ours = {IN_4_BITS: (*LORA, "--use_qlora"), ADAPTERS: LORA}
+    return compare(args, ours, path=path, least_speed=0.0, more=["--load_in_4bit"])
+
+
+def compare(
+    args: Namespace,
+    flags_of_ours: Mapping[str, Sequence[str]],
+    *,
+    path: Path,
+    least_speed: float,
+    more: Sequence[str] = (),
+) -> list[str]:
+    """Runs of ours, the first of which has goals, with TRL's, which finds peft in `path` and has `more` flags."""
     args.ranks, args.sharded, args.num_warmup_steps = 1, True, 0
     python = trl_python(args.trl_venv)
-    path = beside(python, "trl_peft", [our_version("peft")])
+    first, other = flags_of_ours
     with tempfile.TemporaryDirectory(prefix="lora_") as name:
         folder = Path(name)
         model = write_tiny_model(folder / "model", family="olmo2", size=args.size)
         rows = folder / "rows.jsonl"
         write_synthetic_preferences(rows, num_rows=args.num_steps * args.batch * args.accumulation, seed=0)
-        runs = {ADAPTERS: say(ADAPTERS, run_ours(args, model, rows, folder / "adapters", LORA))}
+        runs = {first: say(first, run_ours(args, model, rows, folder / "first", flags_of_ours[first]))}
         os.environ["PYTHONPATH"] = str(path)
-        runs[TRL] = say(TRL, run_theirs(args, python, model, rows, folder / "trl"))
+        runs[TRL] = say(TRL, run_theirs(args, python, model, rows, folder / "trl", more))
         del os.environ["PYTHONPATH"]
-        runs[WHOLE] = say(WHOLE, run_ours(args, model, rows, folder / "whole", ()))
-    theirs, ours = runs[TRL], runs[ADAPTERS]
+        runs[other] = say(other, run_ours(args, model, rows, folder / "other", flags_of_ours[other]))
+    theirs, ours = runs[TRL], runs[first]
     print(f"\n{'':14}{'peak GiB':>10}{'of TRL':>8}{'tokens/s':>10}{'x TRL':>8}")
     for name, run in runs.items():
         print(
@@ -87,8 +113,8 @@ def train(args: Namespace) -> list[str]:
     missed = []
     if of_peak > MOST_OF_PEAK:
         missed.append(f"the peak is {of_peak:.2f} of TRL's, more than {MOST_OF_PEAK}")
-    if speed < LEAST_SPEED:
-        missed.append(f"the speed is {speed:.2f} times TRL's, less than {LEAST_SPEED}")
+    if speed < least_speed:
+        missed.append(f"the speed is {speed:.2f} times TRL's, less than {least_speed}")
     return missed
 
 
@@ -103,8 +129,8 @@ def run_ours(args: Namespace, model: Path, rows: Path, out: Path, flags: Sequenc
     )
 
 
-def run_theirs(args: Namespace, python: Path, model: Path, rows: Path, out: Path) -> Run:
-    losses = run_trl(args, python, model, rows, out, more=["--lora_r", RANK]).losses
+def run_theirs(args: Namespace, python: Path, model: Path, rows: Path, out: Path, more: Sequence[str]) -> Run:
+    losses = run_trl(args, python, model, rows, out, more=["--lora_r", RANK, *more]).losses
     (told,) = read_numbers(out, args.ranks)
     stamps_s = told["processor_stamps"]
     return Run(

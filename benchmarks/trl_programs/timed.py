@@ -50,6 +50,7 @@ def parsed(strength: str) -> argparse.Namespace:
     for flag in ("batch", "accumulation", "steps", "max_length"):
         parser.add_argument(f"--{flag}", type=int, required=True)
     parser.add_argument("--lora_r", type=int, help="with peft, which must be on the path")
+    parser.add_argument("--load_in_4bit", action="store_true", help="with bitsandbytes, which must be on the path")
     parser.add_argument("--zero_stage", type=int, help="with DeepSpeed, which must be on the path")
     for flag in (strength, "learning_rate"):
         parser.add_argument(f"--{flag}", type=float, required=True)

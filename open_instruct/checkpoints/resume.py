@@ -37,7 +37,7 @@ def check_weights(model: Transformer, *, what: str, folder: Path, dtype: torch.d
     """
     limit = min(LARGEST_WEIGHT, torch.finfo(dtype).max)
     held = [*held_of(model).values(), *held_of(model, adapters_only=True).values()]
-    shards = [each.local for each in held if each.local.numel()]
+    shards = [each.limits for each in held if each.limits.numel()]
     # A NaN is passed on by each of these, and is not at most the limit. No temporary of a shard's size.
     bounds = torch.stack([bound.float() for shard in shards for bound in shard.aminmax()]) if shards else torch.zeros(1)
     is_broken = (~(bounds.abs().max() <= limit)).float()

@@ -17,6 +17,10 @@ MODULES_OF_TARGETS = {
     "up_proj": "feed_forward.w3",
 }
 ALL_LINEAR = "all-linear"
+# The matrices of a block that are held in 4 bits, so many values of a row to a scale. Of layers of the gated delta rule
+# all but the two of a row a head, `w_a` and `w_b`, which say how fast it forgets and writes.
+IN_4_BITS = (*MODULES_OF_TARGETS.values(), "attention.w_qkv", "attention.w_g", "attention.w_output")
+BLOCK = 64
 # Ranks of adapters that a vLLM engine supports.
 RANKS_OF_ENGINES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -28,6 +32,7 @@ class LoRASection:
     all_read_with: ClassVar[str] = "use_lora"
 
     use_lora: bool = flag("train low-rank adapters beside the matrices of the blocks, and nothing else", False)
+    use_qlora: bool = flag("hold the matrices of the blocks in 4 bits (NF4), whether they get an adapter or not", False)
     lora_r: int = flag("rank of the adapters", 16, minimum=1)
     lora_alpha: float = flag("the product of an adapter's matrices is scaled by this / rank", 32.0, above=0)
     use_rslora: bool = flag("scale by --lora_alpha / root of the rank instead", False)

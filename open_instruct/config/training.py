@@ -38,6 +38,11 @@ class LearnerConfig:
         """The flags of the adapters where only adapters are trained; otherwise None."""
         return self.lora if self.lora.use_lora else None
 
+    @property
+    def frozen_as(self) -> str:
+        """The precision of a start model that is not trained, on which all that it computes depends."""
+        return f"{self.model.param_dtype}-nf4" if self.lora.use_qlora else self.model.param_dtype
+
     def __post_init__(self) -> None:
         backend_named(self.parallel.backend).settle(self)
 

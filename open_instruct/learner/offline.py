@@ -126,7 +126,7 @@ class _Learning:
         folder = cache_root(self.config.data.cache_dir) / "reference_logprobs"
         if self.policy.loss.ld_alpha is not None:
             folder /= f"ld-{self.policy.loss.ld_alpha}"
-        cache = open_reference_cache(folder, self.pretrained, model=self.config.model, shape=self.shape)
+        cache = open_reference_cache(folder, self.pretrained, precision=self.config.frozen_as, shape=self.shape)
         with adapters_off(self.policy.model):
             if not self.reference_moves:
                 title = "reference log-probs"

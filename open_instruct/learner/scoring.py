@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.config.sections import ModelSection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.data.token_dataset import TokenDataset, cache_root, read_arrays, write_arrays
 from open_instruct.learner.model.float8 import float8_off
@@ -201,10 +200,10 @@ def reference_logprobs(scorer: Scorer, dataset: TokenDataset, *, cache: RowCache
     return cache.numbers(dataset)
 
 
-def open_reference_cache(folder: Path, pretrained: Pretrained, *, model: ModelSection, shape: BatchShape) -> RowCache:
+def open_reference_cache(folder: Path, pretrained: Pretrained, *, precision: str, shape: BatchShape) -> RowCache:
     """The cache file of these weights in this precision and layout; every rank reads what is in it now."""
     laid_out = f"packed-sharing-{shape.prefix_sharing}" if shape.packing else "padded"
-    return open_row_cache(folder, pretrained, model.param_dtype, laid_out, str(shape.documents_per_sample))
+    return open_row_cache(folder, pretrained, precision, laid_out, str(shape.documents_per_sample))
 
 
 def compare_with(
@@ -224,7 +223,7 @@ def compare_with(
         head_VD = whole_of(model.lm_head.w_out.weight, getattr(torch, config.model.param_dtype))
         return replace(opened, model=model, head_VD=head_VD), rows, heldout
     folder, laid_out = cache_root(config.data.cache_dir), "packed" if scorer.shape.packing else "padded"
-    words = (config.model.param_dtype, laid_out, opened.teacher.kept_as, str(opened.vocab_size))
+    words = (config.frozen_as, laid_out, opened.teacher.kept_as, str(opened.vocab_size))
     cache = open_row_cache(folder / "teacher_distributions", opened.pretrained, *words)
     datasets = [dataset for dataset in (rows, heldout) if dataset is not None]
     num_missing = len({dataset.key(row) for dataset in datasets for row in cache.missing(dataset)})

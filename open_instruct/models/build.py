@@ -61,7 +61,7 @@ def find_not_finite(model: torch.nn.Module) -> dict[str, str]:
     """
     not_finite = {}
     for name, held in held_of(model).items():
-        local = held.local
+        local = held.limits
         if local.numel() == 0:
             continue
         # aminmax propagates NaN, and needs no mask of the tensor's size.

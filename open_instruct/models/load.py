@@ -24,6 +24,7 @@ from open_instruct.models.shards import Held, held_of
 from open_instruct.parallel.process import gathered
 
 CHUNK_BYTES = 8 * 2**20
+QUANTIZING_BYTES = 16  # a value, in float32 three times and its code
 LOADABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_NAMED = 4
 
@@ -118,8 +119,8 @@ def stream_load(
         if names.tied and name == LM_HEAD:
             continue
         assert files.shapes[names.hf_name(name)] == held.shape, f"{name}: call check_cover first"
-        for target, stored in _chunks(held, files, names.hf_name(name), chunk_bytes):
-            target.copy_(stored)
+        for rows, stored in _chunks(held, files, names.hf_name(name), chunk_bytes):
+            held.fill(rows, stored)
             num_bytes_read += stored.numel() * stored.element_size()
         loaded.append(name)
     missed = set(names.olmo_core_names) - set(loaded)
@@ -137,25 +138,24 @@ def stream_load(
     )
 
 
-def _chunks(
-    held: Held, files: CheckpointFiles, hf_name: str, chunk_bytes: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs (some rows of the shard, the same rows in the file), of at most `chunk_bytes` but at least one row."""
-    local = held.local
-    if local.numel() == 0:
+def _chunks(held: Held, files: CheckpointFiles, hf_name: str, chunk_bytes: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Pairs (some rows of the shard, their values in the file), of at most `chunk_bytes` but at least one row."""
+    if held.stored.numel() == 0:
         return
     stored = held.values(files.read(hf_name))
-    row_bytes = math.prod(local.shape[1:]) * max(local.element_size(), files.dtypes[hf_name].itemsize)
+    own_bytes = held.stored.element_size() if held.scales is None else QUANTIZING_BYTES
+    row_bytes = math.prod(stored.shape[1:]) * max(own_bytes, files.dtypes[hf_name].itemsize)
     num_rows = max(1, chunk_bytes // row_bytes)
-    for start in range(0, local.shape[0], num_rows):
-        stop = start + num_rows
-        yield local[start:stop], stored[start:stop]
+    for start in range(0, stored.shape[0], num_rows):
+        rows = slice(start, start + num_rows)
+        yield rows, stored[rows]
 
 
 def _untied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int) -> list[str]:
     """A problem if the file's lm_head differs from the embeddings, which were loaded in its place."""
-    pairs = _chunks(held_of(model)[EMBEDDINGS], files, HF_LM_HEAD, chunk_bytes)
-    if all(torch.equal(ours, stored.to(device=ours.device, dtype=ours.dtype)) for ours, stored in pairs):
+    held = held_of(model)[EMBEDDINGS]
+    pairs = _chunks(held, files, HF_LM_HEAD, chunk_bytes)
+    if all(torch.equal(held.stored[rows], stored.to(held.stored)) for rows, stored in pairs):
         return []
     return [
         f"{files.file_of(HF_LM_HEAD)}: {HF_LM_HEAD} differs from the embeddings, but config.json ties them: "

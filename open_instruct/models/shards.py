@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from open_instruct.models.hf.names import clean_name, is_of_adapter, is_stack
+from open_instruct.models.hf.names import CODES, SCALES, clean_name, is_of_adapter, is_stack
+from open_instruct.models.nf4 import dequantized, quantized
 
 Box = tuple[slice, ...]
 """One range for every dim of a tensor."""
@@ -83,20 +84,39 @@ def reshard(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
-    """This rank's part of a tensor of `shape`: `local`, the values in `box` of it (see `at`).
+    """This rank's part of a tensor of `shape`: `local`, the values in `box` of it (see `at`), as they are `stored`.
 
     A matrix may be cut along its columns into `num_slabs`, whose values then lie slab after slab.
 
-    Example: row 1 of two, `Held(local=tensor([3, 4]), shape=(2, 2), box=(slice(1, 2), slice(0, 2)), beside=…)`.
+    Example: row 1 of two, `Held(stored=tensor([3, 4]), shape=(2, 2), box=(slice(1, 2), slice(0, 2)), beside=…)`.
 
     :param beside: given a rank, the box of every one that shares a copy of the tensor with it; see `boxes_beside`.
+    :param scales: of a matrix in 4 bits, which is stored as codes; see `nf4.py`.
     """
 
-    local: torch.Tensor
+    stored: torch.Tensor
     shape: tuple[int, ...]
     box: Box
     beside: Callable[[int], Mapping[int, Box]]
     num_slabs: int = 1
+    scales: torch.Tensor | None = None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The values: of a matrix in 4 bits new ones at each call, else those that are stored."""
+        return self.stored if self.scales is None else dequantized(self.stored, self.scales)
+
+    @property
+    def limits(self) -> torch.Tensor:
+        """What is there anyway, with a value at least as large as any of `local`, and NaN where these have one."""
+        return self.stored if self.scales is None else self.scales
+
+    def fill(self, rows: slice, values: torch.Tensor) -> None:
+        """Store `values` in some rows of `local`."""
+        if self.scales is not None:
+            values, scales = quantized(values.to(self.stored.device), self.scales.dtype)
+            self.scales[rows].copy_(scales)
+        self.stored[rows].copy_(values)
 
     def as_in_files(self, name: str) -> Iterator[tuple[str, "Held"]]:
         """The part of each of `rows_of` a parameter."""
@@ -117,7 +137,7 @@ class Held:
         def beside(owner: int) -> Mapping[int, Box]:
             return {rank: _of_row(box, index, num_values) for rank, box in self.beside(owner).items()}
 
-        return Held(local=local, shape=self.shape[1:], box=_of_row(self.box, index, num_values), beside=beside)
+        return Held(stored=local, shape=self.shape[1:], box=_of_row(self.box, index, num_values), beside=beside)
 
     def values(self, whole: torch.Tensor) -> torch.Tensor:
         """The values of the contiguous tensor `whole` that belong in `local`."""
@@ -144,7 +164,19 @@ def held(parameter: torch.Tensor) -> Held:
     if elsewhere is not None:
         return elsewhere
     beside = partial(boxes_beside, parameter)
-    return Held(local=local_part(parameter), shape=tuple(parameter.shape), box=own_box(parameter), beside=beside)
+    return Held(stored=local_part(parameter), shape=tuple(parameter.shape), box=own_box(parameter), beside=beside)
+
+
+def held_in_4_bits(codes: torch.Tensor, scales: torch.Tensor) -> Held:
+    """The part on this rank of the matrix that two parameters of a `FrozenLinear` hold, cut alike, by rows alone."""
+    own = held(codes)
+    columns = slice(0, 2 * codes.shape[1])
+
+    def beside(owner: int) -> Mapping[int, Box]:
+        return {rank: (rows, columns) for rank, (rows, _) in own.beside(owner).items()}
+
+    shape = (codes.shape[0], columns.stop)
+    return replace(own, shape=shape, box=(own.box[0], columns), beside=beside, scales=local_part(scales))
 
 
 def held_run(
@@ -160,7 +192,7 @@ def held_run(
         return {rank: (slice(*run),) for run, rank in holder.items()}
 
     box = (slice(*ranges[rank]),)
-    return Held(local=local, shape=shape, box=box, beside=beside, num_slabs=num_slabs)
+    return Held(stored=local, shape=shape, box=box, beside=beside, num_slabs=num_slabs)
 
 
 def held_of(model: nn.Module, *, adapters_only: bool = False) -> dict[str, Held]:
@@ -168,8 +200,11 @@ def held_of(model: nn.Module, *, adapters_only: bool = False) -> dict[str, Held]
 
     A checkpoint is read into, and written from, the model without its adapters; with `adapters_only`, theirs alone.
     """
-    parameters = model.named_parameters()
-    by_name = {clean_name(name): held(each) for name, each in parameters if is_of_adapter(name) == adapters_only}
+    parameters = {clean_name(name): each for name, each in model.named_parameters()}
+    own = {name: each for name, each in parameters.items() if is_of_adapter(name) == adapters_only}
+    by_name = {name: held(each) for name, each in own.items() if not name.endswith((CODES, SCALES))}
+    for name in (name.removesuffix(CODES) for name in own if name.endswith(CODES)):
+        by_name[f"{name}.weight"] = held_in_4_bits(own[f"{name}{CODES}"], own[f"{name}{SCALES}"])
     return {own_name: row for name, each in by_name.items() for own_name, row in each.as_in_files(name)}
 
 
@@ -206,9 +241,9 @@ def deliver(tensors: Mapping[int, tuple[Held, torch.dtype]]) -> torch.Tensor | N
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for owner, (tensor, dtype) in tensors.items():
         boxes = tensor.beside(owner)
-        local = tensor.local
         if rank not in boxes:
             continue
+        local = tensor.local
         if rank != owner:
             if local.numel() > 0:
                 posted.append(dist.P2POp(dist.isend, _as_bytes(local.to(dtype).contiguous()), owner))

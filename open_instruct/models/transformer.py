@@ -31,6 +31,7 @@ from open_instruct.models.compiled import prepare_compiler
 from open_instruct.models.experts.routed import Experts
 from open_instruct.models.heads.logprob_head import HeadSettings
 from open_instruct.models.heads.value_head import ValueHead
+from open_instruct.models.nf4 import fill_pairs
 from open_instruct.models.shards import local_part
 
 
@@ -107,7 +108,8 @@ class SegmentTransformer(Transformer):
         device = device or get_default_device()
         self.to_empty(device=device)
         for parameter in self.parameters():
-            local_part(parameter).fill_(torch.nan)
+            local_part(parameter).fill_(torch.nan if parameter.is_floating_point() else 0)
+        self.apply(fill_pairs)
         if self.tie_word_embeddings:
             self.lm_head.w_out.weight = self.embeddings.weight  # to_empty separated them
         self.settle_on(device, max_seq_len=max_seq_len)

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Literal
 
 from open_instruct.planning.memory.activations import FLOAT32, logit_chunks
-from open_instruct.planning.memory.state import gathered_params, is_split_stack, local_size, uses_muon
+from open_instruct.planning.memory.state import gathered_bytes, is_split_stack, local_size, uses_muon
 from open_instruct.planning.subject.model import ModelShape, ParameterShape, Unit
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.shard_layout import ShardLayout
@@ -158,7 +158,7 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
         yield from _gathers(layout, workload, unit, num_passes * num_gathers)
         # `parallel_configs`: gradients are reduced in float32 whatever they are computed in.
         for axis, parameters in _by_axis(unit.trained, layout).items():
-            gradient_bytes = gathered_params(parameters, layout) * FLOAT32
+            gradient_bytes = gathered_bytes(parameters, layout, FLOAT32)
             if span_of(layout, axis)[0] > 1:
                 what, num_calls = "gradients of a block, after it", num_reductions * unit.count
                 yield exchange_in(layout, axis, what, "reduce_scatter", gradient_bytes, num_calls)
@@ -209,7 +209,7 @@ def _gathers(layout: ShardLayout, workload: Workload, unit: Unit, num_times: int
     for axis, parameters in _by_axis(unit.parameters, layout).items():
         if span_of(layout, axis)[0] > 1:
             what = "weights of a block, before it runs"
-            num_bytes = gathered_params(parameters, layout) * workload.compute_bytes
+            num_bytes = gathered_bytes(parameters, layout, workload.compute_bytes)
             yield exchange_in(layout, axis, what, "all_gather", num_bytes, num_times * unit.count)
 
 

@@ -179,7 +179,8 @@ class Driver:
             self.step = self.num_tokens = 0
         self.metrics.keep_until(self.step)
         self.view.rewards = [row["reward"] for row in self.metrics.rows()]
-        begins_as_the_engines = self.config.lora.adapter_name_or_path is None
+        lora = self.config.lora
+        begins_as_the_engines = lora.adapter_name_or_path is None and not lora.use_qlora
         if self.step != self.fleet.publisher.version or not begins_as_the_engines:
             with self.view.phase("sending weights"):
                 self.fleet.publisher.publish(self.step)

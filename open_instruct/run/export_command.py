@@ -66,7 +66,7 @@ def main(words: Sequence[str]) -> int:
     dtype = pretrained.dtype_named(flags.export_dtype or config.run.export_dtype)
     model = pretrained.build(init_device="meta")
     if config.adapters is not None:
-        adapt(model, config.adapters, dtype=dtype)
+        adapt(model, config.adapters, dtype=pretrained.dtype_named(config.model.param_dtype))
     weights = _trained_weights(folder, model, pretrained, config.adapters)
     num_bytes = pretrained.export(
         model.to(dtype),
@@ -88,7 +88,7 @@ def _trained_weights(
     from open_instruct.checkpoints.step_folder import refuse_another_start_model
     from open_instruct.models.hf.names import LM_HEAD, clean_name
     from open_instruct.models.lora.adapters import MergedWeights
-    from open_instruct.models.shards import held
+    from open_instruct.models.shards import held, held_of
 
     trained = {clean_name(name): tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
     saved = SavedWeights(folder, trained)
@@ -98,7 +98,9 @@ def _trained_weights(
     plain = {name: held(pretrained.files.read(hf_name)) for name, hf_name in pretrained.names}
     if LM_HEAD in saved:
         plain[LM_HEAD] = saved[LM_HEAD]
-    return MergedWeights(plain, {name: each.local for name, each in saved.items()}, scale=lora.scale)
+    halves = {name: each.local for name, each in saved.items()}
+    scales = {name: each.scales.dtype for name, each in held_of(model).items() if each.scales is not None}
+    return MergedWeights(plain, halves, scale=lora.scale, in_4_bits=scales)
 
 
 def settings_of(run: Path) -> tuple[LearnerConfig, Objective]:

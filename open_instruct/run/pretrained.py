@@ -197,6 +197,7 @@ def _check_experts(hf_config: PretrainedConfig, config: LearnerConfig) -> None:
     balances = "the loss that output_router_logits = true in config.json adds"
     is_muon, is_float8 = config.optim.optimizer == "muon", config.model.float8_linears != "off"
     problems = {
+        "--use_qlora: experts lie in stacks, which are not held in 4 bits; leave it out": config.lora.use_qlora,
         "--optimizer muon: it takes matrices, and experts lie in stacks of them; use adamw": is_muon,
         "--float8_linears: experts multiply in --param_dtype alone; use off": is_float8,
     }

@@ -138,6 +138,7 @@ CASES = {
     "dpo, replicas": TracedCase(HSDP),
     "dpo, replicas, reduced last": TracedCase(f"--gradient_reduction last {HSDP}"),
     "dpo, adapters": TracedCase("--use_lora"),
+    "dpo, adapters beside 4 bits": TracedCase("--use_lora --use_qlora --activation_checkpointing full"),
     "dpo, muon": TracedCase(f"--optimizer muon {HSDP}"),
     "dpo, 8-bit adamw": TracedCase(f"--optimizer adamw_8bit {HSDP}"),
     "dpo, moments on the host": TracedCase("--adam_offload"),

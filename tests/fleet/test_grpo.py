@@ -166,6 +166,17 @@ def test_engines_get_what_adapters_add(variant: Callable[..., GRPOCase]) -> None
     assert max(row["logprob_diff/max"] for row in rows) < 1e-4 and rows[0]["kl"] > 1e-5
 
 
+def test_engines_get_a_base_of_4_bits_from_the_first_completion_on(variant: Callable[..., GRPOCase]) -> None:
+    """They begin with the start model itself, which is another policy than the learners'."""
+    flags = {"use_lora": "true", "use_qlora": "true", "learning_rate": "5e-3", "beta": 0.05, "total_episodes": 16}
+    case = variant(num_learners_per_node=2, **flags)
+    case.run()
+    rows = case.rows()
+    assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
+    assert max(row["logprob_diff/max"] for row in rows) < 1e-4
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[-1]["kl"] > 1e-6
+
+
 def test_traces_hold_the_version_of_every_token(undisturbed: GRPOCase) -> None:
     """Those that a run keeps without a flag."""
     for step in range(1, NUM_STEPS + 1):

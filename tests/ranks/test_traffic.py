@@ -166,6 +166,7 @@ CASES: dict[str, Case] = {
     "teacher's logits, tensor 2": Case(model="deep", num_ranks=2, algorithm="distill", flags=TENSOR | TEACHER),
     "teacher's logits, context 2": Case(model="tied", num_ranks=2, algorithm="distill", flags=CONTEXT | TEACHER),
     "adapters, hsdp 2x2": Case(model="untied", num_ranks=4, flags=HSDP | LORA),
+    "adapters beside 4 bits": Case(model="plain", num_ranks=2, flags=LORA | {"use_qlora": "true"}),
     "adapters, fsdp 2 x tensor 2, checkpointing": Case(model="tied", num_ranks=4, flags=TENSOR | FULL | LORA),
     "adapters, tensor 2, some matrices, reduced last": Case(
         model="plain", num_ranks=2, flags=TENSOR | LAST | LORA | {"lora_target_modules": "v_proj down_proj"}

@@ -110,8 +110,8 @@ class TestCommandLine:
         assert "missing" not in str(caught.value)
 
     def test_everything_wrong_is_said_at_once(self) -> None:
-        message = refusal("--beta", "x", "--use_qlora", "--sed", "3", "--packing", "maybe")
-        assert [line.split()[0] for line in message.splitlines()] == ["--beta", "--use_qlora", "--sed", "--packing"]
+        message = refusal("--beta", "x", "--load_in_8bit", "--sed", "3", "--packing", "maybe")
+        assert [line.split()[0] for line in message.splitlines()] == ["--beta", "--load_in_8bit", "--sed", "--packing"]
 
     @pytest.mark.parametrize("words", [["rows.jsonl"], ["-x", "1"], ["1.0", "--beta", "2"]])
     def test_words_before_the_first_flag_are_refused(self, words: list[str]) -> None:
@@ -154,7 +154,7 @@ class TestUpstreamFlags:
         "words",
         [
             *("--with_tracking", "--hf_repo_url u", "--hf_entity none", "--try_launch_beaker_eval_jobs False"),
-            *("--logging_steps 1", "--use_slow_tokenizer", "--trust_remote_code false", "--use_qlora False"),
+            *("--logging_steps 1", "--use_slow_tokenizer", "--trust_remote_code false", "--load_in_8bit False"),
             *("--no_load_balancing_loss", "--oe_eval_tasks a,b", "--deepspeed_config_file ds.conf"),
         ],
     )

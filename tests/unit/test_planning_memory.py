@@ -129,6 +129,9 @@ def test_a_block_is_what_it_really_keeps_and_needs(
         ("qwen3", FLOAT32, (), {"lora_target_modules": ["v_proj", "down_proj"]}),
         ("qwen3", BFLOAT16, (FEED_FORWARD,), {"lora_dropout": 0.1}),
         ("llama", BFLOAT16, ("blocks.*.attention", NORMS), {}),
+        # It is held in 4 bits.
+        ("olmo2", BFLOAT16, (), {"use_qlora": True}),
+        ("qwen3", FLOAT32, (FEED_FORWARD,), {"use_qlora": True, "lora_target_modules": ["v_proj", "down_proj"]}),
         ("qwen3_moe", FLOAT32, (), None),
         ("qwen3_moe", BFLOAT16, (), None),
         ("qwen3_moe", BFLOAT16, (FEED_FORWARD,), None),
@@ -150,6 +153,8 @@ def test_blocks_of_a_model_that_remembers(family: Any, dtype: torch.dtype, recom
     # Of what a forward pass needs that keeps nothing, the bound is not close: the backward pass needs more.
     compare_block(family, dtype, recomputed, layer=0, rel=(0.02, 0.08 if recomputed else 0.02, 0.02))
     compare_block(family, dtype, recomputed, layer=1, rel=(0.07, 0.3 if recomputed else 0.07, 0.1))
+    in_4_bits = LoRASection(use_lora=True, use_qlora=True, lora_r=24)
+    compare_block(family, dtype, recomputed, in_4_bits, layer=0, rel=(0.02, 0.08, 0.04))
 
 
 @pytest.mark.parametrize(("dtype", "recomputed"), [(FLOAT32, ()), (BFLOAT16, ()), (BFLOAT16, (FEED_FORWARD,))])

@@ -199,6 +199,21 @@ def test_of_a_frozen_model_it_is_adapters_that_have_states(
         assert state_bytes(shape, layout, WORKLOAD, rank=rank) == held_after_a_step(model, "adamw"), f"rank {rank}"
 
 
+@pytest.mark.parametrize("family", ["qwen2", "olmo_hybrid", "qwen3_5_text"])
+@pytest.mark.parametrize("layout_name", ["1", "8 as 2 replicas", "24"])
+def test_a_frozen_model_in_4_bits(join_as: JoinAs, layout_name: str, family: str) -> None:
+    """Some of its matrices have adapters, and the blocks are in 4 bits; 24 ranks have uneven parts."""
+    layout, (lora, adapters) = LAYOUTS[layout_name], LORAS["some"]
+    hf_config = config_of(family, False, {**UNEVEN, "hidden_size": 192, "intermediate_size": 320})
+    shape = shape_of(hf_config, replace(adapters, in_4_bits=True))
+    for rank in sorted({0, layout.world_size - 1}):
+        join_as(rank, layout.world_size)
+        model = sharded_model(hf_config, layout, lora=replace(lora, use_qlora=True))
+        held = held_after_a_step(model, "adamw")
+        assert state_bytes(shape, layout, WORKLOAD, rank=rank) == held, f"rank {rank}"
+        assert held[0] < state_bytes(shape_of(hf_config, adapters), layout, WORKLOAD, rank=rank)[0]
+
+
 def test_a_frozen_model_beside_is_what_it_holds(join_as: JoinAs) -> None:
     """A reference policy, and a teacher of another config whose head's matrix is whole."""
     layout = LAYOUTS["24 tensor 2"]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.config.sections import LoggingSection, MemorySection, ModelSection, OptimSection
+from open_instruct.config.sections import LoggingSection, MemorySection, OptimSection
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
 from open_instruct.learner.loop import merged
@@ -155,20 +155,19 @@ class TestReferenceCache:
     ) -> None:
         monkeypatch.setattr(dist, "barrier", lambda: None)
 
-        def opened(*, weights: str = "a", dtype: str = "float32", **layout: Any) -> RowCache:
+        def opened(*, weights: str = "a", precision: str = "float32", **layout: Any) -> RowCache:
             pretrained: Any = SimpleNamespace(
                 files=SimpleNamespace(fingerprint=weights * 64),
                 hf_config=SimpleNamespace(to_dict=lambda: {"model_type": "olmo2"}),
             )
-            model = ModelSection(model_name_or_path="m", param_dtype=dtype)  # type: ignore[arg-type]
-            return open_reference_cache(tmp_path, pretrained, model=model, shape=replace(shape_of(), **layout))
+            return open_reference_cache(tmp_path, pretrained, precision=precision, shape=replace(shape_of(), **layout))
 
         cache = opened()
         cache.add(make_pairs(1).key(0), np.zeros(2, dtype=np.float32))
         cache.write()
         assert opened().missing(make_pairs(1)) == []
-        others: list[dict[str, Any]] = [{"weights": "b"}, {"dtype": "bfloat16"}, {"packing": False}]
-        others += [{"documents_per_sample": 3}, {"prefix_sharing": "on"}]
+        others: list[dict[str, Any]] = [{"weights": "b"}, {"precision": "bfloat16"}, {"packing": False}]
+        others += [{"precision": "float32-nf4"}, {"documents_per_sample": 3}, {"prefix_sharing": "on"}]
         assert all(opened(**other).missing(make_pairs(1)) == [0] for other in others)
         assert len({opened(**other).path for other in others}) == len(others)
 

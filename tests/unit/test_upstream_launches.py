@@ -56,7 +56,7 @@ def test_what_only_names_a_script_is_no_launch() -> None:
 def test_the_table_counts_what_is_the_same_and_why_not(tmp_path: Path) -> None:
     rows = "--model_name_or_path m --mixer_list r 1.0 --max_seq_length 8"
     (tmp_path / "a.sh").write_text(
-        f"python open_instruct/dpo.py {rows}\npython open_instruct/dpo.py {rows} --use_qlora\n"
+        f"python open_instruct/dpo.py {rows}\npython open_instruct/dpo.py {rows} --load_in_8bit\n"
         "python open_instruct/grpo_fast.py words\npython open_instruct/merge_lora.py --seed 1\n"
     )
     configs = tmp_path / "configs" / "train_configs" / "sft"
@@ -64,5 +64,5 @@ def test_the_table_counts_what_is_the_same_and_why_not(tmp_path: Path) -> None:
     (configs / "a.yaml").write_text("model_name_or_path: m\nmax_seq_length: 8\ndataset_mixer: {r: 1.0}\n")
     told = "\n".join(table(tmp_path))
     assert "commands: 1 of 3 are the same run here" in told and "YAML files: 1 of 1 are the same run here" in told
-    assert "1  dpo --use_qlora" in told and "1  grpo --FILE" in told
+    assert "1  dpo --load_in_8bit" in told and "1  grpo --FILE" in told
     assert "1  of merge_lora, which has no command here" in told

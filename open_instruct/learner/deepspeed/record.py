@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NOT_HAD = {
     **dict.fromkeys(("fsdp_shard_degree", "fsdp_num_replicas", "expert_parallel_degree", "init_device"), ""),
     **dict.fromkeys(("gradient_reduction", "fsdp_prefetch_factor", "compile_model"), ""),
-    **dict.fromkeys(("activation_memory_budget", "float8_linears"), ""),
+    **dict.fromkeys(("activation_memory_budget", "float8_linears", "use_qlora"), ""),
     "optimizer": " (it steps AdamW; its own Muon takes the gradient's norm, and clips, when matrices are orthogonal, "
     "and its shards have no rows, in which 8-bit AdamW has its blocks)",
 }

@@ -13,6 +13,7 @@ import torch
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.models.heads.logprob_head import LogprobHead, losses_of_logits
+from open_instruct.models.nf4 import FrozenLinear
 from open_instruct.planning.subject.devices import DEVICES
 
 Moment = float | torch.cuda.Event
@@ -121,8 +122,11 @@ def flops_of_step(model: Transformer, counts: Mapping[str, int], *, mean_length:
     def flops(module: Any) -> int:
         """FLOPs a token: 6 a trained weight, and 4 a frozen one, which has no weight gradient."""
         frozen = sum(each.numel() for each in module.parameters() if not each.requires_grad)
+        in_4_bits = [each for each in module.modules() if isinstance(each, FrozenLinear) and each.in_4_bits]
+        # A byte of codes is two weights, and a scale none.
+        not_counted = sum(each.codes.numel() - each.scales.numel() for each in in_4_bits)
         num_flops: int = module.num_flops_per_token(mean_length)
-        return num_flops - 2 * frozen
+        return num_flops - 2 * frozen + 4 * not_counted
 
     return counts["tokens"] * sum(map(flops, model.blocks.values())) + counts["labels"] * flops(model.lm_head)
 

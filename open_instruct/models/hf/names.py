@@ -12,6 +12,7 @@ LM_HEAD = "lm_head.w_out.weight"
 HF_LM_HEAD = "lm_head.weight"
 HF_SCORE = "score.weight"
 ADAPTER = ("lora_A", "lora_B")
+CODES, SCALES = ".codes", ".scales"  # the two parameters of a matrix in 4 bits, whose own name ends with .weight
 
 # The output of a model at a position: logits over the vocabulary, or one number.
 Head = Literal["vocabulary", "score"]

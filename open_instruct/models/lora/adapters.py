@@ -13,6 +13,7 @@ from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,31 +22,31 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from open_instruct.config.lora import ALL_LINEAR, MODULES_OF_TARGETS, LoRASection
+from open_instruct.config.lora import ALL_LINEAR, BLOCK, IN_4_BITS, MODULES_OF_TARGETS, LoRASection
 from open_instruct.errors import InputError
 from open_instruct.models.experts.routed import RoutedFeedForward
 from open_instruct.models.hf.names import ADAPTER, LM_HEAD, clean_name, is_of_adapter
+from open_instruct.models.nf4 import FrozenLinear, quantized
 from open_instruct.models.shards import Held, held, held_of, local_part, reshard, whole_of
 
 A, B = ADAPTER
 
 
-class AdaptedLinear(nn.Linear):
+class AdaptedLinear(FrozenLinear):
     """A linear layer that adds `scale * B A x` to its output; it takes over the parameters of another layer."""
 
     lora_A: nn.Parameter  # (R, I)
     lora_B: nn.Parameter  # (O, R)
 
-    def __init__(self, stands_for: nn.Linear, lora: LoRASection) -> None:
-        super().__init__(stands_for.in_features, stands_for.out_features, bias=False, device="meta")
-        self.weight, self.bias = stands_for.weight, stands_for.bias
+    def __init__(self, stands_for: nn.Linear, lora: LoRASection, *, dtype: torch.dtype) -> None:
+        super().__init__(stands_for, in_4_bits=lora.use_qlora, dtype=dtype)
         self.rank, self.scale, self.is_off = lora.lora_r, lora.scale, False
         self._dropped_share = lora.lora_dropout
         self.register_adapter()
 
     def register_adapter(self, tp_mesh: DeviceMesh | None = None) -> None:
         """Add the adapter without values; tensor parallelism cuts its half that meets the matrix's cut side."""
-        device = self.weight.device
+        device = next(self.parameters()).device
         a_RI = torch.empty(self.rank, self.in_features, device=device)
         b_OR = torch.empty(self.out_features, self.rank, device=device)
         if tp_mesh is not None:
@@ -70,25 +71,32 @@ class AdaptedLinear(nn.Linear):
 
 
 def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
-    """Add adapters to `model` before it is sharded; its own parameters are frozen and cast to `dtype`."""
+    """Add adapters to `model` before it is sharded; its own parameters are frozen and cast to `dtype`.
+
+    :raises InputError: a matrix cannot have an adapter, or cannot be held in 4 bits.
+    """
     wanted = {MODULES_OF_TARGETS[target] for target in lora.targets}
+    names_experts = ALL_LINEAR not in lora.lora_target_modules and any("feed_forward" in each for each in wanted)
     for block in model.blocks.values():
-        modules = dict(block.named_modules())
-        for name in sorted(wanted):
-            if isinstance(block.feed_forward, RoutedFeedForward) and name.startswith("feed_forward."):
-                if ALL_LINEAR not in lora.lora_target_modules:
-                    raise InputError(
-                        "--lora_target_modules: experts have no adapters, as they lie in stacks; leave out gate_proj, "
-                        "up_proj and down_proj, or name all-linear"
-                    )
-                continue
-            if name in modules:  # mixers of other kinds have others
-                block.set_submodule(name, AdaptedLinear(modules[name], lora))
+        if names_experts and isinstance(block.feed_forward, RoutedFeedForward):
+            raise InputError(
+                "--lora_target_modules: experts have no adapters, as they lie in stacks; leave out gate_proj, "
+                "up_proj and down_proj, or name all-linear"
+            )
+        modules: dict[str, Any] = dict(block.named_modules())
+        # Mixers of other kinds have others.
+        for name in sorted(modules.keys() & (IN_4_BITS if lora.use_qlora else wanted)):
+            linear = modules[name]
+            columns = linear.in_features
+            if lora.use_qlora and columns % BLOCK:
+                raise InputError(f"--use_qlora: {name} has {columns} columns, no multiple of {BLOCK}; leave it out")
+            adapted = AdaptedLinear(linear, lora, dtype=dtype) if name in wanted else None
+            block.set_submodule(name, adapted or FrozenLinear(linear, in_4_bits=True, dtype=dtype))
     for name, parameter in model.named_parameters():
         # The head of a score is new too, and therefore trained whole.
         is_new = is_of_adapter(name) or (clean_name(name) == LM_HEAD and model.lm_head.w_out.out_features == 1)
         parameter.requires_grad_(is_new)
-        if not is_new:
+        if not is_new and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
@@ -154,7 +162,7 @@ def scaled_adapters(model: nn.Module) -> dict[str, Held]:
     """This rank's parts of the adapters' matrices, A and `scale` x B, by OLMo-core's names."""
     scales = {f"{name}.{B}": layer.scale for name, layer in layers_of(model).items()}
     held = held_of(model, adapters_only=True).items()
-    return {name: replace(each, local=each.local * scales.get(name, 1)) for name, each in held}
+    return {name: replace(each, stored=each.local * scales.get(name, 1)) for name, each in held}
 
 
 @torch.no_grad()
@@ -178,23 +186,34 @@ class MergedWeights(UserDict[str, Held]):
     """`plain` with adapters added, in float32; each matrix is made when it is asked for.
 
     :param halves: of adapters, by OLMo-core's names: the first whole; the second whole, or the rows held of the matrix.
+    :param in_4_bits: names of matrices that a run held in 4 bits, unlike `plain`, with the dtype of their scales.
     """
 
-    def __init__(self, plain: Mapping[str, Held], halves: Mapping[str, torch.Tensor], *, scale: float) -> None:
+    def __init__(
+        self,
+        plain: Mapping[str, Held],
+        halves: Mapping[str, torch.Tensor],
+        *,
+        scale: float,
+        in_4_bits: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
         super().__init__(plain)
-        self._halves, self._scale = halves, scale
+        self._halves, self._scale, self._in_4_bits = halves, scale, in_4_bits or {}
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Held:
         plain = self.data[name]
+        if name in self._in_4_bits:
+            codes, scales = quantized(plain.stored, self._in_4_bits[name])
+            plain = replace(plain, stored=codes, scales=scales)
         layer = name.removesuffix(".weight")
         if f"{layer}.{A}" not in self._halves:
             return plain
-        a_RI, b_OR = (self._halves[f"{layer}.{half}"].to(plain.local.device, torch.float32) for half in ADAPTER)
+        a_RI, b_OR = (self._halves[f"{layer}.{half}"].to(plain.stored.device, torch.float32) for half in ADAPTER)
         if len(plain.box) == 1:
             return self._run(plain, a_RI, b_OR)
         merged = plain.local.float().addmm(b_OR, a_RI[:, plain.box[1]], alpha=self._scale)
-        return replace(plain, local=merged)
+        return replace(plain, stored=merged, scales=None)
 
     def _run(self, plain: Held, a_RI: torch.Tensor, b_OR: torch.Tensor) -> Held:
         """The product for the rows that a run of values touches; the run may begin and end within a row."""
@@ -207,4 +226,4 @@ class MergedWeights(UserDict[str, Held]):
         rows = plain.local.new_zeros((last - first) * width, dtype=torch.float32)
         rows[own] = plain.local.float()
         merged = rows.view(-1, width).addmm(b_OR[first:last], a_RI, alpha=self._scale)
-        return replace(plain, local=merged.flatten()[own])
+        return replace(plain, stored=merged.flatten()[own])

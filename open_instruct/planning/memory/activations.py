@@ -132,9 +132,13 @@ class _Piece:
         in_bytes, out_bytes = (num_tokens * size * self.c for size in (num_inputs, num_outputs))
         num_cast = num_tokens * max(num_inputs, num_outputs) if self.workload.multiplies_in_float8 else 0
         cast_bytes = BYTES_OF_CAST * num_cast
-        gradients = [_whole(weight), Gradient(of=x, num_bytes=in_bytes, scratch_bytes=cast_bytes)]
+        # Of a matrix in 4 bits the values, and an index of each two of them until they are there, before the product.
+        is_made = self.shape.in_4_bits and kind == "frozen"
+        made, index_bytes = (weight.num_bytes, weight.num_bytes * 2 // self.c) if is_made else (cast_bytes, 0)
+        on_the_way = [made + max(0, index_bytes - size) for size in (in_bytes, out_bytes)]
+        gradients = [_whole(weight), Gradient(of=x, num_bytes=in_bytes, scratch_bytes=on_the_way[0])]
         saved = [x, weight]
-        return self.tape.run(out_bytes, x, weight, saved=saved, gradients=gradients, scratch_bytes=cast_bytes)
+        return self.tape.run(out_bytes, x, weight, saved=saved, gradients=gradients, scratch_bytes=on_the_way[1])
 
     def norm(self, x: Tensor, num_rows: int, width: int) -> Tensor:
         """RMSNorm. float32 inside; keeps its input and what is scaled by the weight."""

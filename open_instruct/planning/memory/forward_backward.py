@@ -26,7 +26,7 @@ from math import prod
 
 from open_instruct.planning.memory.activations import FLOAT32, profile_of
 from open_instruct.planning.memory.autograd_sizes import Profile, Usage
-from open_instruct.planning.memory.state import MASTER_BYTES, gathered_params, gathered_shape, local_size
+from open_instruct.planning.memory.state import MASTER_BYTES, gathered_bytes, gathered_shape, local_size
 from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.shard_layout import ShardLayout
@@ -64,8 +64,8 @@ class Passes:
         self.looked_up = self.root if shape.is_tied else self.embeddings
         self.reduced_last = self.looked_up if shape.adapters is None else self.blocks[0]
         # Sizes that every moment needs.
-        self.num_gathered = {unit.name: gathered_params(unit.parameters, layout) for unit in shape.units}
-        self.num_reduced = {unit.name: gathered_params(unit.trained, layout) for unit in shape.units}
+        self.gathered = {unit.name: gathered_bytes(unit.parameters, layout, self.c) for unit in shape.units}
+        self.reduced = {unit.name: gathered_bytes(unit.trained, layout, FLOAT32) for unit in shape.units}
         self.shards = {unit.name: self._shard(unit) for unit in shape.units}
         # Gradients of an earlier microbatch are alive in a later one; `adds_up`: whole ones, not shards.
         self.accumulates = workload.num_microbatches > 1
@@ -166,7 +166,7 @@ class Passes:
 
     def _gathered(self, unit: Unit) -> int:
         """Bytes of a unit's gathered parameters, which are as large as the buffer that they are gathered in."""
-        return self.num_gathered[unit.name] * self.c if self.is_sharded else 0
+        return self.gathered[unit.name] if self.is_sharded else 0
 
     def _buffer(self, unit: Unit) -> int:
         return self._gathered(unit) if self.layout.shard_group_size > 1 else 0
@@ -177,7 +177,7 @@ class Passes:
 
     def _reduced(self, unit: Unit) -> int:
         """Bytes of the float32 input of a unit's reduce-scatter."""
-        return self.num_reduced[unit.name] * FLOAT32 if self.is_sharded else 0
+        return self.reduced[unit.name] if self.is_sharded else 0
 
     def _left_over(self) -> int:
         """Bytes of the input of the previous microbatch's last reduce-scatter."""

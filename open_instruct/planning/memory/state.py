@@ -6,7 +6,8 @@ Sources, in PyTorch 2.13 and OLMo-core 3.0:
 - Master weights are float32; so are gradients, which are reduced in float32, and AdamW's two moments. In
   single-GPU mode nothing is sharded, and where `--param_dtype` is not float32 a copy of the model in it stays beside
   the masters (`learner/olmo_core/fsdp2.py`), whose gradients go to the masters as they are made.
-- Where adapters are trained, all else has neither gradient nor moments, and is held in `--param_dtype` alone.
+- Where adapters are trained, all else has neither gradient nor moments, and is held in `--param_dtype` alone, or in
+  4 bits (`models/nf4.py`).
 - Tensor parallelism (`apply_tp`) splits one axis of a matrix first. FSDP2 (`FSDPParam._init_sharded_param`) then cuts
   axis 0 of what is left into chunks of ceil(rows / shards) rows: the last ranks may have fewer, or none.
 - Experts that a shard group splits are whole on their ranks, and FSDP2 cuts those over the replicas alone
@@ -65,7 +66,7 @@ def state_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload, *, r
         for parameter in unit.parameters:
             local = local_size(parameter, layout, rank=rank)
             if not parameter.is_trained:
-                parameters += unit.count * local.padded * workload.compute_bytes
+                parameters += unit.count * parameter.bytes_of(local.padded, workload.compute_bytes)
                 continue
             parameters += unit.count * local.padded * trained_bytes
             gradients += unit.count * local.padded * GRADIENT_BYTES
@@ -136,9 +137,9 @@ def chunk_rows(num_rows: int, num_chunks: int, index: int) -> int:
     return max(0, min(size, num_rows - index * size))
 
 
-def gathered_params(parameters: tuple[ParameterShape, ...], layout: ShardLayout) -> int:
-    """Elements of a unit that was gathered on rank 0, padding included."""
-    return sum(local_size(parameter, layout).gathered for parameter in parameters)
+def gathered_bytes(parameters: tuple[ParameterShape, ...], layout: ShardLayout, bytes_each: int) -> int:
+    """Bytes of a unit that was gathered on rank 0, padding included."""
+    return sum(each.bytes_of(local_size(each, layout).gathered, bytes_each) for each in parameters)
 
 
 def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from open_instruct.config.lora import BLOCK, IN_4_BITS
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, LINEAR, SLIDING, Family, family_of
@@ -25,6 +26,8 @@ from open_instruct.models.hf.hf_config import PART_TURNED, check_multiple, check
 from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, LM_HEAD, is_of_adapter, is_stack
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+MATRICES_IN_4_BITS = tuple(f".{each}.weight" for each in IN_4_BITS)
 
 # Words of a name that say how a model was trained or when, not how large it is.
 _VARIANT = re.compile(
@@ -47,10 +50,15 @@ class ParameterShape:
     tensor_axis: int | None = None  # the axis that tensor parallelism splits; None: every tensor rank has all of it
     row_of: tuple[int, int] | None = None  # it is this row of a stack of so many
     is_trained: bool = True  # else it has no gradient, and stays in the dtype that is computed in
+    in_4_bits: bool = False  # two to a byte, with a scale in that dtype for every 64
 
     @property
     def num_params(self) -> int:
         return prod(self.shape)
+
+    def bytes_of(self, num_values: int, bytes_each: int) -> int:
+        """Bytes of so many of its values, of whole rows, in a dtype of `bytes_each`."""
+        return num_values // 2 + num_values // BLOCK * bytes_each if self.in_4_bits else num_values * bytes_each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +71,7 @@ class Adapters:
     rank: int
     modules: tuple[str, ...]
     drops: bool = False  # dropout leaves out some of their inputs while training
+    in_4_bits: bool = False  # the matrices of the blocks are, these and others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +143,10 @@ class ModelShape:
 
         def parameter(name: str, size: tuple[int, ...], axis: int | None, layer: int | None = None) -> ParameterShape:
             is_trained = self.adapters is None or is_of_adapter(name) or (self.scores and name == LM_HEAD)
-            return ParameterShape(name=name, shape=size, layer=layer, tensor_axis=axis, is_trained=is_trained)
+            in_4_bits = self.in_4_bits and name.endswith(MATRICES_IN_4_BITS)
+            return ParameterShape(
+                name=name, shape=size, layer=layer, tensor_axis=axis, is_trained=is_trained, in_4_bits=in_4_bits
+            )
 
         parameters = [parameter(EMBEDDINGS, (self.vocab_size, self.d_model), 0)]
         for number, layer in enumerate(self.layers):
@@ -205,6 +217,10 @@ class ModelShape:
             Unit(name="embeddings", parameters=() if self.is_tied else (embeddings,)),
             *blocks,
         )
+
+    @property
+    def in_4_bits(self) -> bool:
+        return self.adapters is not None and self.adapters.in_4_bits
 
     @property
     def in_blocks(self) -> list[ParameterShape]:

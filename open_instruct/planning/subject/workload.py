@@ -212,7 +212,8 @@ def adapted(shape: ModelShape, lora: LoRASection | None) -> ModelShape:
     if lora is None:
         return shape if shape.adapters is None else replace(shape, adapters=None)
     modules = tuple(MODULES_OF_TARGETS[target] for target in lora.targets)
-    return replace(shape, adapters=Adapters(rank=lora.lora_r, modules=modules, drops=lora.lora_dropout > 0))
+    adapters = Adapters(rank=lora.lora_r, modules=modules, drops=lora.lora_dropout > 0, in_4_bits=lora.use_qlora)
+    return replace(shape, adapters=adapters)
 
 
 def _row_workload(config: TrainingConfig, objective: Objective, shape: ModelShape, prefix_tokens: int) -> Workload:
