@@ -373,7 +373,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
         )
     if teacher := objective.teacher(config):
         model = None if case.kept_of_teacher else build_reference(pretrained, run=run, config=config)
-        head_VD = None if model is None else model.lm_head.w_out.weight.full_tensor().bfloat16()
+        head_VD = None if model is None else model.lm_head.w_out.weight.full_tensor().bfloat16().to(model.device)
         policy.comparison = Comparison(
             teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE, model=model, head_VD=head_VD
         )

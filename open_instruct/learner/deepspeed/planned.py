@@ -107,8 +107,8 @@ class ZeroMoments(Moments):
         held = super().held(gradients, is_training=is_training)
         return held | {BUFFERS: held[BUFFERS] + self.device[BUFFERS]}
 
-    def on_host(self) -> dict[str, int]:
-        return super().on_host() | self.host
+    def state_on_host(self) -> dict[str, int]:
+        return self.host
 
     def merged_values(self) -> int:
         return self.num_trained + 2 * max(self.sizes[each.name] for each in self.shape.in_blocks)
