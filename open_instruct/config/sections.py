@@ -294,7 +294,9 @@ class ParallelSection(DegreesSection):
     adam_offload: bool = free_flag(
         "the host holds the optimizer's states; on DeepSpeed, from stage 1, its CPU takes the step too", False
     )
-    offload: bool = free_flag("stage 3: the shards of the weights are in host memory too", False)
+    offload: bool = free_flag(
+        "the host holds shards of weights and gradients too, and its CPU takes the step; on DeepSpeed, stage 3", False
+    )
 
 
 @dataclass(kw_only=True)

@@ -220,7 +220,7 @@ def compare_with(
     )
     if opened.teacher.keep is None:
         model = build()
-        head_VD = whole_of(model.lm_head.w_out.weight, getattr(torch, config.model.param_dtype))
+        head_VD = whole_of(model.lm_head.w_out.weight, getattr(torch, config.model.param_dtype)).to(model.device)
         return replace(opened, model=model, head_VD=head_VD), rows, heldout
     folder, laid_out = cache_root(config.data.cache_dir), "packed" if scorer.shape.packing else "padded"
     words = (config.frozen_as, laid_out, opened.teacher.kept_as, str(opened.vocab_size))

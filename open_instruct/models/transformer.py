@@ -8,6 +8,8 @@ except what has no public door, which is used in this file alone:
 - `Transformer._device` is what `device` answers. It is set because parameters may have no values yet when it is asked.
 - `RotaryEmbedding._cache` holds the tables of sines and cosines, and `_apply_rotary_pos_emb` applies them. The public
   `get_buffers` would cut the tables by lengths that compiled code has to be compiled for.
+- `Transformer._fsdp_enabled` is what `fsdp_enabled` answers. It is set because OLMo-core's `apply_fsdp`, which sets it,
+  takes no policy of where shards are.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from olmo_core.nn.rope import RotaryEmbedding
 from olmo_core.nn.transformer import Transformer
 from olmo_core.utils import get_default_device, mark_dynamic
 from torch.distributed import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from open_instruct.models.attention.attention import SegmentAttention
 from open_instruct.models.attention.context_parallel import ContextGroup
@@ -41,9 +43,11 @@ class SegmentTransformer(Transformer):
     `build_model` makes it.
 
     :ivar splits_experts: whether `apply_fsdp` splits experts over the ranks of a shard group.
+    :ivar on_host: whether `apply_fsdp` keeps shards of weights and gradients in host memory. The optimizer steps there.
     """
 
     splits_experts = False
+    on_host = False
     context: ContextGroup | None = None  # the ranks that rows are split over, if they are
     balance_coefficient = 0.0  # of the loss that has routers spread tokens over experts evenly
 
@@ -104,9 +108,9 @@ class SegmentTransformer(Transformer):
     def init_weights(  # type: ignore[override]
         self, *, max_seq_len: int | None = None, device: torch.device | None = None, **_: object
     ) -> None:
-        """Allocate this rank's shards on `device`, fill them with NaN, and warm up RoPE. No collective is entered."""
+        """Allocate this rank's shards, fill them with NaN, and warm up RoPE on `device`. No collective is entered."""
         device = device or get_default_device()
-        self.to_empty(device=device)
+        self.to_empty(device="cpu" if self.on_host else device)
         for parameter in self.parameters():
             local_part(parameter).fill_(torch.nan if parameter.is_floating_point() else 0)
         self.apply(fill_pairs)
@@ -147,21 +151,36 @@ class SegmentTransformer(Transformer):
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(is_trained[name])  # OLMo-core makes norms anew, to be trained
 
-    def apply_fsdp(self, dp_mesh: DeviceMesh | None = None, **style: Any) -> None:  # type: ignore[override]
-        """Shard parameters. The matrix of a score is a unit of its own, gathered in float32.
+    def apply_fsdp(  # type: ignore[override]
+        self,
+        dp_mesh: DeviceMesh,
+        param_dtype: torch.dtype,
+        reduce_dtype: torch.dtype = torch.float32,
+        prefetch_factor: int = 0,
+        **_: object,
+    ) -> None:
+        """Shard parameters, each block a unit. The matrix of a score is a unit of its own, gathered in float32.
 
         Experts are left whole, each on a rank of the shard group, if they are to be split and as many for every rank.
         """
-        if self.splits_experts:
-            assert dp_mesh is not None
-            policy = MixedPrecisionPolicy(param_dtype=style["param_dtype"], reduce_dtype=style["reduce_dtype"])
-            for module in self.modules():
-                if isinstance(module, Experts) and len(module.w1) % dp_mesh["dp_shard"].size() == 0:
-                    module.split(dp_mesh, policy)
+        in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+        style: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
+        if self.on_host:
+            style["offload_policy"] = CPUOffloadPolicy(pin_memory=dp_mesh.device_type == "cuda")
+        for module in self.modules() if self.splits_experts else ():
+            if isinstance(module, Experts) and len(module.w1) % dp_mesh["dp_shard"].size() == 0:
+                module.split(dp_mesh, **style)
         if isinstance(self.lm_head, ValueHead):
-            in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-            fully_shard(self.lm_head.w_out, mesh=dp_mesh, mp_policy=in_float32)
-        super().apply_fsdp(dp_mesh=dp_mesh, **style)
+            fully_shard(self.lm_head.w_out, mesh=dp_mesh, **style | {"mp_policy": in_float32})
+        blocks: list[Any] = list(self.blocks.values())
+        for block in blocks:
+            block.apply_fsdp(dp_mesh=dp_mesh, **style)
+        if not self.tie_word_embeddings:
+            fully_shard(self.embeddings, mesh=dp_mesh, **style).set_unshard_in_backward(False)  # which only looks up
+        fully_shard(self, mesh=dp_mesh, reshard_after_forward=True, **style)
+        for index, block in enumerate(blocks if prefetch_factor else ()):
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + prefetch_factor])
+        self._fsdp_enabled = True
 
 
 class SegmentRotaryEmbedding(RotaryEmbedding):

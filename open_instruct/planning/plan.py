@@ -11,6 +11,7 @@ from typing import Any
 
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import backend_named
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_experts, check_heads, divisors, layout_of
@@ -89,7 +90,8 @@ class Setting:
         crosses = not (self.has_engines_in_node or workload.shares_device or workload.sync_backend == "shm")
         if isinstance(self.config, GRPOConfig):
             workload = replace(workload, sync_choice=self.config.choose_sync(same_host=not crosses))
-        workload = replace(workload, has_moments_on_host=self.on_cuda and self.config.parallel.adam_offload)
+        on_host = self.config.parallel if self.on_cuda else ParallelSection()
+        workload = replace(workload, has_moments_on_host=on_host.adam_offload, has_weights_on_host=on_host.offload)
         return replace(workload, on_cuda=self.on_cuda, copies_checkpoints=copies, sync_crosses_nodes=crosses)
 
     def with_flags(self, values: dict[str, Any]) -> Setting:
@@ -249,10 +251,13 @@ class Backend:
                     yield values | {"expert_parallel_degree": shard}
 
     def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
-        """Larger shard degrees in a node (kind 0) and across (4), then tensor degrees (5), moments on hosts (6)."""
+        """Larger shard degrees in a node (kind 0) and across (4), tensor degrees (5), on hosts moments (6), all (7)."""
         now, flags = setting.layout, setting.config
-        if setting.on_cuda and flags.optim.optimizer in ("adamw", "adamw_8bit") and not flags.parallel.adam_offload:
-            yield Way(kind=6, strength=0, values={"adam_offload": True})
+        if setting.on_cuda and not flags.parallel.offload:
+            if flags.optim.optimizer in ("adamw", "adamw_8bit") and not flags.parallel.adam_offload:
+                yield Way(kind=6, strength=0, values={"adam_offload": True})
+            if flags.optim.optimizer != "muon" and not flags.parallel.single_gpu_mode:
+                yield Way(kind=7, strength=0, values={"offload": True})
         context = now.context_parallel_degree
         for values in self.others(setting):
             shard, _, tensor, *_ = values.values()

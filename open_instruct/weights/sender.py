@@ -13,7 +13,7 @@ For each rank of the learners::
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -90,7 +90,7 @@ class WeightSender:
             bucket_bytes=bucket_bytes,
             slabs={name: each.num_slabs for name, each in held.items()},
         )
-        self._device = next(model.parameters()).device if backend in ON_DEVICE else CPU
+        self._device: torch.device = cast(Any, model).device if backend in ON_DEVICE else CPU
         self._progress: SyncProgress | None = None
         self._outgoing: Outgoing | None = None
         self._sent: SentParts | None = None

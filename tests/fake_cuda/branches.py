@@ -27,7 +27,7 @@ STEPS = {
     name: Case(f"{flags} {compiling}", objective, world=world)
     for name, (flags, objective, world, compiling) in {
         "dpo": ("--activation_memory_budget 0.5", "dpo", 8, ""),
-        "offloaded": (f"{cases.OFFLOAD} --tensor_parallel_degree 2", "dpo", 8, ""),
+        "offloaded": (f"{cases.OFFLOAD} --offload --tensor_parallel_degree 2", "dpo", 8, ""),
         "unshared": ("--context_parallel_degree 2 --param_dtype float32", "sft", 8, ""),
         "grpo": ("--single_gpu_mode", "grpo", 1, "--compile_model false"),
         "zero": (f"{cases.ZERO} 2 --adam_offload", "dpo", 8, ""),
@@ -114,7 +114,7 @@ def alone() -> Iterator[None]:
         yield
 
 
-def weights(backend: str, folder: Path) -> Any:
+def weights(backend: str, folder: Path, flags: str = "") -> Any:
     """All weights of a sharded model from its learner to an engine, by one of the ways."""
     import torch
 
@@ -122,7 +122,7 @@ def weights(backend: str, folder: Path) -> Any:
     from open_instruct.weights.receiver import IncomingWeights
     from open_instruct.weights.sender import WeightSender
 
-    case, device = Case("--compile_model false"), torch.device("cuda", 0)
+    case, device = Case(f"--compile_model false {flags}"), torch.device("cuda", 0)
     with opened(case, folder) as (policy, _), alone():
         names = TensorNames(case.hf_config())
         sending = WeightSender(
@@ -410,6 +410,7 @@ def plans(folder: Path) -> Any:
 BRANCHES: dict[str, Callable[[Path], Any]] = {
     "host_copies": host_copies,
     **{f"weights_{way}": partial(weights, way) for way in ("nccl", "ipc", "gloo", "shm")},
+    **{f"weights_{way}_of_the_host": partial(weights, way, flags="--offload") for way in ("nccl", "ipc", "shm")},
     "changes": changes,
     "export": export,
     "process": process,

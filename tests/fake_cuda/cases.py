@@ -113,6 +113,10 @@ CASES = {
     "dpo_8bit": Case(f"--optimizer adamw_8bit {HSDP}"),
     "dpo_on_host_tensor_parallel": Case("--adam_offload --tensor_parallel_degree 2", family="llama"),
     "dpo_on_host_one_device": Case("--adam_offload --single_gpu_mode", world=1),
+    "dpo_weights_on_host": Case(f"--offload --ref_policy_update_freq 1 {HSDP}", family="olmo3"),
+    "dpo_weights_on_host_8bit": Case("--offload --optimizer adamw_8bit --tensor_parallel_degree 2", family="llama"),
+    "distill_weights_on_host": Case("--offload --teacher_model_name_or_path none", "distill", world=1),
+    "experts_weights_on_host": Case("--offload --expert_parallel_degree 8", family="qwen3_moe"),
     "dpo_ld": Case("--loss_type dpo --ld_alpha 0.5"),
     "dpo_wpo": Case("--loss_type wpo"),
     "dpo_moving_reference": Case("--ref_policy_update_freq 1"),
@@ -376,7 +380,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
         )
     if teacher := objective.teacher(config):
         model = None if case.kept_of_teacher else build_reference(pretrained, run=run, config=config)
-        head_VD = None if model is None else model.lm_head.w_out.weight.full_tensor().bfloat16()
+        head_VD = None if model is None else model.lm_head.w_out.weight.full_tensor().bfloat16().to(model.device)
         policy.comparison = Comparison(
             teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE, model=model, head_VD=head_VD
         )

@@ -197,10 +197,13 @@ def pretended_gpu() -> Any:
                 made = args[0].clone() if name == "_pin_memory" else func(*args, **kwargs)
                 self.pinned[made.untyped_storage().data_ptr()] = made
                 return made
+            if name == "is_pinned":
+                return args[0].untyped_storage().data_ptr() in self.pinned
             if not to_cuda and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
                 return func(*args, **kwargs)
             if name == "_local_scalar_dense":
-                WAITS.note("a number is read")
+                if args[0].device.type == "cuda":
+                    WAITS.note("a number is read")
                 return torch.zeros((), dtype=args[0].dtype).item()
             self._note(name, args, kwargs)
             with self.fake:
@@ -240,7 +243,9 @@ def pretended_gpu() -> Any:
             if {source.device.type, device.type} != {"cpu", "cuda"}:
                 return
             on_host = source if source.device.type == "cpu" else into
-            if non_blocking and on_host is not None and on_host.untyped_storage().data_ptr() in self.pinned:
+            if non_blocking and on_host is None:  # PyTorch pins what it makes for such a copy
+                return
+            if non_blocking and on_host.untyped_storage().data_ptr() in self.pinned:
                 return
             # CUDA lets the stream run dry before it copies from memory that is not pinned, whatever it was asked.
             kind = "copy from memory that is not pinned" if non_blocking else "blocking copy"

@@ -143,6 +143,7 @@ CASES = {
     "dpo, 8-bit adamw": TracedCase(f"--optimizer adamw_8bit {HSDP}"),
     "dpo, moments on the host": TracedCase("--adam_offload"),
     "dpo, 8-bit moments on the host": TracedCase("--adam_offload --optimizer adamw_8bit"),
+    "dpo, weights on the host": TracedCase("--offload"),
     "dpo, experts": TracedCase("--activation_checkpointing none", family=EXPERTS, longest=4096),
     "dpo, zero 2": TracedCase(f"{ZERO} 2 --activation_checkpointing full"),
     "dpo, zero 3": TracedCase(f"{ZERO} 3 --activation_checkpointing full"),

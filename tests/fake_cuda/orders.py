@@ -423,6 +423,9 @@ CASES: dict[str, Callable[[Path], Any]] = {
         Case(f"{OFFLOAD} --single_gpu_mode", family="olmo3", world=1), folder
     ),
     "sharded steps": lambda folder: steps_of(Case(f"{HSDP} --compile_model false", "sft", world=8), folder),
+    "weights on the host": lambda folder: steps_of(
+        Case(f"--offload --ref_policy_update_freq 1 {HSDP} --compile_model false", world=8), folder
+    ),
     "saves": saves,
     "saves of a run": saved_steps,
     "weights by nccl": lambda _: channel("nccl", 2, 2),
@@ -439,6 +442,9 @@ CASES |= {
         "sharded steps", "wait_event", "foreach_all_gather_copy_out"
     ),
     "sharded steps, reduced before they are computed": planted("sharded steps", "wait_stream", "foreach_reduce"),
+    "weights on the host, stepped before gradients are there": planted(
+        "weights on the host", "synchronize", "finalize_backward"
+    ),
     "saves of a run, changed before they are copied": hurried_run,
     "saves, read before they are copied": planted("saves", "synchronize", "of"),
     "saves, copied before they are computed": planted("saves", "wait_stream", "of"),

@@ -8,7 +8,7 @@ from tests.fake_cuda.branches import BRANCHES, STEPS
 from tests.fake_cuda.lines import PACKAGE, statements
 from tests.fake_cuda.program import REPOSITORY, results_of, skip_without_hooks
 
-COPIES = "blocking copy, cuda to cpu"
+COPIES, BACK = "blocking copy, cuda to cpu", "blocking copy, cpu to cuda"
 FOUND: dict[str, Any] = {
     "host_copies": {
         "waits": ["synchronize()"],  # of the stream that they are made on
@@ -21,6 +21,19 @@ FOUND: dict[str, Any] = {
     "weights_ipc": {"is_all": True, "kinds": ["torch.bfloat16 cuda:0"], "sent": [], "waits": ["synchronize()"]},
     "weights_gloo": {"is_all": True, "kinds": ["torch.bfloat16 cpu"], "sent": ["cpu"], "waits": [COPIES]},
     "weights_shm": {"is_all": True, "kinds": ["torch.bfloat16 cpu"], "sent": [], "waits": [COPIES]},
+    "weights_nccl_of_the_host": {
+        "is_all": True,
+        "kinds": ["torch.bfloat16 cuda:0"],
+        "sent": ["cuda:0"],
+        "waits": [BACK],
+    },
+    "weights_ipc_of_the_host": {
+        "is_all": True,
+        "kinds": ["torch.bfloat16 cuda:0"],
+        "sent": [],
+        "waits": [BACK, "synchronize()"],
+    },
+    "weights_shm_of_the_host": {"is_all": True, "kinds": ["torch.bfloat16 cpu"], "sent": [], "waits": []},
     "changes": {
         "compared": ["torch.int16 cuda:0 [8], before torch.int16 cpu"],
         "waits": [[f"{COPIES}, of (8,)"], ["blocking copy, cpu to cuda, of (8,)", "nonzero", f"{COPIES}, of (8,)"]],

@@ -234,7 +234,8 @@ class TestAdvice:
             ),
             ([*DPO_32B, "--max_seq_length", "16384"], {*SHARDS, "tensor_parallel_degree"}),
             ([*DPO_32B, "--gpu", "memory_gib=44"], {"adam_offload"}),
-            ([*DPO_32B, "--gpu", "memory_gib=44", "--optimizer", "skip_step_adamw"], {"num_nodes", *SHARDS}),
+            ([*DPO_32B, "--gpu", "memory_gib=44", "--optimizer", "skip_step_adamw"], {"offload"}),
+            ([*DPO_32B, "--gpu", "memory_gib=44", "--optimizer", "muon"], {"num_nodes", *SHARDS}),
             # Whole gradients are given up first.
             (
                 [*DPO_7B, *FULL, *ONE_PAIR, *STEPS, "--gpu", "memory_gib=28", "--gradient_reduction", "last"],
@@ -283,7 +284,7 @@ class TestAdvice:
 
     @pytest.mark.parametrize(
         "others",
-        [["--gpu", "memory_gib=141"], ["--gpu", "memory_gib=8"], ["--optimizer", "muon"]],
+        [["--gpu", "memory_gib=141"], ["--gpu", "memory_gib=2"], ["--optimizer", "muon"]],
         ids=["other flags are enough", "too large", "no adapters with Muon"],
     )
     def test_elsewhere_adapters_are_not_named(self, others: list[str]) -> None:

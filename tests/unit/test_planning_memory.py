@@ -496,6 +496,20 @@ def test_moments_of_the_host_are_in_its_account() -> None:
     assert "optimizer states" not in of_step and of_step["temporaries"] > 0
 
 
+def test_weights_of_the_host_are_in_its_account() -> None:
+    shape, workload = model_shape("Qwen/Qwen3-0.6B"), replace(WORKLOAD, has_weights_on_host=True)
+    here, there = Moments(shape, LAYOUT, WORKLOAD), Moments(shape, LAYOUT, workload).on_host()
+    assert there["optimizer states"] == here.optimizer
+    # Each tensor is pinned by itself, in a power of two.
+    for kind, held in (("parameters", here.parameters), ("gradients", here.gradients)):
+        assert held <= there[kind] < 2 * held
+    before, after = (phases_of(shape, LAYOUT, each) for each in (WORKLOAD, workload))
+    assert {"parameters", "gradients", "optimizer states"} & after["optimizer step"].keys() == set()
+    assert "parameters" not in after["backward"]
+    for phase in ("backward", "export"):
+        assert sum(before[phase].values()) - sum(after[phase].values()) > here.parameters + here.optimizer
+
+
 def test_whole_gradients_are_there_while_microbatches_add_up() -> None:
     shape = model_shape("allenai/OLMo-2-1124-7B")
     every, last, alone = (

@@ -110,8 +110,8 @@ class ZeroMoments(Moments):
     def beside(self, shape: ModelShape, workload: Workload) -> Moments:
         return ZeroMoments(self.flags, shape, self.layout, workload)
 
-    def on_host(self) -> dict[str, int]:
-        return super().on_host() | self.host
+    def state_on_host(self) -> dict[str, int]:
+        return self.host
 
     def merged_values(self) -> int:
         return self.num_trained + 2 * max(self.sizes[each.name] for each in self.shape.in_blocks)

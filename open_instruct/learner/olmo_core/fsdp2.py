@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FSDPModule
 
 from open_instruct.config.training import LearnerConfig
+from open_instruct.config.validation import changed
 from open_instruct.learner.backend import Metrics, ShardedModule, refuse_other_backend, unfilled
 from open_instruct.learner.model.float8 import float8_config
 from open_instruct.learner.model.kernels import choose_kernels, compiles
@@ -40,15 +41,17 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     model, optim, device = config.model, config.optim, run.process.device
     transformer = unfilled(pretrained, config, init_device=model.init_device)
     transformer.splits_experts = run.layout.expert_parallel_degree > 1
+    transformer.on_host = config.parallel.offload
     kernels = {
         "ac_config": choose_kernels(transformer, run=run, config=config),
         "float8_config": float8_config(model.float8_linears, model=transformer, device=device),
     }
     # FSDP gathers in the compute dtype; on a single device a copy in that dtype computes, unless the model is frozen.
     has_copy = run.layout.single_device and model.param_dtype != "float32" and config.adapters is None
-    on_host = config.parallel.adam_offload and device.type == "cuda"
-    if config.parallel.adam_offload and not on_host:
-        run.console.say("--adam_offload changes nothing without CUDA: all is on the host")
+    # An optimizer keeps its states where weights are, unless it is told otherwise.
+    on_host = config.parallel.adam_offload and device.type == "cuda" and not config.parallel.offload
+    for given in changed(config, "adam_offload", "offload") if device.type == "cpu" else ():
+        run.console.say(f"{given} changes nothing without CUDA: all is on the host")
     module = FSDP2Backend(
         reduces_last=config.parallel.gradient_reduction == "last",
         model=transformer,

@@ -15,12 +15,7 @@ if TYPE_CHECKING:
     from open_instruct.learner.olmo_core.fsdp2 import FSDP2Backend
     from open_instruct.planning.plan import Backend as Planned
 
-FLAGS_OF_OTHERS = ("deepspeed_stage", "deepspeed_zpg", "offload")
-INSTEAD_OF_OFFLOAD = (
-    "where that is too much for a device, more GPUs share it (--fsdp_num_replicas 1), --activation_checkpointing full "
-    "or offload and smaller microbatches keep less, --use_lora trains less, --adam_offload has optimizer states in "
-    "host memory, and --backend deepspeed --offload has weights there too"
-)
+FLAGS_OF_OTHERS = ("deepspeed_stage", "deepspeed_zpg")
 
 
 class OlmoCore:
@@ -32,11 +27,16 @@ class OlmoCore:
     def problems(self, config: LearnerConfig) -> Iterator[str]:
         if config.parallel.adam_offload and config.optim.optimizer not in ("adamw", "adamw_8bit"):
             yield f"--adam_offload cannot go with --optimizer {config.optim.optimizer}: use adamw or adamw_8bit"
+        if config.parallel.offload and config.parallel.single_gpu_mode:
+            yield "--offload is FSDP2's, and --single_gpu_mode does without FSDP2: leave that out, on one GPU too"
+        if config.parallel.offload and config.optim.optimizer == "muon":
+            yield "--offload has the host's CPU step, which is too slow for --optimizer muon: use adamw"
 
     def warnings(self, config: LearnerConfig) -> Iterator[str]:
         if idle := changed(config, *FLAGS_OF_OTHERS):
-            helps = f"; {INSTEAD_OF_OFFLOAD}" if config.parallel.offload else ""
-            yield f"{', '.join(idle)}: read only with --backend deepspeed; FSDP2 shards all that is trained{helps}"
+            yield f"{', '.join(idle)}: read only with --backend deepspeed; FSDP2 shards all that is trained"
+        if config.parallel.offload and config.parallel.adam_offload:
+            yield "--adam_offload: --offload has the optimizer's states in host memory anyway"
 
     def refuse_unfit(self) -> None:
         """OLMo-core is always there."""

@@ -13,6 +13,7 @@ E experts, R ranks that split them, D width of the model, H width of an expert.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from olmo_core.nn.feed_forward import FeedForward, FeedForwardConfig
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 Routing = tuple[torch.Tensor, torch.Tensor]
@@ -167,16 +168,16 @@ class Experts(nn.Module):
         products = _mlps if self.group is None else self.group.at_experts
         return products((self.w1, self.w3, self.w2), x_SD, ends_E)
 
-    def split(self, dp_mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    def split(self, dp_mesh: DeviceMesh, **style: Any) -> None:
         """Leave each rank of a shard group its part of the stacks, to which tokens are then sent.
 
-        FSDP shards that over the replicas alone.
+        FSDP shards that over the replicas alone, in this `style` (arguments of `fully_shard`).
         """
         mesh = dp_mesh["dp_shard"]
         for name, stack in list(self.named_parameters()):
             own = distribute_tensor(stack.detach(), mesh, [Shard(0)], src_data_rank=None)
             self.register_parameter(name, nn.Parameter(own, requires_grad=stack.requires_grad))
-        fully_shard(self, mesh=dp_mesh["dp_replicate"], mp_policy=policy)
+        fully_shard(self, mesh=dp_mesh["dp_replicate"], **style)
         self.group = ExpertGroup(mesh)
 
 

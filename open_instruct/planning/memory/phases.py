@@ -106,6 +106,7 @@ class Moments:
             self.critic.other = self
         self.passes = self.passes_over(self.workload)
         self.parameters, self.gradients, self.optimizer = self.state_bytes()
+        self.stepped = 0 if workload.has_weights_on_host else self.gradients  # gradients once all are reduced
 
     @cached_property
     def own(self) -> list[int]:
@@ -136,6 +137,8 @@ class Moments:
     def state_bytes(self) -> tuple[int, int, int]:
         """Parameters, gradients and optimizer states: what is there from step to step, but for the gradients."""
         parameters, gradients, optimizer = state.state_bytes(self.shape, self.layout, self.workload)
+        if self.workload.has_weights_on_host:
+            return 0, gradients, 0
         return parameters, gradients, 0 if self.workload.has_moments_on_host else optimizer
 
     def passes_over(self, workload: Workload) -> Passes:
@@ -143,16 +146,32 @@ class Moments:
         return Passes(self.shape, self.layout, workload)
 
     def on_host(self) -> dict[str, int]:
-        """Bytes in the host's memory: offloaded inputs of all blocks, copies for checkpoints and for weight syncs."""
+        """Bytes in the host's memory: state, inputs of all blocks, copies for checkpoints and for weight syncs."""
+        frozen = [each for each in self.workload.scorings if each.stands_as and self.workload.has_weights_on_host]
+        beside = {each.stands_as: self._pinned_weights(each.shape) for each in frozen}
         offloaded = self.passes.kept_by_blocks if self.passes.offloads else []
-        has_moments = self.workload.has_moments_on_host
-        optimizer = state.state_bytes(self.shape, self.layout, self.workload)[2] if has_moments else 0
         copies = self.copies() if self.workload.on_cuda else {}
-        return {OPTIMIZER: optimizer, INPUTS: sum(map(pinned, offloaded))} | copies
+        return {**self.state_on_host(), **beside, INPUTS: sum(map(pinned, offloaded)), **copies}
+
+    def state_on_host(self) -> dict[str, int]:
+        """What `state_bytes` leaves out, and gradients on which the host steps."""
+        workload = self.workload
+        has_moments = workload.has_moments_on_host or workload.has_weights_on_host
+        optimizer = state.state_bytes(self.shape, self.layout, workload)[2] if has_moments else 0
+        if not workload.has_weights_on_host:
+            return {OPTIMIZER: optimizer}
+        gradients = sum(pinned(num_bytes) for num_bytes, _ in self._trained)
+        return {PARAMETERS: self._pinned_weights(self.shape), GRADIENTS: gradients, OPTIMIZER: optimizer}
+
+    def _pinned_weights(self, shape: ModelShape) -> int:
+        """Bytes of a model's shards where each is pinned by itself."""
+        item_bytes = {True: state.MASTER_BYTES, False: self.workload.compute_bytes}
+        sizes = ((state.local_size(each, self.layout).padded, item_bytes[each.is_trained]) for each in shape.parameters)
+        return sum(pinned(num_values * size) for num_values, size in sizes)
 
     def step(self) -> Iterable[Moment]:
         """The moments of the optimizer step."""
-        yield self.held(self.gradients) | {TEMPORARIES: self.step_temporaries()}
+        yield self.held(self.stepped) | {TEMPORARIES: self.step_temporaries()}
 
     def held(self, gradients: int, *, is_training: bool = True) -> dict[str, int]:
         """The memory held throughout a phase; before training without optimizer states and frozen models."""
@@ -185,7 +204,8 @@ class Moments:
     def scratch_bytes(self) -> int:
         """Bytes of cuBLAS, and those by which weights, gradients and moments are rounded up."""
         has_moments = not self.workload.has_moments_on_host
-        sizes = ((weight, weight, *(moments if has_moments else ())) for weight, moments in self._trained)
+        on_device = () if self.workload.has_weights_on_host else self._trained
+        sizes = ((weight, weight, *(moments if has_moments else ())) for weight, moments in on_device)
         return CUBLAS_BYTES + sum(-size % BLOCK_BYTES for of_one in sizes for size in of_one)
 
     @cached_property
@@ -224,7 +244,8 @@ class Moments:
         if self.layout.single_device:
             return shape.num_params * num_bytes
         head_bytes = 0 if frozen.num_values else shape.vocab_size * shape.d_model * num_bytes
-        return state.state_bytes(shape, self.layout, self.workload)[0] + head_bytes
+        shards = 0 if self.workload.has_weights_on_host else state.state_bytes(shape, self.layout, self.workload)[0]
+        return shards + head_bytes
 
     def _rope_bytes(self) -> int:
         """Sine and cosine of every position of a row, float32: one pair for the layers that have a window, if any, and
@@ -248,6 +269,8 @@ class Moments:
 
     def step_temporaries(self) -> int:
         """Bytes of the optimizer's temporaries."""
+        if self.workload.has_weights_on_host:
+            return 0
         if self.workload.optimizer == "skip_step_adamw":
             return 3 * sum(self.own) * state.MASTER_BYTES
         adamw_bytes = 2 * max(self.own) * state.MASTER_BYTES
@@ -275,7 +298,7 @@ class Moments:
         Source: `WeightManifest` and `PartBroadcaster`. Over shared memory of the host nothing more is on a GPU; where
         learner and engine share one (ipc), the slots hold whole buckets. Adapters that travel alone are scaled first.
         """
-        held = self.held(self.gradients)
+        held = self.held(self.stepped)
         held |= {TEMPORARIES: FLOAT32 * sum(self.own)} if self.workload.sends_adapter else self._merging()
         if self.workload.sync_backend in ("shm", "files"):
             return held
@@ -289,6 +312,6 @@ class Moments:
         run on CPUs has a tensor that is written besides.
         """
         largest = max(parameter.num_params for parameter in self.shape.parameters)
-        held = self.held(self.gradients) | self._merging()
-        times = 2 if self.workload.on_cuda else 3
+        held = self.held(self.stepped) | self._merging()
+        times = (0 if self.workload.has_weights_on_host else 2) if self.workload.on_cuda else 3
         return held | {BUFFERS: held[BUFFERS] + times * largest * self.workload.export_bytes_per_param}

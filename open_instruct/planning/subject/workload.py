@@ -71,6 +71,7 @@ class Workload:
     multiplies_in_float8: bool = False  # matrices of blocks
     optimizer: Literal["adamw", "adamw_8bit", "skip_step_adamw", "muon"] = "adamw"
     has_moments_on_host: bool = False  # which is not the device
+    has_weights_on_host: bool = False  # with what the optimizer steps; gathered, they are on the device
     checkpointing: Literal["none", "full", "selected_modules", "offload"] = "none"
     checkpointing_modules: tuple[str, ...] = ()
     activation_memory_budget: float = 1.0
