@@ -5,9 +5,10 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from io import TextIOWrapper
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -102,19 +103,31 @@ def column_file(path: Path, name: str, flag: str) -> RowSource:
 
 
 def _numbered_rows(batches: Batches, file: str) -> Iterator[tuple[int, Any]]:
-    """A batch for each row, as one may be bad or too long."""
     try:
-        rows = (batch.slice(row, 1) for batch in batches() for row in range(batch.num_rows))
-        yield from enumerate(rows, start=1)
+        yield from enumerate(chain.from_iterable(map(_split, batches())), start=1)
     except Exception as error:
         raise InputError(f"{file} is damaged: {one_line(error)}; fetch it again") from error
 
 
+def _split(batch: Any) -> Iterable[Any]:
+    """The rows of a batch, read at once; where one may be bad or too long, a batch of each."""
+    if _shows_length(batch) and batch.nbytes <= _LONGEST_ROW:
+        with suppress(Exception):  # such as of text that is not UTF-8
+            return list(batch.to_pylist())
+    return (batch.slice(row, 1) for row in range(batch.num_rows))
+
+
+def _shows_length(batch: Any) -> bool:
+    """Whether no repeated texts are stored once, in dictionaries."""
+    return "dictionary<" not in str(batch.schema.types)
+
+
 def _value_of_row(row: Any) -> dict[str, Any]:
-    """The row of a batch of one."""
+    """A row that is read already, or that of a batch of one."""
+    if isinstance(row, dict):
+        return row
     too_long = f"the row has more than {_LONGEST_ROW >> 20} MiB, more than a model reads"
-    # What is stored once for many rows, in dictionaries, does not show how long a row is.
-    if "dictionary<" not in str(row.schema.types) and row.nbytes > _LONGEST_ROW:
+    if _shows_length(row) and row.nbytes > _LONGEST_ROW:
         raise MalformedRow("not_readable", too_long)
     try:
         (value,) = row.to_pylist()
@@ -150,4 +163,4 @@ def _arrow(path: Path) -> tuple[int, Batches]:
         mapped.seek(0)
         table = pyarrow.ipc.open_stream(mapped).read_all()
     table.validate(full=True)  # reading past what is mapped would end the process
-    return table.num_rows, table.to_batches
+    return table.num_rows, partial(table.to_batches, max_chunksize=_ROWS_AT_ONCE)
