@@ -73,23 +73,29 @@ class Scorer:
         """
         model, group = self.policy.computing_model, self.policy.dp_process_group
         num_documents, device = dataset.documents_per_row, self.policy.device
-        row_ids: list[int] = []
-        sums: list[torch.Tensor] = []  # of each microbatch, a row for each of its rows
+        zeros_ND = torch.zeros(len(rows), num_documents, dtype=torch.float32, device=device)
+        columns: list[torch.Tensor] = []
+        position_of = {rows[j]: j for j in range(len(rows))}
         self.policy.backend.set_mode("eval")
         for batch in self.batches(dataset, rows, title=title):
             with float8_off(model):
                 scores = self.policy.scores(batch)
             values = on_device(batch.values, device)
             summed = self.policy.loss.summed(scores, replace(batch, values=values))
-            num_sequences, ld_alpha = batch.packed.num_sequences, self.policy.loss.ld_alpha
-            sums_S = [sum_by_reply(each_N, scores.sequence_ids_N, num_sequences, ld_alpha)[0] for each_N in summed]
-            sums.append(torch.cat([each_S.view(num_documents, -1).T.float() for each_S in sums_S], dim=1))
-            row_ids += batch.row_ids
+            columns = columns or [zeros_ND.clone() for _ in summed]
+            positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
+            for column_ND, values_N in zip(columns, summed, strict=True):
+                sums_S, _ = sum_by_reply(
+                    values_N, scores.sequence_ids_N, batch.packed.num_sequences, self.policy.loss.ld_alpha
+                )
+                column_ND[on_device(positions, device)] = sums_S.view(num_documents, -1).T.float()
+        values_ND = torch.cat(columns or [zeros_ND], dim=1)
+        if dist.get_world_size(group) > 1:
+            # Each row was computed on one rank and is zero on the others.
+            dist.all_reduce(values_ND, group=group)
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(model)
-        own = dict(zip(row_ids, torch.cat(sums).cpu().numpy(), strict=True))
-        of_rows = {row: sums_D for of_rank in gathered(own, group) for row, sums_D in of_rank.items()}
-        return np.array([of_rows[row] for row in rows], dtype=np.float32)
+        return values_ND.cpu().numpy()
 
     def batches(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> Iterator[Batch]:
         """This rank's microbatches of `rows`; every rank has the same number, and ranks go through them together."""
