@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -66,13 +66,6 @@ class Document:
         return len(self.responses) if self.reads_ends else sum(len(response) for response in self.responses)
 
 
-class KeptPositions(NamedTuple):
-    """The positions of a batch's labels, and the labels, both int64 of shape (B, K)."""
-
-    positions_BK: torch.Tensor
-    labels_BK: torch.Tensor
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
     """One microbatch of documents, packed end to end in one row or padded one to a row.
@@ -88,7 +81,7 @@ class PackedBatch:
     label, which belongs to every document that learns it there. `num_tokens` counts what lies in the row.
 
     `num_shared_tokens` counts what sharing saves: the tokens that are left out of the row.
-    `kept` are the positions that have a label, where the language-model head runs.
+    `kept_BK` are the positions that have a label, int64, where the language-model head runs.
     `routes_TR` are the experts that an engine chose for each token of a packed row, int16, layer by layer, -1 where
     they are not known.
 
@@ -124,7 +117,7 @@ class PackedBatch:
     num_tokens: int
     prefix_lengths: tuple[int, ...] | None = None
     num_shared_tokens: int = 0
-    kept: KeptPositions | None = None
+    kept_BK: torch.Tensor | None = None
     routes_TR: torch.Tensor | None = None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from open_instruct.packing.prefixes import branches_of
-from open_instruct.records import IGNORE_INDEX, Document, KeptPositions, PackedBatch
+from open_instruct.records import IGNORE_INDEX, Document, PackedBatch
 
 T = TypeVar("T")
 
@@ -73,15 +73,14 @@ def pack_documents(
         num_shared_tokens=sum(prefix_lengths),
     )
     # The positions that the language-model head keeps, computed once for all passes.
-    return replace(batch, kept=kept_positions(batch))
+    return replace(batch, kept_BK=kept_positions(batch))
 
 
-def kept_positions(batch: PackedBatch) -> KeptPositions:
-    """The positions that have a label, so that the language-model head runs only there.
+def kept_positions(batch: PackedBatch) -> torch.Tensor:
+    """The positions that have a label, (B, K), so that the language-model head runs only there.
 
-    K is the largest number of labels in a row, at least 1. A row with fewer is filled up with its last
-    position: there the label is IGNORE_INDEX. Order is kept. Call it on the CPU, before the
-    batch moves: K is read from the tensor.
+    K is the largest number of labels in a row, at least 1. A row with fewer is filled up with its last position.
+    Order is kept. Call it on the CPU, before the batch moves: K is read from the tensor.
 
     Example: labels `[[-100, 7, 8, -100], [9, -100, -100, -100]]` give positions `[[1, 2], [0, 3]]`.
     """
@@ -92,11 +91,7 @@ def kept_positions(batch: PackedBatch) -> KeptPositions:
     num_kept = max(1, int(slots_BT[:, -1].max()) + 1)
     positions_BK = torch.full((num_rows, num_kept), width - 1, device=has_label_BT.device)
     positions_BK[rows, slots_BT[rows, columns]] = columns
-    is_filled_BK = torch.arange(num_kept) > slots_BT[:, -1:]
-    return KeptPositions(
-        positions_BK=positions_BK,
-        labels_BK=batch.labels_BT.gather(1, positions_BK).masked_fill(is_filled_BK, IGNORE_INDEX),
-    )
+    return positions_BK
 
 
 def on_device(batch: T, device: torch.device) -> T:

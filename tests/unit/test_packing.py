@@ -91,23 +91,28 @@ def test_empty_batch(packing: bool) -> None:
     assert (batch.num_sequences, batch.num_tokens) == (0, 0)
 
 
+def labels_kept(batch: PackedBatch) -> torch.Tensor:
+    """The labels at the positions that the head keeps, as the head takes them."""
+    return batch.labels_BT.gather(1, kept_positions(batch))
+
+
 def test_kept_positions_fill_short_rows_with_the_last_position() -> None:
     long = document(1, 2, 3, 4, 5, reply=3)
-    kept = kept_positions(pack_documents([long, document(6, 7, reply=1)], packing=False, pad_token_id=PAD))
-    assert kept.positions_BK.tolist() == [[1, 2, 3], [0, 4, 4]]
-    assert kept.labels_BK.tolist() == [[3, 4, 5], [7, _, _]]
+    batch = pack_documents([long, document(6, 7, reply=1)], packing=False, pad_token_id=PAD)
+    assert kept_positions(batch).tolist() == [[1, 2, 3], [0, 4, 4]]
+    assert labels_kept(batch).tolist() == [[3, 4, 5], [7, _, _]]
 
 
 def test_kept_positions_of_a_packed_row() -> None:
-    positions, labels = kept_positions(pack_documents([FIRST, SECOND], pad_to_multiple_of=8))
-    assert positions.tolist() == [[2, 4]]
-    assert labels.tolist() == [[7, 6]]
+    batch = pack_documents([FIRST, SECOND], pad_to_multiple_of=8)
+    assert kept_positions(batch).tolist() == [[2, 4]]
+    assert labels_kept(batch).tolist() == [[7, 6]]
 
 
 def test_kept_positions_of_an_empty_batch_hold_one_unlabelled_position() -> None:
-    kept = kept_positions(pack_documents([], pad_token_id=PAD, pad_to_multiple_of=4))
-    assert kept.positions_BK.tolist() == [[3]]
-    assert kept.labels_BK.tolist() == [[_]]
+    batch = pack_documents([], pad_token_id=PAD, pad_to_multiple_of=4)
+    assert kept_positions(batch).tolist() == [[3]]
+    assert labels_kept(batch).tolist() == [[_]]
 
 
 @st.composite
@@ -149,14 +154,14 @@ def test_both_layouts_hold_every_response_token_once_and_nothing_else(items: lis
         labels_N = batch.labels_BT.flatten()[batch.label_positions_N]
         for sequence, tokens in enumerate(expected):
             assert labels_N[batch.sequence_ids_N == sequence].tolist() == tokens
-        kept = kept_positions(batch)
-        filler = kept.labels_BK == IGNORE_INDEX
-        assert (kept.positions_BK[filler] == width - 1).all()
+        kept_BK, labels_BK = kept_positions(batch), labels_kept(batch)
+        filler = labels_BK == IGNORE_INDEX
+        assert (kept_BK[filler] == width - 1).all()
         # A label is always the row's own next token.
         labelled = ~filler
-        rows = torch.arange(num_rows)[:, None].expand_as(kept.positions_BK)[labelled]
-        following = batch.input_ids_BT[rows, kept.positions_BK[labelled] + 1]
-        assert following.tolist() == kept.labels_BK[labelled].tolist()
+        rows = torch.arange(num_rows)[:, None].expand_as(kept_BK)[labelled]
+        following = batch.input_ids_BT[rows, kept_BK[labelled] + 1]
+        assert following.tolist() == labels_BK[labelled].tolist()
 
 
 # --- nothing leaks ---------------------------------------------------------------------------------
@@ -350,15 +355,13 @@ class TestEndsOfReplies:
         assert [document.num_label_tokens for document in self.BOTH] == [2, 1]
         packed = pack_documents(self.BOTH)
         assert packed.sequence_ids_N.tolist() == [0, 0, 1]
-        assert packed.kept is not None and packed.kept.positions_BK.tolist() == [[2, 4, 7]]
+        assert packed.kept_BK is not None and packed.kept_BK.tolist() == [[2, 4, 7]]
 
     def test_a_padded_row_may_be_filled_up_with_a_position_that_is_read(self) -> None:
         longer = Document(token_ids=(1, 2, 3, 4, 5, 6), responses=(Span(start=5, stop=6),), reads_ends=True)
         padded = pack_documents([self.BOTH[0], longer], packing=False, pad_token_id=PAD)
-        assert padded.kept is not None
-        assert padded.kept.positions_BK.tolist() == [[2, 4], [5, 5]]
+        assert padded.kept_BK is not None and padded.kept_BK.tolist() == [[2, 4], [5, 5]]
         assert padded.sequence_ids_N.tolist() == [0, 0, 1]
-        assert (padded.kept.labels_BK != IGNORE_INDEX).tolist() == [[True, True], [True, False]]
 
     def test_a_shared_prompt_is_before_what_is_read(self) -> None:
         pair = [

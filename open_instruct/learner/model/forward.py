@@ -16,7 +16,7 @@ from open_instruct.models.experts.routed import RoutedFeedForward
 from open_instruct.models.heads.logprob_head import HeadSettings, LabelLosses, LogprobHead, Measure
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.packing.documents import kept_positions, on_device
-from open_instruct.records import IGNORE_INDEX, KeptPositions, PackedBatch
+from open_instruct.records import IGNORE_INDEX, PackedBatch
 
 
 def token_logprobs(
@@ -94,22 +94,24 @@ def beside_labels(
 
 
 def _where_head_runs(model: Transformer, batch: PackedBatch, values_BT: torch.Tensor) -> torch.Tensor:
-    _, kept = _own(model, batch)
-    if kept is None:
+    _, kept_BK = _own(model, batch)
+    if kept_BK is None:
         return cast(LogprobHead, model.lm_head).own_positions(values_BT)
     rows_B1 = torch.arange(len(values_BT), device=values_BT.device).unsqueeze(1)
-    return values_BT[rows_B1, on_device(kept.positions_BK, values_BT.device)]
+    return values_BT[rows_B1, on_device(kept_BK, values_BT.device)]
 
 
-def _own(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, KeptPositions | None]:
+def _own(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, torch.Tensor | None]:
     """This rank's tokens of the batch, and the positions where its head runs: None, all, under tensor parallelism."""
     if (context := context_of(model)) is not None:
         # Labels are shifted already, so none is lost where the row is cut.
         part = context.part_of(batch.input_ids_BT.shape[1])
         ids_BT, labels_BT = batch.input_ids_BT[:, part], batch.labels_BT[:, part]
         routes_TR = None if batch.routes_TR is None else batch.routes_TR[part]
-        batch = replace(batch, kept=None, input_ids_BT=ids_BT, labels_BT=labels_BT, routes_TR=routes_TR)
-    return batch, None if model.tp_enabled else batch.kept or kept_positions(batch)
+        batch = replace(batch, kept_BK=None, input_ids_BT=ids_BT, labels_BT=labels_BT, routes_TR=routes_TR)
+    if model.tp_enabled:
+        return batch, None
+    return batch, kept_positions(batch) if batch.kept_BK is None else batch.kept_BK
 
 
 class _Inputs(NamedTuple):
@@ -145,7 +147,7 @@ def _run(
 
 def _inputs(model: Transformer, batch: PackedBatch) -> _Inputs:
     """The inputs, computed on the CPU so that nothing waits for the device."""
-    context, (own, kept) = context_of(model), _own(model, batch)
+    context, (own, kept_BK) = context_of(model), _own(model, batch)
     num_rows, row_len = batch.input_ids_BT.shape
     lengths = batch.document_lengths
     if lengths is None:
@@ -156,12 +158,12 @@ def _inputs(model: Transformer, batch: PackedBatch) -> _Inputs:
         assert batch.document_lengths is not None, "padded rows are not split over ranks"
         segments = segments._replace(positions_T=segments.positions_T[context.part_of(row_len)])
     model_kwargs: dict[str, Any] = {"labels": own.labels_BT, "segments": segments}
-    if kept is not None:
-        model_kwargs["logits_to_keep"] = kept.positions_BK
+    if kept_BK is not None:
+        model_kwargs["logits_to_keep"] = kept_BK
     labelled_N = batch.label_positions_N
-    if kept is not None and context is None:
+    if kept_BK is not None and context is None:
         # A label's place among the kept positions: each row has as many, and keeps the order of its labels.
-        num_rows, num_kept = kept.positions_BK.shape
+        num_rows, num_kept = kept_BK.shape
         ranks_BT = (batch.labels_BT != IGNORE_INDEX).cumsum(dim=1) - 1
         labelled_N = (ranks_BT + num_kept * torch.arange(num_rows).unsqueeze(1)).flatten()[labelled_N]
     return _Inputs(own.input_ids_BT, model_kwargs, labelled_N, batch.sequence_ids_N, own.routes_TR)
