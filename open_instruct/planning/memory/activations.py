@@ -2,8 +2,7 @@
 
 Sources, in OLMo-core 3.0 and PyTorch 2.13: `TransformerBlock` and `ReorderedNormTransformerBlock`, `Attention`,
 `RotaryEmbedding`, `RMSNorm`, `QwenRMSNorm` and `FeedForward` for the operations; `derivatives.yaml` of PyTorch for
-what each saves; `models/attention/attention.py` and `models/heads/logprob_head.py` here for attention over documents
-and for the head.
+what each saves; `models/attention/attention.py` and `models/heads/logprob_head.py` here for attention and the head.
 
 Norms, and RoPE for OLMo, compute in float32 whatever dtype the rest uses, and keep float32 copies of their inputs; in
 bfloat16 these copies are most of what a block keeps.
@@ -131,14 +130,12 @@ class _Piece:
             weight = self.tape.run(weight.num_bytes, weight, gradients=[Gradient(of=weight, num_bytes=None)])
         in_bytes, out_bytes = (num_tokens * size * self.c for size in (num_inputs, num_outputs))
         num_cast = num_tokens * max(num_inputs, num_outputs) if self.workload.multiplies_in_float8 else 0
-        cast_bytes = BYTES_OF_CAST * num_cast
-        # Of a matrix in 4 bits the values, and an index of each two of them until they are there, before the product.
-        is_made = self.shape.in_4_bits and kind == "frozen"
-        made, index_bytes = (weight.num_bytes, weight.num_bytes * 2 // self.c) if is_made else (cast_bytes, 0)
+        made, index_bytes = BYTES_OF_CAST * num_cast, 0
+        if self.shape.in_4_bits and kind == "frozen":  # values, and before the product an index of each two of them
+            made, index_bytes = weight.num_bytes, weight.num_bytes * 2 // self.c
         on_the_way = [made + max(0, index_bytes - size) for size in (in_bytes, out_bytes)]
         gradients = [_whole(weight), Gradient(of=x, num_bytes=in_bytes, scratch_bytes=on_the_way[0])]
-        saved = [x, weight]
-        return self.tape.run(out_bytes, x, weight, saved=saved, gradients=gradients, scratch_bytes=on_the_way[1])
+        return self.tape.run(out_bytes, x, weight, saved=[x, weight], gradients=gradients, scratch_bytes=on_the_way[1])
 
     def norm(self, x: Tensor, num_rows: int, width: int) -> Tensor:
         """RMSNorm. float32 inside; keeps its input and what is scaled by the weight."""
