@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
-import threading
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.data.chat_templates import ChatTemplate, choose_another, choose_chat_template
+from open_instruct.data.chat_templates import ChatTemplate, choose_chat_template
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import REASONING, Message
@@ -31,8 +29,7 @@ if TYPE_CHECKING:
 # Some templates write today's date; a run must not depend on the day it is started.
 _TEMPLATE_DATE = "26 Jul 2024"
 
-# A template that comes with a model runs in Jinja's sandbox, where it could still loop or write without end.
-RENDER_TIMEOUT_S = 30.0
+# A template that comes with a model runs in Jinja's sandbox, where it could still write far too much.
 MAX_RENDERED = 2**24  # characters beside those of the conversation
 _LONGEST_OPENING = 32  # characters of a reply that a generation prompt may already hold
 
@@ -150,21 +147,18 @@ class ChatFormat:
         """The text that the template writes, with what has to do with tools as it reads that.
 
         Raises:
-            MalformedRow: the template refuses the conversation, cannot write calls or tools, or writes without end.
+            MalformedRow: the template refuses the conversation, cannot write calls or tools, or writes far too much.
         """
         turns, tools = self.tool_form.as_read(messages)
         try:
-            with _ends_in_time(self.template):
-                text = self.tokenizer.apply_chat_template(
-                    turns,
-                    chat_template=self.template.text,
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                    date_string=_TEMPLATE_DATE,
-                    tools=tools or None,
-                )
-        except InputError:
-            raise
+            text = self.tokenizer.apply_chat_template(
+                turns,
+                chat_template=self.template.text,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                date_string=_TEMPLATE_DATE,
+                tools=tools or None,
+            )
         except Exception as error:  # foreign code, which may raise anything
             raise self._refusal(f"refuses the conversation: {one_line(error)}") from error
         assert isinstance(text, str)
@@ -228,32 +222,6 @@ def _where_they_part(one: str, other: str) -> str:
 
 def _shorten(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:37] + "...")
-
-
-@contextmanager
-def _ends_in_time(template: ChatTemplate) -> Iterator[None]:
-    """Interrupt a template that does not end; this works in the main thread alone, the only one that Python interrupts.
-
-    Raises:
-        InputError: the template runs longer than `RENDER_TIMEOUT_S`.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise InputError(
-            f"{template.name} chat template does not end: it ran for {RENDER_TIMEOUT_S:g} s on one conversation; "
-            f"{choose_another()}"
-        )
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, RENDER_TIMEOUT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from pyarrow import ArrowException, Table, parquet
 
-from open_instruct.data import chat
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import choose_chat_template
 from open_instruct.data.files.rows import MalformedRow
@@ -72,16 +71,6 @@ def test_a_template_that_does_not_parse_is_refused_with_its_line(
     monkeypatch.setattr(tokenizer, "chat_template", text)
     with pytest.raises(InputError, match="the tokenizer's own chat template, line 1: "):
         choose_chat_template(tokenizer, None)
-
-
-def test_a_template_without_an_end_is_stopped(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "RENDER_TIMEOUT_S", 0.2)
-    many = "{% set many = range(99999) | list %}"
-    endless = many + "".join(f"{{% for {name} in many %}}" for name in "abcde") + "{% endfor %}" * 5
-    monkeypatch.setattr(tokenizer, "chat_template", endless)
-    form = ChatFormat.choose(tokenizer, None)
-    with pytest.raises(InputError, match=r"the tokenizer's own chat template does not end.*--chat_template_name"):
-        encoded(form, CONVERSATION)
 
 
 # --- traces ---------------------------------------------------------------------------------------------
