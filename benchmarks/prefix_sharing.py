@@ -79,7 +79,7 @@ def main() -> int:
 
 def layouts(rows: Rows) -> dict[str, PackedBatch]:
     return {
-        "padded": pack_documents(rows.documents, packing=False, pad_token_id=0),
+        "padded": pack_documents(rows.documents, packing=False),
         "packed": pack_documents(rows.documents),
         "shared": pack_documents(rows.documents, groups=groups_that_share(rows.documents, rows.groups, "auto")),
     }

@@ -68,8 +68,7 @@ class GRPOLearner:
     def step(self, work: RankStep) -> dict[str, float]:
         """Learn from the completions of one step; returns its metrics, the same on every rank."""
         num_epochs = self.config.loss.num_epochs
-        pad_token_id, multiple = self.pretrained.pad_token_id, self.run.layout.model_parallel_degree
-        minibatches = rollout_minibatches(work, pad_token_id=pad_token_id, pad_to_multiple_of=multiple)
+        minibatches = rollout_minibatches(work, pad_to_multiple_of=self.run.layout.model_parallel_degree)
         before: Before = dict
         if self.critic is not None:
             minibatches = self.critic.with_advantages(minibatches)

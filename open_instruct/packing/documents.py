@@ -27,7 +27,6 @@ def pack_documents(
     documents: Sequence[Document],
     *,
     packing: bool = True,
-    pad_token_id: int = PADDING,
     pad_to_multiple_of: int = 1,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> PackedBatch:
@@ -56,7 +55,7 @@ def pack_documents(
     width += -width % pad_to_multiple_of
     for row, length in zip(rows, lengths, strict=True):
         if length < width:
-            row.add([pad_token_id] * (width - length))
+            row.add([PADDING] * (width - length))
     prefix_lengths = rows[0].prefix_lengths
     batch = PackedBatch(
         input_ids_BT=torch.tensor([row.input_ids for row in rows]),

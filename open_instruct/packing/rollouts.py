@@ -223,7 +223,6 @@ def counts_of(samples: Sequence[RolloutSample]) -> dict[str, int]:
 def rollout_batch(
     samples: Sequence[RolloutSample],
     *,
-    pad_token_id: int,
     pad_to_multiple_of: int = 1,
     prefix_sharing: PrefixSharing = "off",
     num_routes: int = 0,
@@ -236,7 +235,6 @@ def rollout_batch(
     documents = [sample.document for sample in samples]
     packed = pack_documents(
         documents,
-        pad_token_id=pad_token_id,
         pad_to_multiple_of=pad_to_multiple_of,
         # The plan has decided that sharing pays, so runs of one prompt are not judged again here.
         groups=None if prefix_sharing == "off" else runs_of_one_prompt(documents),
@@ -278,11 +276,10 @@ def _streams(samples: Sequence[RolloutSample]) -> dict[str, torch.Tensor]:
     return values
 
 
-def rollout_minibatches(step: RankStep, *, pad_token_id: int, pad_to_multiple_of: int = 1) -> tuple[StepBatch, ...]:
+def rollout_minibatches(step: RankStep, *, pad_to_multiple_of: int = 1) -> tuple[StepBatch, ...]:
     """The tensors of a rank's part of a step: one `StepBatch` for each optimizer update."""
     batch_of = partial(
         rollout_batch,
-        pad_token_id=pad_token_id,
         pad_to_multiple_of=pad_to_multiple_of,
         prefix_sharing=step.prefix_sharing,
         num_routes=step.num_routes,

@@ -114,14 +114,6 @@ class Pretrained:
         return [f"{self.folder / 'config.json'} has fields that nothing reads: {unknown}"] if unknown else []
 
     @property
-    def pad_token_id(self) -> int:
-        """The token of padding. No label and no attention reads it, so any token of the vocabulary serves."""
-        for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if isinstance(token_id, int):
-                return token_id
-        return 0
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype that most values of the checkpoint are stored in."""
         num_values: Counter[torch.dtype] = Counter()

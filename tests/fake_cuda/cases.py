@@ -343,9 +343,7 @@ def _pretrained(case: Case, head: Any = "vocabulary") -> Any:
     def build(*, init_device: str) -> Any:
         return build_model(case.hf_config(), init_device=init_device, head=head)
 
-    return SimpleNamespace(
-        build=build, files=None, names=SimpleNamespace(olmo_core_names=()), adapter=None, pad_token_id=0
-    )
+    return SimpleNamespace(build=build, files=None, names=SimpleNamespace(olmo_core_names=()), adapter=None)
 
 
 def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:

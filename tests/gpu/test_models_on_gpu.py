@@ -62,7 +62,7 @@ def documents() -> list[Document]:
 BATCHES = {
     "packed": lambda: pack_documents(documents()),
     "shared": lambda: pack_documents(documents(), groups=[(0, 1, 2), (3, 4, 5)]),
-    "padded": lambda: pack_documents(documents(), packing=False, pad_token_id=0),
+    "padded": lambda: pack_documents(documents(), packing=False),
 }
 
 

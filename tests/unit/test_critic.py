@@ -50,7 +50,7 @@ def critic_of(**flags: Any) -> Critic:
 
 
 def update_of(*microbatches: list[RolloutSample]) -> StepBatch:
-    batches = tuple(rollout_batch(samples, pad_token_id=0) for samples in microbatches)
+    batches = tuple(rollout_batch(samples) for samples in microbatches)
     return StepBatch(microbatches=batches, counts=counts_of([each for samples in microbatches for each in samples]))
 
 

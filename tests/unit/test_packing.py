@@ -46,7 +46,7 @@ def test_packed_row_of_the_records_example() -> None:
 
 
 def test_tail_padding_of_a_packed_row_is_a_document_of_its_own() -> None:
-    batch = pack_documents([FIRST, SECOND], pad_token_id=PAD, pad_to_multiple_of=8)
+    batch = pack_documents([FIRST, SECOND], pad_to_multiple_of=8)
     assert batch.input_ids_BT.tolist() == [[5, 9, 2, 7, 4, 6, PAD, PAD]]
     assert batch.labels_BT.tolist() == [[_, _, 7, _, 6, _, _, _]]
     assert (batch.label_positions_N.tolist(), batch.sequence_ids_N.tolist()) == ([2, 4], [0, 1])
@@ -55,11 +55,11 @@ def test_tail_padding_of_a_packed_row_is_a_document_of_its_own() -> None:
 
 
 def test_no_padding_document_where_the_length_fits() -> None:
-    assert pack_documents([FIRST, SECOND], pad_token_id=PAD, pad_to_multiple_of=3).document_lengths == (4, 2)
+    assert pack_documents([FIRST, SECOND], pad_to_multiple_of=3).document_lengths == (4, 2)
 
 
 def test_padded_rows() -> None:
-    batch = pack_documents([FIRST, SECOND], packing=False, pad_token_id=PAD, pad_to_multiple_of=5)
+    batch = pack_documents([FIRST, SECOND], packing=False, pad_to_multiple_of=5)
     assert batch.input_ids_BT.tolist() == [[5, 9, 2, 7, PAD], [4, 6, PAD, PAD, PAD]]
     assert batch.labels_BT.tolist() == [[_, _, 7, _, _], [6, _, _, _, _]]
     assert (batch.label_positions_N.tolist(), batch.sequence_ids_N.tolist()) == ([2, 5], [0, 1])
@@ -78,12 +78,12 @@ def test_a_response_that_cannot_be_predicted_whole_is_refused(start: int, stop: 
     with pytest.raises(AssertionError, match="response"):
         pack_documents([wrong])
     with pytest.raises(AssertionError, match="response"):
-        pack_documents([wrong], packing=False, pad_token_id=PAD)
+        pack_documents([wrong], packing=False)
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_empty_batch(packing: bool) -> None:
-    batch = pack_documents([], packing=packing, pad_token_id=PAD, pad_to_multiple_of=3)
+    batch = pack_documents([], packing=packing, pad_to_multiple_of=3)
     assert batch.input_ids_BT.tolist() == [[PAD, PAD, PAD]]
     assert batch.labels_BT.tolist() == [[_, _, _]]
     assert batch.label_positions_N.tolist() == batch.sequence_ids_N.tolist() == []
@@ -98,7 +98,7 @@ def labels_kept(batch: PackedBatch) -> torch.Tensor:
 
 def test_kept_positions_fill_short_rows_with_the_last_position() -> None:
     long = document(1, 2, 3, 4, 5, reply=3)
-    batch = pack_documents([long, document(6, 7, reply=1)], packing=False, pad_token_id=PAD)
+    batch = pack_documents([long, document(6, 7, reply=1)], packing=False)
     assert kept_positions(batch).tolist() == [[1, 2, 3], [0, 4, 4]]
     assert labels_kept(batch).tolist() == [[3, 4, 5], [7, _, _]]
 
@@ -110,7 +110,7 @@ def test_kept_positions_of_a_packed_row() -> None:
 
 
 def test_kept_positions_of_an_empty_batch_hold_one_unlabelled_position() -> None:
-    batch = pack_documents([], pad_token_id=PAD, pad_to_multiple_of=4)
+    batch = pack_documents([], pad_to_multiple_of=4)
     assert kept_positions(batch).tolist() == [[3]]
     assert labels_kept(batch).tolist() == [[_]]
 
@@ -134,8 +134,8 @@ def collated(pairs: Sequence[tuple[Document, ...]], **changes: Any) -> Batch:
 
 def both_layouts(items: Sequence[Document], multiple: int) -> list[PackedBatch]:
     return [
-        pack_documents(items, pad_token_id=PAD, pad_to_multiple_of=multiple),
-        pack_documents(items, packing=False, pad_token_id=PAD, pad_to_multiple_of=multiple),
+        pack_documents(items, pad_to_multiple_of=multiple),
+        pack_documents(items, packing=False, pad_to_multiple_of=multiple),
     ]
 
 
@@ -359,7 +359,7 @@ class TestEndsOfReplies:
 
     def test_a_padded_row_may_be_filled_up_with_a_position_that_is_read(self) -> None:
         longer = Document(token_ids=(1, 2, 3, 4, 5, 6), responses=(Span(start=5, stop=6),), reads_ends=True)
-        padded = pack_documents([self.BOTH[0], longer], packing=False, pad_token_id=PAD)
+        padded = pack_documents([self.BOTH[0], longer], packing=False)
         assert padded.kept_BK is not None and padded.kept_BK.tolist() == [[2, 4], [5, 5]]
         assert padded.sequence_ids_N.tolist() == [0, 0, 1]
 

@@ -185,9 +185,7 @@ def test_every_plan_of_groups(
             assert len({len(microbatches) for microbatches in of_ranks}) == 1
             for microbatch in (microbatch for microbatches in of_ranks for microbatch in microbatches):
                 assert list(microbatch) == sorted(microbatch)
-                packed = rollout_batch(
-                    [rollout(documents[i]) for i in microbatch], pad_token_id=0, prefix_sharing=sharing
-                ).packed
+                packed = rollout_batch([rollout(documents[i]) for i in microbatch], prefix_sharing=sharing).packed
                 assert packed.num_tokens <= capacity
             everyone.append(sorted(i for microbatches in of_ranks for mb in microbatches for i in mb))
         contents[sharing] = everyone
@@ -215,7 +213,7 @@ def rows_of_ranks(documents: list[Document], num_ranks: int, sharing: PrefixShar
     )
     rows = []
     for step in work:
-        (minibatch,) = rollout_minibatches(step, pad_token_id=0)
+        (minibatch,) = rollout_minibatches(step)
         rows.append([batch.packed.num_tokens for batch in minibatch.microbatches])
     return rows
 
@@ -245,7 +243,7 @@ def test_runs_of_one_prompt() -> None:
 
 def test_values_of_rollouts_are_in_the_order_of_their_labels() -> None:
     documents = [document([5, 9, 2], [7]), document([5, 9, 2], [8, 3])]
-    batch = rollout_batch([rollout(each) for each in documents], pad_token_id=0, prefix_sharing="on")
+    batch = rollout_batch([rollout(each) for each in documents], prefix_sharing="on")
     assert batch.packed.labels_BT.tolist() == [[_, _, 7, _, 8, 3, _]]
     torch.testing.assert_close(batch.values["engine_logprobs_N"], torch.tensor([-0.1, -0.1, -0.2]))
     assert batch.values["advantages_N"].tolist() == [4, 5, 5]
@@ -257,7 +255,7 @@ def test_values_of_a_tree_are_those_of_each_sample() -> None:
     samples = [rollout(document([5, 9, 2], reply)) for reply in ((*turn, 1, 1, 1), (3,), (*turn, 2))]
     streams = {"ce": (0.0,) * 9 + (1.0,), "rl": (2.0,) * 10}
     samples[2] = replace(samples[2], weights=streams)
-    batch = rollout_batch(samples, pad_token_id=0, prefix_sharing="on")
+    batch = rollout_batch(samples, prefix_sharing="on")
     assert batch.packed.sequence_ids_N.tolist() == [0] * 12 + [2] * 10 + [1]
     assert batch.packed.label_positions_N.tolist() == [*range(2, 14), *range(2, 11), 15, 17]
     assert batch.values["advantages_N"].tolist() == [15] * 12 + [13] * 10 + [4]

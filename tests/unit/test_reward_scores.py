@@ -183,7 +183,7 @@ def test_a_score_depends_neither_on_padding_nor_on_packing(folder: Path) -> None
     shared = pack_documents(documents, groups=[(0, 1), (2,)])
     for packed in (
         pack_documents(documents, pad_to_multiple_of=8),
-        pack_documents(documents, packing=False, pad_token_id=9),
+        pack_documents(documents, packing=False),
         shared,
     ):
         scores = token_logprobs(model, packed, device=CPU)

@@ -225,7 +225,7 @@ class TestPacking:
             self.sample(1, [1, 2, 3, 6]),
             self.sample(2, [7, 8, 9, 10], is_told=False),
         ]
-        packed = rollout_batch(samples, pad_token_id=0, pad_to_multiple_of=8, prefix_sharing="on", num_routes=2).packed
+        packed = rollout_batch(samples, pad_to_multiple_of=8, prefix_sharing="on", num_routes=2).packed
         assert packed.input_ids_BT.tolist() == [[1, 2, 3, 4, 5, 3, 6, 7, 8, 9, 10, *[0] * 5]]
         unknown = [[-1, -1]]
         first = [[0, place] for place in range(4)] + unknown
@@ -235,14 +235,14 @@ class TestPacking:
         """One rank has the sample with routes, one that without, and two have none."""
         samples = [self.sample(0, [1, 2, 3, 4]), self.sample(1, [5, 6, 7, 8, 9], is_told=False)]
         steps = plan_steps_of_ranks(samples, num_ranks=4, max_tokens_per_microbatch=40, num_mini_batches=1)
-        batches = [rollout_minibatches(step, pad_token_id=0)[0].microbatches[0] for step in steps]
+        batches = [rollout_minibatches(step)[0].microbatches[0] for step in steps]
         assert {batch.packed.routes_TR.shape[1] for batch in batches} == {2}
         assert sum(int((batch.packed.routes_TR >= 0).any(dim=1).sum()) for batch in batches) == 3
 
     def test_without_any_there_is_nothing(self) -> None:
         samples = [self.sample(0, [1, 2, 3, 4], is_told=False)]
         (step,) = plan_steps_of_ranks(samples, num_ranks=1, max_tokens_per_microbatch=40, num_mini_batches=1)
-        assert rollout_minibatches(step, pad_token_id=0)[0].microbatches[0].packed.routes_TR is None
+        assert rollout_minibatches(step)[0].microbatches[0].packed.routes_TR is None
 
 
 def told(values: Sequence[int]) -> bytes:

@@ -144,7 +144,7 @@ def test_episodes_that_begin_with_one_turn_share_it_and_learn_it_twice() -> None
         return replace(completion(11), token_ids=ids, episode=steps)
 
     samples = learned_of(group_of([1.0, 0.0, 0.5], [episode(50, 60), episode(51, 61), episode(50, 62)])).samples
-    batch = rollout_batch(samples, pad_token_id=0, prefix_sharing="auto")
+    batch = rollout_batch(samples, prefix_sharing="auto")
     first, second, third = (sample.advantage for sample in samples)
     # Of the prompt (3 tokens) and the turn (12) all but the tool's last token; of the prompt alone all but its last.
     assert batch.packed.prefix_lengths == (0, 14, 2)

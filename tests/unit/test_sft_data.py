@@ -55,7 +55,7 @@ def test_labels_are_the_replies_and_nothing_else(load: Load, tmp_path: Path) -> 
     """Packed, no label leads from one conversation into the next."""
     rows = write(tmp_path / "rows.jsonl", turns("a", "bc", "d", "e"), turns("f", "g"))
     documents = [document for (document,) in load(rows, "1.0")[0]]
-    packed = pack_documents(documents, pad_token_id=0)
+    packed = pack_documents(documents)
     labels = [label for label in packed.labels_BT.flatten().tolist() if label != IGNORE_INDEX]
     replies = [document.token_ids[span.start : span.stop] for document in documents for span in document.responses]
     assert labels == [token for reply in replies for token in reply]

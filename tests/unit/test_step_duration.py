@@ -118,7 +118,6 @@ def test_a_step_of_grpo_ends_with_its_optimizer() -> None:
         config=SimpleNamespace(loss=SimpleNamespace(num_epochs=1), critic=SimpleNamespace(critic_warmup_steps=0)),
         critic=None,
         policy=SimpleNamespace(with_frozen_logprobs=lambda updates, num_epochs: ()),
-        pretrained=SimpleNamespace(pad_token_id=0),
         run=SimpleNamespace(layout=SimpleNamespace(model_parallel_degree=1)),
         loop=SimpleNamespace(step=0, take_step=take_step, wait_for_device=device.wait),
     )

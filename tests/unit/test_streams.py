@@ -97,7 +97,7 @@ def loss_and_gradient(
     samples: Sequence[RolloutSample], loss: PolicyLossSection, **values: float | torch.Tensor
 ) -> tuple[LossOutputs, torch.Tensor]:
     """Of one microbatch; `values` are offsets of the frozen log-probs from the engine's, by name."""
-    batch = rollout_batch(samples, pad_token_id=0)
+    batch = rollout_batch(samples)
     engine_N = batch.values["engine_logprobs_N"]
     frozen = {f"{name}_logprobs_N": engine_N + offset for name, offset in values.items()}
     batch = dataclasses.replace(batch, values={**batch.values, **frozen})
@@ -149,7 +149,7 @@ def test_a_teacher_alone_pulls_each_token_by_its_distance() -> None:
     samples = completions(5)
     loss = PolicyLossSection(rl_coef=0.0, teacher_model_name_or_path="t", teacher_kl_coef=3.0, rho_correction="none")
     outputs, gradient_N = loss_and_gradient(samples, loss, teacher=-0.2)
-    batch = rollout_batch(samples, pad_token_id=0)
+    batch = rollout_batch(samples)
     distance_N = scores_of(samples, batch).logprobs_N.detach() - (batch.values["engine_logprobs_N"] - 0.2)
     torch.testing.assert_close(gradient_N, 3.0 * distance_N / len(distance_N))
     assert float(outputs.metrics["teacher_kl"].value) == pytest.approx(float(distance_N.mean()), rel=1e-5)
@@ -161,7 +161,7 @@ def test_the_estimate_is_weighted_by_the_ratio_that_is_optimised(kind: str) -> N
     samples = completions(6)
     loss = PolicyLossSection(loss_fn=kind, rl_coef=0.0, beta=0.5, kl_importance_weighted=True, rho_correction="none")
     _, gradient_N = loss_and_gradient(samples, loss, old=0.1, reference=-0.4)
-    batch = rollout_batch(samples, pad_token_id=0)
+    batch = rollout_batch(samples)
     new_N = scores_of(samples, batch).logprobs_N.detach().requires_grad_()
     total, start = new_N.sum() * 0, 0
     for sample in samples:
@@ -194,10 +194,10 @@ def test_conversations_have_a_temperature_of_their_own() -> None:
     plain, other, written = completions(3, count=3)
     given = [plain, with_tool(other), as_conversation(written)]
     bound = bind(PolicyLossSection(), temperature=0.7, response_length=9)
-    assert bound.temperature_of(rollout_batch(given[:1], pad_token_id=0)) == 0.7
+    assert bound.temperature_of(rollout_batch(given[:1])) == 0.7
     lengths = [len(sample.engine_logprobs) for sample in (plain, other, written)]
     expected = [0.7] * lengths[0] + [1.0] * 2 + [0.7] * lengths[1] + [1.0] * lengths[2]
-    temperatures = torch.as_tensor(bound.temperature_of(rollout_batch(given, pad_token_id=0)))
+    temperatures = torch.as_tensor(bound.temperature_of(rollout_batch(given)))
     assert temperatures.tolist() == pytest.approx(expected)
 
 
@@ -209,8 +209,8 @@ def learned_by_cut(loss: PolicyLossSection, samples: list[RolloutSample], cut: i
     bound: BoundLoss = bind(loss, temperature=1.0, response_length=20)
     assert bound.prepare is not None
     parts = [samples[start : start + cut] for start in range(0, len(samples), cut)]
-    batches = [rollout_batch(part, pad_token_id=0) for part in parts]
-    step = StepBatch(microbatches=(*batches, rollout_batch([], pad_token_id=0)), counts=counts_of(samples))
+    batches = [rollout_batch(part) for part in parts]
+    step = StepBatch(microbatches=(*batches, rollout_batch([])), counts=counts_of(samples))
     scores = [scores_of(part, batch) for part, batch in zip([*parts, []], step.microbatches, strict=True)]
     prepared = bound.prepare(step, scores, lambda values: values)
     return [value for batch in prepared.microbatches for value in batch.values["is_learned"].tolist()]
@@ -223,7 +223,7 @@ def test_tokens_of_the_highest_entropy_are_learned_however_the_batch_is_cut() ->
     for cut in (1, 5):
         assert learned_by_cut(loss, samples, cut) == learned
     assert sum(learned) == round(0.2 * len(learned))
-    entropy_N = scores_of(samples, rollout_batch(samples, pad_token_id=0)).entropy_N
+    entropy_N = scores_of(samples, rollout_batch(samples)).entropy_N
     assert entropy_N is not None
     is_learned_N = torch.tensor(learned).bool()
     assert entropy_N[is_learned_N].min() >= entropy_N[~is_learned_N].max()
@@ -232,7 +232,7 @@ def test_tokens_of_the_highest_entropy_are_learned_however_the_batch_is_cut() ->
 def test_tokens_of_low_entropy_are_not_learned_but_count() -> None:
     samples, loss = completions(8), PolicyLossSection(top_entropy_quantile=0.25)
     _, plain_N = loss_and_gradient(samples, PolicyLossSection())
-    batch, bound = rollout_batch(samples, pad_token_id=0), bind(loss, temperature=1.0, response_length=20)
+    batch, bound = rollout_batch(samples), bind(loss, temperature=1.0, response_length=20)
     assert bound.with_entropy and bound.prepare is not None
     scores = scores_of(samples, batch)
     step = bound.prepare(StepBatch(microbatches=(batch,), counts={}), [scores], lambda values: values)
@@ -267,7 +267,7 @@ def test_conversations_are_learned_where_no_completion_is() -> None:
     (step,) = plan_steps_of_ranks(
         [as_conversation(s) for s in completions(11)], num_ranks=1, max_tokens_per_microbatch=99, num_mini_batches=2
     )
-    (minibatch,) = rollout_minibatches(step, pad_token_id=0)
+    (minibatch,) = rollout_minibatches(step)
     assert minibatch.counts["rl_rows"] == 0 < minibatch.counts["rows"]
     bound = bind(PolicyLossSection(), temperature=1.0, response_length=20)
     for samples, batch in zip(step.minibatches[0].microbatches, minibatch.microbatches, strict=True):
@@ -277,7 +277,7 @@ def test_conversations_are_learned_where_no_completion_is() -> None:
 
 
 def test_a_document_of_several_turns_has_its_labels_in_order() -> None:
-    batch = rollout_batch([with_tool(completions(12, count=1)[0])], pad_token_id=0)
+    batch = rollout_batch([with_tool(completions(12, count=1)[0])])
     assert batch.values["ce_tokens"].tolist() == [0, 1] and batch.values["ce_weights"].tolist() == [1.0, 0.5]
     assert batch.values["rl_tokens"].tolist() == list(range(2, len(batch.values["advantages_N"])))
 
@@ -290,7 +290,7 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     samples = completions(13)
     loss = PolicyLossSection(loss_fn=f"{tmp_path}/mine.py:squared", rho_correction="none")
     _, gradient_N = loss_and_gradient(samples, loss)
-    advantages_N = rollout_batch(samples, pad_token_id=0).values["advantages_N"]
+    advantages_N = rollout_batch(samples).values["advantages_N"]
     torch.testing.assert_close(gradient_N, -advantages_N / len(advantages_N))
     signs = own_function(f"{tmp_path}/mine.py:signs", flag="--advantages", known=())
     assert signs is not None and signs([SimpleNamespace(rewards=(1.0, 0.25))]) == [[1.0, -1.0]]

@@ -12,8 +12,8 @@ true of the kernels on CUDA, while on a CPU a document longer than the window is
 Tensor parallelism splits heads, features and vocabulary, and the positions of a row between matrices. Compiled blocks
 fuse what stands between matrices; they are counted as uncompiled ones, which is an upper bound.
 
-A matrix that is frozen keeps nothing for its gradient; an adapter beside it keeps what that is given, and its own few
-features. The input of the first block needs no gradient then; the block is counted like the others, an upper bound too.
+A matrix that is frozen keeps nothing for its gradient; an adapter beside it keeps its own few features. The input of
+the first block needs no gradient then; the block is counted like the others, an upper bound too.
 """
 
 from collections.abc import Callable, Sequence
