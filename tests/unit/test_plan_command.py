@@ -291,7 +291,7 @@ class TestAdvice:
         assert Advice(planned("dpo", *OLMO_7B, "--gpus_per_node", "1", *others)).with_adapters is None
 
     def test_more_nodes_are_named_as_the_run_takes_them(self) -> None:
-        few = [*OLMO_7B, *FULL, "--gpus_per_node", "2", "--gpu", "memory_gib=44", "--optimizer", "skip_step_adamw"]
+        few = [*OLMO_7B, *FULL, "--gpus_per_node", "2", "--gpu", "memory_gib=44", "--optimizer", "muon"]
         dpo = change_to_fit(planned("dpo", *few, *ONE_PAIR))
         grpo = change_to_fit(planned("grpo", *few))
         assert dpo is not None and re.match(r"on \d nodes of 2 GPUs with --fsdp_shard_degree \d", dpo.text)
