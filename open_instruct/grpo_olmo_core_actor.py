@@ -73,18 +73,16 @@ def train(
     """The whole run, as the driver walks it, which tells `callbacks` of every step. Returns the exit code."""
     # torch, Ray, and all that hangs on them, load only once the flags are known to be good.
     from open_instruct.cluster.ray_cluster import refuse_imported_ray
-    from open_instruct.rollout.checked_run import export_finished, open_rollout_run
+    from open_instruct.rollout.checked_run import open_rollout_run
     from open_instruct.rollout.driver import Driver, Listener
     from open_instruct.rollout.fleet import start_fleet
 
     listening = [Listener(*each) for each in (callbacks or {}).items()]
     if config.fleet.ray_address is None:
         refuse_imported_ray()
-    with open_rollout_run(config) as run:
-        if export_finished(run):
-            return 0
-        with start_fleet(learner_class or PolicyTrainerOLMoCoreProcess, run) as fleet:
-            return Driver(replace(run, trackers=(*run.trackers, *listening)), fleet).fit()
+    kind = learner_class or PolicyTrainerOLMoCoreProcess
+    with open_rollout_run(config) as run, start_fleet(kind, run) as fleet:
+        return Driver(replace(run, trackers=(*run.trackers, *listening)), fleet).fit()
 
 
 class PolicyTrainerOLMoCoreProcess:

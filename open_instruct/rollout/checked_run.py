@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from open_instruct.checkpoints.step_folder import candidates, damage_of, refuse_another_start_model, step_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.rollout_sections import TOOL_SET, RewardSection
@@ -34,7 +33,6 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
 from open_instruct.planning.shown import check_plan
 from open_instruct.rollout.samples import load_conversations
-from open_instruct.run import export_command
 from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import Tracker, build_trackers
 from open_instruct.run.opened import made_ready, memory_of, say_plan, shared_by, with_chosen
@@ -237,26 +235,3 @@ def _other_templates(verifiers: Mapping[str, Verifier], chat: ChatFormat) -> Ite
 def has_other_template(folder: Path, chat: ChatFormat) -> bool:
     """Whether the model in `folder` has a chat template, and it is another than the policy's."""
     return load_tokenizer(str(folder), flag="--verifier").chat_template not in (None, chat.template.text)
-
-
-def export_finished(run: RolloutRun) -> bool:
-    """Write OUT/hf_model if all steps were taken, as `open-instruct export` does. Returns whether it was written.
-
-    The export is left to the learners if the checkpoint is damaged, if there are adapters to merge, and in float16,
-    which may be too small for a weight.
-
-    Raises:
-        InputError: the start model was changed in place.
-        RunError: the disk filled up or failed; an earlier export is unharmed.
-    """
-    config = run.config
-    checkpoints = candidates(run.directory.path)
-    is_safe = run.pretrained.dtype_named(config.run.export_dtype) != torch.float16
-    if not checkpoints or step_of(checkpoints[0]) < config.num_steps or config.adapters is not None or not is_safe:
-        return False
-    doing("exporting the trained model")
-    if damage_of(checkpoints[0]):
-        return False
-    refuse_another_start_model(checkpoints[0], run.pretrained.fingerprint)
-    run.console.say(f"all {config.num_steps:,} steps were taken: exporting the model of {checkpoints[0]}")
-    return export_command.main([str(checkpoints[0]), "--output_dir", str(run.directory.hf_model)]) == 0
