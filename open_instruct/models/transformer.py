@@ -15,6 +15,7 @@ except what has no public door, which is used in this file alone:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -113,7 +114,7 @@ class SegmentTransformer(Transformer):
         self.to_empty(device="cpu" if self.on_host else device)
         for parameter in self.parameters():
             local_part(parameter).fill_(torch.nan if parameter.is_floating_point() else 0)
-        self.apply(fill_pairs)
+        self.apply(partial(fill_pairs, device=device))
         if self.tie_word_embeddings:
             self.lm_head.w_out.weight = self.embeddings.weight  # to_empty separated them
         self.settle_on(device, max_seq_len=max_seq_len)

@@ -144,6 +144,7 @@ CASES = {
     "dpo, moments on the host": TracedCase("--adam_offload"),
     "dpo, 8-bit moments on the host": TracedCase("--adam_offload --optimizer adamw_8bit"),
     "dpo, weights on the host": TracedCase("--offload"),
+    "dpo, 4 bits on the host": TracedCase("--offload --use_lora --use_qlora --activation_checkpointing full"),
     "dpo, experts": TracedCase("--activation_checkpointing none", family=EXPERTS, longest=4096),
     "dpo, zero 2": TracedCase(f"{ZERO} 2 --activation_checkpointing full"),
     "dpo, zero 3": TracedCase(f"{ZERO} 3 --activation_checkpointing full"),
