@@ -70,7 +70,7 @@ class GRPOLearner:
         num_epochs = self.config.loss.num_epochs
         pad_token_id, multiple = self.pretrained.pad_token_id, self.run.layout.model_parallel_degree
         minibatches = rollout_minibatches(work, pad_token_id=pad_token_id, pad_to_multiple_of=multiple)
-        before: Before = dict
+        before: Before | None = None
         if self.critic is not None:
             minibatches = self.critic.with_advantages(minibatches)
             before = partial(self.critic.learn, minibatches * num_epochs)
