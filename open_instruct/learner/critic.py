@@ -8,17 +8,15 @@ Legend: N labelled tokens of a microbatch, M those of them that were sampled, A 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import torch
 
 from open_instruct.checkpoints.resume import check_weights
-from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import CriticSection
 from open_instruct.config.training import backend_named
-from open_instruct.learner.loop import merged
+from open_instruct.learner.loop import TakeUpdates
 from open_instruct.learner.policy import Policy
 from open_instruct.losses.values import gae, value_losses, whitened
 from open_instruct.models.shards import reshard
@@ -33,6 +31,7 @@ from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
 ADVANTAGES, RETURNS, OLD_VALUES = "advantages_N", "returns_N", "old_values_N"
+EXPLAINED = "explained_variance"
 LEAST_VARIANCE = 1e-8
 
 
@@ -55,7 +54,6 @@ class Critic:
         self.pretrained = pretrained
         self.policy = Policy(backend, BoundLoss(function=partial(value_loss, flags=self.flags)))
         self.policy.rate_flag = "--critic_learning_rate"
-        self._explained: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def with_advantages(self, updates: Sequence[StepBatch]) -> tuple[StepBatch, ...]:
@@ -69,11 +67,11 @@ class Critic:
         reshard(policy.model)
         everywhere_A2 = gather_rows(torch.cat([valued_M2 for _, valued_M2 in own]), group=policy.dp_process_group)
         advantages_A, values_A = everywhere_A2.unbind(1)
-        self._explained = {}
+        told = {}
         if len(values_A):
             rest = advantages_A.var(correction=0) / (advantages_A + values_A).var(correction=0).clamp(LEAST_VARIANCE)
-            self._explained = {"explained_variance": 1 - rest}
-        filled = iter([self._filled(batch, valued_M2, advantages_A) for batch, valued_M2 in own])
+            told = {EXPLAINED: 1 - rest}
+        filled = iter([replace(batch, values=self._filled(batch, each, advantages_A) | told) for batch, each in own])
         return tuple(replace(each, microbatches=tuple(next(filled) for _ in each.microbatches)) for each in updates)
 
     def _valued(self, batch: Batch) -> tuple[Batch, torch.Tensor]:
@@ -87,13 +85,13 @@ class Critic:
         advantages_M = gae(values_M, rewards_M, sequence_ids_M, gamma=self.flags.gamma, lam=self.flags.gae_lambda)
         return batch, torch.stack([advantages_M, values_M], dim=1)
 
-    def _filled(self, batch: Batch, valued_M2: torch.Tensor, advantages_A: torch.Tensor) -> Batch:
+    def _filled(self, batch: Batch, valued_M2: torch.Tensor, advantages_A: torch.Tensor) -> dict[str, torch.Tensor]:
         advantages_M, values_M = valued_M2.unbind(1)
         shown_M = whitened(advantages_M, advantages_A) if self.flags.whiten_advantages else advantages_M
         rl, num_labels = Stream.of("rl", batch.values), len(batch.packed.sequence_ids_N)
         of_sampled = {ADVANTAGES: shown_M, RETURNS: advantages_M + values_M, OLD_VALUES: values_M}
         added = {name: rl.put(each_M, num_labels) for name, each_M in of_sampled.items()}
-        return replace(batch, values={**batch.values, **added})
+        return {**batch.values, **added}
 
     def export(self, *, run: Run, config: GRPOConfig) -> None:
         """Write OUT/critic, for --critic_model_name_or_path and as transformers' class with a score. Collective."""
@@ -103,24 +101,15 @@ class Critic:
         self.pretrained.export(self.policy.model, folder, dtype=dtype, more_config=fields)
         run.console.say(f"the critic is in {folder}", style="green")
 
-    def learn(self, updates: Sequence[StepBatch]) -> dict[str, float]:
+    def learn(self, updates: Sequence[StepBatch], take: TakeUpdates) -> dict[str, float]:
         """One optimizer update for each of the `updates`, which have their returns; gives the metrics of the step."""
-        policy, rows = self.policy, []
-        for update in updates:
-            policy.backend.zero_grads()
-            metrics = dict(policy.forward_backward(of_critic(update)))
-            metrics |= {name: float(value) for name, value in self._explained.items()}  # the device is done with it
-            cast(SafeCheckpointer, policy.trainer.checkpointer).wait_for_copy()
-            metrics |= policy.update()
-            spent_s = sum(float(value) for name, value in metrics.items() if name.startswith("time/"))
-            told = {name: float(value) for name, value in metrics.items() if name in TOLD}
-            rows.append(told | {"time/critic": spent_s})
-        policy.backend.zero_grads()
-        return {name if name.startswith("time/") else f"critic/{name}": value for name, value in merged(rows).items()}
+        row = take(self.policy, list(map(of_critic, updates)))
+        spent_s = sum(value for name, value in row.items() if name.startswith("time/"))
+        return {f"critic/{name}": value for name, value in row.items() if name in TOLD} | {"time/critic": spent_s}
 
 
 # Of the metrics of an update, those that are told beside the policy's.
-TOLD = ("loss", "grad_norm", "lr", "step_skipped", "value", "return", "clip_fraction", "explained_variance")
+TOLD = ("loss", "grad_norm", "lr", "step_skipped", "value", "return", "clip_fraction", EXPLAINED)
 
 
 def value_loss(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int], *, flags: CriticSection) -> LossOutputs:
@@ -130,6 +119,8 @@ def value_loss(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int], *
     losses_M, is_clipped_M = value_losses(values_M, old_M, returns_M, flags.value_clip)
     loss = losses_M.sum() / max(counts["rl_labels"], 1)
     metrics = {"loss": Metric(value=loss.detach(), reduction="sum")}
+    if EXPLAINED in batch.values:  # the same on all ranks
+        metrics[EXPLAINED] = Metric(value=batch.values[EXPLAINED], reduction="max")
     if counts["rl_rows"] > 0:
         metrics |= mean_metrics({"value": values_M.detach(), "return": returns_M, "clip_fraction": is_clipped_M})
     return LossOutputs(loss=loss, metrics=metrics)

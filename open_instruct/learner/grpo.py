@@ -69,7 +69,7 @@ class GRPOLearner:
         """Learn from the completions of one step; returns its metrics, the same on every rank."""
         num_epochs = self.config.loss.num_epochs
         minibatches = rollout_minibatches(work, pad_to_multiple_of=self.run.layout.model_parallel_degree)
-        before: Before = dict
+        before: Before | None = None
         if self.critic is not None:
             minibatches = self.critic.with_advantages(minibatches)
             before = partial(self.critic.learn, minibatches * num_epochs)

@@ -43,8 +43,10 @@ NEVER = 10**12
 # monitor's all-reduce in every step adds nothing to the metrics.
 NOT_CALLED = ("checkpointer", "speed_monitor")
 
+# Takes optimizer updates of a policy, and gives their metrics.
+TakeUpdates = Callable[[Policy, Sequence[StepBatch]], dict[str, float]]
 # What else learns in a step; it gives its metrics.
-Before = Callable[[], Mapping[str, float]]
+Before = Callable[[TakeUpdates], Mapping[str, float]]
 OnStep = Callable[[int, Mapping[str, float]], None]
 
 
@@ -129,10 +131,12 @@ class Loop:
         """Steps taken so far."""
         return self.trainer.global_step
 
-    def take_step(self, updates: Sequence[StepBatch], *, num_tokens: int, before: Before = dict) -> dict[str, float]:
+    def take_step(
+        self, updates: Sequence[StepBatch], *, num_tokens: int, before: Before | None = None
+    ) -> dict[str, float]:
         """One optimizer update for each of `updates`, and at last the learner's `end_step`.
 
-        `before` is called first within the step.
+        `before`, if any, is called first within the step, with `take_updates`.
 
         Returns the metrics of the step, the same on every rank: means over the updates, but the maximum of each
         `…/max`; and `time/…`, sums of this rank's seconds. `num_tokens` are the tokens of the whole step, on all ranks.
@@ -142,21 +146,12 @@ class Loop:
         self.trainer.global_train_tokens_seen += num_tokens
         doing(f"training step {self.step}")
         self._call("pre_step", {"updates": updates})
-        row_before = before()
-        update_metrics: list[dict[str, float]] = []
-        for update in updates:
-            self.learner.backend.zero_grads()
-            metrics = dict(self.learner.forward_backward(update))
-            self._call("pre_optim_step")
-            with self._clock.timing("checkpoint"):
-                self.checkpointer.wait_for_copy()
-            metrics |= self.learner.update()
-            update_metrics.append({name: float(value) for name, value in metrics.items()})
-        self.learner.backend.zero_grads()
+        row_before = {} if before is None else before(self.take_updates)
+        row = self.take_updates(self.learner, updates)
         self.learner.end_step()
         doing(f"finishing step {self.step}")
         self._call("post_train_batch")
-        row = {**merged(update_metrics), **row_before, "num_tokens": self.trainer.global_train_tokens_seen}
+        row |= {**row_before, "num_tokens": self.trainer.global_train_tokens_seen}
         row |= {"time/checkpoint": 0.0} | self._clock.read()
         if self.cadence.compares_speed_after(self.step):
             paces = gathered((self.learner.own_pace(), host_of_cores(self.learner.device.type)))
@@ -169,6 +164,20 @@ class Loop:
         self._finish_save(waits=False)
         self._call("pre_load_batch")
         return row
+
+    def take_updates(self, policy: Policy, updates: Sequence[StepBatch]) -> dict[str, float]:
+        """One optimizer update of `policy` for each of `updates`; returns their metrics, merged."""
+        rows: list[dict[str, float]] = []
+        for update in updates:
+            policy.backend.zero_grads()
+            metrics = dict(policy.forward_backward(update))
+            self._call("pre_optim_step")
+            with self._clock.timing("checkpoint"):
+                self.checkpointer.wait_for_copy()
+            metrics |= policy.update()
+            rows.append({name: float(value) for name, value in metrics.items()})
+        policy.backend.zero_grads()
+        return merged(rows)
 
     def fit(self, loader: SampleLoader, *, on_step: OnStep, heldout: Heldout | None = None) -> int | None:
         """Take all remaining steps, one update each; save a checkpoint at each due step and at the last.

@@ -154,24 +154,26 @@ class Plan:
         """Whether this share of a GPU stays free."""
         return self.headroom_bytes >= share * self.setting.device.memory_bytes
 
+    @property
+    def models(self) -> list[Moments]:
+        """The policy, and the critic where there is one."""
+        return [self.moments, *filter(None, [self.moments.critic])]
+
     @cached_property
     def host(self) -> Phase:
         """The host memory of each GPU's process."""
-        critic = self.moments.critic
-        on_host = Counter(self.moments.on_host()) + Counter(critic.on_host() if critic else ())
-        return phase_of("host", [on_host])
+        of_models = (Counter(each.on_host()) for each in self.models)
+        return phase_of("host", [sum(of_models, Counter[str]())])
 
     @property
     def state_bytes(self) -> int:
         """Bytes of weights, gradients and optimizer states, which are the least that a run needs."""
-        critic = self.moments.critic
-        return sum((*self.moments.state_bytes(), *(critic.state_bytes() if critic else ())))
+        return sum(sum(each.state_bytes()) for each in self.models)
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """All communication of one rank in a step."""
-        models = filter(None, (self.moments, self.moments.critic))
-        exchanges = [each for moments in models for each in self.setting.backend.exchanges(moments)]
+        exchanges = [each for model in self.models for each in self.setting.backend.exchanges(model)]
         if self.workload.num_engines:
             buckets = sync_buckets(self.setting.shape, self.layout, self.workload)
             exchanges += traffic_of_weight_sync(buckets, self.workload)
