@@ -196,15 +196,12 @@ def _refuse_what_cannot_fit(shape: FleetShape, on_gpus: bool) -> None:
 
     device = _device(on_gpus)
     num_devices = int(ray.cluster_resources().get(device.split()[0], 0))
-    if on_gpus and len(shape.learners_per_node) > 1:
-        there = f"this machine is one node, with {counted(num_devices, device)}"
-    elif shape.num_devices > num_devices:
-        there = f"this machine has {counted(num_devices, device)}"
-    else:
-        return
-    single = ", use --single_gpu_mode" if num_devices == 1 else ""
-    ways = f"Ask for less{single}, or join a cluster with --ray_address"
-    raise InputError(f"asked: {shape.text(device)}; {there}. {ways}")
+    if shape.num_devices > num_devices or (on_gpus and len(shape.learners_per_node) > 1):
+        single = ", use --single_gpu_mode" if num_devices == 1 else ""
+        raise InputError(
+            f"asked: {shape.text(device)}; this machine is one node, with {counted(num_devices, device)}. Ask for "
+            f"less{single}, or join a cluster with --ray_address"
+        )
 
 
 def _device(on_gpus: bool) -> str:

@@ -12,6 +12,7 @@ from open_instruct.config.flags import flags_of, flags_of_section, is_met, spell
 from open_instruct.config.sections import MemorySection, ParallelSection, PreferenceDataSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
 from open_instruct.errors import InputError
+from open_instruct.wording import counted
 
 # Launches name a run for the hub and for trackers whether they use them or not.
 WARNED_OF_WITHOUT = ("push_to_hub", "report_to")
@@ -63,18 +64,15 @@ def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> It
     """Names and amounts must alternate; there is one split for all data sets, or one for each."""
     names, amounts = words[::2], words[1::2]
     for name, amount in zip(names, amounts, strict=False):
-        number = _amount(amount)
-        if number is None:
+        if not 0 < _amount(amount) < math.inf:
             yield (
-                f"--{flag}: '{amount}' after '{name}' is not an amount; names and amounts alternate: '{name} 1.0' "
-                f"(all rows) or '{name} 500' (so many)"
+                f"--{flag}: '{amount}' after '{name}' is not an amount; names alternate with finite amounts above 0: "
+                f"'{name} 1.0' (all rows) or '{name} 500' (so many)"
             )
-        elif not 0 < number < math.inf:
-            yield f"--{flag}: '{name} {amount}' takes no number of rows; give a finite amount above 0"
     if len(names) != len(amounts):
         yield f"--{flag}: '{names[-1]}' has no amount; names and amounts alternate: '{names[-1]} 1.0'"
     if len(splits) not in (1, len(names)):
-        sets = f"{len(names)} data set{'' if len(names) == 1 else 's'}"
+        sets = counted(len(names), "data set")
         yield f"--{flag}_splits: {len(splits)} splits for {sets} in --{flag}; give one for all, or one for each"
 
 
@@ -87,12 +85,12 @@ def column_problems(words: Sequence[str]) -> Iterator[str]:
         yield f"--columns: '{name}' is given {names.count(name)} times; name one column for it"
 
 
-def _amount(word: str) -> float | None:
-    """A fraction if it has a dot, else a count; None if it is neither."""
+def _amount(word: str) -> float:
+    """A fraction if it has a dot, else a count; 0 if it is neither."""
     try:
         return float(word) if "." in word else int(word)
     except ValueError:
-        return None
+        return 0
 
 
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
@@ -180,19 +178,15 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     yield from lora_problems(config)
     yield from float8_problems(config)
     yield from memory_problems(config.memory)
-    if config.optim.optimizer == "muon":
-        for given in changed(config, "weight_decay_on"):
-            yield f"{given} is read by AdamW, not by --optimizer muon; leave it out"
-    if config.run.push_to_hub:
-        for given in changed(config, "cache_dataset_only", "cache_logprobs_only"):
-            yield f"{given} trains nothing that could be uploaded: leave --push_to_hub out"
+    for given in changed(config, "weight_decay_on") if config.optim.optimizer == "muon" else ():
+        yield f"{given} is read by AdamW, not by --optimizer muon; leave it out"
+    for given in changed(config, "cache_dataset_only", "cache_logprobs_only") if config.run.push_to_hub else ():
+        yield f"{given} trains nothing that could be uploaded: leave --push_to_hub out"
     if not config.run.output_dir.strip():
         yield "--output_dir is empty: name a folder"
-    if config.run.ephemeral_save_interval and 0 < config.run.checkpointing_steps <= config.run.ephemeral_save_interval:
-        yield (
-            f"--ephemeral_save_interval {config.run.ephemeral_save_interval} is not below --checkpointing_steps "
-            f"{config.run.checkpointing_steps}: lower it, or leave it out"
-        )
+    often, seldom = config.run.ephemeral_save_interval, config.run.checkpointing_steps
+    if often and 0 < seldom <= often:
+        yield f"--ephemeral_save_interval {often} is not below --checkpointing_steps {seldom}: lower it or leave it out"
     steps = config.logging.profile_steps
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         yield f"--profile_steps {spelled(steps)}: takes the first and the last step to profile, such as '3 5'"
@@ -220,11 +214,9 @@ def training_problems(config: TrainingConfig) -> Iterator[str]:
         config.optim.per_device_train_batch_size * config.data.max_seq_length,
         "lower --per_device_train_batch_size or --max_seq_length",
     )
-    if config.parallel.context_parallel_degree > 1 and not config.data.packing:
-        yield (
-            f"--context_parallel_degree {config.parallel.context_parallel_degree}: only packed rows are split over "
-            "ranks; leave --no_packing out"
-        )
+    degree = config.parallel.context_parallel_degree
+    if degree > 1 and not config.data.packing:
+        yield f"--context_parallel_degree {degree}: only packed rows are split over ranks; leave --no_packing out"
 
 
 def training_warnings(config: TrainingConfig) -> Iterator[str]:

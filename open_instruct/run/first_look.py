@@ -1,11 +1,9 @@
 """Mistakes refused before torch is loaded: missing files and folders, wrong templates, wrong rows.
 
-The full checks come later, when the model, its tokenizer and the rows are opened.
+The full checks come later, when the model, its tokenizer with its own template, and the rows are opened.
 """
 
-import json
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.tokenizer import check_tokenizer_folder, given_folder
 from open_instruct.errors import InputError
 from open_instruct.models.hf.hf_config import config_fields, weights_file
-from open_instruct.whole_file import read_whole
 
 # Larger files and further rows are checked a little later, by the run itself.
 MOST_BYTES = 2**25
@@ -44,13 +41,10 @@ def look_at(config: LearnerConfig) -> None:
             for name in value[::2]:
                 refuse_missing_file(name, flag=f"--{flag}")
     asked = config.model.tokenizer_name_or_path or config.model.model_name_or_path
-    tokenizer = given_folder(asked, flag="--tokenizer_name_or_path")
-    if tokenizer is not None:
+    if (tokenizer := given_folder(asked, flag="--tokenizer_name_or_path")) is not None:
         check_tokenizer_folder(tokenizer, flag="--tokenizer_name_or_path")
     if (name := config.data.chat_template_name) is not None:
         check_syntax(f"{name} chat template", template_text(name))
-    elif tokenizer is not None and (text := _own_template(tokenizer)) is not None:
-        check_syntax("the tokenizer's own chat template", text)
 
 
 def look_at_rows(
@@ -95,13 +89,3 @@ def local_folder(name_or_path: str, *, revision: str | None = None) -> Path:
             f"{name_or_path}: there is no such folder, and the hub did not give it ({type(error).__name__}); "
             "give a local folder, or check the name and the network"
         ) from error
-
-
-def _own_template(folder: Path) -> str | None:
-    """The chat template of a tokenizer, from a file of its own or from its settings; None if it has none."""
-    with suppress(OSError, ValueError):
-        return read_whole(folder / "chat_template.jinja").decode("utf-8")
-    with suppress(OSError, ValueError, AttributeError):
-        text = json.loads(read_whole(folder / "tokenizer_config.json")).get("chat_template")
-        return text if isinstance(text, str) else None
-    return None

@@ -3,8 +3,7 @@
 from typing import Literal
 
 from open_instruct.records import Check, Completion
-from open_instruct.verifiers.pool import VerifierPool
-from open_instruct.verifiers.reward import Outcome
+from open_instruct.verifiers.pool import Outcome, VerifierPool
 
 
 def completion_of(text: str, *, is_truncated: bool = False) -> Completion:

@@ -333,9 +333,9 @@ class TestValidation:
             (["a", "1.0", "b"], "'b' has no amount"),
             (["1.0", "a"], "'a' after '1.0' is not an amount"),
             (["a", "1e-1"], "'1e-1' after 'a' is not an amount"),
-            (["a", "0"], "'a 0' takes no number of rows"),
-            (["a", "-0.5"], "'a -0.5' takes no number of rows"),
-            (["a", "1.0e999"], "give a finite amount"),
+            (["a", "0"], "'0' after 'a' is not an amount"),
+            (["a", "-0.5"], "'-0.5' after 'a' is not an amount"),
+            (["a", "1.0e999"], "finite amounts above 0"),
         ],
     )
     def test_mixer_lists(self, words: list[str], part: str) -> None:

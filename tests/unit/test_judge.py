@@ -19,9 +19,8 @@ from open_instruct.records import Check, Prompt
 from open_instruct.rollout import checked_run
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.judge import CACHE_FILE, JUDGE_COSTS, JUDGE_PROMPTS, parse_rubrics
-from open_instruct.verifiers.pool import VerifierPool
+from open_instruct.verifiers.pool import Outcome, VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
-from open_instruct.verifiers.reward import Outcome
 from tests.unit.judge_stub import Answer, Stub, judge_stub
 from tests.unit.scored import completion_of
 

@@ -28,7 +28,7 @@ def test_fractions_have_a_dot_and_counts_have_none() -> None:
     [
         (["a.jsonl", "b.jsonl"], "'b.jsonl' after 'a.jsonl' is not an amount"),
         *((["a.jsonl", amount], "is not an amount") for amount in ("all", "1e3", "nan")),
-        *((["a.jsonl", amount], "give a finite amount above 0") for amount in ("-1", "-0.5", "0", "0.0", "1.e999")),
+        *((["a.jsonl", amount], "finite amounts above 0") for amount in ("-1", "-0.5", "0", "0.0", "1.e999")),
     ],
 )
 def test_lists_that_are_refused(words: list[str], message: str) -> None:

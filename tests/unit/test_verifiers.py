@@ -24,9 +24,8 @@ from open_instruct.records import Check, Prompt
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.answers import Passthrough, has_r1_format
 from open_instruct.verifiers.event_loop import awaited
-from open_instruct.verifiers.pool import VerifierPool, verdicts
+from open_instruct.verifiers.pool import Outcome, VerifierPool, verdict_of, verdicts
 from open_instruct.verifiers.registry import known_verifiers
-from open_instruct.verifiers.reward import Outcome, verdict_of
 from tests.unit.scored import completion_of, score
 
 REPOSITORY = Path(__file__).resolve().parents[2]
