@@ -211,7 +211,7 @@ def _engine_shares(setting: Setting) -> list[Way]:
     config, shape = setting.config, setting.shape
     if not isinstance(config, GRPOConfig) or not config.parallel.single_gpu_mode:
         return []
-    sync_bytes = setting.workload(setting.layout).sync_bytes_per_param
+    sync_bytes = setting.workload.sync_bytes_per_param
     cache_bytes = 2 * len(shape.windows) * shape.kv_width * config.data.max_seq_length * sync_bytes
     if (now_mib := config.fleet.vllm_kv_cache_mib) is not None:
         halves = [now_mib >> times for times in range(1, now_mib.bit_length())]

@@ -77,19 +77,17 @@ class Setting:
         backend: Backend = backend_named(self.config.parallel.backend).planned(self.config)
         return backend
 
-    def workload(self, layout: ShardLayout) -> Workload:
+    @property
+    def workload(self) -> Workload:
         """The work of one rank in a step."""
-        workload = workload_of(
-            self.config,
-            self.shape,
-            layout,
-            device_memory_bytes=self.device.memory_bytes,
-            prompt_tokens=self.shared_prompt_tokens,
-        )
+        workload = workload_of(self.config, self.shape, self.layout, prompt_tokens=self.shared_prompt_tokens)
         copies = {"on": True, "off": False}.get(self.config.run.async_checkpoints, self.on_cuda)
         crosses = not (self.has_engines_in_node or workload.shares_device or workload.sync_backend == "shm")
         if isinstance(self.config, GRPOConfig):
             workload = replace(workload, sync_choice=self.config.choose_sync(same_host=not crosses))
+        if isinstance(self.config, GRPOConfig) and workload.shares_device:
+            cache_bytes = workload.cache_bytes(self.config.fleet, self.shape, self.device.memory_bytes)
+            workload = replace(workload, kv_cache_bytes=cache_bytes)
         on_host = self.config.parallel if self.on_cuda else ParallelSection()
         workload = replace(workload, has_moments_on_host=on_host.adam_offload, has_weights_on_host=on_host.offload)
         return replace(workload, on_cuda=self.on_cuda, copies_checkpoints=copies, sync_crosses_nodes=crosses)
@@ -295,7 +293,7 @@ def plan_of(setting: Setting) -> Plan:
     heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "num_delta_heads": shape.num_delta_heads}
     check_heads(layout, **heads, model=shape.name, is_fused=shape.traits.delta == "fused")
     check_experts(layout, num_experts=shape.num_experts, model=shape.name)
-    workload = setting.workload(layout)
+    workload = setting.workload
     _check_layers_alike(shape, workload)
     moments = setting.backend.moments(shape, layout, workload)
     phases = memory_by_phase(moments)

@@ -12,6 +12,8 @@ from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
+from open_instruct.planning.plan import Setting
+from open_instruct.planning.subject.devices import device_named
 from open_instruct.planning.subject.model import model_shape, public_models
 from open_instruct.planning.subject.workload import Scoring, workload_of
 
@@ -200,11 +202,12 @@ def test_workload_of_streams() -> None:
 
 def test_an_engine_that_shares_the_learners_gpu_takes_its_part() -> None:
     """A share of the GPU, or a cache of a given size with what the engine's steps take."""
-    layout = resolve_layout([1], single_device=True)
 
     def beside_weights(*flags: str) -> int:
         config = parse(GRPOConfig, [*GRPO, "--single_gpu_mode", *flags])
-        workload = workload_of(config, SHAPE, layout, device_memory_bytes=80 * 2**30)
+        workload = Setting(
+            config=config, shape=SHAPE, gpus_per_node=(1,), device=device_named("memory_gib=80")
+        ).workload
         assert workload.sync_backend == "ipc"
         return workload.kv_cache_bytes
 

@@ -140,6 +140,21 @@ class Workload:
         no_engines: dict[str, Any] = {"num_engines": 0, "shares_device": False, "sync_choice": ("dense", "")}
         return replace(self, critic=None, scorings=(self.critic,), num_values=1, **no_engines)
 
+    def cache_bytes(self, fleet: FleetSection, shape: ModelShape, device_memory_bytes: int) -> int:
+        """Bytes of an engine beyond its weights. By default vLLM takes a share of a GPU, and these are the rest.
+
+        With --vllm_kv_cache_mib they are the cache, a block's activations for all tokens, and all sequences' logits
+        twice.
+        """
+        if fleet.vllm_kv_cache_mib is None:
+            share = int(fleet.vllm_gpu_memory_utilization * device_memory_bytes)
+            return max(0, share - shape.num_params * self.sync_bytes_per_param)
+        tokens = fleet.vllm_max_num_batched_tokens or ENGINE_TOKENS
+        width = max(each.d_ff * (shape.experts_per_token if each.num_experts else 1) for each in shape.layers)
+        block_bytes = tokens * (3 * width + 4 * shape.d_model) * self.sync_bytes_per_param
+        logit_bytes = 2 * (fleet.vllm_max_num_seqs or ENGINE_SEQS) * shape.vocab_size * 4
+        return fleet.vllm_kv_cache_mib * MIB + block_bytes + logit_bytes
+
     @property
     def merges_adapters(self) -> bool:
         """Whether the engines are sent the weights with any adapters merged into them."""
@@ -165,21 +180,18 @@ def objective_of(config: RunConfig) -> Objective:
     raise InputError(f"no registered objective has the flags of {type(config).__name__}, so it cannot be planned")
 
 
-def workload_of(
-    config: RunConfig, shape: ModelShape, layout: ShardLayout, *, device_memory_bytes: int = 0, prompt_tokens: int = 0
-) -> Workload:
+def workload_of(config: RunConfig, shape: ModelShape, layout: ShardLayout, *, prompt_tokens: int = 0) -> Workload:
     """The workload of a run, from its own flags.
 
     Args:
         config: validated.
         layout: of the learners.
-        device_memory_bytes: of one GPU; an engine that shares the learner's takes a part of it.
         prompt_tokens: those that the replies of a pair, or the completions of a group, share.
     """
     # A prompt's last token is computed for each reply.
     prefix_tokens = max(prompt_tokens - 1, 0)
     if isinstance(config, GRPOConfig):
-        workload = _rollout_workload(config, shape, layout, device_memory_bytes, prefix_tokens)
+        workload = _rollout_workload(config, shape, layout, prefix_tokens)
     else:
         workload = _row_workload(config, objective_of(config), shape, prefix_tokens)
     return replace(
@@ -263,10 +275,8 @@ def _is_own_teacher(config: RunConfig, teacher: str) -> bool:
     return config.adapters is not None and teacher == config.model.model_name_or_path
 
 
-def _rollout_workload(
-    config: GRPOConfig, shape: ModelShape, layout: ShardLayout, device_memory_bytes: int, prefix_tokens: int
-) -> Workload:
-    loss, pack_tokens = config.loss, config.max_tokens_per_microbatch
+def _rollout_workload(config: GRPOConfig, shape: ModelShape, layout: ShardLayout, prefix_tokens: int) -> Workload:
+    loss, fleet, pack_tokens = config.loss, config.fleet, config.max_tokens_per_microbatch
 
     def on_rank(num_samples: int) -> int:
         """Samples of a mini-batch that the rank with most of them has."""
@@ -281,6 +291,9 @@ def _rollout_workload(
     num_tokens = rows.tokens_of(ceil(num_completions / num_microbatches))
     # Conversations lie in microbatches of their own.
     num_of_conversations = ceil(on_rank(config.data.sft_rows_per_step) / (pack_tokens // rows.length))
+    sync_backend = fleet.weight_sync_backend
+    if sync_backend == "auto":
+        sync_backend = "ipc" if config.parallel.single_gpu_mode else "nccl"
     return Workload(
         algorithm="grpo",
         tokens_per_microbatch=num_tokens,
@@ -295,7 +308,13 @@ def _rollout_workload(
         temperature=config.rollout.temperature,
         records_entropy=measures_entropy(loss),
         num_values=1 + measures_entropy(loss),
-        **_engines(config, shape, device_memory_bytes),
+        num_engines=fleet.vllm_num_engines,
+        shares_device=config.parallel.single_gpu_mode,
+        engine_tensor_degree=fleet.vllm_tensor_parallel_size,
+        sync_backend=sync_backend,
+        sync_bucket_bytes=fleet.weight_sync_bucket_mib * MIB,
+        sync_bytes_per_param=BYTES_OF_DTYPE[config.engine_dtype],
+        sends_adapter=config.sent_adapter is not None,
     )
 
 
@@ -323,25 +342,6 @@ def _critic(config: GRPOConfig, shape: ModelShape) -> Scoring:
     return Scoring(shape=with_score(whole), num_rounds=config.loss.num_mini_batches)
 
 
-def _engines(config: GRPOConfig, shape: ModelShape, device_memory_bytes: int) -> dict[str, Any]:
-    """The fields of a `Workload` about engines."""
-    fleet, shares_device = config.fleet, config.parallel.single_gpu_mode
-    backend = fleet.weight_sync_backend
-    if backend == "auto":
-        backend = "ipc" if shares_device else "nccl"
-    bytes_per_param = BYTES_OF_DTYPE[config.engine_dtype]
-    return {
-        "num_engines": fleet.vllm_num_engines,
-        "shares_device": shares_device,
-        "engine_tensor_degree": fleet.vllm_tensor_parallel_size,
-        "sync_backend": backend,
-        "sync_bucket_bytes": fleet.weight_sync_bucket_mib * MIB,
-        "sync_bytes_per_param": bytes_per_param,
-        "sends_adapter": config.sent_adapter is not None,
-        "kv_cache_bytes": _cache_bytes(fleet, shape, bytes_per_param, device_memory_bytes) if shares_device else 0,
-    }
-
-
 def is_wrapped(patterns: Iterable[str], layer: int, module: str) -> bool:
     """Whether --activation_checkpointing_modules names this module of a layer; "" is the layer itself."""
     name = f"blocks.{layer}.{module}".rstrip(".")
@@ -354,18 +354,3 @@ def _checkpointing(memory: MemorySection) -> dict[str, Any]:
     mode = "none" if memory.activation_checkpointing == "auto" else memory.activation_checkpointing
     modules = memory.activation_checkpointing_modules if mode == "selected_modules" else ()
     return {"checkpointing": mode, "checkpointing_modules": tuple(modules)}
-
-
-def _cache_bytes(fleet: FleetSection, shape: ModelShape, bytes_per_param: int, device_memory_bytes: int) -> int:
-    """Bytes of an engine beyond its weights. By default vLLM takes a share of the GPU, and these are the rest of that.
-
-    With --vllm_kv_cache_mib they are the cache, a block's activations for all tokens, and all sequences' logits twice.
-    """
-    if fleet.vllm_kv_cache_mib is None:
-        share = int(fleet.vllm_gpu_memory_utilization * device_memory_bytes)
-        return max(0, share - shape.num_params * bytes_per_param)
-    tokens = fleet.vllm_max_num_batched_tokens or ENGINE_TOKENS
-    width = max(each.d_ff * (shape.experts_per_token if each.num_experts else 1) for each in shape.layers)
-    block_bytes = tokens * (3 * width + 4 * shape.d_model) * bytes_per_param
-    logit_bytes = 2 * (fleet.vllm_max_num_seqs or ENGINE_SEQS) * shape.vocab_size * 4
-    return fleet.vllm_kv_cache_mib * MIB + block_bytes + logit_bytes
