@@ -26,29 +26,24 @@ def in_background(work: Callable[[], T]) -> Future[T]:
     return outcome
 
 
-class HostCopies:
-    """Copies of a run's tensors in host memory, which is kept: pages that were touched once cost nothing again."""
+@torch.no_grad()
+def copied_to_host(tensors: Mapping[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of all of `tensors` in host memory, in their order. They overwrite those `kept` from the last call.
 
-    def __init__(self) -> None:
-        self._copies: dict[str, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of all of `tensors`, in their order. They overwrite the copies of the last call.
-
-        A GPU makes them on a stream of their own, while it goes on computing.
-        """
-        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-        stream = None if device is None else torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            if stream is not None:
-                stream.wait_stream(torch.cuda.default_stream(device))
-            for name, tensor in tensors.items():
-                copy = self._copies.get(name)
-                if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=stream is not None)
-                    self._copies[name] = copy
-                copy.copy_(tensor, non_blocking=True)
+    Pages that were touched once cost nothing again. A GPU makes the copies on a stream of their own, while it goes on
+    computing.
+    """
+    device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+    stream = None if device is None else torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
         if stream is not None:
-            stream.synchronize()
-        return {name: self._copies[name] for name in tensors}
+            stream.wait_stream(torch.cuda.default_stream(device))
+        for name, tensor in tensors.items():
+            copy = kept.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=stream is not None)
+                kept[name] = copy
+            copy.copy_(tensor, non_blocking=True)
+    if stream is not None:
+        stream.synchronize()
+    return {name: kept[name] for name in tensors}

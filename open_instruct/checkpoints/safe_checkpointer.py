@@ -26,14 +26,14 @@ from olmo_core.aliases import PathOrStr
 from olmo_core.distributed.utils import all_reduce_value, get_rank, get_world_size
 from olmo_core.train.checkpoint import Checkpointer
 from olmo_core.train.train_module import TrainModule
+from safetensors.torch import load, save
 from torch.distributed.checkpoint.metadata import Metadata
 
 from open_instruct.checkpoints import step_folder
-from open_instruct.checkpoints.background import HostCopies, in_background
+from open_instruct.checkpoints.background import copied_to_host, in_background
 from open_instruct.checkpoints.step_folder import INDEX, MANIFEST, Damaged, Files, Manifest, step_of, write_own_files
 from open_instruct.errors import RunError
 from open_instruct.models.box_files import Claim, Part, part_of, read_parts, share_out
-from open_instruct.models.hf.checkpoint_files import DTYPE_NAMES, DTYPES
 from open_instruct.models.load import raise_together
 from open_instruct.parallel.process import gathered
 
@@ -63,7 +63,7 @@ class SafeCheckpointer(Checkpointer):
     start_model: str = ""
     _claims: Mapping[str, Claim] = field(default_factory=dict, repr=False)
     _index: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    _copies: HostCopies = field(default_factory=HostCopies, repr=False)
+    _copies: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     _under_way: UnderWay | None = field(default=None, repr=False)
 
     def save(
@@ -113,7 +113,7 @@ class SafeCheckpointer(Checkpointer):
 
         def write() -> Files:
             try:
-                written = self._copies.of(own) if from_copy else own
+                written = copied_to_host(own, self._copies) if from_copy else own
             finally:
                 copied.set()
             return write_own_files(part, rank, written, documents)
@@ -188,10 +188,12 @@ class SafeCheckpointer(Checkpointer):
         )
 
         def fill() -> dict[str, Any]:
-            tensors, values = split(state)
+            tensors, _ = split(state)
             read_parts(folder, index["tensors"], {name: part_of(tensor) for name, tensor in tensors.items()})
             # Fused AdamW has settings that AdamW with moments on the host has not: these stay.
-            put_values(state, {name: from_json(index["values"][name]) for name in values if name in index["values"]})
+            for name, holder, key in _leaves(state):
+                if name in index["values"]:
+                    holder[key] = from_json(index["values"][name])
             own = f"rank{get_rank()}.json" if manifest.num_ranks > get_rank() else "rank0.json"
             train_state = cast(dict[str, Any], from_json(json.loads((folder / own).read_bytes())))
             if (step := train_state["global_step"]) != manifest.step:
@@ -229,13 +231,6 @@ def split(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor | Part], dict[s
     return tensors, {name: value for name, value in leaves.items() if name not in tensors}
 
 
-def put_values(state: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Replace values of `state` by those in `values`, which go by dotted names."""
-    for name, holder, key in _leaves(state):
-        if name in values:
-            holder[key] = values[name]
-
-
 def _leaves(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
     """The dotted name of each value that is no dictionary, the dictionary that holds it, and its key there."""
     for key, value in state.items():
@@ -269,12 +264,11 @@ def to_json(value: Any) -> Any:
     """
     if value is None or type(value) in (bool, int, float, str):
         return value  # the text of a float is exact, NaN and infinity have one
-    if isinstance(value, torch.Tensor) and value.dtype in DTYPE_NAMES:
-        raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        return {"tensor": DTYPE_NAMES[value.dtype], "shape": list(value.shape), "base64": _text(raw)}
+    if isinstance(value, torch.Tensor):
+        return {"tensor": base64.b64encode(save({"": value.detach().cpu().contiguous()})).decode()}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in ARRAY_KINDS:
         kind = "array" if isinstance(value, np.ndarray) else "number"
-        return {kind: value.dtype.str, "shape": list(value.shape), "base64": _text(np.ascontiguousarray(value))}
+        return {kind: to_json(torch.from_numpy(np.array(value)))}
     if type(value) is tuple:
         return {"tuple": [to_json(item) for item in value]}
     if type(value) is list:
@@ -287,7 +281,7 @@ def to_json(value: Any) -> Any:
 def from_json(value: Any) -> Any:
     """The value that `to_json` was given.
 
-    :raises ValueError, KeyError, TypeError: `to_json` returns no such value.
+    Raises an error of some kind for what `to_json` does not return.
     """
     if isinstance(value, list):
         return [from_json(item) for item in value]
@@ -297,17 +291,6 @@ def from_json(value: Any) -> Any:
         return tuple(from_json(item) for item in value["tuple"])
     if "dict" in value:
         return {from_json(key): from_json(item) for key, item in value["dict"]}
-    raw = bytearray(base64.b64decode(value["base64"], validate=True))
     if "tensor" in value:
-        if not raw:
-            return torch.empty(value["shape"], dtype=DTYPES[value["tensor"]])
-        return torch.frombuffer(raw, dtype=torch.uint8).view(DTYPES[value["tensor"]]).reshape(value["shape"]).clone()
-    dtype = np.dtype(value["array"] if "array" in value else value["number"])
-    if dtype.kind not in ARRAY_KINDS:
-        raise ValueError(f"an array of {dtype} is not one of numbers")
-    array = np.frombuffer(raw, dtype=dtype).reshape(value["shape"])
-    return array if "array" in value else array[()]
-
-
-def _text(raw: np.ndarray | np.generic) -> str:
-    return base64.b64encode(raw.tobytes()).decode()
+        return load(base64.b64decode(value["tensor"], validate=True))[""]
+    return from_json(value["array"]).numpy() if "array" in value else from_json(value["number"]).numpy()[()]

@@ -27,7 +27,7 @@ from open_instruct.errors import InputError
 from open_instruct.models.box_files import WrittenFile, digest_of, write_hashed, write_tensors
 from open_instruct.whole_file import sync_folder
 
-FORMAT = 2
+FORMAT = 3
 PART, REMOVED, DAMAGED = "-tmp", "-removed", "-damaged"
 MANIFEST, INDEX = "checkpoint.json", "index.json"
 NAME = re.compile(r"step(0|[1-9]\d*)")

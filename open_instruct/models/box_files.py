@@ -127,6 +127,7 @@ def digest_of(path: Path) -> str:
 class _Piece:
     """A slice of a file's box of tensor `name`, and the view of a part that it is copied into."""
 
+    file_name: str
     name: str
     size: list[int]
     there: tuple[slice, ...]
@@ -139,25 +140,20 @@ def read_parts(folder: Path, index: Mapping[str, Mapping[str, Any]], parts: Mapp
 
     :raises ValueError: a tensor is missing, has another shape or dtype, or is not there whole. Nothing is filled then.
     """
-    pieces_by_rank: dict[int, list[_Piece]] = {}
-    for name, part in parts.items():
-        if part.local.numel():
-            for rank, piece in _pieces(name, part, index.get(name)):
-                pieces_by_rank.setdefault(rank, []).append(piece)
-    headers = {rank: read_header(folder / f"rank{rank}.safetensors") for rank in sorted(pieces_by_rank)}
-    for rank, pieces in pieces_by_rank.items():
-        for piece in pieces:
-            stored = headers[rank].get(piece.name)
-            if stored is None or (stored.dtype, list(stored.shape)) != (piece.into.dtype, piece.size):
-                raise ValueError(f"rank{rank}.safetensors does not hold {piece.name!r} as the index says")
-    for rank, pieces in sorted(pieces_by_rank.items()):
-        files = CheckpointFiles(folder, headers[rank])
-        for piece in pieces:
-            piece.into.copy_(files.read(piece.name, piece.there))
+    filled = {name: part for name, part in parts.items() if part.local.numel()}
+    pieces = [piece for name, part in filled.items() for piece in _pieces(name, part, index.get(name))]
+    names = sorted({piece.file_name for piece in pieces})
+    files = {name: CheckpointFiles(folder, read_header(folder / name)) for name in names}
+    for piece in pieces:
+        stored = files[piece.file_name].tensors.get(piece.name)
+        if stored is None or (stored.dtype, list(stored.shape)) != (piece.into.dtype, piece.size):
+            raise ValueError(f"{piece.file_name} does not hold {piece.name!r} as the index says")
+    for piece in pieces:
+        piece.into.copy_(files[piece.file_name].read(piece.name, piece.there))
 
 
-def _pieces(name: str, part: Part, entry: Mapping[str, Any] | None) -> Iterator[tuple[int, _Piece]]:
-    """The pieces that fill a part, each with the rank whose file holds it."""
+def _pieces(name: str, part: Part, entry: Mapping[str, Any] | None) -> Iterator[_Piece]:
+    """The pieces that fill a part."""
     if entry is None:
         raise ValueError(f"it has no {name!r}")
     saved = f"{entry['dtype']} of shape {tuple(entry['shape'])}"
@@ -171,7 +167,8 @@ def _pieces(name: str, part: Part, entry: Mapping[str, Any] | None) -> Iterator[
         if all(one.start < one.stop for one in cut):
             into = part.local[_seen_from(part.start, cut)]
             missing -= into.numel()
-            yield int(rank), _Piece(name=name, size=size, there=_seen_from(start, cut), into=into)
+            file_name = f"rank{int(rank)}.safetensors"
+            yield _Piece(file_name=file_name, name=name, size=size, there=_seen_from(start, cut), into=into)
     if missing:
         raise ValueError(f"{name!r} is not there whole")
 

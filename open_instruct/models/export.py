@@ -168,19 +168,26 @@ def _write_weights(folder: Path, plan: Sequence[export_files.PlannedFile], weigh
     if device.type != "cpu" and dist.is_initialized():
         # NCCL makes its communicator in the first call, which every rank must enter; not all ranks send in every round.
         dist.all_reduce(torch.zeros(1, device=device))
-    writers = {file.file_name: export_files.FileWriter(folder, file) for file in plan if file.owner == get_rank()}
+    problems: list[str] = []
+
+    def write(file: export_files.PlannedFile, tensor: export_files.PlannedTensor, values: torch.Tensor) -> None:
+        try:
+            export_files.append_tensor(folder, file, tensor, values)
+        except OSError as error:  # kept until the end, since peers still wait to send
+            problems.append(export_files.disk_problem(folder / file.file_name, error))
+
     with ThreadPoolExecutor(max_workers=1) as disk:
         writing: list[Future[None]] = []
         for entries in export_files.writing_rounds(plan):
             whole = deliver({owner: (weights[tensor.name], tensor.dtype) for owner, (_, tensor) in entries.items()})
             for earlier in writing:
                 earlier.result()  # at most one tensor waits for the disk while the next arrives
-            if whole is not None:
-                writing = [disk.submit(writers[entries[get_rank()][0].file_name].write, whole)]
+            if whole is not None and not problems:
+                writing = [disk.submit(write, *entries[get_rank()], whole)]
             del whole
         for last in writing:
             last.result()
-    return [problem for writer in writers.values() for problem in writer.close()]
+    return problems
 
 
 def _finish(out: Path, write_other_files: Callable[[], None], problems: list[str]) -> None:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO
 
 import torch
 
@@ -104,43 +103,21 @@ def writing_rounds(files: Sequence[PlannedFile]) -> Iterator[dict[int, tuple[Pla
         yield {entry[0].owner: entry for entry in entries if entry is not None}
 
 
-class FileWriter:
-    """Writes one planned file front to back. An error is kept until the end, since peers still wait to send."""
+def append_tensor(folder: Path, file: PlannedFile, tensor: PlannedTensor, values: torch.Tensor) -> None:
+    """Write the next tensor of a planned file (on the CPU, contiguous); the last one is flushed to the disk.
 
-    def __init__(self, folder: Path, file: PlannedFile) -> None:
-        self._path = folder / file.file_name
-        self._tensors = file.tensors
-        self._num_written = 0
-        self._file: IO[bytes] | None = None
-        self._problem: str | None = None
-
-    def write(self, tensor: torch.Tensor) -> None:
-        """Append the next tensor of the plan (on the CPU, contiguous)."""
-        planned = self._tensors[self._num_written]
-        assert (tuple(tensor.shape), tensor.dtype) == (planned.shape, planned.dtype), planned.hf_name
-        self._num_written += 1
-        if self._problem is not None:
-            return
-        try:
-            if self._file is None:
-                self._file = self._path.open("wb")
-                tensors = ((tensor.hf_name, tensor.dtype, tensor.shape) for tensor in self._tensors)
-                self._file.write(header_of(tensors, metadata={"format": "pt"}))
-            self._file.write(tensor.flatten().view(torch.uint8).numpy().data)
-        except OSError as error:
-            self._problem = disk_problem(self._path, error)
-
-    def close(self) -> list[str]:
-        """Flush the file to the disk, and return its errors, if any."""
-        try:
-            if self._file is not None:
-                with self._file:
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
-        except OSError as error:
-            self._problem = self._problem or disk_problem(self._path, error)
-        assert self._problem or self._num_written == len(self._tensors), f"{self._path} is incomplete"
-        return [] if self._problem is None else [self._problem]
+    Raises:
+        OSError: the disk filled up or failed.
+    """
+    assert (tuple(values.shape), values.dtype) == (tensor.shape, tensor.dtype), tensor.hf_name
+    with (folder / file.file_name).open("ab") as opened:
+        if tensor is file.tensors[0]:
+            tensors = ((each.hf_name, each.dtype, each.shape) for each in file.tensors)
+            opened.write(header_of(tensors, metadata={"format": "pt"}))
+        opened.write(values.flatten().view(torch.uint8).numpy().data)
+        if tensor is file.tensors[-1]:
+            opened.flush()
+            os.fsync(opened.fileno())
 
 
 def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:

@@ -7,8 +7,6 @@ the heads, and another turns them back; so they do around what the gated delta r
 Legend: T tokens of a row, C ranks of the context group, H heads, D features of a head.
 """
 
-from typing import Any, cast
-
 import torch
 import torch.distributed as dist
 from olmo_core.distributed.nn import all_to_all_single
@@ -33,7 +31,10 @@ class ContextGroup:
 
         Every rank then computes the same from them, so each gradient is passed to its owner unchanged.
         """
-        return cast(torch.Tensor, _WholeRow.apply(values, self))
+        row = values.new_empty(len(values) * self.degree, *values.shape[1:])
+        dist.all_gather_into_tensor(row, values.detach().contiguous(), group=self.group)
+        own = self.part_of(len(row))
+        return torch.cat([row[: own.start], values, row[own.stop :]])
 
     # PyTorch's compiler would give up a whole block with an all-to-all in it, so the all-to-alls are left out.
     @torch.compiler.disable
@@ -47,16 +48,3 @@ class ContextGroup:
     def tokens_of_all_heads(self, attended: torch.Tensor) -> torch.Tensor:
         """(T, H / C, D) into (T / C, H, D)."""
         return all_to_all_single(self.group, attended.unflatten(0, (self.degree, -1))).transpose(0, 1).flatten(1, 2)
-
-
-class _WholeRow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, context: ContextGroup) -> torch.Tensor:
-        ctx.context = context
-        row = values.new_empty(len(values) * context.degree, *values.shape[1:])
-        dist.all_gather_into_tensor(row, values.contiguous(), group=context.group)
-        return row
-
-    @staticmethod
-    def backward(ctx: Any, grad_row: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad_row[ctx.context.part_of(len(grad_row))], None

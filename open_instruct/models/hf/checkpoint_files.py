@@ -106,11 +106,6 @@ class CheckpointFiles:
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: tensor.dtype for name, tensor in self.tensors.items()}
 
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The files, sorted by name."""
-        return tuple(sorted({each.path for each in self.tensors.values() if isinstance(each, StoredTensor)}))
-
     @cached_property
     def fingerprint(self) -> str:
         """32 hexadecimal digits that change if any byte of the files does. Collective when first asked for.
@@ -119,8 +114,9 @@ class CheckpointFiles:
         read once whatever the number of ranks, and the result is the same for any number. The folder and the
         names of the files do not matter. All ranks see the same files.
         """
+        paths = sorted({each.path for each in self.tensors.values() if isinstance(each, StoredTensor)})
         # Chunks in the order of the files' names; no chunk crosses two files.
-        chunks = [(path, start) for path in self.paths for start in range(0, path.stat().st_size, DIGESTED_BYTES)]
+        chunks = [(path, start) for path in paths for start in range(0, path.stat().st_size, DIGESTED_BYTES)]
         own = {number: _digest(*chunks[number]) for number in range(get_rank(), len(chunks), get_world_size())}
         digests = {number: digest for rank_digests in gathered(own) for number, digest in rank_digests.items()}
         return xxhash.xxh3_128(b"".join(digests[number] for number in range(len(chunks)))).hexdigest()

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from open_instruct.checkpoints import safe_checkpointer
-from open_instruct.checkpoints.background import HostCopies
 from open_instruct.checkpoints.safe_checkpointer import split, to_json
 from open_instruct.errors import InputError, RunError
 from open_instruct.learner.olmo_core import fsdp2
@@ -29,13 +28,13 @@ def save_each(
     cases: list[list[str]], ports: list[int], num_saved: int, copies_after_s: float = 0.0
 ) -> list[dict[str, Any]]:
     """Take and save so many steps, where a thread copies with that delay; what was in the last of them."""
-    copies_of = HostCopies.of
+    copied_to_host = safe_checkpointer.copied_to_host
 
-    def late_copies_of(*arguments: Any) -> dict[str, torch.Tensor]:
+    def late_copies(*arguments: Any) -> dict[str, torch.Tensor]:
         time.sleep(copies_after_s)
-        return copies_of(*arguments)
+        return copied_to_host(*arguments)
 
-    HostCopies.of = late_copies_of  # type: ignore[method-assign]
+    safe_checkpointer.copied_to_host = late_copies
     results = []
     for flags, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -46,7 +45,7 @@ def save_each(
         learner.loop.close()
         results.append(state_of(learner))
         stop_process()
-    HostCopies.of = copies_of  # type: ignore[method-assign]
+    safe_checkpointer.copied_to_host = copied_to_host
     return results
 
 
