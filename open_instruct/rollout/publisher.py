@@ -62,14 +62,8 @@ class WeightPublisher:
         with self._changed:
             self._learners_version = version
             for attempt in itertools.count():
-                num_new_engines = self._num_new_engines
-                try:
-                    self._deliver()
+                if self._has_delivered(attempt):
                     break
-                except LearnerLost:
-                    raise
-                except RunError as error:
-                    self._wait_to_try_again(error, attempt, num_new_engines)
         return time.monotonic() - began_s
 
     def engine_restarted(self, index: int) -> None:
@@ -98,15 +92,12 @@ class WeightPublisher:
                     return
                 if index in self._dead_new_engines:
                     raise RunError(f"engine {index} died before it had its weights")
-                num_new_engines = self._num_new_engines
                 try:
-                    self._deliver()
+                    self._has_delivered(attempt, new_engine=index)
                 except LearnerLost as lost:
                     log.warning("engine %d waits for the learners: %s", index, lost)
                     self._learners_version = None
                     self.engines.fail_waiting(lost)  # the driver may wait for these, and the learners are its business
-                except RunError as error:
-                    self._wait_to_try_again(error, attempt, num_new_engines, new_engine=index)
 
     def engines_failed(self, failure: RunError) -> None:
         """Called by the pool once it starts no engine again: threads that wait for one raise `failure`."""
@@ -120,31 +111,39 @@ class WeightPublisher:
             self._is_connected = False
             self._learners_version = self.version = None
 
-    def _wait_to_try_again(
-        self, error: RunError, attempt: int, num_new_engines: int, *, new_engine: int | None = None
-    ) -> None:
-        """Return when another attempt may succeed: all engines that died have been restarted.
+    def _has_delivered(self, attempt: int, *, new_engine: int | None = None) -> bool:
+        """Deliver; False if it failed and another attempt may succeed: all engines that died have been restarted.
 
         Raises:
-            RunError: the pool's failure, if it starts no engine again. Otherwise `error`: if engines stay away, if this
-                was the last attempt and none had died, or if `new_engine` itself died.
+            LearnerLost: a learner died or did not answer.
+            RunError: the pool's failure, if it starts no engine again. Otherwise that of the delivery: if engines stay
+                away, if this was the last attempt and none had died, or if `new_engine` itself died.
         """
-        log.warning("weights did not reach every engine: %s", error)
-        dead = self.engines.silent()
-        self._dead_new_engines |= dead & self._new_engines  # the pool does not watch these yet, `engine_restarted` does
-        self._changed.notify_all()
-        if new_engine in dead:
-            raise error
-        # The pool restarts an engine or gives up, but only after it has noticed the death.
-        is_whole = not dead or self._changed.wait_for(
-            lambda: self._engines_failure is not None or self._num_new_engines > num_new_engines,
-            self._fleet.engine_timeout_s,
-        )
-        if self._engines_failure is not None:
-            raise self._engines_failure from error
-        # The pool counts deaths; of errors without one there may be as many.
-        if not is_whole or (not dead and attempt >= self._fleet.max_restarts):
-            raise error
+        num_new_engines = self._num_new_engines
+        try:
+            self._deliver()
+            return True
+        except LearnerLost:
+            raise
+        except RunError as error:
+            log.warning("weights did not reach every engine: %s", error)
+            dead = self.engines.silent()
+            # The pool does not watch these yet, `engine_restarted` does.
+            self._dead_new_engines |= dead & self._new_engines
+            self._changed.notify_all()
+            if new_engine in dead:
+                raise
+            # The pool restarts an engine or gives up, but only after it has noticed the death.
+            is_whole = not dead or self._changed.wait_for(
+                lambda: self._engines_failure is not None or self._num_new_engines > num_new_engines,
+                self._fleet.engine_timeout_s,
+            )
+            if self._engines_failure is not None:
+                raise self._engines_failure from error
+            # The pool counts deaths; of errors without one there may be as many.
+            if not is_whole or (not dead and attempt >= self._fleet.max_restarts):
+                raise
+            return False
 
     def _deliver(self) -> None:
         timeout_s = self._fleet.weight_sync_timeout_s

@@ -127,8 +127,7 @@ def read_traces(run_folder: Path, step: int) -> list[RolloutGroup]:
     if not path.exists():
         raise InputError(f"{path} does not exist: {_steps_there_are(run_folder)}")
     try:
-        rows = parquet.read_table(path, schema=SCHEMA).to_pylist()
-        rows = [row for row in rows if not row["rejected"]]
+        rows = [row for row in parquet.read_table(path, schema=SCHEMA).to_pylist() if not row["rejected"]]
         for row in rows:
             _check_row(row)
         groups = [_group_of(list(ticket_rows)) for _, ticket_rows in groupby(rows, key=lambda row: row["ticket"])]

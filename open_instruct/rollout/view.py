@@ -48,10 +48,7 @@ class FleetView:
         rich = self.console.rich
         live = Live(console=rich, get_renderable=self._draw, refresh_per_second=REFRESHES_PER_S, transient=True)
         with live as self._live:
-            try:
-                yield
-            finally:
-                self._live = None
+            yield
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

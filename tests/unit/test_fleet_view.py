@@ -144,4 +144,4 @@ class TestPanel:
         with pytest.raises(KeyboardInterrupt), view.shown():
             raise KeyboardInterrupt
         view.finished(row(3))
-        assert view._live is None
+        assert view._live is not None and not view._live.is_started
