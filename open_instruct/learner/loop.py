@@ -103,16 +103,8 @@ class Loop:
                 "console_logger": ConsoleLoggerCallback(log_interval=NEVER, metrics_log_interval=NEVER),
             },
         )
-        # All that the trainer asks of a loader, which is a run's place in its data: batches come from elsewhere.
-        loader = SimpleNamespace(
-            state_dict=place.state_dict,
-            load_state_dict=place.load_state_dict,
-            dp_world_size=dist.get_world_size(learner.dp_process_group),
-            dp_rank=dist.get_rank(learner.dp_process_group),
-            fs_local_rank=get_fs_local_rank(),
-            global_batch_size=0,  # which nothing asks for: steps end the run, not tokens
-        )
-        self.trainer = trainer.build(learner.backend.train_module, cast(DataLoaderBase, loader))
+        loader = place_in_data(place, learner.dp_process_group)
+        self.trainer = trainer.build(learner.backend.train_module, loader)
         if critic is not None:
             critic.train_module._attach_trainer(self.trainer)  # for the number of the step
         self.checkpointer = self.trainer.checkpointer = SafeCheckpointer(work_dir=self.folder, start_model=start_model)
@@ -305,6 +297,19 @@ class Loop:
     def _call(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, hook)(*arguments)
+
+
+def place_in_data(place: Stateful, group: dist.ProcessGroup | None) -> DataLoaderBase:
+    """All that OLMo-core's trainer asks of a loader, a run's place in its data: batches come from elsewhere."""
+    facts = SimpleNamespace(
+        state_dict=place.state_dict,
+        load_state_dict=place.load_state_dict,
+        dp_world_size=dist.get_world_size(group),
+        dp_rank=dist.get_rank(group),
+        fs_local_rank=get_fs_local_rank(),
+        global_batch_size=0,  # which nothing asks for: steps end the run, not tokens
+    )
+    return cast(DataLoaderBase, facts)
 
 
 def merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

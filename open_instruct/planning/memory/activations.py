@@ -35,7 +35,6 @@ MAX_LOGITS_BYTES, MAX_KEPT_BYTES = 1 << 30, 2 << 30
 
 # Chunks of the head are alike; from the second on the gradient of the matrix already exists.
 CHUNKS_RECORDED = 2
-
 # A cast to float8 has two float32 copies beside the result: what torchao's `_ToFloat8ConstrFunc` makes, uncompiled.
 BYTES_OF_CAST = 2 * FLOAT32 + 1
 
