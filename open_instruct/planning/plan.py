@@ -237,14 +237,17 @@ class Backend:
         return dict(zip(("shard ×", "replicas ×", "tensor"), degrees, strict=True))
 
     def others(self, setting: Setting) -> Iterator[dict[str, Any]]:
-        """Flags of every way to share on these devices: each (shard degree, replicas, tensor degree) of several."""
+        """Flags of every way to share on these devices: each (shard degree, replicas, tensor degree) of several.
+
+        Among them are those that the run would refuse, such as tensor degrees that split heads.
+        """
         parallel = setting.config.parallel
         if parallel.single_gpu_mode:
             return
-        for tensor in tensor_degrees(setting.shape, parallel.context_parallel_degree):
-            ranks, rest = divmod(sum(setting.gpus_per_node), tensor * parallel.context_parallel_degree)
-            for shard in () if rest else divisors(ranks):
-                values = dict(zip(DEGREES, (shard, ranks // shard, tensor), strict=True))
+        num_ranks = sum(setting.gpus_per_node) // parallel.context_parallel_degree
+        for tensor in divisors(num_ranks):
+            for shard in divisors(num_ranks // tensor):
+                values = dict(zip(DEGREES, (shard, num_ranks // tensor // shard, tensor), strict=True))
                 if parallel.expert_parallel_degree == 1:
                     yield values
                 elif setting.shape.num_experts % shard == 0:
@@ -268,16 +271,6 @@ class Backend:
             in_a_node = gcd(*now.gpus_per_node) % (tensor * context) == 0
             if tensor > now.tensor_parallel_degree and is_larger and in_a_node:
                 yield Way(kind=5, strength=shard * tensor, values=values)
-
-
-def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...]:
-    """The tensor degrees that leave every rank whole heads, which context ranks share out too.
-
-    Of models with experts, and of those that remember by fused matrices, 1 alone.
-    """
-    num_shares = gcd(shape.num_heads, shape.num_kv_heads, shape.num_delta_heads)
-    degrees = divisors(num_shares // context_degree) if num_shares % context_degree == 0 else ()
-    return degrees[:1] if shape.num_experts or shape.traits.delta == "fused" else degrees
 
 
 def plan_of(setting: Setting) -> Plan:

@@ -26,10 +26,6 @@ log = logging.getLogger(__name__)
 WORDS = Path(__file__).with_name("words.txt.jinja")
 
 CHANGES = ("to_fit", "with_adapters", "faster", "recomputes_less", "exchanges_less")
-DEGREES = (
-    *("shard_degree", "num_replicas", "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"),
-    "straddles_nodes",
-)
 
 # Axes whose groups may leave a node.
 MEANT_TO_CROSS = ("replica", "sync", "world", "all")
@@ -117,15 +113,13 @@ def _phase(phase: Phase) -> dict[str, Any]:
 
 
 def _change(change: Change | None) -> dict[str, Any] | None:
-    if change is None:
-        return None
-    gpus_per_node = list(change.plan.setting.gpus_per_node)
-    return _named(change, "flags", "values") | {"gpus_per_node": gpus_per_node} | _layout(change.plan)
+    return None if change is None else _named(change, "flags", "values") | _layout(change.plan)
 
 
 def _layout(plan: Plan) -> dict[str, Any]:
     return {
-        **_named(plan.layout, *DEGREES),
+        **asdict(plan.layout),
+        "straddles_nodes": plan.layout.straddles_nodes,
         "sharing": " ".join(map(str, plan.setting.backend.cells(plan.layout).values())),
         "fits": plan.fits,
         "peak_bytes": plan.peak.total_bytes,

@@ -20,10 +20,11 @@ from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.deepspeed.settings import zpg_of
 from open_instruct.models.hf.names import is_of_adapter
+from open_instruct.parallel.layout import divisors
 from open_instruct.planning.memory.forward_backward import GATHERED, GRADIENTS, REDUCED, TEMPORARIES, Moment, Passes
 from open_instruct.planning.memory.phases import BUFFERS, OPTIMIZER, PARAMETERS, Moments
 from open_instruct.planning.memory.state import ADAMW_MOMENTS, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
-from open_instruct.planning.plan import Backend, Setting, Way, tensor_degrees
+from open_instruct.planning.plan import Backend, Setting, Way
 from open_instruct.planning.subject.model import ModelShape, ParameterShape, Unit
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic import Calls, Collective, Exchange, along, context_calls, exchange_in, scoring_pass
@@ -300,7 +301,7 @@ class DeepSpeed(Backend):
             remedies += [(4, stage, on_host) for stage in range(max(1, now.deepspeed_stage), 4)]
         if setting.on_cuda and not now.offload:
             remedies += [(5, 3, on_host | {"offload": True})]
-        degrees = tensor_degrees(setting.shape, setting.layout.context_parallel_degree)
+        degrees = divisors(setting.layout.world_size)
         remedies += [(6, 3, {"tensor_parallel_degree": n}) for n in degrees if n > now.tensor_parallel_degree]
         for kind, stage, flags in remedies:
             yield Way(kind=kind, strength=stage, values={"deepspeed_stage": stage} | flags)
