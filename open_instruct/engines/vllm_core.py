@@ -1,4 +1,10 @@
-"""vLLM as an engine's core. Only this file, and the receivers of weights, know vLLM."""
+"""vLLM as an engine's core. Only this file, and the receivers of weights, know vLLM.
+
+The experts that layers choose for tokens lie, where vLLM does not tell them (on a CPU), in slots as the keys and values
+of the tokens do: what is shared among requests, computed anew or overwritten there is so here.
+
+Legend: N blocks of the cache, S slots of a block, L layers, K experts of a token, T tokens of a step.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,17 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from math import floor
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
-from open_instruct.engines.routes import note_routes, routes_of
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.records import Completion
@@ -84,7 +91,6 @@ class VLLMCore:
     def __init__(self, settings: EngineSettings, *, weight_receiver: type[WeightReceiver] | None = None) -> None:
         if folder := os.environ.get(FOLDER_VARIABLE):
             tempfile.tempdir = os.environ["TMPDIR"] = folder  # vLLM leaves files there when it is killed
-        import torch
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -305,18 +311,14 @@ def check_temperature(warm: Mapping[int, float], hot: Mapping[int, float]) -> No
         RunError: it was not applied.
     """
     shared = warm.keys() & hot.keys()
-    spread_warm = _spread([warm[token] for token in shared])
-    spread_hot = _spread([hot[token] for token in shared])
+    spread_warm = np.ptp([warm[token] for token in shared])
+    spread_hot = np.ptp([hot[token] for token in shared])
     if LEAST_SPREAD < spread_warm < 1.5 * spread_hot:
         raise RunError(
             f"vLLM's log-probs are not those that it samples from: between {len(shared)} tokens they differ by up to "
             f"{spread_warm:.3g} at temperature 1 and by {spread_hot:.3g} at temperature 2, which should be half of it. "
             "Have vLLM's other model runner by --vllm_runner v1 (or v2, if it is v1)"
         )
-
-
-def _spread(logprobs: Sequence[float]) -> float:
-    return max(logprobs) - min(logprobs)
 
 
 def adapter_options(adapter: LoRASection) -> dict[str, Any]:
@@ -352,3 +354,34 @@ def check_targets(adapter: LoRASection, layers: Iterable[str]) -> None:
             f"--lora_sync adapter: vLLM's layers of this model take no adapter for {', '.join(missing)}; use "
             "--lora_sync merged"
         )
+
+
+def note_routes(worker: Any) -> None:
+    """Begin to note the experts that the layers of a vLLM worker choose; vLLM refuses layers that do not tell them."""
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+    runner = worker.model_runner
+    cache, model = runner.kv_cache_config, runner.model_config
+    slots = (cache.num_blocks, cache.kv_cache_groups[0].kv_cache_spec.block_size)
+    experts = (model.get_total_num_hidden_layers(), model.get_num_experts_per_tok())
+    worker.routes_NSLK = torch.full(slots + experts, -1, dtype=torch.int16)
+    worker.capture = partial(_note, worker.routes_NSLK.flatten(0, 1))  # what vLLM asks of a capturer
+    bind_routed_experts_capturer(runner.get_model(), worker)
+
+
+def _note(routes_SLK: torch.Tensor, layer: int, experts_TK: torch.Tensor) -> None:
+    """:param routes_SLK: those of the slots of all blocks."""
+    from vllm.forward_context import get_forward_context
+
+    metadata: Any = get_forward_context().attn_metadata
+    routes_SLK[next(iter(metadata.values())).slot_mapping[: len(experts_TK)], layer] = experts_TK.short()
+
+
+def routes_of(worker: Any, key: int) -> np.ndarray:
+    """What is noted of a request that had part in the last step: int16, (tokens that were fed, L, K)."""
+    runner = worker.model_runner
+    for name in runner.input_batch.req_ids:
+        if name.rpartition("-")[0] == str(key):  # vLLM adds some letters of its own
+            request = runner.requests[name]
+            return worker.routes_NSLK[request.block_ids[0]].flatten(0, 1)[: request.num_tokens - 1].numpy()
+    return worker.routes_NSLK[0, :0].numpy()

@@ -22,7 +22,7 @@ from open_instruct.rollout.step_checks import SignalWatch, check_agreement, refu
 from open_instruct.rollout.traces import Traces
 from open_instruct.rollout.view import FleetView
 from open_instruct.run.alarms import slowest
-from open_instruct.run.cadence import Noted, cadence_of, noting_signals, stopped_by
+from open_instruct.run.cadence import cadence_of, noting_signals, stopped_by
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.verifiers.judge import JUDGE_COSTS
 
@@ -59,7 +59,6 @@ class Driver:
         self.num_restarts = 0
         self.num_tokens = 0
         self._agrees = False
-        self._signal = Noted()
 
     def fit(self) -> int:
         """Take every remaining step and export the model. Returns the exit code.

@@ -4,7 +4,6 @@ import importlib.metadata
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
@@ -20,7 +19,7 @@ def refuse_unfit() -> None:
         version = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
         raise InputError(f"--backend deepspeed: the package deepspeed is not installed; {remedy}") from None
-    if Version(version) not in WANTED:
+    if version not in WANTED:
         raise InputError(f"--backend deepspeed: deepspeed {version} is installed, and {WANTED} is needed; {remedy}")
 
 
