@@ -85,7 +85,7 @@ class FrozenLinear(nn.Linear):
         return y
 
 
-def fill_pairs(module: nn.Module) -> None:
-    """Write the `pairs` of a layer in 4 bits again, where memory was allocated anew."""
+def fill_pairs(module: nn.Module, device: torch.device) -> None:
+    """Make the `pairs` of a layer in 4 bits anew where it computes; its matrix may be in host memory."""
     if isinstance(module, FrozenLinear) and module.in_4_bits:
-        module.pairs.copy_(pairs_in(module.scales.dtype))
+        module.pairs = pairs_in(module.scales.dtype).to(device)
