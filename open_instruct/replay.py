@@ -154,9 +154,8 @@ def parse_replay(words: Sequence[str]) -> Replay:
 
 def flags_that_may_differ() -> set[str]:
     """The flags of a run that may be others in a replay of it."""
-    return {name for name, flag in flags_of(GRPOConfig).items() if flag.section in ("loss", "critic")} | {
-        *ROLLOUT_FLAGS
-    }
+    of_sections = {name for name, flag in flags_of(GRPOConfig).items() if flag.section in ("loss", "critic")}
+    return of_sections | {*ROLLOUT_FLAGS}
 
 
 def replay(replayed: Replay) -> dict[str, Any]:

@@ -59,9 +59,8 @@ def value_losses(
 
     Example: a value of 1, once 0, whose return is 1 has with `clip` 0.2 a loss of 0.5 * 0.8 ** 2.
     """
+    reach = torch.inf if clip is None else clip
     losses_N = (values_N - returns_N).square()
-    if clip is None:
-        return losses_N / 2, torch.zeros_like(losses_N)
-    held_N = torch.clamp(values_N, old_values_N - clip, old_values_N + clip)
+    held_N = torch.clamp(values_N, old_values_N - reach, old_values_N + reach)
     held_losses_N = (held_N - returns_N).square()
     return torch.maximum(losses_N, held_losses_N) / 2, (held_losses_N > losses_N).to(losses_N.dtype)

@@ -86,6 +86,6 @@ class FrozenLinear(nn.Linear):
 
 
 def fill_pairs(module: nn.Module, device: torch.device) -> None:
-    """Make the `pairs` of a layer in 4 bits again, on the device that computes, where memory was allocated anew."""
+    """Make the `pairs` of a layer in 4 bits anew where it computes; its matrix may be in host memory."""
     if isinstance(module, FrozenLinear) and module.in_4_bits:
         module.pairs = pairs_in(module.scales.dtype).to(device)

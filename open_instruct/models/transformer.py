@@ -114,14 +114,14 @@ class SegmentTransformer(Transformer):
         self.to_empty(device="cpu" if self.on_host else device)
         for parameter in self.parameters():
             local_part(parameter).fill_(torch.nan if parameter.is_floating_point() else 0)
-        self.apply(partial(fill_pairs, device=device))
         if self.tie_word_embeddings:
             self.lm_head.w_out.weight = self.embeddings.weight  # to_empty separated them
         self.settle_on(device, max_seq_len=max_seq_len)
 
     def settle_on(self, device: torch.device, *, max_seq_len: int | None) -> None:
-        """Take `device` for the model's own, and make RoPE's tables there."""
+        """Take `device` for the model's own, and make the tables of RoPE and of matrices in 4 bits there."""
         self._device = device
+        self.apply(partial(fill_pairs, device=device))
         if max_seq_len is not None:
             for rope in self.ropes:
                 rope.warmup_cache(max_seq_len, device)
@@ -153,12 +153,7 @@ class SegmentTransformer(Transformer):
             parameter.requires_grad_(is_trained[name])  # OLMo-core makes norms anew, to be trained
 
     def apply_fsdp(  # type: ignore[override]
-        self,
-        dp_mesh: DeviceMesh,
-        param_dtype: torch.dtype,
-        reduce_dtype: torch.dtype = torch.float32,
-        prefetch_factor: int = 0,
-        **_: object,
+        self, dp_mesh: DeviceMesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype, prefetch_factor: int, **_: Any
     ) -> None:
         """Shard parameters, each block a unit. The matrix of a score is a unit of its own, gathered in float32.
 

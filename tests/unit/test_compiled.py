@@ -149,7 +149,7 @@ def test_sharded_blocks_are_compiled_too(alone: DeviceMesh) -> None:
     models = [build_model(hf_config("llama")) for _ in "12"]
     models[1].apply_compile()
     for model in models:
-        model.apply_fsdp(dp_mesh=alone, param_dtype=torch.bfloat16)
+        model.apply_fsdp(alone, torch.bfloat16, torch.float32, prefetch_factor=0)
         model.init_weights(device=CPU, max_seq_len=64)
         with torch.no_grad():
             for ours, theirs in zip(model.parameters(), new_model("llama").parameters(), strict=True):

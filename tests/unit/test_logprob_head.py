@@ -125,7 +125,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_fsdp_does_not_round_what_a_head_compares_with(one_rank: None) -> None:
     """It casts tensors that it finds in arguments to the compute dtype, in which the token 50001 is 49920."""
     model = new_model("olmo2")
-    model.apply_fsdp(dp_mesh=init_device_mesh("cpu", (1,)), param_dtype=torch.bfloat16)
+    model.apply_fsdp(init_device_mesh("cpu", (1,)), torch.bfloat16, torch.float32, prefetch_factor=0)
     batch = pack_documents([Document(token_ids=(5, 6, 7), responses=(Span(start=1, stop=3),))])
     kept_N = torch.tensor([50001.0, 0.7])
     measure = Measure(lambda logits_NV, kept_N: kept_N, (beside_labels(model, batch, kept_N, device=CPU),))

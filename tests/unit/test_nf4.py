@@ -152,6 +152,15 @@ def test_a_layer_is_compiled_as_one_piece() -> None:
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+def test_levels_are_where_it_computes_and_not_with_weights_on_the_host() -> None:
+    model = build_model(hf_config("olmo2", hidden_size=64, intermediate_size=128, head_dim=32))
+    adapt(model, LORA, dtype=torch.float32)
+    model.on_host = True
+    model.init_weights(device=torch.device("meta"))
+    in_4_bits = [module for module in model.modules() if isinstance(module, FrozenLinear)]
+    assert {(each.codes.device.type, each.pairs.device.type) for each in in_4_bits} == {("cpu", "meta")}
+
+
 def test_a_value_that_is_not_finite_is_found() -> None:
     ours, _ = with_values(LORA, "olmo2")
     name = "blocks.1.feed_forward.w3.weight"

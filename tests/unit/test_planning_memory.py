@@ -508,6 +508,9 @@ def test_weights_of_the_host_are_in_its_account() -> None:
     assert "parameters" not in after["backward"]
     for phase in ("backward", "export"):
         assert sum(before[phase].values()) - sum(after[phase].values()) > here.parameters + here.optimizer
+    in_4_bits = adapted(shape, LoRASection(use_lora=True, use_qlora=True))
+    held = Moments(in_4_bits, LAYOUT, WORKLOAD).parameters
+    assert held <= Moments(in_4_bits, LAYOUT, workload).on_host()["parameters"] < 2 * held
 
 
 def test_whole_gradients_are_there_while_microbatches_add_up() -> None:

@@ -166,8 +166,11 @@ class Moments:
     def _pinned_weights(self, shape: ModelShape) -> int:
         """Bytes of a model's shards where each is pinned by itself."""
         item_bytes = {True: state.MASTER_BYTES, False: self.workload.compute_bytes}
-        sizes = ((each, state.local_size(each, self.layout).padded) for each in shape.parameters)
-        return sum(pinned(each.bytes_of(num_values, item_bytes[each.is_trained])) for each, num_values in sizes)
+        sizes = (
+            each.bytes_of(state.local_size(each, self.layout).padded, item_bytes[each.is_trained])
+            for each in shape.parameters
+        )
+        return sum(pinned(num_bytes) for of_one in sizes for num_bytes in of_one)
 
     def step(self) -> Iterable[Moment]:
         """The moments of the optimizer step."""

@@ -66,7 +66,7 @@ def state_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload, *, r
         for parameter in unit.parameters:
             local = local_size(parameter, layout, rank=rank)
             if not parameter.is_trained:
-                parameters += unit.count * parameter.bytes_of(local.padded, workload.compute_bytes)
+                parameters += unit.count * sum(parameter.bytes_of(local.padded, workload.compute_bytes))
                 continue
             parameters += unit.count * local.padded * trained_bytes
             gradients += unit.count * local.padded * GRADIENT_BYTES
@@ -139,7 +139,7 @@ def chunk_rows(num_rows: int, num_chunks: int, index: int) -> int:
 
 def gathered_bytes(parameters: tuple[ParameterShape, ...], layout: ShardLayout, bytes_each: int) -> int:
     """Bytes of a unit that was gathered on rank 0, padding included."""
-    return sum(each.bytes_of(local_size(each, layout).gathered, bytes_each) for each in parameters)
+    return sum(sum(each.bytes_of(local_size(each, layout).gathered, bytes_each)) for each in parameters)
 
 
 def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:

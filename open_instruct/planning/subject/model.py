@@ -56,9 +56,9 @@ class ParameterShape:
     def num_params(self) -> int:
         return prod(self.shape)
 
-    def bytes_of(self, num_values: int, bytes_each: int) -> int:
-        """Bytes of so many of its values, of whole rows, in a dtype of `bytes_each`."""
-        return num_values // 2 + num_values // BLOCK * bytes_each if self.in_4_bits else num_values * bytes_each
+    def bytes_of(self, num_values: int, bytes_each: int) -> tuple[int, ...]:
+        """Bytes of each tensor of so many of its values, of whole rows, in a dtype of `bytes_each`."""
+        return (num_values // 2, num_values // BLOCK * bytes_each) if self.in_4_bits else (num_values * bytes_each,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
