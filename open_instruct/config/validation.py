@@ -21,9 +21,9 @@ MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 
 
 def changed(config: object, *names: str) -> list[str]:
-    """Those of the flags `names` that `config` has with a value other than the default, spelled `--name value`."""
+    """Those of the flags `names` that a config or a section has with a value other than the default: `--name value`."""
     flags = flags_of(type(config))
-    values = {name: getattr(getattr(config, flags[name].section), name) for name in names if name in flags}
+    values = {name: getattr(getattr(config, flags[name].section, config), name) for name in names if name in flags}
     return [f"--{name} {spelled(value)}" for name, value in values.items() if value != flags[name].default]
 
 
@@ -94,15 +94,10 @@ def _amount(word: str) -> float:
 
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
     """The checks that need no number of GPUs; `parallel/layout.py` checks the degrees against that."""
-    if not parallel.single_gpu_mode:
-        return
-    sharding = [f"--{name} {degree}" for name, degree in parallel.splitting.items()]
-    if parallel.fsdp_prefetch_factor:
-        sharding.append(f"--fsdp_prefetch_factor {parallel.fsdp_prefetch_factor}")
-    if parallel.gradient_reduction == "last":
-        sharding.append("--gradient_reduction last")
-    for given in sharding:
-        yield f"--single_gpu_mode does not shard, so {given} has no use: leave one of them out"
+    degrees = [f"--{name} {degree}" for name, degree in parallel.splitting.items()]
+    for given in [*degrees, *changed(parallel, "fsdp_prefetch_factor", "gradient_reduction")]:
+        if parallel.single_gpu_mode:
+            yield f"--single_gpu_mode does not shard, so {given} has no use: leave one of them out"
 
 
 def lora_problems(config: LearnerConfig) -> Iterator[str]:
