@@ -21,9 +21,9 @@ MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 
 
 def changed(config: object, *names: str) -> list[str]:
-    """Those of the flags `names` that `config` has with a value other than the default, spelled `--name value`."""
+    """Those of the flags `names` that a config or a section has with a value other than the default: `--name value`."""
     flags = flags_of(type(config))
-    values = {name: getattr(getattr(config, flags[name].section), name) for name in names if name in flags}
+    values = {name: getattr(getattr(config, flags[name].section, config), name) for name in names if name in flags}
     return [f"--{name} {spelled(value)}" for name, value in values.items() if value != flags[name].default]
 
 
@@ -47,8 +47,7 @@ def limit_problems(*sections: Any) -> Iterator[str]:
     for section in sections:
         for name, flag in flags_of_section(type(section)).items():
             value = getattr(section, name)
-            problem = flag.limit_problem(value) if isinstance(value, int | float) else None
-            if problem is not None:
+            if isinstance(value, int | float) and (problem := flag.limit_problem(value)) is not None:
                 yield f"--{name} {spelled(value)}: {problem}"
 
 
@@ -95,15 +94,10 @@ def _amount(word: str) -> float:
 
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
     """The checks that need no number of GPUs; `parallel/layout.py` checks the degrees against that."""
-    if not parallel.single_gpu_mode:
-        return
-    sharding = [f"--{name} {degree}" for name, degree in parallel.splitting.items()]
-    if parallel.fsdp_prefetch_factor:
-        sharding.append(f"--fsdp_prefetch_factor {parallel.fsdp_prefetch_factor}")
-    if parallel.gradient_reduction == "last":
-        sharding.append("--gradient_reduction last")
-    for given in sharding:
-        yield f"--single_gpu_mode does not shard, so {given} has no use: leave one of them out"
+    degrees = [f"--{name} {degree}" for name, degree in parallel.splitting.items()]
+    for given in [*degrees, *changed(parallel, "fsdp_prefetch_factor", "gradient_reduction")]:
+        if parallel.single_gpu_mode:
+            yield f"--single_gpu_mode does not shard, so {given} has no use: leave one of them out"
 
 
 def lora_problems(config: LearnerConfig) -> Iterator[str]:
@@ -114,11 +108,8 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
         yield "--lora_target_modules is empty: use all-linear, or name some matrices of the blocks"
     if config.optim.optimizer == "muon":
         yield "--optimizer muon cannot go with --use_lora: it is for whole matrices; use adamw"
-    if config.adapters.lora_dropout > 0 and config.parallel.tensor_parallel_degree > 1:
-        yield (
-            f"--lora_dropout {config.adapters.lora_dropout} cannot go with --use_lora: ranks that split a matrix would "
-            "each leave out others; use 0, or --tensor_parallel_degree 1"
-        )
+    for given in changed(config, "lora_dropout") if config.parallel.tensor_parallel_degree > 1 else ():
+        yield f"{given}: ranks that split a matrix would each leave out others; use 0, or --tensor_parallel_degree 1"
     for given in changed(config, "tensor_parallel_degree") if config.adapters.use_qlora else ():
         yield f"{given} cannot go with --use_qlora: matrices in 4 bits are cut by rows alone; use --fsdp_shard_degree"
     for given in changed(config, "lora_sync") if config.adapters.use_qlora else ():
@@ -130,11 +121,10 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
 def float8_problems(config: LearnerConfig) -> Iterator[str]:
     """Flags that float8 products cannot go with."""
     recipe = config.model.float8_linears
+    is_split = config.parallel.tensor_parallel_degree > 1
     why_not = {
         "--use_lora, whose frozen matrices would be cast anew in every pass": config.adapters is not None,
-        "--tensor_parallel_degree above 1, where parts of a matrix have other scales": (
-            config.parallel.tensor_parallel_degree > 1
-        ),
+        "--tensor_parallel_degree above 1, where parts of a matrix have other scales": is_split,
         "--param_dtype float32, which is for exactness": config.model.param_dtype == "float32",
     }
     for other, is_given in why_not.items():
@@ -184,7 +174,8 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
         yield f"{given} trains nothing that could be uploaded: leave --push_to_hub out"
     if not config.run.output_dir.strip():
         yield "--output_dir is empty: name a folder"
-    often, seldom = config.run.ephemeral_save_interval, config.run.checkpointing_steps
+    often = config.run.ephemeral_save_interval
+    seldom = config.run.checkpointing_steps
     if often and 0 < seldom <= often:
         yield f"--ephemeral_save_interval {often} is not below --checkpointing_steps {seldom}: lower it or leave it out"
     steps = config.logging.profile_steps

@@ -136,7 +136,7 @@ FLAGS = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--ou
             "--use_lora --backend deepspeed --deepspeed_stage 2 --tensor_parallel_degree 2",
             "--backend deepspeed --tensor_parallel_degree 2 cannot go with --use_lora: use --backend olmo_core",
         ),
-        ("--use_lora --lora_dropout 0.1 --tensor_parallel_degree 2", "--lora_dropout 0.1 cannot go with --use_lora"),
+        ("--use_lora --lora_dropout 0.1 --tensor_parallel_degree 2", "--lora_dropout 0.1: ranks that split a matrix"),
         ("--use_lora --ref_policy_update_freq 5", "the reference is the model without its adapters"),
     ],
 )
