@@ -76,8 +76,15 @@ class Advice:
 
     @cached_property
     def ranked(self) -> tuple[Plan, ...]:
-        """Every layout of these GPUs, the fastest that fits first."""
-        return ranked_layouts(self.plan.setting)
+        """A plan for each way to share these GPUs: by tokens per second, then those that do not fit.
+
+        The other flags stay as they are, so a tensor degree makes the global batch of DPO and SFT smaller: what is
+        compared is the tokens that all GPUs together learn from in a second. Empty in single_gpu_mode. Left out is what
+        the run itself would refuse.
+        """
+        setting = self.plan.setting
+        changes = (changed(setting, values) for values in setting.backend.others(setting))
+        return tuple(sorted((change.plan for change in changes if change), key=_order))
 
     @cached_property
     def faster(self) -> Change | None:
@@ -117,17 +124,6 @@ def fitting(setting: Setting, values: dict[str, Any]) -> Change | None:
     """The same, None also where it leaves no room."""
     change = changed(setting, values)
     return change if change and change.plan.has_room else None
-
-
-def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:
-    """A plan for each way to share: by tokens per second, then those that do not fit.
-
-    The other flags stay as they are, so a tensor degree makes the global batch of DPO and SFT smaller: what is
-    compared is the tokens that all GPUs together learn from in a second. Empty in single_gpu_mode. Left out is what the
-    run itself would refuse.
-    """
-    changes = (changed(setting, values) for values in setting.backend.others(setting))
-    return tuple(sorted((change.plan for change in changes if change), key=_order))
 
 
 def _order(plan: Plan) -> tuple[bool, float, bool, float]:

@@ -18,7 +18,7 @@ from rich.console import Console
 from open_instruct.cli import main
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import OBJECTIVES
-from open_instruct.planning.advice import Advice, change_to_fit, ranked_layouts
+from open_instruct.planning.advice import Advice, change_to_fit
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import PlanRequest, parse_request
@@ -383,7 +383,7 @@ def without(words: list[str], flags: Iterable[str]) -> list[str]:
 
 class TestRanking:
     def test_every_triple_is_there_once(self) -> None:
-        ranked = ranked_layouts(requested(*DPO_7B, *FULL).setting)
+        ranked = Advice(planned(*DPO_7B, *FULL)).ranked
         layouts = [plan.layout for plan in ranked]
         triples = {(each.shard_degree, each.num_replicas, each.tensor_parallel_degree) for each in layouts}
         powers = [2**i for i in range(5)]
@@ -391,7 +391,7 @@ class TestRanking:
         assert triples == {triple for triple in product(powers, repeat=3) if prod(triple) == 16}
 
     def test_those_that_fit_come_first_by_speed(self) -> None:
-        ranked = ranked_layouts(requested(*DPO_7B, *FULL, "--gpu", "memory_gib=40").setting)
+        ranked = Advice(planned(*DPO_7B, *FULL, "--gpu", "memory_gib=40")).ranked
         fits = [plan.fits for plan in ranked]
         assert fits == sorted(fits, reverse=True) and 0 < sum(fits) < len(fits)
         speeds = [plan.tokens_per_second for plan in ranked if plan.fits]
@@ -409,10 +409,10 @@ class TestRanking:
         ],
     )
     def test_tensor_degrees(self, words: list[str], degrees: set[int]) -> None:
-        setting = requested(*words).setting
-        layouts = [plan.layout for plan in ranked_layouts(setting)]
+        plan = planned(*words)
+        layouts = [other.layout for other in Advice(plan).ranked]
         assert {layout.tensor_parallel_degree for layout in layouts} == degrees
-        context = setting.layout.context_parallel_degree
+        context = plan.layout.context_parallel_degree
         assert all(layout.context_parallel_degree == context for layout in layouts)
 
     def test_experts_stay_split(self, tmp_path: Path) -> None:
@@ -421,8 +421,8 @@ class TestRanking:
         rows = [*FULL, "--per_device_train_batch_size", "1", "--gpus_per_node", "3x8"]
         model = ["dpo", "--model_name_or_path", str(tmp_path), *rows, "--fsdp_shard_degree", "2"]
         split = [*model, "--expert_parallel_degree", "2"]
-        setting = requested(*split).setting
-        assert {plan.layout.expert_parallel_degree for plan in ranked_layouts(setting)} == {1, 2, 4, 8}
+        ranked = Advice(planned(*split)).ranked
+        assert {plan.layout.expert_parallel_degree for plan in ranked} == {1, 2, 4, 8}
         needs, needs_gathered = (planned(*words).peak.total_bytes for words in (split, model))
         assert needs < needs_gathered / 4  # the state of an expert is cut among all 24, and not among 2
         change = change_to_fit(planned(*split, "--gpu", f"memory_gib={needs / GIB - 0.1}"))
@@ -538,12 +538,13 @@ class TestHtml:
 
     def test_bars_have_the_bytes_of_the_plan_and_every_part_a_colour(self) -> None:
         plan = planned(*DPO_7B, *FULL)
-        text = html_page(plan, Advice(plan))
+        advice = Advice(plan)
+        text = html_page(plan, advice)
         for phase in plan.phases:
             for label, num_bytes in phase.parts:
                 if num_bytes > GIB:
                     assert f'title="{label}: {num_bytes / GIB:,.1f} GiB"' in text
-        for other in ranked_layouts(plan.setting):
+        for other in advice.ranked:
             assert f"{other.tokens_per_second:,.0f}" in text
         for index in range(len(LETTERS)):
             assert f"--c{index}: #" in text and f".b{index} {{ background: var(--c{index}); }}" in text

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.config.sections import MemorySection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.errors import InputError
 from open_instruct.models.hf.names import names_module
@@ -194,6 +193,8 @@ def workload_of(config: RunConfig, shape: ModelShape, layout: ShardLayout, *, pr
         workload = _rollout_workload(config, shape, layout, prefix_tokens)
     else:
         workload = _row_workload(config, objective_of(config), shape, prefix_tokens)
+    memory = config.memory
+    is_selected = memory.activation_checkpointing == "selected_modules"
     return replace(
         workload,
         shared_prefix_tokens=prefix_tokens,
@@ -202,7 +203,9 @@ def workload_of(config: RunConfig, shape: ModelShape, layout: ShardLayout, *, pr
         param_dtype=config.model.param_dtype,
         multiplies_in_float8=config.model.float8_linears != "off",
         optimizer=config.optim.optimizer,
-        **_checkpointing(config.memory),
+        checkpointing="none" if memory.activation_checkpointing == "auto" else memory.activation_checkpointing,
+        checkpointing_modules=tuple(memory.activation_checkpointing_modules) if is_selected else (),
+        activation_memory_budget=memory.activation_memory_budget,
         export_bytes_per_param=BYTES_OF_DTYPE.get(config.run.export_dtype, shape.checkpoint_bytes_per_param),
     )
 
@@ -344,13 +347,4 @@ def _critic(config: GRPOConfig, shape: ModelShape) -> Scoring:
 
 def is_wrapped(patterns: Iterable[str], layer: int, module: str) -> bool:
     """Whether --activation_checkpointing_modules names this module of a layer; "" is the layer itself."""
-    name = f"blocks.{layer}.{module}".rstrip(".")
-    return names_module(patterns, name)
-
-
-def _checkpointing(memory: MemorySection) -> dict[str, Any]:
-    if memory.activation_memory_budget < 1.0:
-        return {"activation_memory_budget": memory.activation_memory_budget}
-    mode = "none" if memory.activation_checkpointing == "auto" else memory.activation_checkpointing
-    modules = memory.activation_checkpointing_modules if mode == "selected_modules" else ()
-    return {"checkpointing": mode, "checkpointing_modules": tuple(modules)}
+    return names_module(patterns, f"blocks.{layer}.{module}".rstrip("."))
