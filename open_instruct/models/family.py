@@ -204,8 +204,6 @@ def _feed_forward(hf_config: PretrainedConfig, family: Family, is_sparse: bool) 
         num_experts=hf_config.num_experts,
         top_k=hf_config.num_experts_per_tok,
         normalized=bool(hf_config.norm_topk_prob),
-        bias=False,
-        dtype=DType.float32,
     )
 
 

@@ -105,7 +105,7 @@ def test_packed_is_separate(is_fused: bool, lengths: tuple[int, ...], prefixes: 
     layer: DeltaRuleMixer = config.build(D_MODEL).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    assert sum(each.numel() for each in layer.parameters()) == config.num_params(D_MODEL)
+    assert {name: tuple(each.shape) for name, each in layer.named_parameters()} == shape.tensors(D_MODEL)
     x_TD = torch.randn(sum(lengths), D_MODEL, dtype=torch.float64, requires_grad=True)
     weights_TD = torch.randn_like(x_TD)
 

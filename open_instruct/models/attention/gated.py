@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from olmo_core.nn.attention import Attention, AttentionConfig, GateConfig, GateGranularity
+from olmo_core.nn.attention import Attention, AttentionConfig
 from olmo_core.nn.layer_norm import LayerNormConfig, RMSNorm
 from torch import nn
 
@@ -14,8 +14,6 @@ from torch import nn
 @dataclass
 class GatedAttentionConfig(AttentionConfig):
     """OLMo-core's config of attention with a norm for each head, for a `GatedAttention`."""
-
-    gate: GateConfig | None = field(default_factory=lambda: GateConfig(granularity=GateGranularity.elementwise))
 
     def build(self, d_model: int, *, init_device: str = "cpu", cache: Any = None, **_: object) -> GatedAttention:
         given = ("n_heads", "n_kv_heads", "head_dim", "bias", "rope", "qk_norm", "use_head_qk_norm", "backend")

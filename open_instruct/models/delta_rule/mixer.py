@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any, cast
 
 import torch
@@ -39,9 +38,6 @@ class DeltaRuleConfig(SequenceMixerConfig["DeltaRuleMixer"]):
     norm_eps: float
     doubles_rates: bool = False
     """Rates of writing go up to 2, so that a memory can change its sign (arXiv:2411.12537)."""
-
-    def num_params(self, d_model: int) -> int:
-        return sum(map(prod, self.shape.tensors(d_model).values()))
 
     def build(self, d_model: int, *, init_device: str = "cpu", **_: object) -> DeltaRuleMixer:
         return DeltaRuleMixer(self, d_model, init_device=init_device)

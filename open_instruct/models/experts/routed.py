@@ -39,26 +39,22 @@ class ExpertsConfig(FeedForwardConfig):
     top_k: int
     normalized: bool
 
-    def num_params(self, d_model: int) -> int:
-        return self.num_experts * (super().num_params(d_model) + d_model)
-
-    def build(self, d_model: int, *, dtype: torch.dtype | None = None, init_device: str = "cpu") -> FeedForward:
-        dtype = dtype if self.dtype is None else self.dtype.as_pt()
-        return RoutedFeedForward(self, d_model=d_model, dtype=dtype, device=init_device)  # type: ignore[return-value]
+    def build(self, d_model: int, *, init_device: str = "cpu", **_: object) -> FeedForward:
+        return RoutedFeedForward(self, d_model=d_model, device=init_device)  # type: ignore[return-value]
 
 
 class RoutedFeedForward(nn.Module):
     """Each token's MLP is the weighted sum of K experts' MLPs, those whose probability the router finds highest."""
 
-    def __init__(self, config: ExpertsConfig, *, d_model: int, dtype: torch.dtype | None, device: str) -> None:
+    def __init__(self, config: ExpertsConfig, *, d_model: int, device: str) -> None:
         super().__init__()
         self.top_k, self.normalized = config.top_k, config.normalized
         self.is_noted = False  # whether what the router decides is kept for `taken`
         self._noted: list[Routing] = []
         self.told_TK: torch.Tensor | None = None  # experts that are chosen in place of its own; -1: its own
         self.is_told = False  # whether there are any; compiled code does not look at them
-        self.router = nn.Linear(d_model, config.num_experts, bias=False, dtype=dtype, device=device)
-        self.experts = Experts(config.num_experts, d_model, config.hidden_size, dtype=dtype, device=device)
+        self.router = nn.Linear(d_model, config.num_experts, bias=False, device=device)
+        self.experts = Experts(config.num_experts, d_model, config.hidden_size, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """From and to shape (..., D)."""
@@ -155,13 +151,11 @@ class ExpertGroup:
 class Experts(nn.Module):
     """The experts' matrices, stacked: those of gates and of what they multiply (E, H, D), and the last (E, D, H)."""
 
-    def __init__(self, num_experts: int, d_model: int, width: int, *, dtype: torch.dtype | None, device: str) -> None:
+    def __init__(self, num_experts: int, d_model: int, width: int, *, device: str) -> None:
         super().__init__()
         self.group: ExpertGroup | None = None  # of ranks that split them
-        self.w1, self.w3 = (
-            nn.Parameter(torch.empty(num_experts, width, d_model, dtype=dtype, device=device)) for _ in range(2)
-        )
-        self.w2 = nn.Parameter(torch.empty(num_experts, d_model, width, dtype=dtype, device=device))
+        self.w1, self.w3 = (nn.Parameter(torch.empty(num_experts, width, d_model, device=device)) for _ in range(2))
+        self.w2 = nn.Parameter(torch.empty(num_experts, d_model, width, device=device))
 
     def forward(self, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Expert by expert: expert e has the rows from `ends_E[e - 1]` to `ends_E[e]`."""

@@ -89,13 +89,15 @@ class CheckpointFiles:
         path = weights_file(folder)
         stored = _read_indexed(path) if path.name == INDEX_NAME else read_header(path)
         tensors: dict[str, StoredTensor] = {}
-        for name, tensor in (pair for both in stored.items() for pair in _unpacked(*both)):
-            if name in tensors:
-                raise InputError(
-                    f"{folder}: {name!r} is there twice, in {tensors[name].stored!r} and in {tensor.stored!r}: "
-                    "fetch the checkpoint again"
-                )
-            tensors[name] = tensor
+        for tensor in stored.values():
+            for name, part in unpacked(tensor.stored, tensor.shape).items():
+                if name in tensors:
+                    raise InputError(
+                        f"{folder}: {name!r} is there twice, in {tensors[name].stored!r} and in {tensor.stored!r}: "
+                        "fetch the checkpoint again"
+                    )
+                shape = tuple(torch.empty(tensor.shape, device="meta")[part].shape)
+                tensors[name] = replace(tensor, part=part, shape=shape)
         return cls(folder, tensors)
 
     @property
@@ -149,12 +151,6 @@ def _digest(path: Path, offset: int) -> bytes:
     with path.open("rb") as file:
         file.seek(offset)
         return xxhash.xxh3_128_digest(file.read(DIGESTED_BYTES))
-
-
-def _unpacked(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    for own_name, part in unpacked(name, tensor.shape).items():
-        shape = tuple(torch.empty(tensor.shape, device="meta")[part].shape)
-        yield own_name, replace(tensor, part=part, shape=shape)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
