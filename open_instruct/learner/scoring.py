@@ -73,7 +73,6 @@ class Scorer:
         """
         model, group = self.policy.computing_model, self.policy.dp_process_group
         num_documents, device = dataset.documents_per_row, self.policy.device
-        zeros_ND = torch.zeros(len(rows), num_documents, dtype=torch.float32, device=device)
         columns: list[torch.Tensor] = []
         position_of = {rows[j]: j for j in range(len(rows))}
         self.policy.backend.set_mode("eval")
@@ -82,14 +81,14 @@ class Scorer:
                 scores = self.policy.scores(batch)
             values = on_device(batch.values, device)
             summed = self.policy.loss.summed(scores, replace(batch, values=values))
-            columns = columns or [zeros_ND.clone() for _ in summed]
+            columns = columns or [torch.zeros(len(rows), num_documents, device=device) for _ in summed]
             positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
             for column_ND, values_N in zip(columns, summed, strict=True):
                 sums_S, _ = sum_by_reply(
                     values_N, scores.sequence_ids_N, batch.packed.num_sequences, self.policy.loss.ld_alpha
                 )
                 column_ND[on_device(positions, device)] = sums_S.view(num_documents, -1).T.float()
-        values_ND = torch.cat(columns or [zeros_ND], dim=1)
+        values_ND = torch.cat(columns, dim=1)
         if dist.get_world_size(group) > 1:
             # Each row was computed on one rank and is zero on the others.
             dist.all_reduce(values_ND, group=group)
