@@ -123,15 +123,14 @@ class RowCache:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._values = np.zeros(0, dtype=np.float32)
-        self._added: list[np.ndarray] = []
+        self._values: list[np.ndarray] = []  # those of the file, and of each row behind them
         self._place_of: dict[str, tuple[int, int]] = {}  # start and stop among the values, in the order of the file
 
         try:
             arrays, _ = read_arrays(self.path)
             keys = [key.tobytes().hex() for key in arrays["keys"]]
             self._place_of = dict(zip(keys, pairwise(arrays["edges"].tolist()), strict=True))
-            self._values = arrays["values"]
+            self._values = [arrays["values"]]
         except FileNotFoundError:
             return
         except (KeyError, ValueError) as error:
@@ -150,7 +149,7 @@ class RowCache:
         if key not in self._place_of:
             start = next(reversed(self._place_of.values()), (0, 0))[1]
             self._place_of[key] = (start, start + values.size)
-            self._added.append(values.reshape(-1))
+            self._values.append(values.reshape(-1))
 
     def write(self) -> None:
         """Put the whole file in place."""
@@ -174,9 +173,9 @@ class RowCache:
         return np.array([self._place_of[dataset.key(row)] for row in range(len(dataset))], dtype=np.int64)
 
     def _all(self) -> np.ndarray:
-        if self._added:
-            self._values, self._added = np.concatenate([self._values, *self._added]), []
-        return self._values
+        if len(self._values) > 1:
+            self._values = [np.concatenate(self._values)]
+        return self._values[0]
 
 
 def open_row_cache(folder: Path, model: Pretrained, *words: str) -> RowCache:
