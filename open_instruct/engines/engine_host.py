@@ -68,9 +68,7 @@ class RayEngine:
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, InputError):
                 raise error.cause from None
-            words = f"{type(error.cause).__name__}: {error.cause}" if error.cause is not None else str(error)
-            if isinstance(error.cause, RunError):
-                words = str(error.cause)
-            raise RunError(f"engine {self.index}, {what}: {' '.join(words.split())}") from error
+            kind = "" if isinstance(error.cause, RunError) else f"{type(error.cause).__name__}: "
+            raise RunError(f"engine {self.index}, {what}: {kind}{' '.join(str(error.cause).split())}") from error
         except ray.exceptions.RayError as error:
             raise RunError(f"engine {self.index} was lost during {what}: {reason_of_loss(error)}") from None

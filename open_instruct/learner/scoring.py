@@ -73,7 +73,6 @@ class Scorer:
         """
         model, group = self.policy.computing_model, self.policy.dp_process_group
         num_documents, device = dataset.documents_per_row, self.policy.device
-        zeros_ND = torch.zeros(len(rows), num_documents, dtype=torch.float32, device=device)
         columns: list[torch.Tensor] = []
         position_of = {rows[j]: j for j in range(len(rows))}
         self.policy.backend.set_mode("eval")
@@ -82,14 +81,14 @@ class Scorer:
                 scores = self.policy.scores(batch)
             values = on_device(batch.values, device)
             summed = self.policy.loss.summed(scores, replace(batch, values=values))
-            columns = columns or [zeros_ND.clone() for _ in summed]
+            columns = columns or [torch.zeros(len(rows), num_documents, device=device) for _ in summed]
             positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
             for column_ND, values_N in zip(columns, summed, strict=True):
                 sums_S, _ = sum_by_reply(
                     values_N, scores.sequence_ids_N, batch.packed.num_sequences, self.policy.loss.ld_alpha
                 )
                 column_ND[on_device(positions, device)] = sums_S.view(num_documents, -1).T.float()
-        values_ND = torch.cat(columns or [zeros_ND], dim=1)
+        values_ND = torch.cat(columns, dim=1)
         if dist.get_world_size(group) > 1:
             # Each row was computed on one rank and is zero on the others.
             dist.all_reduce(values_ND, group=group)
@@ -124,15 +123,14 @@ class RowCache:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._values = np.zeros(0, dtype=np.float32)
-        self._added: list[np.ndarray] = []
+        self._values: list[np.ndarray] = []  # those of the file, and of each row behind them
         self._place_of: dict[str, tuple[int, int]] = {}  # start and stop among the values, in the order of the file
 
         try:
             arrays, _ = read_arrays(self.path)
             keys = [key.tobytes().hex() for key in arrays["keys"]]
             self._place_of = dict(zip(keys, pairwise(arrays["edges"].tolist()), strict=True))
-            self._values = arrays["values"]
+            self._values = [arrays["values"]]
         except FileNotFoundError:
             return
         except (KeyError, ValueError) as error:
@@ -151,7 +149,7 @@ class RowCache:
         if key not in self._place_of:
             start = next(reversed(self._place_of.values()), (0, 0))[1]
             self._place_of[key] = (start, start + values.size)
-            self._added.append(values.reshape(-1))
+            self._values.append(values.reshape(-1))
 
     def write(self) -> None:
         """Put the whole file in place."""
@@ -175,9 +173,9 @@ class RowCache:
         return np.array([self._place_of[dataset.key(row)] for row in range(len(dataset))], dtype=np.int64)
 
     def _all(self) -> np.ndarray:
-        if self._added:
-            self._values, self._added = np.concatenate([self._values, *self._added]), []
-        return self._values
+        if len(self._values) > 1:
+            self._values = [np.concatenate(self._values)]
+        return self._values[0]
 
 
 def open_row_cache(folder: Path, model: Pretrained, *words: str) -> RowCache:

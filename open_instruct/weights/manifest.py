@@ -104,6 +104,11 @@ class Manifest:
         return max(bucket.num_bytes for bucket in self.buckets)
 
     @property
+    def most_bytes_of_wholes(self) -> int:
+        """The most bytes of the whole tensors of one bucket."""
+        return max(bucket.num_bytes_of_wholes for bucket in self.buckets)
+
+    @property
     def num_bytes(self) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
@@ -148,11 +153,6 @@ class WeightManifest(Manifest):
         self.bucket_bytes = bucket_bytes
         sizes = {name: (math.prod(shape) * dtype.itemsize, self._most_rows(name)) for name, shape in shapes.items()}
         super().__init__(self._lay_out(*run) for run in runs_of(sizes, bucket_bytes))
-
-    @property
-    def most_bytes_of_wholes(self) -> int:
-        """The most bytes of the whole tensors of one bucket."""
-        return max(bucket.num_bytes_of_wholes for bucket in self.buckets)
 
     def described(self) -> dict[str, Any]:
         """The arguments that build an equal manifest: plain types, to be pickled."""

@@ -71,8 +71,7 @@ class IncomingWeights:
         self._position = 0
         self._mirror = Mirror(self._manifest) if info["changes_alone"] else None
         travelling = self._manifest if self._mirror is None else manifest_of_changes(self._manifest)
-        most_bytes = max(self._manifest.most_bytes_of_wholes, travelling.largest_bucket_bytes)
-        self._memory = ReusedMemory(most_bytes, self._device)
+        self._memory = ReusedMemory(travelling.most_bytes_of_wholes, self._device)
         self._wholes: dict[int, dict[str, torch.Tensor]] = {}  # by the positions of their first pieces
         self._progress = SyncProgress.join(info, member=receiver_name(index), patience_s=EXTRA_PATIENCE_S)
         self._incoming = incoming(travelling, index=index, device=self._device)
