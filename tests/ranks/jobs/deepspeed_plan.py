@@ -66,7 +66,7 @@ def _measured(
         "start_model": "",
         "cadence": Cadence(num_steps=9, save_every=1),
     }
-    place: Any = SimpleNamespace(state_dict=dict)
+    place: Any = SimpleNamespace(state_dict=dict, load_state_dict=None)
     loop = Loop(policy, place, run=run, config=config, **settings_of_loop)
     with torch.no_grad():
         policy.scores(microbatch)

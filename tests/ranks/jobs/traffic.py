@@ -90,7 +90,7 @@ def _steps(
         scorer: Any = SimpleNamespace(policy=policy, run=run, config=config)
         (policy.comparison, *_) = compare_with(teacher, rows, None, student=pretrained, scorer=scorer)
     settings: Any = {"start_model": "", "cadence": Cadence(num_steps=2, save_every=1)}
-    place: Any = SimpleNamespace(state_dict=dict)
+    place: Any = SimpleNamespace(state_dict=dict, load_state_dict=None)
     loop = Loop(policy, place, run=run, config=config, **settings)
     microbatch = _row(num_tokens, objective.rows_of(config).documents_per_row)
     num_rows = num_microbatches * run.layout.data_parallel_world_size
