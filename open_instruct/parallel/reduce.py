@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -39,33 +40,42 @@ def reduce_metrics(
 ) -> dict[str, float]:
     """Reduce `metrics` over `group` and return plain numbers, the same on every rank.
 
-    Every rank must bring the same names. One all-gather serves all metrics; a mean over no weight at all is NaN.
+    Every rank must bring the same names. A mean travels as (sum of value x weight, sum of weight), a
+    maximum as one slot a rank, so that a single summing all-reduce serves all three. A mean over no
+    weight at all is NaN.
     """
     if not metrics:
         return {}
+    world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
     names = sorted(metrics)
-    own_M2 = torch.stack(
-        [torch.cat([_number(metrics[name].value, device), _number(metrics[name].weight, device)]) for name in names]
-    )
-    everywhere = [own_M2]
-    if dist.is_initialized() and (world_size := dist.get_world_size(group)) > 1:
-        everywhere = [torch.empty_like(own_M2) for _ in range(world_size)]
-        dist.all_gather(everywhere, own_M2, group=group)
-    of_ranks = torch.stack(everywhere, dim=1).tolist()  # the one wait for the device
-    return {name: _reduced(metrics[name].reduction, own) for name, own in zip(names, of_ranks, strict=True)}
+    slots = [_slots(metrics[name], rank=rank, world_size=world_size, device=device) for name in names]
+    flat = torch.cat(slots)
+    if world_size > 1:
+        dist.all_reduce(flat, group=group)
+    sums = iter(flat.tolist())  # the one wait for the device
+    return {name: _reduced(metrics[name], list(islice(sums, len(own)))) for name, own in zip(names, slots, strict=True)}
 
 
-def _reduced(reduction: str, of_ranks: list[list[float]]) -> float:
-    """A metric from its value and weight on each rank."""
-    values = [value for value, _ in of_ranks]
-    if reduction == "sum":
-        return sum(values)
-    if reduction == "max":
-        # A NaN counts as the largest; the result of max() would depend on the order.
-        return max(values, key=lambda value: (math.isnan(value), value))
+def _slots(metric: Metric, *, rank: int, world_size: int, device: torch.device) -> torch.Tensor:
+    """The numbers of a metric on one rank; `_reduced` reads their sums over all ranks."""
+    value = _number(metric.value, device)
+    if metric.reduction == "sum":
+        return value
+    if metric.reduction == "max":
+        return torch.where(torch.arange(world_size, device=device) == rank, value, 0.0)
+    weight = _number(metric.weight, device)
     # A rank without data may bring NaN with weight 0, which must not reach the sum.
-    weight_sum = sum(weight for _, weight in of_ranks)
-    total = sum(value * weight for value, weight in of_ranks if weight > 0)
+    return torch.cat([torch.where(weight > 0, value * weight, 0.0), weight])
+
+
+def _reduced(metric: Metric, sums: list[float]) -> float:
+    if metric.reduction == "sum":
+        return sums[0]
+    if metric.reduction == "max":
+        # A NaN counts as the largest; the result of max() would depend on the order.
+        return max(sums, key=lambda value: (math.isnan(value), value))
+    total, weight_sum = sums
     return total / weight_sum if weight_sum > 0 else math.nan
 
 
