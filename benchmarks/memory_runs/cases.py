@@ -12,6 +12,7 @@ from open_instruct.learner.model.kernels import build_activation_checkpointing
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
 from open_instruct.models.lora.adapters import adapt
+from open_instruct.packing.prefixes import FullRows
 from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
@@ -104,7 +105,7 @@ def planned(case: Case) -> Moments:
     workload = Workload(
         algorithm="dpo",
         tokens_per_microbatch=sum(case.lengths),
-        longest_sequence=max(case.lengths),
+        rows=FullRows(length=max(case.lengths)),
         label_tokens_per_microbatch=sum(case.lengths) - len(case.lengths),
         num_microbatches=case.num_microbatches,
         reduces_last=case.reduces_last,

@@ -11,6 +11,7 @@ from harness.memory import MIB
 from harness.processes import numbers_of_workers
 from harness.rounds import paired_median
 
+from open_instruct.packing.prefixes import FullRows
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.phases import SENT, Moments
 from open_instruct.planning.step_time import COMPARED_GB_S
@@ -66,7 +67,7 @@ def planned_bytes(sync: Sync) -> int:
     workload = Workload(
         algorithm="grpo",
         tokens_per_microbatch=1,
-        longest_sequence=1,
+        rows=FullRows(length=1),
         label_tokens_per_microbatch=1,
         num_microbatches=1,
         num_engines=1,

@@ -105,8 +105,8 @@ class FullRows:
     """
 
     length: int
-    prefix: int
-    per_group: int
+    prefix: int = 0
+    per_group: int = 1
 
     def tokens_of(self, num_documents: int) -> int:
         """Tokens that so many documents take in a row; the last group may be smaller than the others."""

@@ -194,8 +194,8 @@ def _pairs(workload: Workload, window: int | None) -> int:
     """Pairs of queries and keys in a row: of whole groups, of one that is cut, and of a document that is cut."""
     groups, rest = workload.rows.groups_in(workload.tokens_per_microbatch)
     # A shared prefix attends to itself once for its group.
-    prefix_pairs = attended_pairs(workload.shared_prefix_tokens, window)
-    own_pairs = attended_pairs(workload.longest_sequence, window) - prefix_pairs
+    prefix_pairs = attended_pairs(workload.rows.prefix, window)
+    own_pairs = attended_pairs(workload.rows.length, window) - prefix_pairs
     return len(groups) * prefix_pairs + sum(groups) * own_pairs + attended_pairs(rest, window)
 
 

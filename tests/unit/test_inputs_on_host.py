@@ -15,6 +15,7 @@ from open_instruct.learner.model import kernels
 from open_instruct.learner.model.inputs_on_host import InputsOnHost
 from open_instruct.learner.model.kernels import build_activation_checkpointing, kernel_warnings
 from open_instruct.models.build import build_model
+from open_instruct.packing.prefixes import FullRows
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.phases import INPUTS, Moments, memory_by_phase
 from open_instruct.planning.subject.model import shape_of_fields
@@ -97,7 +98,7 @@ def test_what_is_kept_where_is_as_planned(offloaded: Any, inputs: InputsOnHost) 
     workload = Workload(
         algorithm="sft",
         tokens_per_microbatch=num_tokens,
-        longest_sequence=num_tokens,
+        rows=FullRows(length=num_tokens),
         label_tokens_per_microbatch=num_tokens,
         num_microbatches=1,
         param_dtype="float32",

@@ -465,7 +465,7 @@ def test_the_plan_counts_learned_documents_and_a_pass_over_the_others() -> None:
     for plan in (with_z0, without):
         workload = plan.workload
         assert (workload.algorithm, workload.tokens_per_microbatch) == ("kto", 2 * 2048)
-        assert workload.documents_per_group == 1
+        assert workload.rows.per_group == 1
     assert (with_z0.workload.reference_pass_tokens, without.workload.reference_pass_tokens) == (8192, 4096)
     scored, scored_without = (
         next(phase.total_bytes for phase in plan.phases if phase.name == "reference pass")

@@ -85,7 +85,7 @@ class TestRequest:
         file = str(REPOSITORY / "configs" / "dpo" / "olmo2_32b_32gpu_tp.yaml")
         plan = planned("dpo", file, "--gpus_per_node", "4x8", "--max_seq_length", "2048")
         assert (plan.layout.shard_degree, plan.layout.tensor_parallel_degree) == (8, 2)
-        assert (plan.workload.longest_sequence, plan.workload.checkpointing) == (2048, "full")
+        assert (plan.workload.rows.length, plan.workload.checkpointing) == (2048, "full")
 
     @pytest.mark.parametrize(
         ("words", "learners"),

@@ -54,7 +54,7 @@ def planned(*words: str) -> Plan:
 
 def test_its_documents_prompts_and_reference_are_counted() -> None:
     plain = planned("made_up", *RUN).workload
-    assert (plain.algorithm, plain.tokens_per_microbatch, plain.documents_per_group) == ("made_up", 12288, 3)
+    assert (plain.algorithm, plain.tokens_per_microbatch, plain.rows.per_group) == ("made_up", 12288, 3)
     assert plain.reference_pass_tokens == 0
     pulled = planned("made_up", *RUN, "--strength", "0.5", "--shared_prompt_tokens", "1025").workload
     # A row of three replies of 1,024 tokens each, and their prompt once.

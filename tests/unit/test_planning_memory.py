@@ -27,6 +27,7 @@ from open_instruct.models.heads import logprob_head
 from open_instruct.models.hf.names import is_stack
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt
+from open_instruct.packing.prefixes import FullRows
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.activations import profile_of
@@ -52,7 +53,7 @@ DEFAULT_MODULES = tuple(MemorySection().activation_checkpointing_modules)
 WORKLOAD = Workload(
     algorithm="dpo",
     tokens_per_microbatch=4096,
-    longest_sequence=2048,
+    rows=FullRows(length=2048),
     label_tokens_per_microbatch=4096,
     num_microbatches=1,
     reference_pass_tokens=4096,
@@ -225,7 +226,7 @@ def compare_block(
     workload = replace(
         WORKLOAD,
         tokens_per_microbatch=sum(LENGTHS),
-        longest_sequence=max(LENGTHS),
+        rows=FullRows(length=max(LENGTHS)),
         param_dtype=str(dtype).removeprefix("torch."),
         on_cuda=False,
         checkpointing="selected_modules",
@@ -296,7 +297,7 @@ def test_the_passes_of_a_whole_model(
     workload = replace(
         WORKLOAD,
         tokens_per_microbatch=num_tokens,
-        longest_sequence=max(LENGTHS),
+        rows=FullRows(length=max(LENGTHS)),
         label_tokens_per_microbatch=num_tokens - 2,
         reference_pass_tokens=num_tokens,
         param_dtype=dtype,
@@ -354,9 +355,7 @@ def test_keys_are_gathered_as_the_row_has_them(prefixes: tuple[int, ...]) -> Non
     """Two groups of four documents of 50 tokens, each of which shares 30 with others on average."""
     workload = replace(
         WORKLOAD,
-        shared_prefix_tokens=30,
-        documents_per_group=4,
-        longest_sequence=50,
+        rows=FullRows(length=50, prefix=30, per_group=4),
         tokens_per_microbatch=2 * (30 + 4 * 20),
     )
     row = Segments.of(tuple(50 - prefix for prefix in prefixes) * 2, prefixes * 2, device=torch.device("cpu"))

@@ -24,6 +24,7 @@ from open_instruct.models.build import build_model
 from open_instruct.models.experts import routed
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.lora.adapters import adapt
+from open_instruct.packing.prefixes import FullRows
 from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.state import state_bytes
@@ -59,7 +60,7 @@ TIED_OR_NOT = [
 WORKLOAD = Workload(
     algorithm="sft",
     tokens_per_microbatch=NUM_TOKENS,
-    longest_sequence=NUM_TOKENS,
+    rows=FullRows(length=NUM_TOKENS),
     label_tokens_per_microbatch=NUM_TOKENS,
     num_microbatches=1,
 )

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from open_instruct.errors import InputError
+from open_instruct.packing.prefixes import FullRows
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second
 from open_instruct.planning.step_time import step_time as step_time_of
@@ -37,7 +38,7 @@ SHAPE = ModelShape(
 WORK = Workload(
     algorithm="dpo",
     tokens_per_microbatch=6,
-    longest_sequence=3,
+    rows=FullRows(length=3),
     label_tokens_per_microbatch=4,
     num_microbatches=1,
 )
@@ -129,7 +130,7 @@ def test_arithmetic_of_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_arithmetic_of_a_shared_prompt() -> None:
     """Two documents of 3 tokens that share the first lie in 5; that one attends to itself once."""
-    shared = replace(WORK, tokens_per_microbatch=5, shared_prefix_tokens=1, documents_per_group=2)
+    shared = replace(WORK, tokens_per_microbatch=5, rows=FullRows(length=3, prefix=1, per_group=2))
     attention = sum(2 * 4 * 2 * (pairs - 1) for pairs in (12, 10))
     assert flops_per_step(SHAPE, ALONE, shared) == 3 * (2 * 2 * 160 * 5 + attention + HEAD)
     assert shared.row_tokens_per_microbatch == 6

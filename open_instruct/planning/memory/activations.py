@@ -274,7 +274,7 @@ class _Block(_Piece):
             inputs.append(Tensor(self.split(small) * self.c, kind="weight"))
         num_tokens, whole_row = self.num_tokens, self.workload.tokens_per_microbatch
         # The last chunk of a document is half full, on average. A context rank walks whole rows for its heads.
-        num_chunks = -(-whole_row // CHUNK) + -(-whole_row // min(whole_row, self.workload.longest_sequence)) // 2
+        num_chunks = -(-whole_row // CHUNK) + -(-whole_row // min(whole_row, self.workload.rows.length)) // 2
         degree = self.layout.model_parallel_degree
         kept, forward, backward = (FLOAT32 * num_chunks * number // degree for number in delta.numbers_of_chunk)
         # Convolutions keep what they are given and put out; the norm what it is given, its gate, and more in float32.
@@ -319,7 +319,7 @@ class _Block(_Piece):
         num_tokens, run = self.num_tokens, self.tape.run
         num_bytes = num_tokens * (q_width // self.shape.head_dim) * FLOAT32
         if self.workload.on_cuda and self.c < FLOAT32:
-            if self.workload.shared_prefix_tokens:
+            if self.workload.rows.prefix:
                 num_keys = -(-self.workload.gathered_keys // self.layout.context_parallel_degree)
                 key, value = (run(tensor.num_bytes * num_keys // num_tokens, tensor) for tensor in (key, value))
             weights = run(num_bytes, query, gradients=())
@@ -335,7 +335,7 @@ class _Block(_Piece):
         return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
 
     def _scratch(self, key: Tensor, q_width: int) -> int:
-        dim, longest_document = self.shape.head_dim, min(self.num_tokens, self.workload.longest_sequence)
+        dim, longest_document = self.shape.head_dim, min(self.num_tokens, self.workload.rows.length)
         kv_width = self.split(self.shape.kv_width)
         return attention_scratch(
             num_queries=self.num_tokens,
@@ -361,8 +361,7 @@ class _Head(_Piece):
         hidden = self.cast(hidden, num_positions * d_model, FLOAT32) if shape.scores else hidden  # see `ValueHead`
         all_chunks = logit_chunks(shape, num_positions)
         kind: Kind = "weight" if shape.scores else self.kind
-        stays_whole = shape.is_tied and is_whole
-        num_words = shape.vocab_size if stays_whole else self.split(shape.num_outputs)
+        num_words = shape.vocab_size if shape.is_tied and is_whole else self.split(shape.num_outputs)
         weight = Tensor(num_words * d_model * self.c, kind=kind)
         num_kept = num_kept_chunks(shape, all_chunks, self.c if workload.on_cuda and is_whole else 0)
         # Of chunks that keep nothing any two will do; of those that do, the last, beside which all others are kept.

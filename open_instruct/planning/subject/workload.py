@@ -52,13 +52,13 @@ class Workload:
 
     Example: DPO with 1 pair of 2 x 2048 tokens a microbatch, 4 microbatches a step::
 
-        Workload(algorithm="dpo", tokens_per_microbatch=4096, longest_sequence=2048,
+        Workload(algorithm="dpo", tokens_per_microbatch=4096, rows=FullRows(length=2048),
                  label_tokens_per_microbatch=4096, num_microbatches=4, reference_pass_tokens=4096)
     """
 
     algorithm: str
     tokens_per_microbatch: int  # in a whole row, with shared prefixes once; a context degree splits them further
-    longest_sequence: int
+    rows: FullRows  # what they are taken to be filled with
     label_tokens_per_microbatch: int
     num_microbatches: int  # of an update
     num_updates: int = 1  # of GRPO: mini-batches by epochs
@@ -79,8 +79,6 @@ class Workload:
     reference_pass_tokens: int = 0  # of a microbatch of the pass over the start weights before training
     scorings: tuple[Scoring, ...] = ()
     critic: Scoring | None = None  # the other model that is trained (PPO), and the passes in which it tells its values
-    shared_prefix_tokens: int = 0
-    documents_per_group: int = 1  # documents that begin with the same prefix
     temperature: float = 1.0
     records_entropy: bool = False
     num_values: int = 1  # numbers for each label: its log-prob, and any other that the loss reads
@@ -97,23 +95,16 @@ class Workload:
     kv_cache_bytes: int = 0  # of an engine that shares the device, with what its steps take
 
     @property
-    def rows(self) -> FullRows:
-        """The documents that rows are taken to be filled with."""
-        return FullRows(
-            length=self.longest_sequence, prefix=self.shared_prefix_tokens, per_group=self.documents_per_group
-        )
-
-    @property
     def row_tokens_per_microbatch(self) -> int:
         """Tokens of the documents of a microbatch, each counted with its prompt."""
         groups, _ = self.rows.groups_in(self.tokens_per_microbatch)
-        return self.tokens_per_microbatch + sum(saved_tokens(self.shared_prefix_tokens, size) for size in groups)
+        return self.tokens_per_microbatch + sum(saved_tokens(self.rows.prefix, size) for size in groups)
 
     @property
     def gathered_keys(self) -> int:
         """Keys of a row with those of a shared prefix before each of its documents but the first, which follows it."""
-        num_documents = self.documents_per_group
-        return self.tokens_per_microbatch * num_documents * self.longest_sequence // self.rows.tokens_of(num_documents)
+        num_documents = self.rows.per_group
+        return self.tokens_per_microbatch * num_documents * self.rows.length // self.rows.tokens_of(num_documents)
 
     def with_full_rows(self) -> Workload:
         """The same with rows that are full to the last token."""
@@ -197,7 +188,6 @@ def workload_of(config: RunConfig, shape: ModelShape, layout: ShardLayout, *, pr
     is_selected = memory.activation_checkpointing == "selected_modules"
     return replace(
         workload,
-        shared_prefix_tokens=prefix_tokens,
         reduces_last=config.parallel.gradient_reduction == "last",
         gathered_ahead=config.parallel.fsdp_prefetch_factor,
         param_dtype=config.model.param_dtype,
@@ -245,10 +235,9 @@ def _row_workload(config: TrainingConfig, objective: Objective, shape: ModelShap
     return Workload(
         algorithm=objective.name,
         tokens_per_microbatch=num_tokens,
-        longest_sequence=length,
+        rows=FullRows(length=length, prefix=prefix_tokens, per_group=num_learned),
         label_tokens_per_microbatch=num_rows * documents_per_row if objective.rows.reads_ends else num_tokens,
         num_microbatches=config.optim.gradient_accumulation_steps,
-        documents_per_group=num_learned,
         reference_pass_tokens=scored_tokens if has_pass_before else 0,
         scorings=tuple(_row_scorings(config, objective, shape)),
         num_values=1 + loss.with_entropy + loss.with_collisions + has_teacher,
@@ -300,9 +289,8 @@ def _rollout_workload(config: GRPOConfig, shape: ModelShape, layout: ShardLayout
     return Workload(
         algorithm="grpo",
         tokens_per_microbatch=num_tokens,
-        longest_sequence=rows.length,
+        rows=rows,
         label_tokens_per_microbatch=num_tokens,
-        documents_per_group=rows.per_group,
         num_microbatches=num_microbatches + num_of_conversations,
         pack_tokens=pack_tokens,
         num_updates=loss.num_mini_batches * loss.num_epochs,
