@@ -28,18 +28,18 @@ def slot_of(slots_SN: torch.Tensor, position: int, bucket: Bucket) -> torch.Tens
 
 
 class SlotEnd(End):
-    """Has the slots mapped, where it has not made them."""
+    """Has the slots mapped, where it has not made them; none before it has joined."""
 
-    slots_SN: torch.Tensor | None = None
+    slots_SN = torch.empty(0)
 
     def join(self, info: Info) -> None:
         if "path" in info:
             self.slots_SN = map_shared_file(info["path"], self.manifest.largest_bucket_bytes)
-        elif self.slots_SN is None:
+        elif not len(self.slots_SN):
             self.slots_SN = import_device_slots(info["device_slots"], self.device)
 
     def close(self) -> None:
-        self.slots_SN = None
+        self.slots_SN = torch.empty(0)
 
 
 class SlotWriter(SlotEnd, Outgoing):
@@ -63,7 +63,6 @@ class SlotWriter(SlotEnd, Outgoing):
         self._remove_file()
 
     def put(self, position: int, local_of: LocalOf) -> None:
-        assert self.slots_SN is not None
         bucket = self.manifest.bucket_at(position)
         flat = slot_of(self.slots_SN, position, bucket)
         bucket.pack(flat, local_of, rank=self.index)
@@ -83,7 +82,6 @@ class SlotReader(SlotEnd, Incoming):
     """Copies all parts out of a slot."""
 
     def take(self, position: int, wholes_at: WholesAt) -> None:
-        assert self.slots_SN is not None
         bucket = self.manifest.bucket_at(position)
         writers = [learner_name(rank) for rank in self.manifest.ranks]
         self.progress.wait(f"filled/{position}", writers, to=f"write bucket {self.manifest.number_at(position)}")
