@@ -55,7 +55,7 @@ def test_the_walk_through(tmp_path: Path) -> None:
     write_shallow_model(demo / "sft" / "hf_model", family="olmo2", is_narrow=False)
     (demo / "arithmetic").mkdir()
     write_arithmetic(demo / "arithmetic", num_sft_rows=1, num_prompts=64, num_held_out=8, seed=0)
-    rows = rows_of_run(DOCS / "grpo.md", "grpo_olmo_core_actor.py", tmp_path, num_episodes=128)
+    rows = rows_of_run(DOCS / "grpo.md", "grpo_olmo_core_actor.py --", tmp_path, num_episodes=128)
     assert [row["step"] for row in rows] == [1, 2]
     assert "eval/reward" in rows[-1] and "verifier/gsm8k" in rows[-1]
     assert json.loads((tmp_path / "OUT" / "layout.json").read_text())["shard_groups"] == [[0, 1]]

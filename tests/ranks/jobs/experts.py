@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from open_instruct.models.experts.routed import Experts
@@ -13,7 +12,7 @@ WIDTH, HIDDEN = 16, 8
 
 def stacks(num_experts: int) -> Experts:
     generator = torch.Generator().manual_seed(0)
-    experts = Experts(num_experts, WIDTH, HIDDEN, dtype=torch.float32, device="cpu")
+    experts = Experts(num_experts, WIDTH, HIDDEN, device="cpu")
     for stack in experts.parameters():
         stack.data.normal_(generator=generator)
     return experts
@@ -31,7 +30,7 @@ def differences(ends: list[list[int]], replicas: int) -> dict[str, float]:
     axes = ("dp_replicate", "dp_shard")
     mesh = init_device_mesh("cpu", (replicas, num_ranks // replicas), mesh_dim_names=axes)
     whole, split = stacks(len(ends[0])), stacks(len(ends[0]))
-    split.split(mesh, MixedPrecisionPolicy())
+    split.split(mesh)
     found: dict[str, list[torch.Tensor]] = {"whole": [], "split": []}
     for which, experts in (("whole", whole), ("split", split)):
         for each in range(num_ranks) if which == "whole" else (rank,):
