@@ -2,7 +2,8 @@
 
 It is a `Policy` of its own: a start model with the head of a score, an optimizer, and a loss over the same packed rows.
 
-Legend: N labelled tokens of a microbatch, M those of them that were sampled, A those of the step on all ranks.
+Legend: N labelled tokens of a microbatch, M those of them that were sampled; R those of the step that were sampled on
+this rank, A on all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,15 +64,17 @@ class Critic:
         """
         policy = self.policy
         policy.backend.set_mode("eval")
-        own = [self._valued(batch) for update in updates for batch in update.microbatches]
+        valued = [self._valued(batch) for update in updates for batch in update.microbatches]
         reshard(policy.model)
-        everywhere_A2 = gather_rows(torch.cat([valued_M2 for _, valued_M2 in own]), group=policy.dp_process_group)
-        advantages_A, values_A = everywhere_A2.unbind(1)
+        own_R2 = torch.cat([valued_M2 for _, valued_M2 in valued])
+        advantages_A, values_A = gather_rows(own_R2, group=policy.dp_process_group).unbind(1)
+        shown_R = whitened(own_R2[:, 0], advantages_A) if self.flags.whiten_advantages else own_R2[:, 0]
         told = {}
         if len(values_A):
             rest = advantages_A.var(correction=0) / (advantages_A + values_A).var(correction=0).clamp(LEAST_VARIANCE)
             told = {EXPLAINED: 1 - rest}
-        filled = iter([replace(batch, values=self._filled(batch, each, advantages_A) | told) for batch, each in own])
+        shown = shown_R.split([len(valued_M2) for _, valued_M2 in valued])
+        filled = iter([self._filled(*each, shown_M, told) for each, shown_M in zip(valued, shown, strict=True)])
         return tuple(replace(each, microbatches=tuple(next(filled) for _ in each.microbatches)) for each in updates)
 
     def _valued(self, batch: Batch) -> tuple[Batch, torch.Tensor]:
@@ -85,13 +88,14 @@ class Critic:
         advantages_M = gae(values_M, rewards_M, sequence_ids_M, gamma=self.flags.gamma, lam=self.flags.gae_lambda)
         return batch, torch.stack([advantages_M, values_M], dim=1)
 
-    def _filled(self, batch: Batch, valued_M2: torch.Tensor, advantages_A: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _filled(
+        self, batch: Batch, valued_M2: torch.Tensor, shown_M: torch.Tensor, told: Mapping[str, torch.Tensor]
+    ) -> Batch:
         advantages_M, values_M = valued_M2.unbind(1)
-        shown_M = whitened(advantages_M, advantages_A) if self.flags.whiten_advantages else advantages_M
         rl, num_labels = Stream.of("rl", batch.values), len(batch.packed.sequence_ids_N)
         of_sampled = {ADVANTAGES: shown_M, RETURNS: advantages_M + values_M, OLD_VALUES: values_M}
         added = {name: rl.put(each_M, num_labels) for name, each_M in of_sampled.items()}
-        return {**batch.values, **added}
+        return replace(batch, values={**batch.values, **added, **told})
 
     def export(self, *, run: Run, config: GRPOConfig) -> None:
         """Write OUT/critic, for --critic_model_name_or_path and as transformers' class with a score. Collective."""

@@ -79,7 +79,8 @@ def build_replica(pretrained: Pretrained, *, run: Run, config: LearnerConfig, **
     `kernels`: OLMo-core's configs of activation checkpointing and of float8 products; default: neither.
     """
     model = pretrained.build(init_device=config.model.init_device)
-    model.splits_experts, model.on_host = run.layout.expert_parallel_degree > 1, config.parallel.offload
+    model.splits_experts = run.layout.expert_parallel_degree > 1
+    model.on_host = config.parallel.offload
     if run.layout.single_device:
         model = model.to(getattr(torch, config.model.param_dtype))
     return parallelize_model(
