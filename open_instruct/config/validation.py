@@ -112,8 +112,6 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
         yield f"{given}: ranks that split a matrix would each leave out others; use 0, or --tensor_parallel_degree 1"
     for given in changed(config, "tensor_parallel_degree") if config.adapters.use_qlora else ():
         yield f"{given} cannot go with --use_qlora: matrices in 4 bits are cut by rows alone; use --fsdp_shard_degree"
-    for given in changed(config, "lora_sync") if config.adapters.use_qlora else ():
-        yield f"{given}: engines would add it to matrices that --use_qlora does not round; use merged"
     for given in changed(config, "ref_policy_update_freq"):
         yield f"{given}: with --use_lora the reference is the model without its adapters, which stays; leave it out"
 

@@ -103,7 +103,8 @@ class Batching:
 class EngineSettings:
     """How one vLLM engine is set up; `model_folder` is a Hugging Face folder that every node can read.
 
-    With an `adapter` the engine holds one beside a model that never changes, and updates carry the adapter alone.
+    With an `adapter` the engine holds one beside a model that never changes, and updates carry the adapter alone; the
+    model is rounded as learners hold it in 4 bits where they do, with scales of `dtype_of_scales`.
     """
 
     model_folder: str
@@ -115,6 +116,7 @@ class EngineSettings:
     seed: int
     stop_token_ids: tuple[int, ...] = ()
     adapter: LoRASection | None = None
+    dtype_of_scales: Dtype = "bfloat16"
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ import torch
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
+from open_instruct.engines.rounded_base import rounded_base
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.records import Completion
@@ -106,7 +107,6 @@ class VLLMCore:
         arguments = EngineArgs(
             model=settings.model_folder,
             tokenizer=settings.tokenizer_folder,
-            load_format="safetensors",
             dtype=settings.dtype,
             seed=settings.seed,
             max_model_len=settings.max_model_len,
@@ -126,6 +126,7 @@ class VLLMCore:
             logprobs_mode="processed_logprobs",
             worker_extension_cls=f"{receiver.__module__}.{receiver.__name__}",
             disable_log_stats=True,
+            **load_options(settings),
             **(adapter_options(adapter) if adapter is not None else {}),
         )
         try:
@@ -319,6 +320,13 @@ def check_temperature(warm: Mapping[int, float], hot: Mapping[int, float]) -> No
             f"{spread_warm:.3g} at temperature 1 and by {spread_hot:.3g} at temperature 2, which should be half of it. "
             "Have vLLM's other model runner by --vllm_runner v1 (or v2, if it is v1)"
         )
+
+
+def load_options(settings: EngineSettings) -> dict[str, Any]:
+    """Options of vLLM's `EngineArgs` for how it reads the model's files."""
+    if settings.adapter is not None and settings.adapter.use_qlora:
+        return rounded_base(settings.dtype_of_scales)
+    return {"load_format": "safetensors"}
 
 
 def adapter_options(adapter: LoRASection) -> dict[str, Any]:

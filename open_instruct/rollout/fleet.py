@@ -138,6 +138,7 @@ class Fleet:
             seed=config.optim.seed,
             stop_token_ids=self.run.chat.turn_end_token_ids(),
             adapter=config.sent_adapter,
+            dtype_of_scales=config.model.param_dtype,
         )
         environment = engine_environment(on_cuda=on_gpus, runner=config.fleet.vllm_runner)
         environment |= allocator_environment(on_gpus=on_gpus, hands_over_memory=True)

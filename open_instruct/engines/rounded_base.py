@@ -1,0 +1,43 @@
+"""A base in 4 bits for engines that are sent the adapter alone: the matrices that learners round, rounded when loaded.
+
+vLLM calls `register` in each of its processes, as this package's entry points say. Engines compute with the values;
+they hold no codes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from open_instruct.config.lora import IN_4_BITS
+from open_instruct.models.hf.names import TensorNames, unpacked
+from open_instruct.models.nf4 import dequantized, quantized
+
+LOAD_FORMAT = "nf4_values"
+DTYPE_OF_SCALES = "dtype_of_scales"
+
+
+def rounded_base(dtype: str) -> dict[str, Any]:
+    """Options of vLLM's `EngineArgs` for a model that learners hold in 4 bits, with scales of `dtype`."""
+    return {"load_format": LOAD_FORMAT, "model_loader_extra_config": {DTYPE_OF_SCALES: dtype}}
+
+
+def register() -> None:
+    """Let this process's vLLM load models so."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    class RoundingLoader(DefaultModelLoader):
+        def __init__(self, load_config: Any) -> None:
+            self._dtype = getattr(torch, load_config.model_loader_extra_config[DTYPE_OF_SCALES])
+            super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config={}))
+
+        def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+            names = TensorNames(model_config.hf_text_config)
+            rounded = {hf_name for name, hf_name in names if name.removesuffix(".weight").endswith(IN_4_BITS)}
+            for name, whole in super().get_all_weights(model_config, model):
+                is_rounded = unpacked(name, whole.shape).keys() <= rounded
+                yield name, dequantized(*quantized(whole, self._dtype)) if is_rounded else whole
+
+    register_model_loader(LOAD_FORMAT)(RoundingLoader)
