@@ -165,13 +165,14 @@ def test_engines_get_what_adapters_add(variant: Callable[..., GRPOCase]) -> None
     assert max(row["logprob_diff/max"] for row in rows) < 1e-4 and rows[0]["kl"] > 1e-5
 
 
-@pytest.mark.parametrize("lora_sync", ["merged", "adapter"])
+@pytest.mark.parametrize(("lora_sync", "num_parts"), [("merged", 1), ("adapter", 2)])
 def test_engines_get_a_base_of_4_bits_from_the_first_completion_on(
-    variant: Callable[..., GRPOCase], lora_sync: str
+    variant: Callable[..., GRPOCase], lora_sync: str, num_parts: int
 ) -> None:
-    """They are sent it, or round the start model, which is another policy than the learners', when they load it."""
+    """They are sent it, or round the start model, which is another policy than the learners', when they load it; where
+    an engine is several processes, in each of them."""
     flags = {"use_lora": "true", "use_qlora": "true", "learning_rate": "5e-3", "beta": 0.05, "total_episodes": 16}
-    case = variant(num_learners_per_node=2, lora_sync=lora_sync, **flags)
+    case = variant(num_learners_per_node=2, lora_sync=lora_sync, vllm_tensor_parallel_size=num_parts, **flags)
     case.run()
     rows = case.rows()
     assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
