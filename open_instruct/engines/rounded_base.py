@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from open_instruct.config.lora import IN_4_BITS
+from open_instruct.engines.requests import EngineSettings
 from open_instruct.models.hf.names import TensorNames, unpacked
 from open_instruct.models.nf4 import dequantized, quantized
 
@@ -18,9 +19,11 @@ LOAD_FORMAT = "nf4_values"
 DTYPE_OF_SCALES = "dtype_of_scales"
 
 
-def rounded_base(dtype: str) -> dict[str, Any]:
-    """Options of vLLM's `EngineArgs` for a model that learners hold in 4 bits, with scales of `dtype`."""
-    return {"load_format": LOAD_FORMAT, "model_loader_extra_config": {DTYPE_OF_SCALES: dtype}}
+def load_options(settings: EngineSettings) -> dict[str, Any]:
+    """Options of vLLM's `EngineArgs` for how it reads the model's files."""
+    if settings.adapter is None or not settings.adapter.use_qlora:
+        return {"load_format": "safetensors"}
+    return {"load_format": LOAD_FORMAT, "model_loader_extra_config": {DTYPE_OF_SCALES: settings.dtype_of_scales}}
 
 
 def register() -> None:

@@ -23,7 +23,7 @@ import torch
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
-from open_instruct.engines.rounded_base import rounded_base
+from open_instruct.engines.rounded_base import load_options
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.records import Completion
@@ -320,13 +320,6 @@ def check_temperature(warm: Mapping[int, float], hot: Mapping[int, float]) -> No
             f"{spread_warm:.3g} at temperature 1 and by {spread_hot:.3g} at temperature 2, which should be half of it. "
             "Have vLLM's other model runner by --vllm_runner v1 (or v2, if it is v1)"
         )
-
-
-def load_options(settings: EngineSettings) -> dict[str, Any]:
-    """Options of vLLM's `EngineArgs` for how it reads the model's files."""
-    if settings.adapter is not None and settings.adapter.use_qlora:
-        return rounded_base(settings.dtype_of_scales)
-    return {"load_format": "safetensors"}
 
 
 def adapter_options(adapter: LoRASection) -> dict[str, Any]:
