@@ -18,9 +18,9 @@ from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.messages import ReadRow, unread_of_messages
 from open_instruct.data.mixer import MixerEntry, select_rows
-from open_instruct.data.report import BadRowLog, DataReport
+from open_instruct.data.report import REPORT, BadRowLog, DataReport
 from open_instruct.errors import InputError
-from open_instruct.wording import counted
+from open_instruct.wording import counted, macro_text
 
 _ROWS_AT_ONCE = 512
 _MOST_KEYS = 8  # named in a warning
@@ -276,19 +276,8 @@ class RowBuilder(ABC):
 
     def _warnings(self) -> list[str]:
         """Warnings about the rows that are kept."""
-        warnings = []
-        if self.num_without_end:
-            warnings.append(
-                f"{self.chat.template.name} chat template ends {counted(self.num_without_end, 'reply')} without an "
-                "end-of-turn token, so the model will not learn where a reply stops"
-            )
-        if self.unread:
-            keys = ", ".join(f"{key!r}" for key, _ in self.unread.most_common(_MOST_KEYS))
-            more = f" and {len(self.unread) - _MOST_KEYS} more" if len(self.unread) > _MOST_KEYS else ""
-            warnings.append(f"{keys}{more} of {counted(max(self.unread.values()), 'row')}: nothing reads what is there")
-        if warning := self.cut_warning():
-            warnings.append(warning)
-        return warnings
+        told = macro_text(REPORT, "kept", self, self.unread.most_common(_MOST_KEYS)).splitlines()
+        return [*told, *filter(None, [self.cut_warning()])]
 
     def refusal(self, num_rows: int) -> InputError:
         """The error about the bad rows among `num_rows`."""

@@ -5,6 +5,7 @@ A field of config.json that would change the forward pass and has no counterpart
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,40 +26,21 @@ from open_instruct.models.attention.gated import GatedAttentionConfig, NormFromZ
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig
 from open_instruct.models.delta_rule.shape import delta_shape
 from open_instruct.models.experts.routed import ExpertsConfig
-from open_instruct.models.hf.hf_config import MAX_SIZE, PART_TURNED, check_multiple, check_number, check_size, size_of
+from open_instruct.models.hf.hf_config import (
+    FIELDS,
+    MAX_SIZE,
+    PART_TURNED,
+    check_multiple,
+    check_number,
+    check_size,
+    size_of,
+)
 
 ROWS_OF = 8  # values of 16 bits
 HEAD_DIM = "head_dim (else hidden_size / num_attention_heads)"
 
-# Fields that change what a model computes, with the only values that the forward pass here supports.
-REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "is_causal": (True,),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), (False, None)),
-    "attention_dropout": (0, None),
-    **dict.fromkeys((PART_TURNED, "embedding_multiplier"), (1, None)),
-    **dict.fromkeys(("residual_multiplier", "logits_scaling"), (1, None)),
-    **dict.fromkeys(("clip_qkv", "attn_logit_softcapping", "final_logit_softcapping"), (None,)),
-    **dict.fromkeys(("attention_multiplier", "quantization_config", "dual_chunk_attention_config"), (None,)),
-}
-# Of families that have no experts.
-NO_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts"), (0, None))
-# Fields that no config class of transformers has but that are known: those of any file, and those read or written here.
-KNOWN = {"model_type", "tokenizer_class", "head_dim", "layer_types", "score_mean", "score_std"}
-KNOWN |= {*REQUIRED_VALUES, *NO_EXPERTS, "attn_output_gate", "full_attention_interval"}
-# Of Qwen 3.5: what is not a part of the model that is trained.
-KNOWN |= {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers"}
-
-# The numbers that a type of RoPE is computed from, and those that config.json may leave out.
-ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
-}
-# How the three positions of a part of a picture share a head; those of a text's token are one number.
-OF_PICTURES = ("mrope_section", "mrope_interleaved")
-OPTIONAL_NUMBERS = ("attention_factor", "beta_fast", "beta_slow")
+REQUIRED_VALUES, NO_EXPERTS, ROPE_NUMBERS = (FIELDS[name] for name in ("required", "no_experts", "rope"))
+KNOWN = {*chain(*FIELDS["known"], REQUIRED_VALUES, NO_EXPERTS)}
 
 
 @dataclass
@@ -242,7 +224,7 @@ def _rope_scaling(parameters: Mapping[str, Any], where: str, family: Family) -> 
         supported = ", ".join(map(repr, ROPE_NUMBERS))
         raise InputError(f"config.json: {where}.rope_type = {rope_type!r} is not supported; supported: {supported}")
     neutral = {"rope_type": (rope_type,), "type": (rope_type,), PART_TURNED: (1,), "truncate": (True,)}
-    read_elsewhere = {"rope_theta", *((PART_TURNED, *OF_PICTURES) if family.turned_share else ())}
+    read_elsewhere = {"rope_theta", *((PART_TURNED, *FIELDS["rope_of_pictures"]) if family.turned_share else ())}
     for field, value in parameters.items():
         known = field in read_elsewhere or field in ROPE_NUMBERS[rope_type]
         if not known and value is not None and value not in neutral.get(field, ()):
@@ -252,7 +234,7 @@ def _rope_scaling(parameters: Mapping[str, Any], where: str, family: Family) -> 
     used: dict[str, Any] = {"rope_type": rope_type, "rope_theta": parameters["rope_theta"]}
     for field in ROPE_NUMBERS[rope_type]:
         value = parameters.get(field)
-        if value is not None or field not in OPTIONAL_NUMBERS:
+        if value is not None or field not in FIELDS["rope_optional"]:
             above = 1 if field == "original_max_position_embeddings" else 0
             used[field] = check_number(f"{where}.{field}", value, above=above)
     if rope_type == "llama3":

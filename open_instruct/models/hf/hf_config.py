@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from open_instruct.data.files.foreign_json import check_files, one_line, read_object
 from open_instruct.errors import InputError
@@ -30,22 +33,11 @@ SIZES: dict[str, int] = {
     "sliding_window": MAX_POSITIONS,
     "linear_conv_kernel_dim": 64,
 }
-REFUSED = {
-    # Tokenizers and engines would read that other file.
-    "configuration_files": "lets readers take another file in its place; remove that field",
-    "per_layer_config": "gives layers settings of their own, which is not supported",
-}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-# Fields about the file's history, which do not change the forward pass.
-NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
-
-# Fields by which transformers finds code to run: in the folder or on the hub, as a class or as a kernel.
-CODE_FIELDS = {
-    *("auto_map", "custom_pipelines", "transformers_weights"),
-    *("attn_implementation", "experts_implementation"),
-    *("kernel_config", "use_kernels", "fusion_config", "distributed_config"),
-}
+# What is known of the other fields.
+FIELDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("config_fields.yaml").read_text(encoding="utf-8"))
+CODE_FIELDS = {*chain(*FIELDS["naming_code"])}
 
 
 def without_code(fields: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +51,7 @@ def fingerprint_with(fields: Mapping[str, Any], weights: str) -> str:
 
     :param weights: their own fingerprint.
     """
-    computed_with = {name: value for name, value in fields.items() if name not in NOT_COMPUTED_WITH}
+    computed_with = {name: value for name, value in fields.items() if name not in FIELDS["not_computed_with"]}
     return hashlib.sha256((weights + json.dumps(computed_with, sort_keys=True, default=str)).encode()).hexdigest()
 
 
@@ -102,7 +94,7 @@ def config_fields(folder: Path) -> dict[str, Any]:
     fields = read_object(file)
     family_of(fields.get("model_type"), str(file))
 
-    for name, does in REFUSED.items():
+    for name, does in FIELDS["refused"].items():
         if name in fields:
             raise InputError(f"{file}: {name} {does}")
     for name, largest in SIZES.items():

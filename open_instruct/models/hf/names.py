@@ -3,7 +3,10 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from open_instruct.families import LINEAR, MAX_EXPERTS, Family, family_of
 
@@ -26,49 +29,11 @@ _MODEL = {
     "lm_head.norm.weight": "model.norm.weight",
     LM_HEAD: HF_LM_HEAD,
 }
-_ATTENTION = {
-    "attention.w_q.weight": "self_attn.q_proj.weight",
-    "attention.w_k.weight": "self_attn.k_proj.weight",
-    "attention.w_v.weight": "self_attn.v_proj.weight",
-    "attention.w_out.weight": "self_attn.o_proj.weight",
-}
-_DENSE = {
-    "feed_forward.w1.weight": "mlp.gate_proj.weight",
-    "feed_forward.w2.weight": "mlp.down_proj.weight",
-    "feed_forward.w3.weight": "mlp.up_proj.weight",
-}
 _EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # As transformers 5 has experts in memory: all of a layer in one tensor, gates above what they multiply.
 _PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_QK_NORM = {
-    "attention.q_norm.weight": "self_attn.q_norm.weight",
-    "attention.k_norm.weight": "self_attn.k_norm.weight",
-}
-_QKV_BIAS = {f"attention.w_{one}.bias": f"self_attn.{one}_proj.bias" for one in "qkv"}
-# OLMo normalises the output of a sublayer, other families its input; so "post_attention" names different norms.
-_NORM_AFTER = {
-    "attention_norm.weight": "post_attention_layernorm.weight",
-    "feed_forward_norm.weight": "post_feedforward_layernorm.weight",
-}
-_NORM_BEFORE = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "feed_forward_norm.weight": "post_attention_layernorm.weight",
-}
-# Layers of the gated delta rule: with a matrix for each of queries, keys and values, or with one for all.
-_DELTA = {f"attention.{name}": f"linear_attn.{name}" for name in ("A_log", "dt_bias")}
-_DELTA_APART = {
-    **{f"attention.w_{one}.weight": f"linear_attn.{one}_proj.weight" for one in "qkvabg"},
-    **{f"attention.{one}_conv1d.weight": f"linear_attn.{one}_conv1d.weight" for one in "qkv"},
-    "attention.o_norm.weight": "linear_attn.o_norm.weight",
-    "attention.w_out.weight": "linear_attn.o_proj.weight",
-}
-_DELTA_FUSED = {
-    **{f"attention.w_{one}.weight": f"linear_attn.in_proj_{one}.weight" for one in ("qkv", "a", "b")},
-    "attention.w_g.weight": "linear_attn.in_proj_z.weight",
-    "attention.qkv_conv1d.weight": "linear_attn.conv1d.weight",
-    "attention.o_norm.weight": "linear_attn.norm.weight",
-    "attention.w_output.weight": "linear_attn.out_proj.weight",
-}
+# Those of the parameters of a block, part by part.
+_PARTS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 # As transformers saves the norms of Olmo-Hybrid; it reads the usual names too, and engines no others.
 _SAVED_AS = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
 
@@ -108,13 +73,13 @@ def is_harmless_extra(hf_name: str) -> bool:
 
 
 def _block(family: Family, *, is_delta: bool, num_experts: int) -> dict[str, str]:
-    mlp = _sparse(num_experts) if num_experts else _DENSE
+    mlp = _sparse(num_experts) if num_experts else _PARTS["dense"]
     if is_delta:
-        return _DELTA | (_DELTA_FUSED if family.delta == "fused" else _DELTA_APART) | mlp | _NORM_BEFORE
-    block = _ATTENTION | mlp | (_NORM_AFTER if family.norm_after else _NORM_BEFORE)
+        return _PARTS[f"delta_{family.delta}"] | mlp | _PARTS["norm_before"]
+    block = _PARTS["attention"] | mlp | _PARTS["norm_after" if family.norm_after else "norm_before"]
     if family.qk_norm != "none":
-        block |= _QK_NORM
-    return block | _QKV_BIAS if family.qkv_bias else block
+        block |= _PARTS["qk_norm"]
+    return block | _PARTS["qkv_bias"] if family.qkv_bias else block
 
 
 def _sparse(num_experts: int) -> dict[str, str]:
