@@ -26,15 +26,7 @@ from open_instruct.models.attention.gated import GatedAttentionConfig, NormFromZ
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig
 from open_instruct.models.delta_rule.shape import delta_shape
 from open_instruct.models.experts.routed import ExpertsConfig
-from open_instruct.models.hf.hf_config import (
-    FIELDS,
-    MAX_SIZE,
-    PART_TURNED,
-    check_multiple,
-    check_number,
-    check_size,
-    size_of,
-)
+from open_instruct.models.hf.hf_config import FIELDS, PART_TURNED, check_multiple, check_number, check_size, size_of
 
 ROWS_OF = 8  # values of 16 bits
 HEAD_DIM = "head_dim (else hidden_size / num_attention_heads)"
@@ -118,7 +110,7 @@ def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
             others = " or ".join(repr(value) for value in supported if value is not None)
             raise InputError(f"config.json: {problem}; supported: {others or 'absent'}")
     check_number("rms_norm_eps", hf_config.rms_norm_eps)
-    if check_size(HEAD_DIM, head_dim(hf_config), MAX_SIZE, "config.json") % 2:
+    if check_size(HEAD_DIM, head_dim(hf_config), "config.json") % 2:
         raise InputError(f"config.json: {HEAD_DIM} = {head_dim(hf_config)} is odd, and RoPE turns pairs")
     num_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
     check_multiple("config.json", num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
@@ -126,11 +118,11 @@ def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
 
 def _check_experts(hf_config: PretrainedConfig, expert_size: str) -> None:
     where = "config.json"
-    num_experts = check_size("num_experts", hf_config.num_experts, MAX_EXPERTS, where)
-    check_size("num_experts_per_tok", hf_config.num_experts_per_tok, num_experts, where)
-    check_size("decoder_sparse_step", getattr(hf_config, "decoder_sparse_step", 1), MAX_SIZE, where)
+    num_experts = check_size("num_experts", hf_config.num_experts, where, MAX_EXPERTS)
+    check_size("num_experts_per_tok", hf_config.num_experts_per_tok, where, num_experts)
+    check_size("decoder_sparse_step", getattr(hf_config, "decoder_sparse_step", 1), where)
     for field in (expert_size, "hidden_size"):
-        if check_size(field, getattr(hf_config, field), MAX_SIZE, where) % ROWS_OF:
+        if check_size(field, getattr(hf_config, field), where) % ROWS_OF:
             raise InputError(
                 f"{where}: {field} = {getattr(hf_config, field)} is not a multiple of {ROWS_OF}: the product of tokens "
                 "with their experts takes rows of 16 bytes and multiples of that"

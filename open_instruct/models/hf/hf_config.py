@@ -21,23 +21,15 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-# Larger than any model; larger values would fill the memory before they are compared with the weights.
-MAX_SIZE, MAX_LAYERS, MAX_POSITIONS = 2**24, 1000, 2**31
+MAX_SIZE = 2**24  # larger than any model, as are those of `SIZES`
 MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
 PART_TURNED = "partial_rotary_factor"
-SIZES: dict[str, int] = {
-    "num_hidden_layers": MAX_LAYERS,
-    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), MAX_SIZE),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), MAX_SIZE),
-    "max_position_embeddings": MAX_POSITIONS,
-    "sliding_window": MAX_POSITIONS,
-    "linear_conv_kernel_dim": 64,
-}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-# What is known of the other fields.
+# What is known of fields.
 FIELDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("config_fields.yaml").read_text(encoding="utf-8"))
 CODE_FIELDS = {*chain(*FIELDS["naming_code"])}
+SIZES: dict[str, int] = FIELDS["sizes"]
 
 
 def without_code(fields: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +91,7 @@ def config_fields(folder: Path) -> dict[str, Any]:
             raise InputError(f"{file}: {name} {does}")
     for name, largest in SIZES.items():
         if fields.get(name) is not None:
-            check_size(name, fields[name], largest, str(file))
+            check_size(name, fields[name], str(file), largest)
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
         raise InputError(f"{file}: dtype = {_shown(dtype)}; use one of {', '.join(DTYPES)}")
@@ -128,7 +120,7 @@ def weights_file(folder: Path) -> Path:
     raise InputError(f"{folder} holds no weights: {SINGLE_NAME} or {INDEX_NAME} is needed")
 
 
-def check_size(name: str, value: Any, largest: int, where: str) -> int:
+def check_size(name: str, value: Any, where: str, largest: int = MAX_SIZE) -> int:
     """`value`; raises InputError unless it is a whole number from 1 to `largest`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
         raise InputError(f"{where}: {name} = {_shown(value)}; it must be a whole number from 1 to {largest}")
@@ -151,7 +143,7 @@ def check_multiple(where: str, **sizes: int) -> None:
 
 def size_of(fields: Mapping[str, Any], where: str, name: str, default: Any = None) -> int:
     """The size `name` that the fields of a config.json give; raises InputError if it is none."""
-    return check_size(name, default if fields.get(name) is None else fields[name], SIZES.get(name, MAX_SIZE), where)
+    return check_size(name, default if fields.get(name) is None else fields[name], where, SIZES.get(name, MAX_SIZE))
 
 
 def _shown(value: Any) -> str:
