@@ -9,7 +9,10 @@ import re
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final, Literal, NotRequired, TypedDict, cast
+
+import yaml
 
 from open_instruct.data.files.rows import MalformedRow, kind_of
 from open_instruct.data.tool_turns import CALLS, OTHER_FORM, calls_of, schemas_of
@@ -17,13 +20,6 @@ from open_instruct.data.tool_turns import CALLS, OTHER_FORM, calls_of, schemas_o
 ROLES = ("system", "user", "assistant", "tool")
 # What may come behind each of them; "" is the beginning.
 _FOLLOWING = {"": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
-# Other names of the roles: ShareGPT's, those of chat programs in its data, and OpenAI's.
-_OTHER_ROLES = {
-    "human": "user",
-    "developer": "system",
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
-    **dict.fromkeys(("environment", "function", "ipython"), "tool"),
-}
 # ShareGPT writes turns as {"from", "value"}. OpenAI's `weight` and axolotl's `train` say whether a reply is learned.
 READ_KEYS = {"role", "content", "from", "value", "weight", "train", *OTHER_FORM}
 REASONING: Final = "reasoning_content"
@@ -36,15 +32,8 @@ _SYSTEM = ("system", "system_prompt")
 _FEWEST_WORDS = 3  # of a prompt that replies repeat: they may begin with fewer words by chance
 # One text for a conversation, as Anthropic's hh-rlhf has it.
 _TRANSCRIPT = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
-# Other names of a column, by its name here; a dot reaches into an object.
-_OTHER_NAMES = {
-    "prompt": ("question", "query", "problem", "input", "user", "text"),
-    "completion": ("answer", "reply", "target", "assistant", "solution", "chosen"),
-    "chosen": ("chosen_response", "response_chosen", "preferred", "winner", "better", "accepted", "positive"),
-    "rejected": ("rejected_response", "response_rejected", "dispreferred", "loser", "worse", "negative"),
-    "label": ("is_desirable", "desirable", "liked", "thumbs_up"),
-    "ground_truth": ("reward_model.ground_truth", "answer", "solution", "final_answer", "target", "label"),
-}
+_OTHERS = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
+_ROLE_OF = {other: role for role, others in _OTHERS["roles"].items() for other in others}
 
 
 class Message(TypedDict):
@@ -183,7 +172,7 @@ def guessed_columns(row: Mapping[str, Any], wanted: Sequence[str]) -> str:
     for ours in wanted:
         if _key(row, (ours,)) or (ours == "prompt" and _key(row, (*_TURNS, *_ASKED))):
             continue
-        theirs = next((name for name in _OTHER_NAMES[ours] if reach(row, name) is not None), None)
+        theirs = next((name for name in _OTHERS["columns"][ours] if reach(row, name) is not None), None)
         if theirs is None:
             return ""
         words.append(f"{ours}={theirs}")
@@ -193,7 +182,7 @@ def guessed_columns(row: Mapping[str, Any], wanted: Sequence[str]) -> str:
 def role_of(message: Mapping[str, Any]) -> Any:
     """The role of a message, under any of its known keys and names; unchecked."""
     speaker = message.get("role", message.get("from"))
-    return _OTHER_ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    return _ROLE_OF.get(speaker, speaker) if isinstance(speaker, str) else speaker
 
 
 def reach(row: Mapping[str, Any], name: str) -> Any:

@@ -102,6 +102,9 @@ def read_launch(command: str, words: Sequence[str]) -> Sheet:
     problems: list[str] = []
     for spelling, its_words in groups_of(words, problems):
         asked[spelling.removeprefix("--").replace("-", "_")] = its_words
+    if problems and not scripts:
+        ways = f"give its flags to `open-instruct {command}`, which says what each is called here"
+        problems.append(f"no launch of allenai's open-instruct; of another trainer, {ways}")
     if problems:
         raise InputError("\n".join(problems))
     if not scripts and command == "sft" and asked.keys() & {"mixer_list", "num_epochs"}:

@@ -9,7 +9,7 @@ from typing import Any
 
 from open_instruct.config.flags import Flag, flags_of, is_met, spelled
 from open_instruct.config.help import asks_for_help
-from open_instruct.config.parser import parse
+from open_instruct.config.parser import called_here, parse
 from open_instruct.config.suites.upstream_flags import EVERY, Entry, fate, upstream_behaviours, upstream_table
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.losses.preference import PREFERENCE_LOSSES
@@ -112,7 +112,7 @@ def _values(flags: Mapping[str, Flag], sheet: Sheet) -> dict[str, Any]:
         try:
             values[ours] = flags[ours].value_of(words)
         except InputError as error:
-            sheet.refused[source] = f"is --{ours} here, which {error}"
+            sheet.refused[source] = str(error) if source == ours else f"is --{ours} here, which {error}"
     return values
 
 
@@ -135,7 +135,7 @@ def _translate(command: str, name: str, flags: Mapping[str, Flag], sheet: Sheet)
     known = upstream_table(command).get(name) or upstream_table(EVERY).get(name)
     known = Entry(ours=name) if known is None and name in flags else known
     if known is None:
-        sheet.refused[name] = "is a flag neither of upstream's nor here"
+        sheet.refused[name] = called_here(name, flags, "--") or "is a flag neither of upstream's nor here"
         return
     becomes = fate(known, words)
     if becomes.ours is not None:

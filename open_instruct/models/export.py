@@ -149,8 +149,7 @@ def export_hf(
         _write_config(partial_folder, source, names.hf_config, dtype, more_config or {})
         _copy_files(partial_folder, source, (GENERATION_CONFIG_NAME,))
         _copy_files(partial_folder, Path(tokenizer_folder or source), TOKENIZER_FILES)
-        texts = {export_files.CHAT_TEMPLATE_NAME: chat_template, export_files.CARD_NAME: card()}
-        export_files.write_texts(partial_folder, texts)
+        export_files.write_texts(partial_folder, chat_template=chat_template, card=card())
 
     _finish(out, finish, problems)
     return num_bytes

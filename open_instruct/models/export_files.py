@@ -130,9 +130,9 @@ def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def write_texts(folder: Path, texts: Mapping[str, str | None]) -> None:
-    """Write text files by their names; None leaves an existing file."""
-    for name, text in texts.items():
+def write_texts(folder: Path, *, chat_template: str | None, card: str | None) -> None:
+    """Write the text files beside a model; None leaves an existing file."""
+    for name, text in {CHAT_TEMPLATE_NAME: chat_template, CARD_NAME: card}.items():
         if text is not None:
             (folder / name).write_text(text, encoding="utf-8")
 

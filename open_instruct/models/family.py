@@ -25,40 +25,13 @@ from open_instruct.models.attention.gated import GatedAttentionConfig, NormFromZ
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig
 from open_instruct.models.delta_rule.shape import delta_shape
 from open_instruct.models.experts.routed import ExpertsConfig
-from open_instruct.models.hf.hf_config import MAX_SIZE, PART_TURNED, check_multiple, check_number, check_size, size_of
+from open_instruct.models.hf.hf_config import FIELDS, PART_TURNED, check_multiple, check_number, check_size, size_of
 
 ROWS_OF = 8  # values of 16 bits
 HEAD_DIM = "head_dim (else hidden_size / num_attention_heads)"
 
-# Fields that change what a model computes, with the only values that the forward pass here supports.
-REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "is_causal": (True,),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), (False, None)),
-    "attention_dropout": (0, None),
-    **dict.fromkeys((PART_TURNED, "embedding_multiplier"), (1, None)),
-    **dict.fromkeys(("residual_multiplier", "logits_scaling"), (1, None)),
-    **dict.fromkeys(("clip_qkv", "attn_logit_softcapping", "final_logit_softcapping"), (None,)),
-    **dict.fromkeys(("attention_multiplier", "quantization_config", "dual_chunk_attention_config"), (None,)),
-}
-# Of families that have no experts.
-NO_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts"), (0, None))
-# Fields that no config class of transformers has but that are known: those of any file, and those read or written here.
-KNOWN = {"model_type", "tokenizer_class", "head_dim", "layer_types", "score_mean", "score_std"}
-KNOWN |= {*REQUIRED_VALUES, *NO_EXPERTS, "attn_output_gate", "full_attention_interval"}
-# Of Qwen 3.5: what is not a part of the model that is trained.
-KNOWN |= {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers"}
-
-# The numbers that a type of RoPE is computed from, and those that config.json may leave out.
-ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
-}
-# How the three positions of a part of a picture share a head; those of a text's token are one number.
-OF_PICTURES = ("mrope_section", "mrope_interleaved")
-OPTIONAL_NUMBERS = ("attention_factor", "beta_fast", "beta_slow")
+REQUIRED_VALUES, NO_EXPERTS, ROPE_NUMBERS = (FIELDS[name] for name in ("required", "no_experts", "rope"))
+KNOWN = {*FIELDS["known"], *REQUIRED_VALUES, *NO_EXPERTS}
 
 
 @dataclass
@@ -136,7 +109,7 @@ def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
             others = " or ".join(repr(value) for value in supported if value is not None)
             raise InputError(f"config.json: {problem}; supported: {others or 'absent'}")
     check_number("rms_norm_eps", hf_config.rms_norm_eps)
-    if check_size(HEAD_DIM, head_dim(hf_config), MAX_SIZE, "config.json") % 2:
+    if check_size(HEAD_DIM, head_dim(hf_config), "config.json") % 2:
         raise InputError(f"config.json: {HEAD_DIM} = {head_dim(hf_config)} is odd, and RoPE turns pairs")
     num_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
     check_multiple("config.json", num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
@@ -144,11 +117,11 @@ def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
 
 def _check_experts(hf_config: PretrainedConfig, expert_size: str) -> None:
     where = "config.json"
-    num_experts = check_size("num_experts", hf_config.num_experts, MAX_EXPERTS, where)
-    check_size("num_experts_per_tok", hf_config.num_experts_per_tok, num_experts, where)
-    check_size("decoder_sparse_step", getattr(hf_config, "decoder_sparse_step", 1), MAX_SIZE, where)
+    num_experts = check_size("num_experts", hf_config.num_experts, where, MAX_EXPERTS)
+    check_size("num_experts_per_tok", hf_config.num_experts_per_tok, where, num_experts)
+    check_size("decoder_sparse_step", getattr(hf_config, "decoder_sparse_step", 1), where)
     for field in (expert_size, "hidden_size"):
-        if check_size(field, getattr(hf_config, field), MAX_SIZE, where) % ROWS_OF:
+        if check_size(field, getattr(hf_config, field), where) % ROWS_OF:
             raise InputError(
                 f"{where}: {field} = {getattr(hf_config, field)} is not a multiple of {ROWS_OF}: the product of tokens "
                 "with their experts takes rows of 16 bytes and multiples of that"
@@ -242,7 +215,7 @@ def _rope_scaling(parameters: Mapping[str, Any], where: str, family: Family) -> 
         supported = ", ".join(map(repr, ROPE_NUMBERS))
         raise InputError(f"config.json: {where}.rope_type = {rope_type!r} is not supported; supported: {supported}")
     neutral = {"rope_type": (rope_type,), "type": (rope_type,), PART_TURNED: (1,), "truncate": (True,)}
-    read_elsewhere = {"rope_theta", *((PART_TURNED, *OF_PICTURES) if family.turned_share else ())}
+    read_elsewhere = {"rope_theta", *((PART_TURNED, *FIELDS["rope_of_pictures"]) if family.turned_share else ())}
     for field, value in parameters.items():
         known = field in read_elsewhere or field in ROPE_NUMBERS[rope_type]
         if not known and value is not None and value not in neutral.get(field, ()):
@@ -252,7 +225,7 @@ def _rope_scaling(parameters: Mapping[str, Any], where: str, family: Family) -> 
     used: dict[str, Any] = {"rope_type": rope_type, "rope_theta": parameters["rope_theta"]}
     for field in ROPE_NUMBERS[rope_type]:
         value = parameters.get(field)
-        if value is not None or field not in OPTIONAL_NUMBERS:
+        if value is not None or field not in FIELDS["rope_optional"]:
             above = 1 if field == "original_max_position_embeddings" else 0
             used[field] = check_number(f"{where}.{field}", value, above=above)
     if rope_type == "llama3":

@@ -81,6 +81,7 @@ class Setting:
     def workload(self) -> Workload:
         """The work of one rank in a step."""
         workload = workload_of(self.config, self.shape, self.layout, prompt_tokens=self.shared_prompt_tokens)
+        workload = replace(workload, on_cuda=self.on_cuda)
         copies = {"on": True, "off": False}.get(self.config.run.async_checkpoints, self.on_cuda)
         crosses = not (self.has_engines_in_node or workload.shares_device or workload.sync_backend == "shm")
         if isinstance(self.config, GRPOConfig):
@@ -90,7 +91,7 @@ class Setting:
             workload = replace(workload, kv_cache_bytes=cache_bytes)
         on_host = self.config.parallel if self.on_cuda else ParallelSection()
         workload = replace(workload, has_moments_on_host=on_host.adam_offload, has_weights_on_host=on_host.offload)
-        return replace(workload, on_cuda=self.on_cuda, copies_checkpoints=copies, sync_crosses_nodes=crosses)
+        return replace(workload, copies_checkpoints=copies, sync_crosses_nodes=crosses)
 
     def with_flags(self, values: dict[str, Any]) -> Setting:
         """The same run with other values of some flags; `num_nodes` gives more nodes like the first.

@@ -35,7 +35,7 @@ from open_instruct.planning.shown import check_plan
 from open_instruct.rollout.samples import load_conversations
 from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import Tracker, build_trackers
-from open_instruct.run.opened import made_ready, memory_of, say_plan, shared_by, with_chosen
+from open_instruct.run.opened import made_ready, memory_of, say_plan, say_what_changes_nothing, shared_by, with_chosen
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.sandbox.trial import try_walls
@@ -217,6 +217,7 @@ def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunD
                 "no plan, without a GPU here: learners keep all activations, or give --activation_checkpointing"
             )
         return config
+    say_what_changes_nothing(config, console, on_cuda=on_cuda)
     memory_bytes = memory_of(torch.device("cuda", 0) if on_cuda else torch.device("cpu"), num_sharing=sum(learners))
     check = check_plan(config, learners, model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda)
     return with_chosen(config, say_plan(check, console, directory))

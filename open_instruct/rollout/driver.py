@@ -91,7 +91,9 @@ class Driver:
         with self.view.phase("exporting"):
             self._learners(LearnerProcess.save_model)
         self.metrics.close()
-        self.console.say(f"the trained model is in {self.run.directory.hf_model}", style="green")
+        for name, folder in self.run.directory.exports.items():
+            if folder.exists():
+                self.console.say(f"the {name} is in {folder}", style="green")
         return 0
 
     # One step

@@ -14,6 +14,7 @@ from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, changed_lengths, provenance, refuse_conflicts, write_config
 from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
+from open_instruct.config.validation import changed
 from open_instruct.errors import InputError
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import idle_gpus, refuse_other_number
@@ -126,12 +127,20 @@ def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
     memory_bytes = min(gathered(memory_of(device, num_sharing=num_sharing)))
     on_cuda = device.type == "cuda"
     planned = cast(RunConfig, config)  # the planner looks at its type
+    say_what_changes_nothing(config, run.console, on_cuda=on_cuda)
 
     def say() -> dict[str, Any]:
         check = check_plan(planned, nodes, model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda)
         return say_plan(check, run.console, run.directory)
 
     return with_chosen(config, on_main_process(say))
+
+
+def say_what_changes_nothing(config: LearnerConfig, console: Console, *, on_cuda: bool) -> None:
+    """Name the flags of FSDP2 that ask for the host's memory where there is no other."""
+    if not on_cuda and config.parallel.backend == "olmo_core":
+        for given in changed(config, "adam_offload", "offload"):
+            console.say(f"{given} changes nothing without CUDA: all is on the host")
 
 
 def say_plan(check: StartCheck, console: Console, directory: RunDirectory) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class RunDirectory:
         self.hf_model = path / "hf_model"
         self.adapter = path / "adapter"
         self.critic = path / "critic"
+        self.exports = {"adapter": self.adapter, "critic": self.critic, "trained model": self.hf_model}
 
     def create(self) -> None:
         """Make the folder.
@@ -74,7 +75,7 @@ class RunDirectory:
             for step in self.path.glob("step*"):
                 if step.name.removeprefix("step").split("-")[0].isdigit():
                     shutil.rmtree(step)
-            for folder in (self.hf_model, self.adapter, self.critic, self.path / "tensorboard", self.path / "traces"):
+            for folder in (*self.exports.values(), self.path / "tensorboard", self.path / "traces"):
                 shutil.rmtree(folder, ignore_errors=True)
             for name in OWN_FILES:
                 (self.path / name).unlink(missing_ok=True)

@@ -23,13 +23,9 @@ from functools import partial
 from typing import Any, NoReturn
 
 from open_instruct.parallel import processes
-from open_instruct.sandbox.walls import Walls
+from open_instruct.sandbox.walls import TABLES, Walls
 from open_instruct.users_code import load_named
 
-# Imported once, by the warm process, and not by every child.
-USUAL = (
-    "bisect collections copy dataclasses datetime decimal fractions functools heapq itertools math operator random re"
-)
 PLAIN: tuple[Any, ...] = (list, tuple, set, bool, int, float, complex, str, bytes)
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 PR_SET_CHILD_SUBREAPER = 36
@@ -88,7 +84,7 @@ def _walls() -> Walls:
     os.chdir(folder)
     os.rmdir(folder)
     walls = Walls()
-    for name in USUAL.split():
+    for name in TABLES["imported"].split():
         __import__(name)
     return walls
 

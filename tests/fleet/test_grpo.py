@@ -155,11 +155,13 @@ def test_engines_get_what_adapters_add(variant: Callable[..., GRPOCase]) -> None
     again = variant(
         **flags,
         lora_sync="adapter",
+        export="adapter",
         total_episodes=16,
         learning_rate="5e-3",
         dataset_mixer_eval_list=[variant().prompts, "2"],
     )
-    again.run()
+    said = again.run()
+    assert f"the adapter is in {again.output_dir / 'adapter'}" in said and "the trained model is in" not in said
     rows = again.rows()
     assert len(rows) == 2 and "eval/reward" in rows[-1]
     assert max(row["logprob_diff/max"] for row in rows) < 1e-4 and rows[0]["kl"] > 1e-5
@@ -293,7 +295,7 @@ def test_a_critic_learns_beside_the_policy(variant: Callable[..., GRPOCase], rew
     flags = {"critic_model_name_or_path": reward_model, "critic_learning_rate": "1e-3", "critic_warmup_steps": 1}
     sizes = {"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 1, "total_episodes": 12}
     case = variant(advantages="gae", num_learners_per_node=2, checkpointing_steps=3, **flags, **sizes)
-    case.run()
+    assert f"the critic is in {case.output_dir / 'critic'}" in case.run()
     first, *others = case.rows()
     assert len(others) == 2 and "policy_loss" not in first and "zero_std_fraction" not in first
     assert all(row["grad_norm"] > 0 and row["logprob_diff/max"] < 1e-4 for row in others)

@@ -203,6 +203,7 @@ class TestCommand:
             (["ppo", "--", "--seed", "1"], "'ppo' has no launches upstream; use one of dpo, sft, grpo, reward_model"),
             (["dpo", "--seed", "1"], "stands before --"),
             (["dpo", "--", "rows.jsonl"], "'rows.jsonl': expected a flag"),
+            (["grpo", "--", "python", "-m", "verl.trainer.main_ppo"], "of another trainer, give its flags to"),
             (["dpo", "--", "open_instruct/grpo_fast.py"], "use migrate-args grpo"),
             (["dpo", "--", "open_instruct/ppo.py"], "no command here that does the same"),
             (["dpo", "none.yaml"], "none.yaml: no such file"),

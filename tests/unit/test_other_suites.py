@@ -47,6 +47,8 @@ def test_each_leads_to_a_flag_that_exists(name: str, hint: str | list[str]) -> N
         ("grpo", "critic_pretrain", "critic_model_name_or_path"),
         ("grpo", "critic.model.path", "critic_model_name_or_path"),
         ("grpo", "critic.optim.lr", "critic_learning_rate"),
+        ("grpo", "actor.ppo_epochs", "num_epochs"),
+        ("sft", "qlora", "use_qlora"),
         ("grpo", "critic.cliprange_value", "value_clip"),
         ("grpo", "trainer.critic_warmup", "critic_warmup_steps"),
         ("grpo", "algorithm.lam", "gae_lambda"),

@@ -190,7 +190,9 @@ class TestLauncher:
         directory = RunDirectory(path=tmp_path)
         _planned(config, folder, Console(speaks=True), directory)
         assert json.loads(directory.plan.read_text())["memory_bytes"] == 16 * GIB
-        assert " of 16.0 GiB for each process" in capsys.readouterr().out
+        assert " of 16.0 GiB for each process" in (said := capsys.readouterr().out) and "changes nothing" not in said
+        _planned(self.config(folder, "--offload"), folder, Console(speaks=True), directory)
+        assert "--offload true changes nothing without CUDA" in capsys.readouterr().out
         too_many = self.config(folder, "--num_learners_per_node", *"1111")
         with pytest.raises(InputError, match="the run cannot fit"):
             _planned(too_many, folder, Console(speaks=True), directory)

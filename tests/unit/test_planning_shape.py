@@ -203,11 +203,11 @@ def test_workload_of_streams() -> None:
 def test_an_engine_that_shares_the_learners_gpu_takes_its_part() -> None:
     """A share of the GPU, or a cache of a given size with what the engine's steps take."""
 
-    def beside_weights(*flags: str) -> int:
+    def beside_weights(*flags: str, on_cuda: bool = True) -> int:
         config = parse(GRPOConfig, [*GRPO, "--single_gpu_mode", *flags])
-        workload = Setting(
-            config=config, shape=SHAPE, gpus_per_node=(1,), device=device_named("memory_gib=80")
-        ).workload
+        device = device_named("memory_gib=80")
+        setting = Setting(config=config, shape=SHAPE, gpus_per_node=(1,), device=device, on_cuda=on_cuda)
+        workload = setting.workload
         assert workload.sync_backend == "ipc"
         return workload.kv_cache_bytes
 
@@ -217,3 +217,7 @@ def test_an_engine_that_shares_the_learners_gpu_takes_its_part() -> None:
     assert beside_weights(*cache) == 2**30 + 16384 * a_token + 256 * a_sequence
     given = beside_weights(*cache, "--vllm_max_num_batched_tokens", "4096", "--vllm_max_num_seqs", "64")
     assert given == 2**30 + 4096 * a_token + 64 * a_sequence
+    # On a CPU an engine takes no share of the host, and its cache has a size of its own.
+    vllm_core = pytest.importorskip("open_instruct.engines.vllm_core")
+    cache = ["--vllm_kv_cache_mib", str(vllm_core.CPU_KV_CACHE_MIB)]
+    assert beside_weights(on_cuda=False) == beside_weights(*cache)

@@ -25,8 +25,8 @@ NOT_HAD = {
     **dict.fromkeys(("fsdp_shard_degree", "fsdp_num_replicas", "expert_parallel_degree", "init_device"), ""),
     **dict.fromkeys(("gradient_reduction", "fsdp_prefetch_factor", "compile_model"), ""),
     **dict.fromkeys(("activation_memory_budget", "float8_linears", "use_qlora"), ""),
-    "optimizer": " (it steps AdamW; its own Muon takes the gradient's norm, and clips, when matrices are orthogonal, "
-    "and its shards have no rows, in which 8-bit AdamW has its blocks)",
+    "optimizer": " (it steps AdamW alone here: its own Muon clips after matrices are made orthogonal, and its shards "
+    "have no rows for the blocks of 8-bit AdamW)",
 }
 FIRST_STAGE = {"adam_offload": 1, "offload": 3, "tensor_parallel_degree": 1}
 

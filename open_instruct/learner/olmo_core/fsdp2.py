@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FSDPModule
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.config.validation import changed
 from open_instruct.learner.backend import Metrics, ShardedModule, refuse_other_backend, unfilled
 from open_instruct.learner.model.float8 import float8_config
 from open_instruct.learner.model.kernels import choose_kernels, compiles
@@ -50,8 +49,6 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     has_copy = run.layout.single_device and model.param_dtype != "float32" and config.adapters is None
     # An optimizer keeps its states where weights are, unless it is told otherwise.
     on_host = config.parallel.adam_offload and device.type == "cuda" and not config.parallel.offload
-    for given in changed(config, "adam_offload", "offload") if device.type == "cpu" else ():
-        run.console.say(f"{given} changes nothing without CUDA: all is on the host")
     module = FSDP2Backend(
         reduces_last=config.parallel.gradient_reduction == "last",
         model=transformer,

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from open_instruct.data.files.foreign_json import check_files, one_line, read_object
 from open_instruct.errors import InputError
 from open_instruct.families import family_of
@@ -18,34 +20,15 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-# Larger than any model; larger values would fill the memory before they are compared with the weights.
-MAX_SIZE, MAX_LAYERS, MAX_POSITIONS = 2**24, 1000, 2**31
+MAX_SIZE = 2**24  # larger than any model, as are those of `SIZES`
 MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
 PART_TURNED = "partial_rotary_factor"
-SIZES: dict[str, int] = {
-    "num_hidden_layers": MAX_LAYERS,
-    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), MAX_SIZE),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), MAX_SIZE),
-    "max_position_embeddings": MAX_POSITIONS,
-    "sliding_window": MAX_POSITIONS,
-    "linear_conv_kernel_dim": 64,
-}
-REFUSED = {
-    # Tokenizers and engines would read that other file.
-    "configuration_files": "lets readers take another file in its place; remove that field",
-    "per_layer_config": "gives layers settings of their own, which is not supported",
-}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-# Fields about the file's history, which do not change the forward pass.
-NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
-
-# Fields by which transformers finds code to run: in the folder or on the hub, as a class or as a kernel.
-CODE_FIELDS = {
-    *("auto_map", "custom_pipelines", "transformers_weights"),
-    *("attn_implementation", "experts_implementation"),
-    *("kernel_config", "use_kernels", "fusion_config", "distributed_config"),
-}
+# What is known of fields.
+FIELDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("config_fields.yaml").read_text(encoding="utf-8"))
+CODE_FIELDS = {*FIELDS["naming_code"]}
+SIZES: dict[str, int] = FIELDS["sizes"]
 
 
 def without_code(fields: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +42,7 @@ def fingerprint_with(fields: Mapping[str, Any], weights: str) -> str:
 
     :param weights: their own fingerprint.
     """
-    computed_with = {name: value for name, value in fields.items() if name not in NOT_COMPUTED_WITH}
+    computed_with = {name: value for name, value in fields.items() if name not in FIELDS["not_computed_with"]}
     return hashlib.sha256((weights + json.dumps(computed_with, sort_keys=True, default=str)).encode()).hexdigest()
 
 
@@ -102,12 +85,12 @@ def config_fields(folder: Path) -> dict[str, Any]:
     fields = read_object(file)
     family_of(fields.get("model_type"), str(file))
 
-    for name, does in REFUSED.items():
+    for name, does in FIELDS["refused"].items():
         if name in fields:
             raise InputError(f"{file}: {name} {does}")
     for name, largest in SIZES.items():
         if fields.get(name) is not None:
-            check_size(name, fields[name], largest, str(file))
+            check_size(name, fields[name], str(file), largest)
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
         raise InputError(f"{file}: dtype = {_shown(dtype)}; use one of {', '.join(DTYPES)}")
@@ -136,7 +119,7 @@ def weights_file(folder: Path) -> Path:
     raise InputError(f"{folder} holds no weights: {SINGLE_NAME} or {INDEX_NAME} is needed")
 
 
-def check_size(name: str, value: Any, largest: int, where: str) -> int:
+def check_size(name: str, value: Any, where: str, largest: int = MAX_SIZE) -> int:
     """`value`; raises InputError unless it is a whole number from 1 to `largest`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
         raise InputError(f"{where}: {name} = {_shown(value)}; it must be a whole number from 1 to {largest}")
@@ -159,7 +142,7 @@ def check_multiple(where: str, **sizes: int) -> None:
 
 def size_of(fields: Mapping[str, Any], where: str, name: str, default: Any = None) -> int:
     """The size `name` that the fields of a config.json give; raises InputError if it is none."""
-    return check_size(name, default if fields.get(name) is None else fields[name], SIZES.get(name, MAX_SIZE), where)
+    return check_size(name, default if fields.get(name) is None else fields[name], where, SIZES.get(name, MAX_SIZE))
 
 
 def _shown(value: Any) -> str:

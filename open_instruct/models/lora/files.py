@@ -146,8 +146,7 @@ def write_adapter(
             save_file(tensors, beside / WEIGHTS_NAME, metadata={"format": "pt", BASE_FINGERPRINT: fingerprint})
             config = _config(lora, base=base, head=names.head)
             (beside / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            texts = {export_files.CHAT_TEMPLATE_NAME: chat_template, export_files.CARD_NAME: card()}
-            export_files.write_texts(beside, texts)
+            export_files.write_texts(beside, chat_template=chat_template, card=card())
         export_files.put_in_place(folder)
 
     on_main_process(write)

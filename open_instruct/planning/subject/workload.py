@@ -25,6 +25,7 @@ REFERENCE, TEACHER = "reference policy", "teacher"
 MIB = 2**20
 # Of an engine on CUDA where the flags say nothing; source: `engines/requests.py`, and vLLM's `get_batch_defaults`.
 ENGINE_TOKENS, ENGINE_SEQS = 16384, 256
+CPU_KV_CACHE_MIB = 256  # of an engine on a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,17 +134,18 @@ class Workload:
     def cache_bytes(self, fleet: FleetSection, shape: ModelShape, device_memory_bytes: int) -> int:
         """Bytes of an engine beyond its weights. By default vLLM takes a share of a GPU, and these are the rest.
 
-        With --vllm_kv_cache_mib they are the cache, a block's activations for all tokens, and all sequences' logits
-        twice.
+        With --vllm_kv_cache_mib, and on a CPU, they are the cache, a block's activations for all tokens, and all
+        sequences' logits twice.
         """
-        if fleet.vllm_kv_cache_mib is None:
+        cache_mib = fleet.vllm_kv_cache_mib or (None if self.on_cuda else CPU_KV_CACHE_MIB)
+        if cache_mib is None:
             share = int(fleet.vllm_gpu_memory_utilization * device_memory_bytes)
             return max(0, share - shape.num_params * self.sync_bytes_per_param)
         tokens = fleet.vllm_max_num_batched_tokens or ENGINE_TOKENS
         width = max(each.d_ff * (shape.experts_per_token if each.num_experts else 1) for each in shape.layers)
         block_bytes = tokens * (3 * width + 4 * shape.d_model) * self.sync_bytes_per_param
         logit_bytes = 2 * (fleet.vllm_max_num_seqs or ENGINE_SEQS) * shape.vocab_size * 4
-        return fleet.vllm_kv_cache_mib * MIB + block_bytes + logit_bytes
+        return cache_mib * MIB + block_bytes + logit_bytes
 
     @property
     def merges_adapters(self) -> bool:
