@@ -54,8 +54,7 @@ def critics(metadata: Metadata) -> Metadata:
     :raises InputError: it has none.
     """
     saved, start = metadata.state_dict_metadata, f"{OF_CRITIC}."
-    if not has_part(saved, OF_CRITIC):
-        raise InputError("checkpoints in --output_dir have no critic: give their --advantages, or another --output_dir")
+    refuse_others("--advantages", "gae", has_part(saved, OF_CRITIC))
     own = {name.removeprefix(start): each for name, each in saved.items() if name.startswith(start)}
     return Metadata(state_dict_metadata=own)
 
@@ -65,7 +64,7 @@ def kept_of_weights(names: Iterable[str]) -> set[str]:
     return {name.rpartition(".")[2] for name in names if name.startswith(("optim.state.", "state."))}
 
 
-def refuse_others(flag: str, own: object, *, is_own: bool) -> None:
+def refuse_others(flag: str, own: object, is_own: bool) -> None:
     """:raises InputError: the checkpoints of a run are of another value of `flag` than its `own`."""
     if not is_own:
         raise InputError(

@@ -75,11 +75,8 @@ class Critic:
             rest = advantages_A.var(correction=0) / (advantages_A + values_A).var(correction=0).clamp(LEAST_VARIANCE)
             told = {EXPLAINED: 1 - rest}
         shown = shown_R.split([len(valued_M2) for _, valued_M2 in valued])
-        filled = iter([self._filled(*each, shown_M, told) for each, shown_M in zip(valued, shown, strict=True)])
-        return tuple(
-            replace(each, microbatches=(*islice(filled, num), *each.microbatches[num:]))
-            for each, num in ((each, len(sampled(each))) for each in updates)
-        )
+        made = iter([self._filled(*each, shown_M, told) for each, shown_M in zip(valued, shown, strict=True)])
+        return tuple(replace(each, microbatches=(*islice(made, len(sampled(each))), *given(each))) for each in updates)
 
     def _valued(self, batch: Batch) -> tuple[Batch, torch.Tensor]:
         """The microbatch, and (M, 2): the advantage of each sampled token, not yet whitened, and its value."""
@@ -137,6 +134,11 @@ def value_loss(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int], *
 def sampled(update: StepBatch) -> tuple[Batch, ...]:
     """The microbatches that have completions on some rank: as many on all, so that ranks meet in collectives."""
     return update.microbatches[: update.counts["rl_microbatches"]]
+
+
+def given(update: StepBatch) -> tuple[Batch, ...]:
+    """The microbatches behind those, of written conversations."""
+    return update.microbatches[update.counts["rl_microbatches"] :]
 
 
 def unrouted(batch: Batch) -> Batch:

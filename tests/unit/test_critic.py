@@ -121,5 +121,5 @@ def test_a_checkpoint_without_a_critic_is_refused() -> None:
     own = critics(Metadata(state_dict_metadata=names))  # type: ignore[arg-type]
     assert [*own.state_dict_metadata] == ["model.a", "optim.a"]
     del names["critic.model.a"], names["critic.optim.a"]
-    with pytest.raises(InputError, match="have no critic: give their --advantages, or another"):
+    with pytest.raises(InputError, match="are of another --advantages than gae: give theirs again"):
         critics(Metadata(state_dict_metadata=names))  # type: ignore[arg-type]

@@ -294,9 +294,8 @@ class ZeroBackend(ShardedModule):
 
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
         names = metadata.state_dict_metadata
-        refuse_others("--backend", "deepspeed", is_own=has_part(names, OF_ZERO))
-        is_split_alike = has_part(names, f"{OF_ZERO}.weights{self._over}")
-        refuse_others("--tensor_parallel_degree", self._split_over, is_own=is_split_alike)
+        refuse_others("--backend", "deepspeed", has_part(names, OF_ZERO))
+        refuse_others("--tensor_parallel_degree", self._split_over, has_part(names, f"{OF_ZERO}.weights{self._over}"))
         return self._own_state() | self.state_of_others(metadata)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -171,10 +171,9 @@ class FSDP2Backend(ShardedModule):
 
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
         saved = metadata.state_dict_metadata
-        refuse_others("--backend", "olmo_core", is_own=has_part(saved, "model"))
+        refuse_others("--backend", "olmo_core", has_part(saved, "model"))
         state = super().state_dict_to_load(metadata, optim=optim)
-        keeps_same = kept_of_weights(state["optim"]) == kept_of_weights(saved)
-        refuse_others("--optimizer", "this command's", is_own=keeps_same)
+        refuse_others("--optimizer", "this command's", kept_of_weights(state["optim"]) == kept_of_weights(saved))
         return state | self.state_of_others(metadata)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
