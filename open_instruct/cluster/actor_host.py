@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from open_instruct.cluster.addresses import address_towards, interface_of
 from open_instruct.cluster.watchdog import ACTOR_NAME
+from open_instruct.errors import InputError
 from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE
 from open_instruct.parallel.peers import doing
 
@@ -63,7 +66,12 @@ class ActorHost:
 
     def construct(self, what: type, arguments: Mapping[str, Any], environment_set: None = None) -> None:
         """Construct the learner or the engine; where calls run side by side, `environment_set` has this one wait."""
-        self._held = what(**arguments)
+        try:
+            self._held = what(**arguments)
+        except ValidationError as error:  # which Ray cannot always carry, and which says all settings
+            where = ".".join(map(str, (what.__name__, error.title, *error.errors()[0]["loc"])))
+            words = " ".join(error.errors()[0]["msg"].removeprefix("Value error, ").rstrip(".").split())
+            raise InputError(f"{where}: {words}; change the flag that this is about") from None
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         doing(f"busy with {method}")

@@ -92,9 +92,8 @@ class LearnerCall(Generic[Result]):
                     failures.append((other, other_error))
         ref, error = min(failures, key=lambda failure: _distance_from_cause(failure[1]))
         if isinstance(error, ray.exceptions.RayTaskError):
-            if isinstance(error.cause, InputError | RunError):
-                raise error.cause from None
-            raise error.cause from error  # whose text is the traceback over there
+            # The text of an error is the traceback over there, of which a sentence has no need.
+            raise error.cause from (None if isinstance(error.cause, InputError | RunError) else error)
         rank = self.refs.index(ref)
         raise LearnerLost(f"{self._name(rank)} was lost during {self.what}: {reason_of_loss(error)}") from None
 

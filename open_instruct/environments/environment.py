@@ -238,6 +238,8 @@ class Toolbox:
 
         resets = [each.reset for each in self._objects if hasattr(each, "reset")]
         texts = [await called(reset, **taken(reset, self._row)) for reset in resets]
+        if any(isinstance(text, tuple) and not (len(text) == 2 and isinstance(text[1], Mapping)) for text in texts):
+            raise TypeError("`reset` returned a tuple: let it return one text, or as gymnasium's a text and a dict")
         texts = [text[0] if isinstance(text, tuple) else text for text in texts]  # a game's comes with a dict
         schemas = []
         for name, tool in self._tools.items():

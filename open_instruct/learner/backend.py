@@ -54,18 +54,22 @@ def critics(metadata: Metadata) -> Metadata:
     :raises InputError: it has none.
     """
     saved, start = metadata.state_dict_metadata, f"{OF_CRITIC}."
-    if not has_part(saved, OF_CRITIC):
-        raise InputError("checkpoints in --output_dir have no critic: give their --advantages, or another --output_dir")
+    refuse_others("--advantages", "gae", has_part(saved, OF_CRITIC))
     own = {name.removeprefix(start): each for name, each in saved.items() if name.startswith(start)}
     return Metadata(state_dict_metadata=own)
 
 
-def refuse_other_backend(names: Iterable[str], *, own: str, part: str) -> None:
-    """:raises InputError: a checkpoint with these `names` lacks the `part` that the backend `own` writes."""
-    if not has_part(names, part):
+def kept_of_weights(names: Iterable[str]) -> set[str]:
+    """What an optimizer keeps of each weight, by the names of its state in a checkpoint or alone."""
+    return {name.rpartition(".")[2] for name in names if name.startswith(("optim.state.", "state."))}
+
+
+def refuse_others(flag: str, own: object, is_own: bool) -> None:
+    """:raises InputError: the checkpoints of a run are of another value of `flag` than its `own`."""
+    if not is_own:
         raise InputError(
-            f"the checkpoints in --output_dir are not of --backend {own}, which cannot go on from them: give the "
-            "--backend that they began with, or start in another --output_dir from the hf_model such a run ends with"
+            f"the checkpoints in --output_dir are of another {flag} than {own}: give theirs again, or start in another "
+            "--output_dir from the hf_model such a run ends with"
         )
 
 

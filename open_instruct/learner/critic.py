@@ -9,6 +9,7 @@ this rank, A on all.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -60,11 +61,11 @@ class Critic:
     def with_advantages(self, updates: Sequence[StepBatch]) -> tuple[StepBatch, ...]:
         """The updates of a step with advantages, returns and present values of all labels, 0 where none was sampled.
 
-        They come with rewards, as the advantages of their completions.
+        They come with rewards, as the advantages of their completions. Written conversations stay as they are.
         """
         policy = self.policy
         policy.backend.set_mode("eval")
-        valued = [self._valued(batch) for update in updates for batch in update.microbatches]
+        valued = [self._valued(batch) for update in updates for batch in sampled(update)]
         reshard(policy.model)
         own_R2 = torch.cat([valued_M2 for _, valued_M2 in valued])
         advantages_A, values_A = gather_rows(own_R2, group=policy.dp_process_group).unbind(1)
@@ -74,8 +75,8 @@ class Critic:
             rest = advantages_A.var(correction=0) / (advantages_A + values_A).var(correction=0).clamp(LEAST_VARIANCE)
             told = {EXPLAINED: 1 - rest}
         shown = shown_R.split([len(valued_M2) for _, valued_M2 in valued])
-        filled = iter([self._filled(*each, shown_M, told) for each, shown_M in zip(valued, shown, strict=True)])
-        return tuple(replace(each, microbatches=tuple(next(filled) for _ in each.microbatches)) for each in updates)
+        made = iter([self._filled(*each, shown_M, told) for each, shown_M in zip(valued, shown, strict=True)])
+        return tuple(replace(each, microbatches=(*islice(made, len(sampled(each))), *given(each))) for each in updates)
 
     def _valued(self, batch: Batch) -> tuple[Batch, torch.Tensor]:
         """The microbatch, and (M, 2): the advantage of each sampled token, not yet whitened, and its value."""
@@ -130,6 +131,16 @@ def value_loss(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int], *
     return LossOutputs(loss=loss, metrics=metrics)
 
 
+def sampled(update: StepBatch) -> tuple[Batch, ...]:
+    """The microbatches that have completions on some rank: as many on all, so that ranks meet in collectives."""
+    return update.microbatches[: update.counts["rl_microbatches"]]
+
+
+def given(update: StepBatch) -> tuple[Batch, ...]:
+    """The microbatches behind those, of written conversations."""
+    return update.microbatches[update.counts["rl_microbatches"] :]
+
+
 def unrouted(batch: Batch) -> Batch:
     """The microbatch without the experts that an engine chose, which are the policy's."""
     return replace(batch, packed=replace(batch.packed, routes_TR=None))
@@ -138,4 +149,4 @@ def unrouted(batch: Batch) -> Batch:
 def of_critic(update: StepBatch) -> StepBatch:
     """The update as the critic learns it: nothing, where no completion is among its rows."""
     counts = {**update.counts, "rows": update.counts["rl_rows"]}
-    return replace(update, microbatches=tuple(map(unrouted, update.microbatches)), counts=counts)
+    return replace(update, microbatches=tuple(map(unrouted, sampled(update))), counts=counts)

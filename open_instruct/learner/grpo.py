@@ -46,10 +46,8 @@ class GRPOLearner:
             moves = {"update_freq": flags.ref_policy_update_freq, "alpha": flags.alpha}
             held.reference = held.moving_reference(start, run=run, config=config, **moves)
         if (name := flags.teacher_model_name_or_path) is not None:
-            teacher = open_beside("teacher", name, pretrained, config=config, layout=run.layout)
-            self.policy.teacher = build_teacher(
-                teacher, pretrained, self.policy.computing_model, run=run, config=config
-            )
+            beside = open_beside("teacher", name, pretrained, config=config, layout=run.layout)
+            self.policy.teacher = build_teacher(beside, pretrained, self.policy.computing_model, run=run, config=config)
         self.critic: Critic | None = None
         if config.rollout.has_critic:
             name = config.critic.critic_model_name_or_path

@@ -93,17 +93,15 @@ class Policy:
         models = {} if self.teacher is None else {TEACHER_TOKENS: self.teacher}
         if len(updates) * num_epochs > 1:
             models[OLD_TOKENS] = self.computing_model
-        updates = self._with_logprobs_of(models, updates)
+        updates = self._scored_by(models, updates)
         reference = self.backend.reference
         if reference is None:
             return updates
         with reference.in_place():
-            return self._with_logprobs_of({REFERENCE_TOKENS: reference.model}, updates)
+            return self._scored_by({REFERENCE_TOKENS: reference.model}, updates)
 
     @torch.no_grad()
-    def _with_logprobs_of(
-        self, models: Mapping[str, Transformer], updates: Sequence[StepBatch]
-    ) -> tuple[StepBatch, ...]:
+    def _scored_by(self, models: Mapping[str, Transformer], updates: Sequence[StepBatch]) -> tuple[StepBatch, ...]:
         """The updates with the log-probs of each of `models` added as values; the keys are the values' names."""
         if not models:
             return tuple(updates)
@@ -236,9 +234,7 @@ class Policy:
 
     def _where(self, step: StepBatch, losses: Sequence[float | torch.Tensor]) -> str:
         """Names, in parentheses, the rows of all ranks' microbatches whose losses are not finite."""
-        broken = [
-            batch for batch, loss in zip(step.microbatches, losses, strict=True) if not math.isfinite(float(loss))
-        ]
+        broken = [each for each, loss in zip(step.microbatches, losses, strict=True) if not math.isfinite(float(loss))]
         own = [row for batch in broken for row in batch.row_ids]
         rows = sorted({row for ids in gathered(own, self.dp_process_group) for row in ids})
         more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""

@@ -28,7 +28,8 @@ from open_instruct.records import USUAL_WEIGHTS, Batch, Document, PackedBatch, R
 class RankMiniBatch:
     """One data-parallel rank's part of a mini-batch, with the counts over all ranks; see `counts_of`.
 
-    Every rank has equally many `microbatches`; some may be empty.
+    Every rank has equally many `microbatches`; some may be empty. Those of completions come first, as many as
+    `rl_microbatches` among the counts, on every rank.
     """
 
     microbatches: tuple[tuple[RolloutSample, ...], ...]
@@ -178,7 +179,7 @@ def plan_steps_of_ranks(
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         prefix_sharing=prefix_sharing,
     )
-    plan = plan_of(sampled, num_mini_batches=num_mini_batches)
+    plan = of_completions = plan_of(sampled, num_mini_batches=num_mini_batches)
     if given:
         plan = tuple(
             tuple(first + second for first, second in zip_longest(*planned, fillvalue=()))
@@ -194,9 +195,11 @@ def plan_steps_of_ranks(
             minibatches=tuple(
                 RankMiniBatch(
                     microbatches=tuple(tuple(samples[i] for i in microbatch) for microbatch in microbatches),
-                    counts=counts_of(everywhere),
+                    counts=counts_of(everywhere) | {"rl_microbatches": len(first)},
                 )
-                for microbatches, everywhere in zip(planned, samples_of_minibatch, strict=True)
+                for microbatches, everywhere, first in zip(
+                    planned, samples_of_minibatch, of_completions[0], strict=True
+                )
             ),
             prefix_sharing=prefix_sharing,
             num_routes=max(told, default=0),

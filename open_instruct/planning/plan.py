@@ -12,8 +12,8 @@ from typing import Any
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.sections import ParallelSection
-from open_instruct.config.training import backend_named
-from open_instruct.errors import InputError
+from open_instruct.config.training import LearnerConfig, backend_named
+from open_instruct.errors import InputError, refuse_first
 from open_instruct.parallel.layout import check_experts, check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
 from open_instruct.planning.memory.phases import Moments, Phase, memory_by_phase, phase_of
@@ -284,14 +284,38 @@ def plan_of(setting: Setting) -> Plan:
         return replace(_chosen(setting), is_chosen=True)
     layout = setting.layout
     shape = setting.shape
-    heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "num_delta_heads": shape.num_delta_heads}
-    check_heads(layout, **heads, model=shape.name, is_fused=shape.traits.delta == "fused")
-    check_experts(layout, num_experts=shape.num_experts, model=shape.name)
+    check_model(shape, layout, setting.config)
     workload = setting.workload
     _check_layers_alike(shape, workload)
     moments = setting.backend.moments(shape, layout, workload)
     phases = memory_by_phase(moments)
     return Plan(setting=setting, layout=layout, workload=workload, moments=moments, phases=phases)
+
+
+def check_model(shape: ModelShape, layout: ShardLayout | None, config: LearnerConfig | None) -> None:
+    """Check that the ranks of `layout` can share the heads and the experts of a model, and that `config` can train it.
+
+    :raises InputError: names the flag.
+    """
+    if layout is not None:
+        heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads}
+        heads["num_delta_heads"] = shape.num_delta_heads
+        check_heads(layout, **heads, model=shape.name, is_fused=shape.traits.delta == "fused")
+        check_experts(layout, num_experts=shape.num_experts, model=shape.name)
+    if config is None or not shape.num_experts:
+        return
+    balances = "the loss that output_router_logits = true in config.json adds"
+    is_muon, is_float8 = config.optim.optimizer == "muon", config.model.float8_linears != "off"
+    is_split, is_padded = config.parallel.context_parallel_degree > 1, not getattr(config.data, "packing", True)
+    problems = {
+        "--use_qlora: experts lie in stacks, which are not held in 4 bits; leave it out": config.lora.use_qlora,
+        "--optimizer muon: it takes matrices, and experts lie in stacks of them; use adamw": is_muon,
+        "--float8_linears: experts multiply in --param_dtype alone; use off": is_float8,
+        f"--no_packing: {balances} would count padding; leave one of them out": shape.is_balanced and is_padded,
+        f"--context_parallel_degree: {balances} is of whole rows; leave one of them out": shape.is_balanced
+        and is_split,
+    }
+    refuse_first(problems)
 
 
 def _chosen(setting: Setting) -> Plan:

@@ -116,9 +116,7 @@ def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         str(config)  # fails where a number has more digits than Python writes
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         reason = "it is nested too deep" if isinstance(error, RecursionError) else error
-        raise InputError(
-            f"{path} cannot be read as YAML: {reason}. Move it away for a page without its flags"
-        ) from error
+        raise InputError(f"{path} cannot be read as YAML: {reason}. Move it away for a page without flags") from error
     head = text.partition("\n\n")[0].splitlines()
     return config if isinstance(config, dict) else {}, tuple(line.removeprefix("# ") for line in head)
 

@@ -187,18 +187,16 @@ def check_engine(config: GRPOConfig, hf_config: PretrainedConfig) -> None:
         raise InputError(f"vLLM's {family.name} imports {needed}, which is not installed: install it for this PyTorch")
     if family.delta is None or torch.cuda.is_available() or config.fleet.ray_address is not None:
         return
-    if family.delta != "fused":
-        lacking = f"vLLM's layers of {family.name} are for GPUs, and there is none here"
-        raise InputError(f"{lacking}: generate where there are, or learn from rows (sft, dpo, kto, distill)")
+    lacking = f"vLLM's layers of {family.name} are for GPUs, and there is none here"
     head_dims = {hf_config.linear_key_head_dim, hf_config.linear_value_head_dim}
+    other_dims = " and ".join(sorted(str(dim) for dim in head_dims - {64, 128}))
     takes = f"vLLM's layers of {family.name} take on a CPU"
     problems = {
+        f"{lacking}: generate where there are, or learn from rows (sft, dpo, kto, distill)": family.delta != "fused",
         f"{takes} bfloat16 alone: give --vllm_dtype bfloat16": config.engine_dtype != "bfloat16",
         f"{takes} no cache of prefixes: give --no_vllm_enable_prefix_caching": config.fleet.vllm_enable_prefix_caching,
         f"{takes} no adapters: give --lora_sync merged": config.sent_adapter is not None,
-        f"{takes} heads of 64 or 128 features, not {' and '.join(map(str, sorted(head_dims)))}": (
-            not head_dims <= {64, 128}
-        ),
+        f"{takes} heads of 64 or 128 features, not {other_dims}": other_dims != "",
     }
     refuse_first(problems)
 
@@ -213,9 +211,7 @@ def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunD
     on_cuda = torch.cuda.is_available()
     if not on_cuda and config.fleet.ray_address is not None:
         if config.memory.activation_checkpointing == "auto":
-            console.say(
-                "no plan, without a GPU here: learners keep all activations, or give --activation_checkpointing"
-            )
+            console.say("no plan without a GPU here: learners keep all activations, or give --activation_checkpointing")
         return config
     say_what_changes_nothing(config, console, on_cuda=on_cuda)
     memory_bytes = memory_of(torch.device("cuda", 0) if on_cuda else torch.device("cpu"), num_sharing=sum(learners))

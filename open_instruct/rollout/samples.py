@@ -219,9 +219,7 @@ def conversations_of(dataset: TokenDataset | None, *, step: int, config: GRPOCon
         epoch, place = divmod(position, len(dataset))
         row = np.random.default_rng([config.optim.seed, epoch]).permutation(len(dataset))[place]
         (document,) = dataset[int(row)]
-        labels = document.num_label_tokens
-        weights = {"rl": (0.0,) * labels, "ce": (1.0,) * labels, "kl": (0.0,) * labels}
-        samples.append(
-            RolloutSample(document=document, engine_logprobs=(0.0,) * labels, advantage=0.0, weights=weights)
-        )
+        zeros = (0.0,) * document.num_label_tokens
+        weights = {"rl": zeros, "ce": (1.0,) * len(zeros), "kl": zeros}
+        samples.append(RolloutSample(document=document, engine_logprobs=zeros, advantage=0.0, weights=weights))
     return samples

@@ -20,8 +20,7 @@ from open_instruct.config.sections import DataSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat_templates import choose_chat_template
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.errors import InputError, refuse_first
-from open_instruct.families import family_of
+from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.export import check_destination, check_exportable, export_hf
 from open_instruct.models.family import unknown_fields
@@ -32,9 +31,10 @@ from open_instruct.models.hf.names import Head, TensorNames
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.files import check_base, open_adapter
 from open_instruct.models.transformer import SegmentTransformer
-from open_instruct.parallel.layout import check_experts, check_heads
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
+from open_instruct.planning.plan import check_model
+from open_instruct.planning.subject.model import shape_of_fields
 from open_instruct.run.first_look import local_folder
 from open_instruct.shard_layout import ShardLayout
 
@@ -149,14 +149,8 @@ def open_pretrained(
     if model.tokenizer_name_or_path:
         tokenizer_folder = local_folder(model.tokenizer_name_or_path, revision=model.revision_of_tokenizer)
     hf_config = load_hf_config(str(folder))
-    family, where = family_of(hf_config.model_type), f"the model in {folder}"
-    if layout is not None:
-        heads = {"num_heads": hf_config.num_attention_heads, "num_kv_heads": hf_config.num_key_value_heads}
-        heads["num_delta_heads"] = hf_config.linear_num_key_heads if family.delta else 0
-        check_heads(layout, **heads, is_fused=family.delta == "fused", model=where)
-        check_experts(layout, num_experts=getattr(hf_config, "num_experts", None) or 0, model=where)
-    if family.expert_size is not None and is_trained:
-        _check_experts(hf_config, config)
+    shape = shape_of_fields(hf_config.to_dict(), name=f"the model in {folder}", where=str(folder / "config.json"))
+    check_model(shape, layout, config if is_trained else None)
     tokenizer = load_tokenizer(str(tokenizer_folder))
     names = TensorNames(hf_config, head=head)
     if head == "score":
@@ -182,23 +176,6 @@ def open_pretrained(
         return opened
     adapter_folder = local_folder(lora.adapter_name_or_path)
     return replace(opened, adapter=open_adapter(adapter_folder, bare, names, lora), adapter_folder=adapter_folder)
-
-
-def _check_experts(hf_config: PretrainedConfig, config: LearnerConfig) -> None:
-    """:raises InputError: a flag asks for what cannot be done here to train a model with experts."""
-    balances = "the loss that output_router_logits = true in config.json adds"
-    is_muon, is_float8 = config.optim.optimizer == "muon", config.model.float8_linears != "off"
-    problems = {
-        "--use_qlora: experts lie in stacks, which are not held in 4 bits; leave it out": config.lora.use_qlora,
-        "--optimizer muon: it takes matrices, and experts lie in stacks of them; use adamw": is_muon,
-        "--float8_linears: experts multiply in --param_dtype alone; use off": is_float8,
-    }
-    if hf_config.output_router_logits:
-        is_packed = getattr(config.data, "packing", True)
-        problems[f"--no_packing: {balances} would count padding; leave one of them out"] = not is_packed
-        is_split = config.parallel.context_parallel_degree > 1
-        problems[f"--context_parallel_degree: {balances} is of whole rows; leave one of them out"] = is_split
-    refuse_first(problems)
 
 
 def start_model_of(pretrained: Pretrained, run: Run) -> str:

@@ -117,7 +117,9 @@ def tiny_config(family: str, size: Mapping[str, int], *, vocab_size: int, tie: b
         # Of three convolutions transformers writes a third of all channels each.
         key_heads = size["num_key_value_heads"] if delta == "fused" else num_heads
         fields |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": num_heads}
-        fields |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), head_dim)
+        # With heads of 64 features vLLM's layers of Qwen 3.5 on a CPU begin.
+        least = 64 if delta == "fused" else 0
+        fields |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), max(least, head_dim))
     if (expert_size := FAMILIES[family].expert_size) is not None:
         fields |= {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
         fields[expert_size] = size["intermediate_size"] // 4

@@ -58,7 +58,8 @@ class Case:
         from open_instruct.families import FAMILIES
         from tests.unit.small_models import hf_config
 
-        hf = hf_config(self.family)
+        rows_of_blocks = {"hidden_size": 64, "intermediate_size": 128} if QLORA in self.flags else {}
+        hf = hf_config(self.family, **rows_of_blocks)
         remembers = FAMILIES[self.family].delta is not None
         hf.num_hidden_layers = 2 if self.family == "olmo3" or remembers else 1
         if hasattr(hf, "layer_types"):
@@ -81,6 +82,7 @@ class Case:
 OFFLOAD = "--activation_checkpointing offload"
 HSDP = "--fsdp_num_replicas 2 --fsdp_shard_degree 4"
 MODULES = "--activation_checkpointing selected_modules --activation_checkpointing_modules blocks.*.feed_forward"
+QLORA = "--use_lora --use_qlora"
 ZERO = "--backend deepspeed --deepspeed_stage"
 CASES = {
     "dpo": Case(),
@@ -117,6 +119,9 @@ CASES = {
     "dpo_weights_on_host_8bit": Case("--offload --optimizer adamw_8bit --tensor_parallel_degree 2", family="llama"),
     "distill_weights_on_host": Case("--offload --teacher_model_name_or_path none", "distill", world=1),
     "experts_weights_on_host": Case("--offload --expert_parallel_degree 8", family="qwen3_moe"),
+    "dpo_4bit": Case(f"{QLORA} --activation_checkpointing full {HSDP}"),
+    "dpo_4bit_one_device": Case(f"{QLORA} --single_gpu_mode", world=1),
+    "dpo_4bit_weights_on_host": Case(f"--offload {QLORA}", family="qwen2"),
     "dpo_ld": Case("--loss_type dpo --ld_alpha 0.5"),
     "dpo_wpo": Case("--loss_type wpo"),
     "dpo_moving_reference": Case("--ref_policy_update_freq 1"),

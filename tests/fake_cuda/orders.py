@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from tests.fake_cuda.cases import HSDP, OFFLOAD, Case, leave_weights_alone, opened
+from tests.fake_cuda.cases import HSDP, OFFLOAD, QLORA, Case, leave_weights_alone, opened
 from tests.fake_cuda.device import load_hooks, pretend_cuda, pretended_gpu
 
 SHAPES = {"embeddings": (64, 8), "first": (16, 8), "second": (16, 8), "norm": (8,)}
@@ -425,6 +425,9 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "sharded steps": lambda folder: steps_of(Case(f"{HSDP} --compile_model false", "sft", world=8), folder),
     "weights on the host": lambda folder: steps_of(
         Case(f"--offload --ref_policy_update_freq 1 {HSDP} --compile_model false", world=8), folder
+    ),
+    "4 bits on the host": lambda folder: steps_of(
+        Case(f"--offload {QLORA} {HSDP} --compile_model false", world=8), folder
     ),
     "saves": saves,
     "saves of a run": saved_steps,

@@ -11,6 +11,7 @@ IN_ORDER = {
     "inputs on the host": 1000,
     "sharded steps": 3000,
     "weights on the host": 3000,
+    "4 bits on the host": 3000,
     "saves": 50,
     "saves of a run": 1000,
     "weights by nccl": 100,

@@ -22,6 +22,7 @@ HOST_WAITS |= {"zero_1": 5, "zero_2_on_host": 8, "zero_3_adapters": 7, "zero_3_t
 HOST_WAITS |= {"dpo_on_host_tensor_parallel": 1 + 2 * 24, "dpo_on_host_one_device": 1 + 2 * 28}
 # Until the gradient of each weight is in host memory; with split experts, also where two microbatches add up there.
 HOST_WAITS |= {"dpo_weights_on_host": 26, "dpo_weights_on_host_8bit": 13, "distill_weights_on_host": 15}
+HOST_WAITS["dpo_4bit_weights_on_host"] = 15  # there, of adapters
 HOST_WAITS["experts_weights_on_host"] = 1 + MICROBATCHES + 15 + 3
 """What is not listed waits once: for every update, where loss and gradient are read. GRPO waits for its optimizer too:
 the weights go to the engines next. DeepSpeed waits in its step, for what its norm and its overflow are."""
@@ -74,11 +75,15 @@ def test_tensors_are_what_they_should_be(found: dict[str, Any]) -> None:
     name = found["name"]
     kind = "FakeTensor" if name in ON_ONE_DEVICE | ON_ZERO else "DTensor"
     dtype = "torch.bfloat16" if name in ON_ZERO else "torch.float32"
-    assert found["parameters"] == [f"{kind} {dtype} {'cpu' if name in ALL_ON_HOST else 'cuda:0'}"]
+    place = "cpu" if name in ALL_ON_HOST else "cuda:0"
+    trained = f"{kind} {dtype} {place}"
+    # What is frozen beside 4-bit matrices is in 16 bits, and so are their scales; two of their values are in a byte.
+    frozen = [f"{kind} torch.{each} {place}" for each in ("bfloat16", "uint8") if "4bit" in name]
+    assert found["parameters"] == sorted([trained, *frozen])
     if name in ON_ZERO:
         assert found["masters"] == [f"FakeTensor torch.float32 {'cpu' if name.endswith('_host') else 'cuda:0'}"]
     else:
-        assert found.get("gradients", found["parameters"]) == found["parameters"]
+        assert found.get("gradients", [trained]) == [trained]
     assert found["fused"] == (name not in OTHER_OPTIMIZERS)
     if name in WITHOUT_KERNEL:
         assert found["attention"] is None

@@ -109,6 +109,17 @@ def test_moments_come_back_from_the_host(grpo_case: GRPOCase) -> None:
     assert found["tensors"] == saved["tensors"] and found["found"] == {"mark": 2}
 
 
+def test_moments_of_another_kind_are_refused_by_the_flag(grpo_case: GRPOCase) -> None:
+    """Where no config.yaml tells of it."""
+    optimizers = ("adamw", "adamw_8bit")
+    flags = [with_layout(flags_of(grpo_case, f"kept_as_{each}", optimizer=each), ONE) for each in optimizers]
+    call("save_each", 1, flags, num_saved=1)
+    others = [[{"adamw": "adamw_8bit", "adamw_8bit": "adamw"}.get(word, word) for word in each] for each in flags]
+    for (found,) in call("load_each", 1, others):
+        assert found["error"].startswith("InputError: the checkpoints in --output_dir are of another --optimizer than")
+        assert "give theirs again, or start in another --output_dir" in found["error"]
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

@@ -306,8 +306,8 @@ def test_checkpoints_of_another_kind_are_refused(on_two: TrainCase, on_four: Tra
     """Those of the other backend, and where ranks split matrices otherwise: the way over is an export."""
     of_config = {"1": (SAVES, "--backend was deepspeed, is"), "fsdp": (of_stage(1, **SAVES), "--backend was olmo_core")}
     told = {
-        "1": (SAVES, "are not of --backend olmo_core, which"),
-        "fsdp": (of_stage(1, **SAVES), "are not of --backend deepspeed, which"),
+        "1": (SAVES, "are of another --backend than olmo_core: give theirs"),
+        "fsdp": (of_stage(1, **SAVES), "are of another --backend than deepspeed: give theirs"),
         "matrices_3": (of_stage(3, **MOVES, **SAVES), "are of another --tensor_parallel_degree than 1: give theirs"),
     }
     runs, expected = [], []

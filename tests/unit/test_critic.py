@@ -10,9 +10,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from open_instruct.config.rollout_sections import CriticSection
 from open_instruct.errors import InputError
 from open_instruct.learner.backend import critics
-from open_instruct.learner.critic import Critic, of_critic, value_loss
+from open_instruct.learner.critic import RETURNS, Critic, of_critic, value_loss
 from open_instruct.objectives.objective import TokenLogprobs
-from open_instruct.packing.rollouts import counts_of, rollout_batch
+from open_instruct.packing.rollouts import counts_of, plan_steps_of_ranks, rollout_batch, rollout_minibatches
 from open_instruct.records import Batch, Document, RolloutSample, Span, StepBatch
 from open_instruct.rollout.samples import with_answers
 
@@ -51,7 +51,8 @@ def critic_of(**flags: Any) -> Critic:
 
 def update_of(*microbatches: list[RolloutSample]) -> StepBatch:
     batches = tuple(rollout_batch(samples) for samples in microbatches)
-    return StepBatch(microbatches=batches, counts=counts_of([each for samples in microbatches for each in samples]))
+    counts = counts_of([each for samples in microbatches for each in samples])
+    return StepBatch(microbatches=batches, counts=counts | {"rl_microbatches": len(batches)})
 
 
 def test_advantages_are_of_sampled_tokens_alone_over_all_turns() -> None:
@@ -81,6 +82,31 @@ def test_whitening_is_over_all_updates_of_a_step() -> None:
     assert float(everything.mean()) == pytest.approx(0, abs=1e-6) and float(everything.std()) == pytest.approx(1)
 
 
+def test_microbatches_of_conversations_are_not_computed() -> None:
+    """Neither for values nor to learn. Of the completions every rank computes as many, the empty ones too."""
+    samples = [EPISODE, SHORT, EPISODE, *[WRITTEN] * 3]
+    sizes: dict[str, Any] = {"max_tokens_per_microbatch": 8, "num_mini_batches": 1}
+    ranks = [rollout_minibatches(work) for work in plan_steps_of_ranks(samples, num_ranks=2, **sizes)]
+    critic, computed = critic_of(whiten_advantages=False), list[Batch]()
+
+    def noted(batch: Batch) -> TokenLogprobs:
+        computed.append(batch)
+        return valued(batch)
+
+    critic.policy.scores = noted  # type: ignore[method-assign, assignment]
+    for updates in ranks:
+        computed.clear()
+        filled = critic.with_advantages(updates)
+        assert [len(each.microbatches) for each in filled] == [3]
+        assert len(computed) == 2
+        assert filled[0].microbatches[2] is updates[0].microbatches[2]
+        assert [len(of_critic(each).microbatches) for each in filled] == [2]
+        assert all(RETURNS in each.values for each in of_critic(filled[0]).microbatches)
+    assert sorted(len(batch.values["advantages_N"]) for (update,) in ranks for batch in update.microbatches[:2]) == [
+        *(0, 1, 4, 4)
+    ]
+
+
 def test_a_step_without_completions_leaves_the_critic_alone() -> None:
     critic = critic_of()
     (filled,) = critic.with_advantages([update_of([WRITTEN], [])])
@@ -95,5 +121,5 @@ def test_a_checkpoint_without_a_critic_is_refused() -> None:
     own = critics(Metadata(state_dict_metadata=names))  # type: ignore[arg-type]
     assert [*own.state_dict_metadata] == ["model.a", "optim.a"]
     del names["critic.model.a"], names["critic.optim.a"]
-    with pytest.raises(InputError, match="have no critic: give their --advantages, or another"):
+    with pytest.raises(InputError, match="are of another --advantages than gae: give theirs again"):
         critics(Metadata(state_dict_metadata=names))  # type: ignore[arg-type]

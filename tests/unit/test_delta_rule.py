@@ -28,6 +28,7 @@ from open_instruct.models.lora.adapters import adapt
 from open_instruct.models.lora.files import file_name_of
 from open_instruct.planning.subject.model import Adapters, shape_of_fields
 from open_instruct.rollout import checked_run
+from open_instruct.toys.tiny import SIZES, tiny_config
 from tests.unit.small_models import CPU, hf_config, new_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -256,3 +257,6 @@ def test_an_engine_on_a_cpu_takes_heads_of_some_sizes(monkeypatch: pytest.Monkey
     hf_config: Any = SimpleNamespace(model_type="qwen3_5_text", linear_key_head_dim=32, linear_value_head_dim=32)
     with pytest.raises(InputError, match="heads of 64 or 128 features, not 32"):
         checked_run.check_engine(config, hf_config)
+    for size in SIZES.values():  # those of the models that there are to try it with
+        tiny = tiny_config("qwen3_5_text", size, vocab_size=size["vocab_size"], tie=False)
+        checked_run.check_engine(config, tiny)

@@ -1,7 +1,12 @@
 """How an engine is set up by its device and the flags, and what is asked of it before a run relies on it."""
 
-import pytest
+from typing import Annotated, Self
 
+import pytest
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from open_instruct.cluster.actor_host import ActorHost
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.requests import Batching
@@ -35,6 +40,37 @@ class TestMemory:
 
     def test_another_error_is_none_of_memory(self) -> None:
         assert refusal_of_memory("the model has no such layer", SETTINGS, has_cache_size=False) is None
+
+
+class Refusing:
+    """An engine or a learner, as vLLM and DeepSpeed refuse what it is constructed with."""
+
+    def __init__(self, *, stage: int) -> None:
+        Config(stage=stage)
+
+
+@dataclass
+class Config:
+    stage: Annotated[int, Field(lt=4)]
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.stage < 0:
+            raise ValueError("Of below 0\n there is none.")
+        return self
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        (4, "Refusing.Config.stage: Input should be less than 4; change the flag that this is about"),
+        (-1, "Refusing.Config: Of below 0 there is none; change the flag that this is about"),
+    ],
+)
+def test_what_pydantic_refuses_at_a_start_is_one_sentence(stage: int, words: str) -> None:
+    with pytest.raises(InputError) as refused:
+        ActorHost().construct(Refusing, {"stage": stage})
+    assert str(refused.value) == words
 
 
 class TestBatching:

@@ -154,6 +154,24 @@ class TestAdapters:
         assert [tool["function"]["name"] for tool in opening.tools] == ["leave"]
         assert turn.done and turn.rewards == {"shop": 0.5}
 
+    @pytest.mark.parametrize(
+        ("begins_with", "shown"),
+        [(("go", {"seed": 1}), "go"), (("go", "on"), None), (("go",), None), (("go", {}, 1), None)],
+    )
+    def test_a_reset_gives_one_text(self, begins_with: tuple[Any, ...], shown: str | None) -> None:
+        """With a dict beside it, as gymnasium's; of another tuple a part would be shown, and the rest lost."""
+
+        class Starts(Shop):
+            def reset(self) -> Any:  # type: ignore[override]
+                return begins_with
+
+        if shown is None:
+            with pytest.raises(TypeError, match="`reset` returned a tuple: let it return one text"):
+                played(Starts(), {}, [])
+            return
+        opening, _ = played(Starts(), {}, [])
+        assert opening.messages == [{"role": "user", "content": f"What is 2 + 3?\n\n{shown}"}]
+
     def test_a_tool_names_its_arguments_as_it_likes(self) -> None:
         class Plots:
             def plot(self, function: str) -> str:

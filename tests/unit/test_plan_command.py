@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from itertools import pairwise, product
 from math import prod
@@ -152,6 +153,35 @@ def test_bad_input(words: list[str], part: str, capsys: pytest.CaptureFixture[st
     streams = capsys.readouterr()
     assert streams.out == ""
     assert part in streams.err and len(streams.err.splitlines()) == 1, streams.err
+
+
+EXPERTS_30B = ["dpo", "--model_name_or_path", "Qwen/Qwen3-30B-A3B", *TWO_NODES]
+
+
+class TestExperts:
+    """A plan refuses what the run refuses of them, in its words."""
+
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            ("--use_lora --use_qlora", "--use_qlora: experts lie in stacks, which are not held in 4 bits"),
+            ("--optimizer muon", "--optimizer muon: it takes matrices"),
+            ("--float8_linears tensorwise", "--float8_linears: experts multiply in --param_dtype alone"),
+        ],
+    )
+    def test_what_cannot_train_them_is_refused(self, flags: str, words: str) -> None:
+        with pytest.raises(InputError, match=words):
+            planned(*EXPERTS_30B, *flags.split())
+        planned(*DPO_7B, *flags.split())
+
+    @pytest.mark.parametrize("flags", ["--no_packing", "--context_parallel_degree 2"])
+    def test_so_is_what_their_loss_of_balance_cannot_go_with(self, tmp_path: Path, flags: str) -> None:
+        for balances in (True, False):
+            fields = QWEN3_30B_A3B | {"output_router_logits": balances}
+            (tmp_path / "config.json").write_text(json.dumps(fields))
+            words = ["dpo", "--model_name_or_path", str(tmp_path), *TWO_NODES, *flags.split()]
+            with pytest.raises(InputError, match="router_logits = true") if balances else nullcontext():
+                planned(*words)
 
 
 class TestPlan:

@@ -197,6 +197,8 @@ def test_workload_of_streams() -> None:
     assert workload.scorings == (frozen, teacher, chosen)
     # Of 64 completions a rank has 4 in a mini-batch, of 200 conversations 13; 8 of 512 tokens are in a microbatch.
     assert workload.num_microbatches == 1 + 2
+    with_critic = workload_of(parse(GRPOConfig, [*GRPO, *flags, "--advantages", "gae"]), SHAPE, resolve_layout([8]))
+    assert (with_critic.num_microbatches, with_critic.of_critic.num_microbatches) == (1 + 2, 1)
     assert workload.records_entropy and workload.num_values == 2
 
 

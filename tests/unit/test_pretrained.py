@@ -10,6 +10,7 @@ import pytest
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
+from open_instruct.parallel.layout import resolve_layout
 from open_instruct.run import pretrained
 from open_instruct.run.pretrained import local_folder, open_pretrained
 from open_instruct.toys.tiny import write_tiny_model
@@ -72,3 +73,16 @@ def test_fields_that_nothing_reads_are_told_of(tmp_path: Path) -> None:
     (warning,) = open_pretrained(config, tmp_path / "out").warnings
     assert "config.json has fields that nothing reads: 'residual_scale', '\\u202e', '0', " in warning
     assert warning.isprintable() and len(warning) < 400
+
+
+def test_a_model_whose_layers_are_all_dense_has_no_experts_to_split(tmp_path: Path) -> None:
+    """Though its family has, and so do the fields of its config.json.."""
+    folder = write_tiny_model(tmp_path / "model", family="qwen3_moe")
+    fields = json.loads((folder / "config.json").read_text())
+    dense = fields | {"mlp_only_layers": list(range(fields["num_hidden_layers"]))}
+    layout = resolve_layout([2], expert_parallel_degree=2)
+    config = parse(DPOConfig, [*REQUIRED, str(folder)])
+    open_pretrained(config, tmp_path / "out", layout=layout)
+    (folder / "config.json").write_text(json.dumps(dense))
+    with pytest.raises(InputError, match=r"--expert_parallel_degree 2: the model in .* has no experts to split"):
+        open_pretrained(config, tmp_path / "out", layout=layout)

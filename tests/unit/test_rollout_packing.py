@@ -125,7 +125,9 @@ def test_a_step_of_nothing_is_one_empty_microbatch_everywhere() -> None:
     for step in steps_of([], 2, num_mini_batches=3):
         (minibatch,) = step.minibatches
         assert minibatch.microbatches == ((),)
-        assert set(minibatch.counts.values()) == {step.num_tokens_global} == {0}
+        counts = {**minibatch.counts}
+        assert counts.pop("rl_microbatches") == 1
+        assert set(counts.values()) == {step.num_tokens_global} == {0}
 
 
 def test_values_are_in_the_order_of_their_labels() -> None:

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.training import LearnerConfig
-from open_instruct.errors import InputError
-from open_instruct.learner.backend import GRAD_NORM, Metrics, ShardedModule, has_part, refuse_other_backend, unfilled
+from open_instruct.learner.backend import GRAD_NORM, Metrics, ShardedModule, has_part, refuse_others, unfilled
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
@@ -295,12 +294,8 @@ class ZeroBackend(ShardedModule):
 
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
         names = metadata.state_dict_metadata
-        refuse_other_backend(names, own="deepspeed", part=OF_ZERO)
-        if not has_part(names, f"{OF_ZERO}.weights{self._over}"):
-            raise InputError(
-                f"the checkpoints in --output_dir are of another --tensor_parallel_degree than {self._split_over}: "
-                "give theirs again, or start in another --output_dir from the hf_model such a run ends with"
-            )
+        refuse_others("--backend", "deepspeed", has_part(names, OF_ZERO))
+        refuse_others("--tensor_parallel_degree", self._split_over, has_part(names, f"{OF_ZERO}.weights{self._over}"))
         return self._own_state() | self.state_of_others(metadata)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FSDPModule
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.backend import Metrics, ShardedModule, refuse_other_backend, unfilled
+from open_instruct.learner.backend import Metrics, ShardedModule, has_part, kept_of_weights, refuse_others, unfilled
 from open_instruct.learner.model.float8 import float8_config
 from open_instruct.learner.model.kernels import choose_kernels, compiles
 from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
@@ -167,8 +167,10 @@ class FSDP2Backend(ShardedModule):
         return state | self.state_of_others()
 
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
-        refuse_other_backend(metadata.state_dict_metadata, own="olmo_core", part="model")
+        saved = metadata.state_dict_metadata
+        refuse_others("--backend", "olmo_core", has_part(saved, "model"))
         state = super().state_dict_to_load(metadata, optim=optim)
+        refuse_others("--optimizer", "this command's", kept_of_weights(state["optim"]) == kept_of_weights(saved))
         return state | self.state_of_others(metadata)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

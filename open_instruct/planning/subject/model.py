@@ -124,6 +124,7 @@ class ModelShape:
     checkpoint_bytes_per_param: int = 2
     scores: bool = False  # its head has one row
     experts_per_token: int = 1
+    is_balanced: bool = False  # a loss of the experts' loads is learned beside
     adapters: Adapters | None = None
 
     @property
@@ -301,6 +302,7 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
         family=fields["model_type"],
         d_model=d_model,
         layers=tuple(_layers(fields, family, where)),
+        is_balanced=bool(fields.get("output_router_logits")),
         experts_per_token=1 if family.expert_size is None else count("num_experts_per_tok"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

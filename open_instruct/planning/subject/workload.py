@@ -62,6 +62,7 @@ class Workload:
     rows: FullRows  # what they are taken to be filled with
     label_tokens_per_microbatch: int
     num_microbatches: int  # of an update
+    num_of_conversations: int = 0  # of them; a critic does not compute these
     num_updates: int = 1  # of GRPO: mini-batches by epochs
     reduces_last: bool = False  # microbatches add up whole gradients, which the last one reduces
     gathered_ahead: int = 0  # blocks whose weights are gathered ahead of their turn in forward passes
@@ -126,10 +127,11 @@ class Workload:
 
     @property
     def of_critic(self) -> Workload:
-        """The work of the critic, which learns from the same rows as often, and goes to no engine."""
+        """The work of the critic, which learns from the same completions as often, and goes to no engine."""
         assert self.critic is not None
+        own: dict[str, Any] = {"num_microbatches": self.num_microbatches - self.num_of_conversations, "num_values": 1}
         no_engines: dict[str, Any] = {"num_engines": 0, "shares_device": False, "sync_choice": ("dense", "")}
-        return replace(self, critic=None, scorings=(self.critic,), num_values=1, **no_engines)
+        return replace(self, critic=None, scorings=(self.critic,), **own, **no_engines)
 
     def cache_bytes(self, fleet: FleetSection, shape: ModelShape, device_memory_bytes: int) -> int:
         """Bytes of an engine beyond its weights. By default vLLM takes a share of a GPU, and these are the rest.
@@ -294,6 +296,7 @@ def _rollout_workload(config: GRPOConfig, shape: ModelShape, layout: ShardLayout
         rows=rows,
         label_tokens_per_microbatch=num_tokens,
         num_microbatches=num_microbatches + num_of_conversations,
+        num_of_conversations=num_of_conversations,
         pack_tokens=pack_tokens,
         num_updates=loss.num_mini_batches * loss.num_epochs,
         scorings=tuple(_rollout_scorings(config, shape)),
