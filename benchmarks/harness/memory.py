@@ -4,8 +4,10 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
+
 MIB = 2**20
-SAMPLE_EVERY_S = 0.003
+SAMPLE_EVERY_S, SAMPLE_CHILDREN_EVERY_S = 0.003, 0.2
 # glibc keeps freed memory for later. So every allocation from 64 KiB on is a mapping that goes back when it is freed.
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -40,3 +42,37 @@ class PeakMemory(threading.Thread):
     def stop(self) -> None:
         self._running = False
         self.join()
+
+
+class PeakOfChildren(threading.Thread):
+    """Samples the memory of all processes that this one has started, and that they have, until stopped.
+
+    It is what no file backs, anonymous and shared memory, each page counted once; libraries would be counted with all
+    others that have loaded them. `most_bytes` is the most of the sum, of which `parts` are the processes by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._ended = threading.Event()
+        self.most_bytes = 0
+        self.parts: list[tuple[str, int]] = []
+
+    def run(self) -> None:
+        while not self._ended.wait(SAMPLE_CHILDREN_EVERY_S):
+            parts = [own_bytes(process) for process in psutil.Process().children(recursive=True)]
+            if (total := sum(size for _, size in parts)) > self.most_bytes:
+                self.most_bytes, self.parts = total, parts
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def own_bytes(process: psutil.Process) -> tuple[str, int]:
+    """Its name, and its proportional share of memory that no file backs: none if it has ended."""
+    try:
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+        sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))]
+        return (process.cmdline() or [process.name()])[0], sum(sizes)
+    except (OSError, psutil.Error):
+        return "", 0
