@@ -1,7 +1,7 @@
 """Memory of DPO with its shards in host memory (`--offload`), beside TRL's on accelerate's FSDP2 with the same.
 
     python benchmarks/offload_vs_trl.py                      # some minutes on two cores
-    python benchmarks/offload_vs_trl.py --parts host --size small --batch 4 --max_length 512
+    python benchmarks/offload_vs_trl.py --parts host --size base
     python benchmarks/offload_vs_trl.py --parts device --layers 32
 
 host: under offload that is where all of it lies. Both run for real on gloo ranks of CPUs, where nothing has to move:
@@ -12,7 +12,8 @@ device: the most that a step holds of a GPU, of one microbatch and of two, each 
 is not shared, as rank 0 of 8: a public model cut to --layers, float32 shards, bfloat16 products, blocks recomputed and
 nothing compiled. Both sides' own code runs on the pretended GPU of tests/fake_cuda, whose tensors have sizes and no
 values; see trl_programs/dpo_traced.py for what stands in there. Kernels' scratch and gaps between tensors are in
-neither. Beside it the same with the shards on the GPU, where there is no goal.
+neither. Beside it the same with the shards on the GPU, where there is no goal. Ours reduces gradients in float32, and
+accelerate in bfloat16, where --trl_reduces_in_float32 does not have it do as ours.
 
 TRL has an environment of its own, made on the first run. The exit code is 1 where offload takes more than TRL's.
 """
@@ -47,15 +48,16 @@ MICROBATCHES = {"a microbatch": 1, "two microbatches": 2}
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", default=["host", "device"], choices=["host", "device"])
-    parser.add_argument("--size", default="base", choices=["mini", "small", "base"], help="4M, 50M or 500M parameters")
+    parser.add_argument("--size", default="small", choices=["mini", "small", "base"], help="4M, 50M or 500M parameters")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=1, help="pairs a microbatch")
+    parser.add_argument("--batch", type=int, default=2, help="pairs a microbatch")
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--max_length", type=int, default=256)
+    parser.add_argument("--max_length", type=int, default=512)
     parser.add_argument("--num_steps", type=int, default=2)
     parser.add_argument("--model", default="allenai/OLMo-2-1124-7B", help="of the device's part, without windows")
     parser.add_argument("--layers", type=int, default=8, help="that it is cut to")
     parser.add_argument("--length", type=int, default=8192, help="tokens of each document there")
+    parser.add_argument("--trl_reduces_in_float32", action="store_true", help="gradients, as ours does; there")
     parser.add_argument("--trl_venv", type=Path, default=DEFAULT_VENV)
     args = parser.parse_args()
     python = trl_python(args.trl_venv)
@@ -121,6 +123,7 @@ def theirs_on_device(args: Namespace, python: Path, num_microbatches: int, *, of
         "length": args.length,
         "prompt": PROMPT,
         "microbatches": num_microbatches,
+        "reduces_in_float32": args.trl_reduces_in_float32,
     }
     return largest_phase(run([python, BENCHMARKS / "trl_programs" / "dpo_traced.py", json.dumps(case)]))
 

@@ -79,6 +79,7 @@ def trainer_of(case: dict[str, Any], out: Path) -> Any:
     import transformers
     from datasets import Dataset
     from tokenizers import Tokenizer, models
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
     from trl import DPOConfig, DPOTrainer
 
@@ -90,29 +91,33 @@ def trainer_of(case: dict[str, Any], out: Path) -> Any:
     row = {"prompt_ids": [3] * case["prompt"], "chosen_ids": reply, "rejected_ids": reply}
     row |= {"ref_chosen_logps": 0.0, "ref_rejected_logps": 0.0}
     words = Tokenizer(models.WordLevel({"<pad>": 0}))
+    args = DPOConfig(
+        output_dir=str(out),
+        bf16=True,
+        gradient_checkpointing=False,
+        fsdp=True,
+        fsdp_config={
+            "version": 2,
+            "cpu_offload": case["offload"],
+            "cpu_ram_efficient_loading": True,
+            "activation_checkpointing": True,
+        },
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=case["microbatches"],
+        max_steps=NUM_STEPS,
+        max_length=case["length"],
+        precompute_ref_log_probs=True,
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    if case.get("reduces_in_float32"):  # accelerate's own is bfloat16, which flags of transformers leave as it is
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.bfloat16}
+        args.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(**dtypes)
     return DPOTrainer(
         model=model,
-        args=DPOConfig(
-            output_dir=str(out),
-            bf16=True,
-            gradient_checkpointing=False,
-            fsdp=True,
-            fsdp_config={
-                "version": 2,
-                "cpu_offload": case["offload"],
-                "cpu_ram_efficient_loading": True,
-                "activation_checkpointing": True,
-            },
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=case["microbatches"],
-            max_steps=NUM_STEPS,
-            max_length=case["length"],
-            precompute_ref_log_probs=True,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
+        args=args,
         train_dataset=Dataset.from_list([row] * (case["world"] * case["microbatches"] * NUM_STEPS)),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>"),
     )
