@@ -17,11 +17,10 @@ with 1 where ours is more than 0.3 of plain.
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from distill_runs.counted import counted
 from distill_runs.heads import VOCAB_SIZE, step_of
-from harness.memory import ALLOCATOR, MIB, memory_bytes
+from harness.memory import ALLOCATOR, MIB, forget_peak, memory_bytes
 from harness.processes import run
 from harness.program import parser_of
 
@@ -43,7 +42,7 @@ def worker(way: str, num_tokens: int, width: int) -> None:
     step_of(way, 2, 8, "float32")()  # what the libraries set up for themselves
     step = step_of(way, num_tokens, width, "float32")
     (before,) = memory_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    forget_peak()
     step()
     (peak,) = memory_bytes("VmHWM")
     print(json.dumps(peak - before))

@@ -23,6 +23,11 @@ def memory_bytes(*names: str, pid: str = "self") -> tuple[int, ...]:
     return tuple(int(fields[name].split()[0]) * 1024 for name in names)
 
 
+def forget_peak() -> None:
+    """VmHWM starts anew, from what is held now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 class PeakMemory(threading.Thread):
     """Samples this process's memory until stopped; peaks in bytes above the start."""
 

@@ -1,7 +1,7 @@
 """Flags, steps that are timed, and what is written of them, of TRL's trainers of offline objectives.
 
 Each rank writes OUT/rank{N}.json: seconds, real tokens and loss of every step, the peak of its memory, how long it took
-until the first step, and its processor time at the end of each.
+until the first step, and its processor time at the end of each; with --offload the peaks before that step and since.
 """
 
 import argparse
@@ -9,13 +9,18 @@ import importlib
 import json
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import torch
 from datasets import load_dataset
+from harness.memory import forget_peak, memory_bytes
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 
@@ -42,6 +47,21 @@ class StepClock(TrainerCallback):
             self.losses.append(logs["loss"])
 
 
+class PeaksOfMemory(TrainerCallback):
+    """The most that this process held before its first step, and since."""
+
+    def __init__(self) -> None:
+        self.bytes = {"before": 0, "steps": 0}
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if not self.bytes["before"]:
+            (self.bytes["before"],) = memory_bytes("VmHWM")
+            forget_peak()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        (self.bytes["steps"],) = memory_bytes("VmHWM")
+
+
 def parsed(strength: str) -> argparse.Namespace:
     """The flags of all of them; `strength` is the one that each has a name of its own for."""
     parser = argparse.ArgumentParser()
@@ -52,6 +72,7 @@ def parsed(strength: str) -> argparse.Namespace:
     parser.add_argument("--lora_r", type=int, help="with peft, which must be on the path")
     parser.add_argument("--load_in_4bit", action="store_true", help="with bitsandbytes, which must be on the path")
     parser.add_argument("--zero_stage", type=int, help="with DeepSpeed, which must be on the path")
+    parser.add_argument("--offload", action="store_true", help="accelerate's FSDP2 with shards in host memory")
     for flag in (strength, "learning_rate"):
         parser.add_argument(f"--{flag}", type=float, required=True)
     return parser.parse_args()
@@ -73,6 +94,22 @@ def with_deepspeed(args: argparse.Namespace) -> dict[str, Any]:
     return {"deepspeed": settings | sizes}
 
 
+def with_offload() -> dict[str, Any]:
+    """What `TrainingArguments` are given: FSDP2 with torch's `CPUOffloadPolicy`.
+
+    Accelerate takes FSDP on accelerators alone too. Without one memory cannot be pinned, which it would be.
+    """
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    state, utils = (importlib.import_module(f"accelerate.{name}") for name in ("state", "utils"))
+    state.PartialState._prepare_backend = lambda *_, **__: ("gloo", state.DistributedType.MULTI_GPU)
+
+    def set_cpu_offload(plugin: Any) -> None:
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+
+    utils.FullyShardedDataParallelPlugin.set_cpu_offload = set_cpu_offload
+    return {"fsdp": True, "fsdp_config": {"version": 2, "cpu_offload": True}}
+
+
 def train_timed(
     args: argparse.Namespace,
     trainer_class: Any,
@@ -92,14 +129,16 @@ def train_timed(
         trainers_own: what this trainer is given and others are not.
     """
     torch.manual_seed(0)
-    clock = StepClock()
-    of_zero = {} if args.zero_stage is None else with_deepspeed(args)
+    clock, peaks = StepClock(), PeaksOfMemory()
+    sharded = {} if args.zero_stage is None else with_deepspeed(args)
+    if args.offload:
+        sharded = with_offload()
     began_s = time.perf_counter()
     trainer = trainer_class(
         model=load(args.model, dtype=torch.float32),
         args=config_class(
             output_dir=str(args.out),
-            use_cpu=args.zero_stage is None,
+            use_cpu=not sharded,
             bf16=False,
             per_device_train_batch_size=args.batch,
             gradient_accumulation_steps=args.accumulation,
@@ -113,11 +152,11 @@ def train_timed(
             report_to="none",
             disable_tqdm=True,
             **own,
-            **of_zero,
+            **sharded,
         ),
         train_dataset=load_dataset("json", data_files=str(args.rows), split="train"),
         processing_class=AutoTokenizer.from_pretrained(args.model),
-        callbacks=[clock],
+        callbacks=[clock, peaks] if args.offload else [clock],
         **trainers_own,
     )
     collate = trainer.data_collator
@@ -138,4 +177,5 @@ def train_timed(
     result = {"seconds": clock.seconds, "num_tokens": per_step, "losses": clock.losses}
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     result |= {"load_s": clock.began_s - began_s, "peak_gib": peak_gib, "processor_stamps": clock.processor_stamps}
+    result |= {"peak_bytes": peaks.bytes}
     (args.out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))

@@ -8,11 +8,12 @@ that a run uses. Tensors there have a size and no values, so that every storage 
 What kernels need within themselves, and what CUDA's allocator loses between tensors, is in neither account.
 """
 
+import contextlib
 import json
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,15 +204,14 @@ class Alive:
         self._now -= sum(self._storages.pop(key)[1] for key in dead)
 
 
-def traced(case: Case, folder: Path) -> dict[str, int]:
-    """The most bytes alive in each phase of the last step."""
+@contextlib.contextmanager
+def watching(alive: Alive) -> Iterator[Any]:
+    """The mode that counts what is made within it; it goes into the mode of the pretended GPU."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
-
-    alive = Alive()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -233,7 +233,14 @@ def traced(case: Case, folder: Path) -> dict[str, int]:
             alive.saw(storage)
         return resized
 
-    with patch.object(torch.UntypedStorage, "resize_", watched_resize), opened(case, folder, Watch()) as (policy, take):
+    with patch.object(torch.UntypedStorage, "resize_", watched_resize):
+        yield Watch()
+
+
+def traced(case: Case, folder: Path) -> dict[str, int]:
+    """The most bytes alive in each phase of the last step."""
+    alive = Alive()
+    with watching(alive) as watch, opened(case, folder, watch) as (policy, take):
         taken = 0
 
         def watched(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
