@@ -133,3 +133,18 @@ def assert_no_process_left(process: Process) -> None:
         time.sleep(0.1)
     assert not marked(process)
     assert not list(SHARED_MEMORY.glob(f"open_instruct-{process.pid}-*"))
+
+
+def assert_nothing_left(case: GRPOCase, process: Process) -> None:
+    assert not (case.output_dir / "run.lease").exists()
+    assert not (case.output_dir / "pids.json").exists()
+    assert_no_process_left(process)
+
+
+def when_logged(case: GRPOCase, process: Process, words: str) -> None:
+    log = case.output_dir / "run.log"
+    deadline_s = time.monotonic() + 120
+    while not (log.exists() and words in log.read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline_s, "it did not get that far"
+        time.sleep(0.01)
