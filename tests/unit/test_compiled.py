@@ -205,6 +205,7 @@ def test_what_the_compiler_differentiates_and_writes_is_the_same(request: pytest
     assert_same(results(model, shared), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
 @pytest.mark.parametrize(
     ("family", "parts"),
