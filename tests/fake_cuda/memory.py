@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,13 +203,21 @@ class Alive:
         self._now -= sum(self._storages.pop(key)[1] for key in dead)
 
 
+def leaves_of(made: Any) -> Iterator[Any]:
+    """What an operator of PyTorch has made: one thing, or lists of them; pytree takes a tenth of the time for it."""
+    if isinstance(made, list | tuple):
+        for each in made:
+            yield from leaves_of(each)
+    else:
+        yield made
+
+
 def traced(case: Case, folder: Path) -> dict[str, int]:
     """The most bytes alive in each phase of the last step."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
     alive = Alive()
 
@@ -218,7 +226,7 @@ def traced(case: Case, folder: Path) -> dict[str, int]:
             made = func(*args, **(kwargs or {}))
             if func is torch.ops._dtensor.shard_dim_alltoall.default:
                 made = made.clone()  # of a fake one the result is a part of what all ranks together have
-            for leaf in tree_leaves(made):
+            for leaf in leaves_of(made):
                 tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
                 if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
                     alive.saw(tensor.untyped_storage())
