@@ -222,11 +222,6 @@ def sections_of(config_class: type) -> dict[str, type]:
 
 def flags_of(config_class: type) -> dict[str, Flag]:
     """Every flag of a config class by name, in the order of its sections."""
-    return dict(_read_flags(config_class))
-
-
-@cache
-def _read_flags(config_class: type) -> dict[str, Flag]:
     flags: dict[str, Flag] = {}
     for section, section_class in sections_of(config_class).items():
         for name, flag in flags_of_section(section_class, section).items():
@@ -237,6 +232,11 @@ def _read_flags(config_class: type) -> dict[str, Flag]:
 
 def flags_of_section(section_class: type, section: str = "") -> dict[str, Flag]:
     """The flags of one section class, required ones first; `section` is the field of a config class that holds it."""
+    return _read_section(section_class, section)
+
+
+@cache
+def _read_section(section_class: type, section: str) -> dict[str, Flag]:
     hints, read_with = get_type_hints(section_class), getattr(section_class, "all_read_with", "")
     flags = [_flag_of(field, hints[field.name], section, read_with) for field in fields(section_class)]
     return {flag.name: flag for flag in sorted(flags, key=lambda flag: not flag.required)}

@@ -429,8 +429,8 @@ def main(names: list[str]) -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         load_hooks(Path(scratch))
+        pretend_cuda()
         with come_by() as seen:
-            pretend_cuda()
             import torch
 
             torch.compiler.set_default_backend("eager")

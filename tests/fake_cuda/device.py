@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import subprocess
 import sys
@@ -114,6 +115,7 @@ class Stream:
 
 def pretend_cuda() -> None:
     """Let `torch.cuda` speak of a device: it has streams, memory of which little is used, and the name of an H100."""
+    gc.disable()
     import torch
 
     stream = Stream()
@@ -152,6 +154,12 @@ def pretend_cuda() -> None:
     torch.cuda.synchronize = lambda device=None: WAITS.note("torch.cuda.synchronize()")  # type: ignore[assignment]
     torch.accelerator.current_stream = always(stream)
     torch.accelerator.synchronize = lambda device=None: WAITS.note("torch.accelerator.synchronize()")  # type: ignore
+    # Libraries stay: looking for garbage in them takes a tenth of the time, and to trace their import half a minute.
+    import olmo_core.train.train_module  # noqa: F401
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
 
 
 def pretended_gpu() -> Any:

@@ -204,6 +204,15 @@ class Alive:
         self._now -= sum(self._storages.pop(key)[1] for key in dead)
 
 
+def leaves_of(made: Any) -> Iterator[Any]:
+    """What an operator of PyTorch has made: one thing, or lists of them; pytree takes a tenth of the time for it."""
+    if isinstance(made, list | tuple):
+        for each in made:
+            yield from leaves_of(each)
+    else:
+        yield made
+
+
 @contextlib.contextmanager
 def watching(alive: Alive) -> Iterator[Any]:
     """The mode that counts what is made within it; it goes into the mode of the pretended GPU."""
@@ -211,14 +220,13 @@ def watching(alive: Alive) -> Iterator[Any]:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
             made = func(*args, **(kwargs or {}))
             if func is torch.ops._dtensor.shard_dim_alltoall.default:
                 made = made.clone()  # of a fake one the result is a part of what all ranks together have
-            for leaf in tree_leaves(made):
+            for leaf in leaves_of(made):
                 tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
                 if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
                     alive.saw(tensor.untyped_storage())

@@ -76,7 +76,7 @@ ELSEWHERE = {
     "paces = gathered": ("tests/unit/test_alarms.py", 'host_of_cores("cuda")'),
     "models/delta_rule/": ("tests/fake_cuda/cases.py", '"dpo_hybrid": Case('),
     "if family.delta is None or torch": ("tests/unit/test_delta_rule.py", "lambda: on_gpu"),
-    "for layer in model.modules()": ("tests/fleet/test_grpo.py", "agree_on_experts"),
+    "for layer in model.modules()": ("tests/fleet/test_grpo_kinds.py", "agree_on_experts"),
     "planning/": ("tests/unit/test_planning_memory.py", "on_cuda"),
 }
 """Rooms, files and beginnings of statements that other tests come by: which test does, and the words that say so."""

@@ -1,16 +1,21 @@
-"""One local Ray for all the tests of a file: starting it takes longer than most of them."""
+"""One local Ray for all the tests of a file, as starting it takes longer than most of them; runs of GRPO to vary."""
 
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.fleet.grpo_case import GRPOCase, write_prompts
+from tests.ranks.fork_server import REPOSITORY
+from tests.ranks.shallow import write_shallow_model
 
 NUM_CPU_SLOTS = 16  # slots that actors are placed on, not cores
 # Without it Ray would leave one in HOME, for all that look there. A process reads it once.
@@ -51,3 +56,23 @@ def local_ray() -> Iterator[None]:
     yield
     ray.shutdown()
     watchdog.finish()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> GRPOCase:
+    folder = tmp_path_factory.mktemp("grpo")
+    model = write_shallow_model(folder / "model", family="olmo2", is_narrow=False)
+    return GRPOCase(
+        model=model,
+        prompts=write_prompts(folder / "prompts.jsonl", 6),
+        output_dir=folder / "out",
+        flags={"checkpointing_steps": 2},
+    )
+
+
+@pytest.fixture(scope="module")
+def variant(base: GRPOCase, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., GRPOCase]:
+    def make(**flags: Any) -> GRPOCase:
+        return replace(base, output_dir=tmp_path_factory.mktemp("run") / "out", flags=base.flags | flags)
+
+    return make

@@ -5,10 +5,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from open_instruct.cluster.watchdog import SHARED_MEMORY
 from open_instruct.verifiers.verifier import Verifier
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY, Forked
@@ -112,3 +114,37 @@ def finished(process: Process, *, exit_code: int) -> str:
         raise
     assert process.returncode == exit_code, said
     return said
+
+
+def marked(process: Process) -> list[int]:
+    """The living processes of a run's fleet, whoever's children they are."""
+    mark = f"OPEN_INSTRUCT_FLEET=open_instruct-{process.pid}-".encode()
+    pids = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark in environment.read_bytes():
+                pids.append(int(environment.parent.name))
+    return pids
+
+
+def assert_no_process_left(process: Process) -> None:
+    deadline_s = time.monotonic() + 30
+    while marked(process) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert not marked(process)
+    assert not list(SHARED_MEMORY.glob(f"open_instruct-{process.pid}-*"))
+
+
+def assert_nothing_left(case: GRPOCase, process: Process) -> None:
+    assert not (case.output_dir / "run.lease").exists()
+    assert not (case.output_dir / "pids.json").exists()
+    assert_no_process_left(process)
+
+
+def when_logged(case: GRPOCase, process: Process, words: str) -> None:
+    log = case.output_dir / "run.log"
+    deadline_s = time.monotonic() + 120
+    while not (log.exists() and words in log.read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline_s, "it did not get that far"
+        time.sleep(0.01)

@@ -10,8 +10,10 @@ from transformers import AutoTokenizer
 from open_instruct.records import RolloutGroup
 from open_instruct.rollout.traces import read_traces
 from tests.fleet.four_turns import NUM_TURNS
-from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, write_prompts
+from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, assert_no_process_left, write_prompts
 from tests.ranks.shallow import write_shallow_model
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +71,15 @@ def test_what_is_learned_is_what_was_sampled(undisturbed: GRPOCase) -> None:
         assert any(learned)
 
 
-def test_a_killed_run_goes_on_with_the_same_episodes(undisturbed: GRPOCase, tmp_path: Path) -> None:
+def test_a_killed_driver_takes_all_with_it_and_the_run_goes_on_with_the_same_episodes(
+    undisturbed: GRPOCase, tmp_path: Path
+) -> None:
     case = replace(undisturbed, output_dir=tmp_path / "out")
     process = case.start()
     case.when_step(3, process, lambda: process.send_signal(signal.SIGKILL))
     process.communicate()
-    case.run()
+    assert_no_process_left(process)
+    assert "resuming after step" in case.run()
     for ours, theirs in zip(groups(case), groups(undisturbed), strict=True):
         assert ours == theirs
     names = ("reward", "loss", "grad_norm", "num_tokens", "episodes/turns")

@@ -18,6 +18,7 @@ TURNS = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "c
 PAIR = {"chosen": TURNS, "rejected": [TURNS[0], {"role": "assistant", "content": "Seven."}]}
 
 
+@pytest.mark.slow
 def test_a_row_passes_few_files_with_few_moves_between_them(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", family="olmo2", size="tiny", corpus=["Name a colour. Blue. Seven."])
     (tmp_path / "row.jsonl").write_text(json.dumps(PAIR), encoding="utf-8")

@@ -14,6 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+# Of others' code only calls back into ours count, and it is imported before anything is: watched, that takes a minute.
+import olmo_core.train.train_module  # noqa: F401
+import transformers.models.auto.modeling_auto  # noqa: F401
+
 import open_instruct
 from open_instruct.dpo import main
 

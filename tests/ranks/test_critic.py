@@ -18,7 +18,7 @@ from tests.ranks.test_deepspeed_grpo import of_stage
 from tests.ranks.test_grpo_step import assert_same_trajectory
 from tests.ranks.train_case import free_ports
 
-COMPLETIONS = [13, 9, 3, 6]
+COMPLETIONS = [13, 3, 6]
 GAMMA, LAMBDA, CLIP, CRITIC_LR, SEED = 0.98, 0.9, 0.05, 3e-4, 7
 PPO: dict[str, Any] = {
     "advantages": "gae",
@@ -67,7 +67,7 @@ def test_the_trajectory_is_that_of_one_plain_loop(grpo_case: GRPOCase, one_proce
         assert plain.keys() <= row.keys()
         for name, value in plain.items():
             assert row[name] == pytest.approx(value, rel=1e-5, abs=1e-6), f"{name} of step {step + 1}"
-    assert [row["has_moved"] for row in rows] == [0, 1, 1, 1]
+    assert [row["has_moved"] for row in rows] == [0, 1, 1]
     assert any(row["critic/clip_fraction"] > 0.01 for row in rows)
 
 
@@ -82,7 +82,6 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "beside/context": {"context_parallel_degree": 2},
         "adapters/fsdp": ADAPTERS,
         "beside/zero_1": of_stage(1),
-        "beside/zero_2": of_stage(2),
         "beside/zero_3": of_stage(3),
         "adapters/zero_3": of_stage(3) | ADAPTERS,
     },
@@ -96,7 +95,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("num_ranks", LAYOUTS)
 def test_ranks_do_not_matter(grpo_case: GRPOCase, one_process: dict[str, Rows], num_ranks: int) -> None:
-    """Nor does the backend. The third step has fewer completions in a mini-batch than there are ranks."""
+    """Nor does the backend. The second step has fewer completions in a mini-batch than there are ranks."""
     cases = {
         name: case_of(
             grpo_case,

@@ -67,6 +67,11 @@ def test_every_stage_takes_the_steps_of_one_process(
         assert_same_trajectory(rows, one_process[name.partition("_")[0]])
 
 
+def test_one_device_takes_the_steps_of_one_process(grpo_case: GRPOCase, one_process: dict[str, Rows]) -> None:
+    flags = of_stage(2, single_gpu_mode=True, **WAYS["minibatches"])
+    assert_same_trajectory(run(grpo_case, 1, {"one_device": flags})["one_device"], one_process["minibatches"])
+
+
 def test_split_rows_second_copies_and_host_memory_change_nothing(
     grpo_case: GRPOCase, one_process: dict[str, Rows]
 ) -> None:

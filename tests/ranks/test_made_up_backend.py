@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.plain_backend.installed import REPOSITORY, environment_with_plain
-from tests.ranks.train_case import TrainCase
+from tests.ranks.launch import run_ranks
+from tests.ranks.train_case import TrainCase, free_ports
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +24,14 @@ def run(words: list[str], environment: dict[str, str]) -> subprocess.CompletedPr
 
 
 def test_it_takes_the_steps_of_the_others_stops_and_goes_on(dpo_case: TrainCase, environment: dict[str, str]) -> None:
-    own = {"backend": "plain", "checkpointing_steps": 3}
+    own, moving = {"backend": "plain", "checkpointing_steps": 3}, {"ref_policy_update_freq": 2, "alpha": 0.5}
+    of_fsdp2: dict[str, dict[str, object]] = {"of_fsdp2": {}, "moves_of_fsdp2": moving}
+    commands = [dpo_case.command(name, single_gpu_mode=True, **flags) for name, flags in of_fsdp2.items()]
+    run_ranks(1, "tests.ranks.jobs.train_runs:run_each", commands=commands, ports=free_ports(len(commands)))
     for name, flags in {
-        "of_fsdp2": {"single_gpu_mode": True},
         "plain": own,
         "plain_again": own | {"output_dir": dpo_case.folder / "plain"},
-        "plain_moves": own | {"ref_policy_update_freq": 2, "alpha": 0.5},
-        "moves_of_fsdp2": {"single_gpu_mode": True, "ref_policy_update_freq": 2, "alpha": 0.5},
+        "plain_moves": own | moving,
     }.items():
         if name == "plain_again":  # what was saved after the last step is gone, as after a kill
             (dpo_case.folder / "plain" / "step5" / "checkpoint.json").unlink()
