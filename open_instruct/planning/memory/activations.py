@@ -276,13 +276,14 @@ class _Block(_Piece):
         # The last chunk of a document is half full, on average. A context rank walks whole rows for its heads.
         num_chunks = -(-whole_row // CHUNK) + -(-whole_row // min(whole_row, self.workload.rows.length)) // 2
         degree = self.layout.model_parallel_degree
-        kept, forward, backward = (FLOAT32 * num_chunks * number // degree for number in delta.numbers_of_chunk)
+        kept, alone, beside, backward = (FLOAT32 * num_chunks * number // degree for number in delta.numbers_of_chunk)
         # Convolutions keep what they are given and put out; the norm what it is given, its gate, and more in float32.
         kept += self.split(num_tokens * (2 * self.c * (sum(delta.widths) + width) + 3 * FLOAT32 * width))
         gradients = [Gradient(of=each, num_bytes=each.num_bytes, scratch_bytes=backward) for each in inputs]
         width = self.split(width)
         num_bytes, saved = num_tokens * width * self.c, [Tensor(kept)]
-        gated = self.tape.run(num_bytes, *inputs, saved=saved, gradients=gradients, scratch_bytes=forward)
+        gated = self.tape.run(num_bytes, *inputs, saved=saved, gradients=gradients, scratch_bytes=alone)
+        self.tape.run(0, gated, gradients=(), scratch_bytes=beside)
         self.tape.hold(x)
         return self.cast(self.linear(f"attention.{output}", gated, width, d_model), self.num_rows * d_model, self.c)
 
