@@ -4,25 +4,37 @@ vLLM calls `register` in each of its processes, as this package's entry points s
 they hold no codes.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
 from open_instruct.config.lora import IN_4_BITS
 from open_instruct.engines.requests import EngineSettings
+from open_instruct.errors import InputError
 from open_instruct.models.hf.names import TensorNames, unpacked
 from open_instruct.models.nf4 import dequantized, quantized
 
+PLUGIN = "open_instruct_nf4"
 LOAD_FORMAT = "nf4_values"
 DTYPE_OF_SCALES = "dtype_of_scales"
 
 
 def load_options(settings: EngineSettings) -> dict[str, Any]:
-    """Options of vLLM's `EngineArgs` for how it reads the model's files."""
+    """Options of vLLM's `EngineArgs` for how it reads the model's files.
+
+    Raises:
+        InputError: vLLM will not call `register`.
+    """
     if settings.adapter is None or not settings.adapter.use_qlora:
         return {"load_format": "safetensors"}
+    is_allowed = PLUGIN in os.environ.get("VLLM_PLUGINS", PLUGIN).split(",")
+    if not is_allowed or not entry_points(group="vllm.general_plugins", name=PLUGIN):
+        remedy = "install the package anew" if is_allowed else "add it to VLLM_PLUGINS"
+        raise InputError(f"--lora_sync adapter: vLLM lacks the plugin {PLUGIN}: {remedy}, or use --lora_sync merged")
     return {"load_format": LOAD_FORMAT, "model_loader_extra_config": {DTYPE_OF_SCALES: settings.dtype_of_scales}}
 
 

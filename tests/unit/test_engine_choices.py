@@ -1,5 +1,6 @@
 """How an engine is set up by its device and the flags, and what is asked of it before a run relies on it."""
 
+from dataclasses import replace
 from typing import Annotated, Self
 
 import pytest
@@ -9,7 +10,9 @@ from pydantic.dataclasses import dataclass
 from open_instruct.cluster.actor_host import ActorHost
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.engines import rounded_base
 from open_instruct.engines.requests import Batching
+from open_instruct.engines.rounded_base import load_options
 from open_instruct.engines.vllm_core import (
     adapter_options,
     check_targets,
@@ -147,3 +150,17 @@ class TestProbe:
     def test_log_probs_that_do_not_know_the_temperature_are_refused(self) -> None:
         with pytest.raises(RunError, match=r"not those that it samples from.*3 tokens.*--vllm_runner v1"):
             check_temperature(WARM, dict(WARM))
+
+
+def test_an_engine_rounds_the_model_only_where_vllm_has_the_plugin_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_4_bits = replace(SETTINGS, adapter=LoRASection(use_lora=True, use_qlora=True), dtype_of_scales="float32")
+    assert load_options(replace(in_4_bits, adapter=LoRASection(use_lora=True))) == load_options(SETTINGS)
+    monkeypatch.setenv("VLLM_PLUGINS", "another,open_instruct_nf4")
+    assert "float32" in load_options(in_4_bits)["model_loader_extra_config"].values()
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    with pytest.raises(InputError, match="open_instruct_nf4: add it to VLLM_PLUGINS, or use --lora_sync merged"):
+        load_options(in_4_bits)
+    monkeypatch.delenv("VLLM_PLUGINS")
+    monkeypatch.setattr(rounded_base, "entry_points", lambda **_: ())
+    with pytest.raises(InputError, match="open_instruct_nf4: install the package anew"):
+        load_options(in_4_bits)
