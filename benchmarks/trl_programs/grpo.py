@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # open_instruct is no
 
 import torch
 from datasets import load_dataset
+from timed import PLAIN
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -63,7 +64,6 @@ def main() -> None:
         args=GRPOConfig(
             output_dir=str(args.out),
             use_cpu=True,
-            bf16=False,
             per_device_train_batch_size=args.num_prompts * args.group // args.ranks,
             num_generations=args.group,
             max_completion_length=args.response_length,
@@ -72,14 +72,9 @@ def main() -> None:
             beta=0.0,
             loss_type="dapo",
             learning_rate=args.learning_rate,
-            lr_scheduler_type="constant",
-            gradient_checkpointing=False,
             ddp_find_unused_parameters=False,
             use_transformers_continuous_batching=args.continuous_batching,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **PLAIN,
         ),
         train_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(args.model),

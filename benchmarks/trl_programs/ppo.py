@@ -18,6 +18,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import torch
 from datasets import Dataset
 from harness.memory import memory_bytes
+from timed import PLAIN
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 from transformers.models import olmo2  # loads what it has when asked; memory is measured after that
 from trl.experimental.ppo import PPOConfig, PPOTrainer
@@ -61,7 +62,6 @@ def settings(args: argparse.Namespace, num_prompts: int) -> PPOConfig:
     return PPOConfig(
         output_dir=str(args.out),
         use_cpu=True,
-        bf16=False,
         per_device_train_batch_size=args.batch,
         gradient_accumulation_steps=args.accumulation,
         local_rollout_forward_batch_size=args.batch,
@@ -72,12 +72,7 @@ def settings(args: argparse.Namespace, num_prompts: int) -> PPOConfig:
         temperature=1.0,
         kl_coef=args.kl_coef,
         learning_rate=args.learning_rate,
-        lr_scheduler_type="constant",
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **PLAIN,
     )
 
 

@@ -23,6 +23,17 @@ from harness.memory import forget_peak, memory_bytes
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+# Of every trainer: one learning rate throughout, each step logged, and nothing recomputed or saved.
+PLAIN = {
+    "bf16": False,
+    "lr_scheduler_type": "constant",
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
 
 class StepClock(TrainerCallback):
     """Wall time and loss of each step."""
@@ -139,18 +150,12 @@ def train_timed(
         args=config_class(
             output_dir=str(args.out),
             use_cpu=not sharded,
-            bf16=False,
             per_device_train_batch_size=args.batch,
             gradient_accumulation_steps=args.accumulation,
             max_steps=args.steps,
             max_length=args.max_length,
             learning_rate=args.learning_rate,
-            lr_scheduler_type="constant",
-            gradient_checkpointing=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **PLAIN,
             **own,
             **sharded,
         ),

@@ -69,8 +69,9 @@ class ActorHost:
         try:
             self._held = what(**arguments)
         except ValidationError as error:  # which Ray cannot always carry, and which says all settings
-            where = ".".join(map(str, (what.__name__, error.title, *error.errors()[0]["loc"])))
-            words = " ".join(error.errors()[0]["msg"].removeprefix("Value error, ").rstrip(".").split())
+            first = error.errors()[0]
+            where = ".".join(map(str, (what.__name__, error.title, *first["loc"])))
+            words = " ".join(first["msg"].removeprefix("Value error, ").rstrip(".").split())
             raise InputError(f"{where}: {words}; change the flag that this is about") from None
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

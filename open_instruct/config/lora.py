@@ -20,6 +20,7 @@ ALL_LINEAR = "all-linear"
 # The matrices of a block that are held in 4 bits, so many values of a row to a scale. Of layers of the gated delta rule
 # all but the two of a row a head, `w_a` and `w_b`, which say how fast it forgets and writes.
 IN_4_BITS = (*MODULES_OF_TARGETS.values(), "attention.w_qkv", "attention.w_g", "attention.w_output")
+MATRICES_IN_4_BITS = tuple(f".{each}.weight" for each in IN_4_BITS)  # by the ends of OLMo-core's names
 BLOCK = 64
 # Ranks of adapters that a vLLM engine supports.
 RANKS_OF_ENGINES = (1, 8, 16, 32, 64, 128, 256, 320, 512)

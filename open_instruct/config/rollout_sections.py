@@ -19,6 +19,7 @@ CAPPED = "rho_correction clamp token_mask sequence_mask"
 THROUGH_FOLDER = "weight_sync_backend files"
 WITH_CRITIC = "gae"  # the advantages that a critic estimates
 TOOL_SET = "tools"  # the environment of --tools
+CPU_KV_CACHE_MIB = 256  # of an engine on a CPU, where vLLM would take gigabytes
 
 
 def loss_fns_reading(flag: str) -> str:
@@ -331,6 +332,10 @@ class FleetSection:
     def num_gpus(self) -> int:
         """GPUs of all engines together."""
         return self.vllm_num_engines * self.vllm_tensor_parallel_size
+
+    def kv_cache_mib(self, *, on_cuda: bool) -> int | None:
+        """MiB of an engine's keys and values; None: on CUDA, what --vllm_gpu_memory_utilization leaves."""
+        return self.vllm_kv_cache_mib or (None if on_cuda else CPU_KV_CACHE_MIB)
 
 
 @dataclass(kw_only=True)

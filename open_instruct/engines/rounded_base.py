@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from open_instruct.config.lora import IN_4_BITS
+from open_instruct.config.lora import MATRICES_IN_4_BITS
 from open_instruct.engines.requests import EngineSettings
 from open_instruct.errors import InputError
 from open_instruct.models.hf.names import TensorNames, unpacked
@@ -50,7 +50,7 @@ def register() -> None:
 
         def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             names = TensorNames(model_config.hf_text_config)
-            rounded = {hf_name for name, hf_name in names if name.removesuffix(".weight").endswith(IN_4_BITS)}
+            rounded = {hf_name for name, hf_name in names if name.endswith(MATRICES_IN_4_BITS)}
             for name, whole in super().get_all_weights(model_config, model):
                 is_rounded = unpacked(name, whole.shape).keys() <= rounded
                 yield name, dequantized(*quantized(whole, self._dtype)) if is_rounded else whole

@@ -37,8 +37,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 W = TypeVar("W", bound=WeightReceiver)
 
-# vLLM would take gigabytes; on CUDA it takes what --vllm_gpu_memory_utilization leaves.
-CPU_KV_CACHE_MIB = 256
 # vLLM's message when another process holds the GPU's memory: free and total GiB, rounded to hundredths.
 FREE_MEMORY = re.compile(r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\)")
 ROUNDED_GIB = 0.01
@@ -99,7 +97,7 @@ class VLLMCore:
         on_cuda = torch.cuda.is_available()
         fleet = settings.fleet
         adapter = settings.adapter
-        kv_cache_mib = fleet.vllm_kv_cache_mib or (None if on_cuda else CPU_KV_CACHE_MIB)
+        kv_cache_mib = fleet.kv_cache_mib(on_cuda=on_cuda)
         self._settings = settings
         self._notes_routes = fleet.routing_replay == "on" and not on_cuda
         self._routes: dict[int, Any] = {}  # by key, of tokens that older weights sampled

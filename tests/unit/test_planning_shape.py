@@ -9,6 +9,7 @@ import pytest
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
+from open_instruct.config.rollout_sections import CPU_KV_CACHE_MIB
 from open_instruct.errors import InputError
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
@@ -220,6 +221,5 @@ def test_an_engine_that_shares_the_learners_gpu_takes_its_part() -> None:
     given = beside_weights(*cache, "--vllm_max_num_batched_tokens", "4096", "--vllm_max_num_seqs", "64")
     assert given == 2**30 + 4096 * a_token + 64 * a_sequence
     # On a CPU an engine takes no share of the host, and its cache has a size of its own.
-    vllm_core = pytest.importorskip("open_instruct.engines.vllm_core")
-    cache = ["--vllm_kv_cache_mib", str(vllm_core.CPU_KV_CACHE_MIB)]
+    cache = ["--vllm_kv_cache_mib", str(CPU_KV_CACHE_MIB)]
     assert beside_weights(on_cuda=False) == beside_weights(*cache)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from open_instruct.config.lora import BLOCK, IN_4_BITS
+from open_instruct.config.lora import BLOCK, MATRICES_IN_4_BITS
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, LINEAR, SLIDING, Family, family_of
@@ -27,7 +27,6 @@ from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, LM_HEAD, is_of_ad
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-MATRICES_IN_4_BITS = tuple(f".{each}.weight" for each in IN_4_BITS)
 
 # Words of a name that say how a model was trained or when, not how large it is.
 _VARIANT = re.compile(

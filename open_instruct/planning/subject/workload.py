@@ -25,7 +25,6 @@ REFERENCE, TEACHER = "reference policy", "teacher"
 MIB = 2**20
 # Of an engine on CUDA where the flags say nothing; source: `engines/requests.py`, and vLLM's `get_batch_defaults`.
 ENGINE_TOKENS, ENGINE_SEQS = 16384, 256
-CPU_KV_CACHE_MIB = 256  # of an engine on a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +138,7 @@ class Workload:
         With --vllm_kv_cache_mib, and on a CPU, they are the cache, a block's activations for all tokens, and all
         sequences' logits twice.
         """
-        cache_mib = fleet.vllm_kv_cache_mib or (None if self.on_cuda else CPU_KV_CACHE_MIB)
+        cache_mib = fleet.kv_cache_mib(on_cuda=self.on_cuda)
         if cache_mib is None:
             share = int(fleet.vllm_gpu_memory_utilization * device_memory_bytes)
             return max(0, share - shape.num_params * self.sync_bytes_per_param)
