@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo demo-dpo demo-grpo demo-tools check quick-tests test all-tests test-again lint ruff types format gpu-check gpu-check-node triton clean
+.PHONY: help install lock demo demo-dpo demo-grpo demo-tools check quick-tests test main-tests test-rest test-all all-tests test-again lint ruff types format gpu-check gpu-check-node triton clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,23 +42,35 @@ types: $(STAMP)
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(PY) -m pytest -q --dist loadfile --no-loadscope-reorder
 
-# What is quick to answer after a change; `make test` runs everything. mypy has one thread: tests run beside it.
-check: ruff  ## lint, types and the quick tests, in a few minutes
+# Three tiers of tests, by their marks: those with none; `slow` ones, from `make test` on; `extended` ones, in `make test-all`
+# and `make test-rest` alone. mypy has one thread: tests run beside it.
+QUICK := not slow and not extended
+
+check: ruff  ## lint, types and the quick tests, in three minutes
 	@$(MAKE) --no-print-directory -j 2 types quick-tests
 
 quick-tests: $(STAMP)
-	$(PYTEST) -n 2 -m "not slow" tests/house/test_house.py tests/house/test_architecture.py tests/unit
+	$(PYTEST) -n 2 -m "$(QUICK)" tests/house/test_house.py tests/house/test_architecture.py tests/unit
 
-test: ruff  ## lint, types and all tests
-	@$(MAKE) --no-print-directory -j 2 types all-tests
+test: ruff  ## lint, types and the tests of every part, in ten minutes
+	@$(MAKE) --no-print-directory -j 2 types main-tests
 
 # Three files at a time keep two cores busy: in tests of a fleet, processes wait for each other.
+main-tests: $(STAMP)
+	$(PYTEST) -n 3 -m "not extended" tests
+
+test-rest: $(STAMP)  ## the tests that `make test` leaves out
+	$(PYTEST) -n 3 -m extended tests
+
+test-all: ruff  ## lint, types and all tests
+	@$(MAKE) --no-print-directory -j 2 types all-tests
+
 all-tests: $(STAMP)
 	$(PYTEST) -n 3 tests
 
 # Tests that read what lies in the checkout or in HOME, for a checkout that has been used.
 test-again: $(STAMP)
-	$(PYTEST) -n 2 -m "not slow" tests/house tests/unit
+	$(PYTEST) -n 2 -m "$(QUICK)" tests/house tests/unit
 
 format: $(STAMP)  ## what ruff can mend by itself
 	$(PY) -m ruff check --fix .

