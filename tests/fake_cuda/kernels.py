@@ -55,7 +55,7 @@ def compiled(case: KernelCase, folder: Path, assembled: list[Kernel]) -> dict[st
     from open_instruct.learner.model.forward import token_logprobs
     from open_instruct.models import compiled as versions
     from open_instruct.models.heads.logprob_head import losses_of_logits
-    from tests.unit.test_compiled import row, versions_of, versions_of_blocks
+    from tests.unit.learner.test_compiled import row, versions_of, versions_of_blocks
 
     torch.compiler.reset()
     counters.clear()

@@ -70,14 +70,14 @@ FOUND: dict[str, Any] = {
     **{f"step_{name}": True for name in STEPS},
 }
 ELSEWHERE = {
-    "rollout/fleet.py": ("tests/unit/test_fleet_start.py", "on_gpus: bool = True"),
-    "learner/model/float8.py": ("tests/unit/test_float8.py", 'GPU = torch.device("cuda", 0)'),
-    "learner/deepspeed/planned.py": ("tests/unit/test_deepspeed_plan.py", "on_cuda"),
-    "paces = gathered": ("tests/unit/test_alarms.py", 'host_of_cores("cuda")'),
+    "rollout/fleet.py": ("tests/unit/cluster/test_fleet_start.py", "on_gpus: bool = True"),
+    "learner/model/float8.py": ("tests/unit/learner/test_float8.py", 'GPU = torch.device("cuda", 0)'),
+    "learner/deepspeed/planned.py": ("tests/unit/planning/test_deepspeed_plan.py", "on_cuda"),
+    "paces = gathered": ("tests/unit/run/test_alarms.py", 'host_of_cores("cuda")'),
     "models/delta_rule/": ("tests/fake_cuda/cases.py", '"dpo_hybrid": Case('),
-    "if family.delta is None or torch": ("tests/unit/test_delta_rule.py", "lambda: on_gpu"),
+    "if family.delta is None or torch": ("tests/unit/models/test_delta_rule.py", "lambda: on_gpu"),
     "for layer in model.modules()": ("tests/fleet/test_grpo_kinds.py", "agree_on_experts"),
-    "planning/": ("tests/unit/test_planning_memory.py", "on_cuda"),
+    "planning/": ("tests/unit/planning/test_planning_memory.py", "on_cuda"),
 }
 """Rooms, files and beginnings of statements that other tests come by: which test does, and the words that say so."""
 

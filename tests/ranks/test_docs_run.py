@@ -23,7 +23,7 @@ from tests.house.test_docs_commands import PAGES, commands_of
 from tests.ranks.fork_server import REPOSITORY, Forked
 from tests.ranks.jobs.docs_commands import run_all
 from tests.ranks.shallow import write_shallow_model
-from tests.unit.fake_hub import fake_hub
+from tests.unit.run.fake_hub import fake_hub
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 
 from tests.ranks.launch import REPOSITORY
-from tests.unit.fake_hub import fake_hub
+from tests.unit.run.fake_hub import fake_hub
 
 PAGE = REPOSITORY / "docs" / "notebook.md"
 BAD_ROW = """

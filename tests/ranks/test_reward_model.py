@@ -17,7 +17,7 @@ from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.ranks.objective_case import assert_resumed_bitwise, assert_same, read, stopped_and_not, train, write
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase
-from tests.unit.test_reward_scores import CPU, document, opened, scoring_model
+from tests.unit.objectives.test_reward_scores import CPU, document, opened, scoring_model
 from tests.unit.token_data import encoded
 
 OTHER_FAMILIES = {"olmo3": False, "qwen3": True, "llama": True}  # and whether their embeddings are tied

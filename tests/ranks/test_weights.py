@@ -23,7 +23,7 @@ from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import parameter_shapes
 from open_instruct.models.shards import box_shape, shard_box
 from tests.ranks.shallow import write_shallow_model
-from tests.unit.test_checkpoint_files import write_indexed
+from tests.unit.models.test_checkpoint_files import write_indexed
 
 JOB = "tests.ranks.jobs.weights"
 UNSHARDED = None

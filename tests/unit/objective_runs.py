@@ -18,7 +18,7 @@ from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.objectives.objective import BoundLoss, Objective
 from open_instruct.olmo_core_train_modules import ObjectiveTrainModule
-from tests.unit.test_finite import CPU, Recorder
+from tests.unit.learner.test_finite import CPU, Recorder
 
 
 def config_of(objective: Objective, *words: str) -> Any:

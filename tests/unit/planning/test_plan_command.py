@@ -1,0 +1,680 @@
+"""`open-instruct plan`: what it is asked, prints, draws and advises, and the check when a run starts."""
+
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from html.parser import HTMLParser
+from itertools import pairwise, product
+from math import prod
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from open_instruct.cli import main
+from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.objectives.registry import OBJECTIVES
+from open_instruct.planning.advice import Advice, change_to_fit
+from open_instruct.planning.memory.phases import Moments, memory_by_phase
+from open_instruct.planning.plan import Plan, plan_of
+from open_instruct.planning.request import PlanRequest, parse_request
+from open_instruct.planning.shown import LETTERS, PARTS, said, traffic_rows
+from open_instruct.planning.step_time import flops_per_step
+from open_instruct.planning.subject.units import GIB
+from open_instruct.report.plan_command import html_page, print_plan
+from open_instruct.wording import one_of
+from tests.unit.planning.test_plan_check import FIELDS
+
+REPOSITORY = Path(__file__).parents[3]
+DOCS_PAGE = REPOSITORY / "docs" / "planning.md"
+
+OLMO_7B = ["--model_name_or_path", "allenai/OLMo-2-1124-7B"]
+OLMO_32B = ["--model_name_or_path", "allenai/OLMo-2-0325-32B"]
+TWO_NODES = ["--num_nodes", "2", "--gpus_per_node", "8"]
+FULL = ["--activation_checkpointing", "full"]
+KEEPS_ALL = ["--activation_checkpointing", "none"]
+DPO_7B = ["dpo", *OLMO_7B, *TWO_NODES]
+DPO_32B = ["dpo", *OLMO_32B, *FULL, "--per_device_train_batch_size", "1", "--gpus_per_node", "8"]
+TENSOR, CONTEXT = ["--tensor_parallel_degree"], ["--context_parallel_degree"]
+SHARED = ["--shared_prompt_tokens"]
+LEARNERS = ["--num_learners_per_node"]
+GRPO_7B = ["grpo", *OLMO_7B, *LEARNERS]
+ON_ONE_GPU = ["grpo", "--model_name_or_path", "Qwen/Qwen3-1.7B", "--single_gpu_mode"]
+QWEN3_30B_A3B = json.loads(
+    '{"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,'
+    ' "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "vocab_size": 151936, "dtype":'
+    ' "bfloat16", "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}'
+)
+STEPS = ["--gradient_accumulation_steps", "16"]
+ESCAPE = "\x1b"
+
+
+def requested(*words: str) -> PlanRequest:
+    return parse_request(words)
+
+
+def planned(*words: str) -> Plan:
+    return plan_of(requested(*words).setting)
+
+
+def page(plan: Plan, *, console: Console | None = None, encoding: str = "utf-8") -> str:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    print_plan(plan, Advice(plan), console or Console(file=file, width=80))
+    file.flush()
+    return file.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+
+
+class TestRequest:
+    @pytest.mark.parametrize(
+        ("words", "nodes"),
+        [
+            (["--gpus_per_node", "2x2", "4"], (2, 2, 4)),
+            (["--num_nodes", "2", "--gpus_per_node", "2", "4"], (2, 4)),
+            (["--num_nodes", "3", "--gpus_per_node", "4"], (4, 4, 4)),
+        ],
+    )
+    def test_nodes(self, words: list[str], nodes: tuple[int, ...]) -> None:
+        """Flags of the data and the output folder need not be given."""
+        assert requested("sft", *OLMO_7B, *words).setting.gpus_per_node == nodes
+
+    def test_the_file_of_a_run(self) -> None:
+        file = str(REPOSITORY / "configs" / "dpo" / "olmo2_32b_32gpu_tp.yaml")
+        plan = planned("dpo", file, "--gpus_per_node", "4x8", "--max_seq_length", "2048")
+        assert (plan.layout.shard_degree, plan.layout.tensor_parallel_degree) == (8, 2)
+        assert (plan.workload.rows.length, plan.workload.checkpointing) == (2048, "full")
+
+    @pytest.mark.parametrize(
+        ("words", "learners"),
+        [
+            (["--num_learners_per_node", "8", "8"], (8, 8)),
+            (["--gpus_per_node", "8", "8"], (8, 8)),
+            (["--num_learners_per_node", "8", "8", "--gpus_per_node", "4x8"], (8, 8)),
+            # One learner is the default too, but the other GPUs are then not learners'.
+            (["--num_learners_per_node", "1", "--gpus_per_node", "16"], (1,)),
+            (["run.yaml", "--gpus_per_node", "16"], (1,)),
+        ],
+    )
+    def test_learners_are_planned_and_engines_come_on_top(
+        self, words: list[str], learners: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("run.yaml").write_text("num_learners_per_node: [1]\n")
+        engines = ["--vllm_num_engines", "4", "--vllm_tensor_parallel_size", "2"]
+        plan = planned("grpo", *words, *OLMO_7B, *engines)
+        assert (plan.layout.gpus_per_node, plan.workload.num_engines) == (learners, 4)
+
+    def test_links_of_its_own(self) -> None:
+        device = requested(*DPO_7B, "--cross_node_gb_s", "12.5").setting.device
+        assert device.cross_node_gb_s == 12.5
+        assert device.in_node_gb_s == requested(*DPO_7B).setting.device.in_node_gb_s
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], f"the first word is {one_of([*OBJECTIVES, 'grpo'])}"),
+        (["dpi", *OLMO_7B], "'dpi' is not a run; did you mean dpo?"),
+        (["dpo", *OLMO_7B], "missing: --gpus_per_node"),
+        (["dpo", *TWO_NODES], "missing: --model_name_or_path"),
+        (["dpo", *OLMO_7B, "--num_nodes", "2"], "with 0 numbers in --gpus_per_node: give one for all nodes"),
+        (["dpo", *OLMO_7B, "--num_nodes", "0", "--gpus_per_node", "8"], "--num_nodes 0: must be at least 1"),
+        (["dpo", *OLMO_7B, "--num_nodes", "3", "--gpus_per_node", "8", "8"], "2 numbers in --gpus_per_node: give one"),
+        (["dpo", *OLMO_7B, "--num_nodes", "9999", "--gpus_per_node", "8"], "9999x8 is more than the 10000 GPUs"),
+        (["dpo", *OLMO_7B, "--gpus_per_node", "-8"], "'-8' is not a whole number of at least 1"),
+        (["dpo", *OLMO_7B, "--gpus_per_node", "eight"], "8 is a node of 8 GPUs, 4x8 four of them"),
+        ([*DPO_7B, "--fsdp_shard_degree", "3"], "--fsdp_shard_degree 3 does not divide 16 learner GPUs"),
+        ([*DPO_32B[:3], *TWO_NODES, *TENSOR, "16"], "of allenai/OLMo-2-0325-32B; their product can be 1, 2, 4 or 8"),
+        ([*DPO_32B[:3], *TWO_NODES, *TENSOR, "4", *CONTEXT, "4"], "= 16 does not divide the 40 query heads"),
+        ([*DPO_7B, "--max_seq_length", "-5"], "--max_seq_length -5: must be at least 2"),
+        (["dpo", "--model_name_or_path", "allenai/OLMo-2-9B", *TWO_NODES], "give a folder, a config.json, or a name"),
+        ([*DPO_7B, "--gpu", "h1000"], "--gpu h1000"),
+        ([*DPO_7B, "--mfu", "1.5"], "--mfu 1.5: must be above 0 and at most 1"),
+        ([*DPO_7B, "--in_node_gb_s", "-450"], "--in_node_gb_s -450.0: must be above 0"),
+        ([*DPO_7B, *SHARED, "-1"], "must be at least 1 and at most 2047"),
+        ([*DPO_7B, *SHARED, "2048"], "must be at least 1 and at most 2047"),
+        ([*DPO_7B, *SHARED, "9", "--prefix_sharing", "off"], "nor do others with --prefix_sharing off"),
+        ([*DPO_7B, *SHARED, "9", "--no_packing"], "or --no_packing; leave it out"),
+        (["sft", *DPO_7B[1:], *SHARED, "9"], "rows of one text share nothing"),
+        (["grpo", *DPO_7B[1:], *SHARED, "257"], "at most 256 (--max_prompt_token_length)"),
+        ([*DPO_7B, "--htlm", "x.html"], "--htlm is not a flag; did you mean --html?"),
+        ([*DPO_7B, *KEEPS_ALL, "--html", "gone/plan.html"], "--html gone/plan.html cannot be written (No such file"),
+        ([*DPO_7B, *KEEPS_ALL, "--html", "/dev/full"], "--html /dev/full cannot be written (No space left on device)"),
+        (["grpo", *OLMO_7B, *LEARNERS, "8", "8", "--gpus_per_node", "8"], "needs a node of its own for each number"),
+        (["grpo", *OLMO_7B, *LEARNERS, "8", "--gpus_per_node", "8"], "leaves 0 of 8 GPUs for engines"),
+    ],
+)
+def test_bad_input(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == EXIT_INPUT
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert part in streams.err and len(streams.err.splitlines()) == 1, streams.err
+
+
+EXPERTS_30B = ["dpo", "--model_name_or_path", "Qwen/Qwen3-30B-A3B", *TWO_NODES]
+
+
+class TestExperts:
+    """A plan refuses what the run refuses of them, in its words."""
+
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            ("--use_lora --use_qlora", "--use_qlora: experts lie in stacks, which are not held in 4 bits"),
+            ("--optimizer muon", "--optimizer muon: it takes matrices"),
+            ("--float8_linears tensorwise", "--float8_linears: experts multiply in --param_dtype alone"),
+        ],
+    )
+    def test_what_cannot_train_them_is_refused(self, flags: str, words: str) -> None:
+        with pytest.raises(InputError, match=words):
+            planned(*EXPERTS_30B, *flags.split())
+        planned(*DPO_7B, *flags.split())
+
+    @pytest.mark.parametrize("flags", ["--no_packing", "--context_parallel_degree 2"])
+    def test_so_is_what_their_loss_of_balance_cannot_go_with(self, tmp_path: Path, flags: str) -> None:
+        for balances in (True, False):
+            fields = QWEN3_30B_A3B | {"output_router_logits": balances}
+            (tmp_path / "config.json").write_text(json.dumps(fields))
+            words = ["dpo", "--model_name_or_path", str(tmp_path), *TWO_NODES, *flags.split()]
+            with pytest.raises(InputError, match="router_logits = true") if balances else nullcontext():
+                planned(*words)
+
+
+class TestPlan:
+    def test_it_is_made_of_the_runs_own_layout_and_workload(self) -> None:
+        plan = planned(*DPO_7B, *FULL)
+        assert (plan.layout.shard_degree, plan.layout.num_replicas) == (8, 2)
+        assert plan.phases == memory_by_phase(Moments(plan.setting.shape, plan.layout, plan.workload))
+        assert plan.peak.total_bytes == max(phase.total_bytes for phase in plan.phases)
+        assert plan.headroom_bytes == plan.setting.device.memory_bytes - plan.peak.total_bytes
+        assert plan.tokens_per_step == 16 * 8 * 2 * 2048
+
+    def test_completions_of_grpo_are_the_same_on_any_number_of_ranks(self) -> None:
+        words = ["grpo", *OLMO_7B, "--num_unique_prompts_rollout", "64", "--num_samples_per_prompt_rollout", "8"]
+        steps = {planned(*words, "--gpus_per_node", nodes).tokens_per_step for nodes in ("8", "2x8", "4x8")}
+        assert steps == {64 * 8 * 512}
+
+    def test_other_flags_are_the_same_as_on_the_command_line(self) -> None:
+        setting = requested(*DPO_7B).setting
+        changed = setting.with_flags({"fsdp_shard_degree": 4, "activation_checkpointing": "full", "num_nodes": 4})
+        words = ["--fsdp_shard_degree", "4", *FULL, "--num_nodes", "4", "--gpus_per_node", "8"]
+        asked = requested("dpo", *OLMO_7B, *words).setting
+        assert changed.gpus_per_node == asked.gpus_per_node
+        assert plan_of(changed).phases == plan_of(asked).phases
+        with pytest.raises(InputError, match="per_device_train_batch_size 0"):
+            setting.with_flags({"per_device_train_batch_size": 0})
+
+
+class TestSharedPrompts:
+    def test_a_pair(self) -> None:
+        """8 pairs of 2 x 2048 tokens, prompts of 1025: a prompt's last token is computed for each reply."""
+        run = [*DPO_7B, *KEEPS_ALL]
+        whole, shared = planned(*run), planned(*run, "--shared_prompt_tokens", "1025")
+        assert whole.workload.tokens_per_microbatch == shared.workload.row_tokens_per_microbatch == 8 * 4096
+        assert shared.workload.tokens_per_microbatch == 8 * (1024 + 2 * 1024)
+        assert shared.tokens_per_step == whole.tokens_per_step
+        assert shared.time.compute_s < 0.8 * whole.time.compute_s
+        assert shared.peak.total_bytes < 0.85 * whole.peak.total_bytes
+        assert "24,576 tokens in a row stand for 32,768" in " ".join(page(shared).split())
+
+    def test_a_group_needs_fewer_microbatches(self) -> None:
+        """16 prompts x 4 completions on 2 learners: 32 of 512 tokens each, 8 to a row of 4096, shared 12."""
+        assert planned(*GRPO_7B, "2").workload.num_microbatches == 4
+        shared = planned(*GRPO_7B, "2", "--shared_prompt_tokens", "256").workload
+        assert shared.rows.tokens_of(4) == 255 + 4 * 257 == 1283
+        assert shared.num_microbatches == 3
+        # 11 completions in the fullest: two whole groups and three of a third.
+        assert shared.tokens_per_microbatch == 3 * 255 + 11 * 257 < shared.pack_tokens == 4096
+        assert shared.row_tokens_per_microbatch == 11 * 512
+
+    def test_what_a_row_leaves_empty_takes_memory_and_no_time(self) -> None:
+        """Sequences of 512 tokens: a pack of 1,000 holds one of them, and shorter ones fill it."""
+        exact, loose = (planned(*GRPO_7B, "2", "--pack_length", length) for length in ("512", "1000"))
+        assert loose.time == exact.time and loose.exchanges == exact.exchanges
+        assert loose.peak.total_bytes > exact.peak.total_bytes
+        assert loose.phases == planned(*GRPO_7B, "2", "--pack_length", "1000", "--response_length", "744").phases
+
+
+ONE_PAIR = ["--per_device_train_batch_size", "1"]
+TWO_PAIRS = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]
+SHARDS = {"fsdp_shard_degree", "fsdp_num_replicas"}
+
+
+class TestAdvice:
+    """Every advice is given to the command again."""
+
+    @pytest.mark.parametrize(
+        ("words", "names"),
+        [
+            # Too few GPUs share a copy, and more of the same node could.
+            ([*DPO_7B, *FULL, "--fsdp_shard_degree", "1"], SHARDS),
+            ([*DPO_7B, *KEEPS_ALL], {"activation_checkpointing"}),
+            (
+                [*DPO_7B, *FULL, "--gpu", "memory_gib=28"],
+                {"per_device_train_batch_size", "gradient_accumulation_steps"},
+            ),
+            ([*DPO_7B, *FULL, *ONE_PAIR, "--gpu", "memory_gib=18"], SHARDS),
+            (
+                ["grpo", *OLMO_7B, *FULL, "--gpus_per_node", "8", "--pack_length", "65536", "--gpu", "memory_gib=40"],
+                {"pack_length"},
+            ),
+            ([*DPO_32B, "--max_seq_length", "16384"], {*SHARDS, "tensor_parallel_degree"}),
+            ([*DPO_32B, "--gpu", "memory_gib=44"], {"adam_offload"}),
+            ([*DPO_32B, "--gpu", "memory_gib=44", "--optimizer", "skip_step_adamw"], {"offload"}),
+            ([*DPO_32B, "--gpu", "memory_gib=44", "--optimizer", "muon"], {"num_nodes", *SHARDS}),
+            # Whole gradients are given up first.
+            (
+                [*DPO_7B, *FULL, *ONE_PAIR, *STEPS, "--gpu", "memory_gib=28", "--gradient_reduction", "last"],
+                {"gradient_reduction"},
+            ),
+            # An engine on the same GPU takes less.
+            ([*ON_ONE_GPU, *FULL], {"vllm_gpu_memory_utilization"}),
+            ([*ON_ONE_GPU, *FULL, "--vllm_kv_cache_mib", "65536"], {"vllm_kv_cache_mib"}),
+        ],
+    )
+    def test_what_it_says_fits(self, words: list[str], names: set[str]) -> None:
+        plan = planned(*words)
+        change = change_to_fit(plan)
+        assert not plan.fits and change is not None
+        assert set(change.values) == names
+        # A flag that is given twice has the last value, but for the nodes.
+        nodes = ["--num_nodes", str(len(change.plan.setting.gpus_per_node))] if "num_nodes" in names else []
+        again = planned(*without(words, change.values), *change.flags.split(), *nodes)
+        assert again.has_room and again.phases == change.plan.phases
+        assert again.tokens_per_step == plan.tokens_per_step or names & {"num_nodes", "tensor_parallel_degree"}
+
+    def test_the_smallest_shard_degree_comes_first(self) -> None:
+        change = change_to_fit(planned(*DPO_7B, *FULL, "--fsdp_shard_degree", "1"))
+        assert change is not None
+        smaller = change.values["fsdp_shard_degree"] // 2
+        assert not planned(*DPO_7B, *FULL, "--fsdp_shard_degree", str(smaller)).fits
+
+    def test_selected_modules_are_given_up_for_whole_blocks(self) -> None:
+        modules = ["--activation_checkpointing_modules", "blocks.*.x"]
+        change = change_to_fit(planned(*DPO_7B, "--activation_checkpointing", "selected_modules", *modules))
+        assert change is not None and change.values["activation_checkpointing"] == "full"
+
+    def test_adapters_where_the_whole_model_does_not_fit_on_these_gpus(self) -> None:
+        words = ["dpo", *OLMO_7B, "--gpus_per_node", "1", "--gpu", "memory_gib=23.6"]
+        advice = Advice(planned(*words, *KEEPS_ALL))
+        assert advice.to_fit is not None and "num_nodes" in advice.to_fit.values
+        change = advice.with_adapters
+        assert change is not None
+        assert change.flags.startswith("--use_lora true --lora_r 16 --activation_checkpointing full")
+        alone = planned(*words, *change.flags.split())
+        assert alone.has_room and alone.phases == change.plan.phases
+        assert f"Adapters alone, beside the frozen model, fit on these GPUs: {change.flags}" in said("advice", advice)
+        assert Advice(alone).with_adapters is None
+        on_one_device = planned(*words, "--single_gpu_mode")
+        assert not any("No flag" in line for line in said("advice", Advice(on_one_device)))
+
+    @pytest.mark.parametrize(
+        "others",
+        [["--gpu", "memory_gib=141"], ["--gpu", "memory_gib=2"], ["--optimizer", "muon"]],
+        ids=["other flags are enough", "too large", "no adapters with Muon"],
+    )
+    def test_elsewhere_adapters_are_not_named(self, others: list[str]) -> None:
+        assert Advice(planned("dpo", *OLMO_7B, "--gpus_per_node", "1", *others)).with_adapters is None
+
+    def test_more_nodes_are_named_as_the_run_takes_them(self) -> None:
+        few = [*OLMO_7B, *FULL, "--gpus_per_node", "2", "--gpu", "memory_gib=44", "--optimizer", "muon"]
+        dpo = change_to_fit(planned("dpo", *few, *ONE_PAIR))
+        grpo = change_to_fit(planned("grpo", *few))
+        assert dpo is not None and re.match(r"on \d nodes of 2 GPUs with --fsdp_shard_degree \d", dpo.text)
+        assert grpo is not None and re.match(r"--num_learners_per_node 2( 2)+ --fsdp_shard_degree \d", grpo.text)
+
+    def test_another_global_batch_is_said(self) -> None:
+        plan = planned(*DPO_32B, "--max_seq_length", "16384")
+        advice = Advice(plan)
+        assert advice.to_fit is not None and "tensor_parallel_degree" in advice.to_fit.values
+        after = advice.to_fit.plan.tokens_per_step
+        assert f"The global batch becomes {after:,} tokens, from {plan.tokens_per_step:,}." in said("advice", advice)
+        assert not any("global batch" in line for line in said("advice", Advice(planned(*DPO_7B))))
+
+    def test_nothing_helps(self) -> None:
+        advice = Advice(planned(*DPO_7B, "--gpu", "memory_gib=1"))
+        assert advice.to_fit is None
+        (line,) = said("advice", advice)
+        assert "No flag makes it fit: take a smaller model" in line
+
+    def test_what_barely_fits_is_given_room(self) -> None:
+        words = [*DPO_7B, *FULL, "--gpu"]
+        needed_gib = planned(*words, "h100").peak.total_bytes / GIB
+        plan = planned(*words, f"memory_gib={needed_gib * 1.01}")
+        advice = Advice(plan)
+        assert plan.fits and not plan.has_room and "fits, but barely: needs" in page(plan)
+        assert advice.to_fit is not None and advice.to_fit.plan.has_room
+        assert "leaves little room" in next(iter(said("advice", advice)))
+
+    def test_a_faster_layout_is_named_and_the_fastest_is_left_alone(self) -> None:
+        words = [*DPO_7B, *FULL, "--fsdp_shard_degree", "1", "--tensor_parallel_degree", "8"]
+        plan = planned(*words)
+        advice = Advice(plan)
+        change = advice.faster
+        assert plan.fits and change is not None
+        fastest = next(other for other in advice.ranked if other.has_room)
+        assert set(change.values) == {*SHARDS, "tensor_parallel_degree"}
+        assert planned(*DPO_7B, *FULL, *change.flags.split()).phases == fastest.phases == change.plan.phases
+        assert fastest.tokens_per_second > plan.tokens_per_second
+        assert change.flags in " ".join(said("advice", advice))
+        assert Advice(fastest).faster is None and change_to_fit(fastest) is None
+
+    def test_gradients_are_reduced_once_where_memory_allows(self) -> None:
+        words = ["dpo", *OLMO_7B, *FULL, "--gpus_per_node", "8", *ONE_PAIR, *STEPS]
+        plan = planned(*words)
+        advice = Advice(plan)
+        change = advice.exchanges_less
+        assert change is not None and change.flags == "--gradient_reduction last"
+        last = planned(*words, *change.flags.split())
+        assert last.phases == change.plan.phases and last.has_room
+        # 15 of 16 times all gradients, in float32, to seven of eight ranks.
+        in_float32 = plan.setting.shape.num_params * 4
+        assert plan.sent_bytes - last.sent_bytes == pytest.approx(15 * in_float32 * 7 / 8, rel=1e-3)
+        text = " ".join(said("advice", advice))
+        assert "Exchanges less and fits: --gradient_reduction last" in text and "sends 356.9 GiB less." in text
+
+    @pytest.mark.parametrize(
+        "others",
+        [
+            [*STEPS, "--gradient_reduction", "last"],
+            [],
+            [*STEPS, "--gpu", "memory_gib=44"],
+            [*STEPS, "--fsdp_shard_degree", "1", "--gpu", "memory_gib=400"],
+        ],
+        ids=["already so", "one microbatch", "no room", "nothing to reduce"],
+    )
+    def test_and_elsewhere_that_is_not_said(self, others: list[str]) -> None:
+        plan = planned("dpo", *OLMO_7B, *FULL, "--gpus_per_node", "8", *ONE_PAIR, *others)
+        assert plan.fits and Advice(plan).exchanges_less is None
+
+    def test_inputs_of_blocks_go_to_the_host(self) -> None:
+        words = ["dpo", *OLMO_7B, *FULL, "--gpus_per_node", "8", *ONE_PAIR]
+        plan = planned(*words, "--max_seq_length", "32768", "--gpu", "memory_gib=46")
+        change = change_to_fit(plan)
+        assert not plan.fits and change is not None and change.flags == "--activation_checkpointing offload"
+        host = dict(change.plan.host.parts)
+        # 32 inputs of 65,536 tokens of 4,096 numbers, in two bytes.
+        assert host.pop("inputs of blocks") == 32 * 65536 * 4096 * 2 and host == dict(plan.host.parts)
+        assert "16.0 GiB for inputs of blocks" in " ".join(page(change.plan).split())
+
+
+def without(words: list[str], flags: Iterable[str]) -> list[str]:
+    """The words without the first flag of each name that is among them, and its one value."""
+    for flag in flags:
+        if f"--{flag}" in words:
+            first = words.index(f"--{flag}")
+            words = words[:first] + words[first + 2 :]
+    return words
+
+
+class TestRanking:
+    def test_every_triple_is_there_once(self) -> None:
+        ranked = Advice(planned(*DPO_7B, *FULL)).ranked
+        layouts = [plan.layout for plan in ranked]
+        triples = {(each.shard_degree, each.num_replicas, each.tensor_parallel_degree) for each in layouts}
+        powers = [2**i for i in range(5)]
+        assert len(ranked) == 15
+        assert triples == {triple for triple in product(powers, repeat=3) if prod(triple) == 16}
+
+    def test_those_that_fit_come_first_by_speed(self) -> None:
+        ranked = Advice(planned(*DPO_7B, *FULL, "--gpu", "memory_gib=40")).ranked
+        fits = [plan.fits for plan in ranked]
+        assert fits == sorted(fits, reverse=True) and 0 < sum(fits) < len(fits)
+        speeds = [plan.tokens_per_second for plan in ranked if plan.fits]
+        assert all(later <= sooner * 1.01 for sooner, later in pairwise(speeds))
+        needs = [plan.peak.total_bytes for plan in ranked if not plan.fits]
+        assert needs == sorted(needs)
+
+    @pytest.mark.parametrize(
+        ("words", "degrees"),
+        [
+            (["dpo", *OLMO_32B, *TWO_NODES], {1, 2, 4, 8}),  # the key-value heads bound it
+            ([*DPO_7B, "--context_parallel_degree", "2"], {1, 2, 4, 8}),  # and what rows are split by
+            (["dpo", "--model_name_or_path", "Qwen/Qwen3-30B-A3B", *TWO_NODES, "--context_parallel_degree", "2"], {1}),
+            (["dpo", *OLMO_7B, "--gpus_per_node", "1", "--single_gpu_mode"], set()),
+        ],
+    )
+    def test_tensor_degrees(self, words: list[str], degrees: set[int]) -> None:
+        plan = planned(*words)
+        layouts = [other.layout for other in Advice(plan).ranked]
+        assert {layout.tensor_parallel_degree for layout in layouts} == degrees
+        context = plan.layout.context_parallel_degree
+        assert all(layout.context_parallel_degree == context for layout in layouts)
+
+    def test_experts_stay_split(self, tmp_path: Path) -> None:
+        """Over the shard group of every layout that divides them, and of what is advised."""
+        (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+        rows = [*FULL, "--per_device_train_batch_size", "1", "--gpus_per_node", "3x8"]
+        model = ["dpo", "--model_name_or_path", str(tmp_path), *rows, "--fsdp_shard_degree", "2"]
+        split = [*model, "--expert_parallel_degree", "2"]
+        ranked = Advice(planned(*split)).ranked
+        assert {plan.layout.expert_parallel_degree for plan in ranked} == {1, 2, 4, 8}
+        needs, needs_gathered = (planned(*words).peak.total_bytes for words in (split, model))
+        assert needs < needs_gathered / 4  # the state of an expert is cut among all 24, and not among 2
+        change = change_to_fit(planned(*split, "--gpu", f"memory_gib={needs / GIB - 0.1}"))
+        assert change is not None
+        assert "--expert_parallel_degree 4" in change.flags and "--fsdp_shard_degree 4" in change.flags
+
+
+class TestPage:
+    def test_every_letter_is_explained(self) -> None:
+        grpo = [*GRPO_7B, "8", "--beta", "0.1"]
+        single = ["grpo", "--model_name_or_path", "Qwen/Qwen3-0.6B", "--single_gpu_mode", "--num_epochs", "2"]
+        distill = ["distill", *DPO_7B[1:], "--teacher_model_name_or_path", "allenai/OLMo-2-0325-32B"]
+        explained = set()
+        for words in (DPO_7B, [*DPO_7B, *FULL], grpo, [*grpo, *FULL, "--advantages", "gae"], single, distill):
+            plan = planned(*words)
+            text = page(plan)
+            shown = {label for phase in plan.phases for label, _ in phase.parts}
+            for label in shown:
+                assert f"   {LETTERS[label]}  {label}: {PARTS[label]['meaning'][:20]}" in text
+            explained |= shown
+        assert explained == set(LETTERS)
+        assert len(set(LETTERS.values())) == len(LETTERS)
+
+    def test_lines_are_short_and_plain_in_a_pipe(self) -> None:
+        for words in (DPO_7B, [*DPO_7B, *FULL], ["dpo", *OLMO_32B, "--gpus_per_node", "128x8"]):
+            text = page(planned(*words))
+            assert [line for line in text.splitlines() if len(line) > 96] == []
+            assert ESCAPE not in text
+
+    def test_a_terminal_gets_colours(self) -> None:
+        plan = planned(*DPO_7B, *FULL)
+        coloured = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
+        print_plan(plan, Advice(plan), coloured)
+        assert ESCAPE in coloured.file.getvalue()  # type: ignore[attr-defined]
+
+    def test_without_box_characters(self) -> None:
+        page(planned(*DPO_7B, *FULL), encoding="ascii").encode("ascii")
+
+    def test_rows_are_few_and_no_exchange_is_lost(self) -> None:
+        for words in (
+            [*DPO_7B, "--tensor_parallel_degree", "2"],
+            [*DPO_7B, "--optimizer", "muon"],
+            [*GRPO_7B, "8", "8", "--beta", "0.1"],
+        ):
+            plan = planned(*words)
+            rows = traffic_rows(plan)
+            assert sum(each.sent_bytes for row in rows for each in row) == plan.sent_bytes
+            assert len({(row[0].axis, row[0].what) for row in rows}) == len(rows) < 12
+            assert all(len(row[0].what) <= 36 for row in rows)
+
+    def test_engines_on_the_learners_node(self) -> None:
+        """Four of each on one node of 8; without the node's size they may be anywhere."""
+        grpo = [*GRPO_7B, "4", "--vllm_num_engines", "4"]
+        shared, apart = planned(*grpo, "--gpus_per_node", "8"), planned(*grpo)
+        assert [exchange for exchange in shared.exchanges if exchange.crosses_nodes] == []
+        (row,) = (row for row in traffic_rows(apart) if row[0].collective == "broadcast")
+        sent_bytes = sum(each.sent_bytes for each in row)
+        assert row[0].crosses_nodes and sent_bytes == sum(each.num_bytes for each in row)
+        assert apart.setting.shape.num_params * 2 / 4 == pytest.approx(sent_bytes, rel=0.01)
+
+    @pytest.mark.parametrize(
+        ("words", "parts"),
+        [
+            (
+                [*DPO_7B, *CONTEXT, "2"],
+                ["of them (context groups).", "16 GPUs with context degree 2, the fastest"],
+            ),
+            ([*GRPO_7B, "8", *TENSOR, "2"], ["of them (tensor groups, weights to the engines)."]),
+            # The name that was given, and whose speeds.
+            (
+                ["dpo", *OLMO_7B[:1], f"{OLMO_7B[1]}-SFT", *TWO_NODES, "--gpu", "memory_gib=40"],
+                ["DPO of allenai/OLMo-2-1124-7B-SFT (7.3B parameters) on 2 nodes", "(40 GiB each, speeds of an H100)"],
+            ),
+        ],
+    )
+    def test_what_is_said_of_some(self, words: list[str], parts: list[str]) -> None:
+        text = " ".join(page(planned(*words)).split())
+        assert all(part in text for part in parts)
+
+
+class _Tags(HTMLParser):
+    VOID = ("meta", "line", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+class TestHtml:
+    def test_one_file_that_stands_alone(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "plan.html"
+        assert main(["plan", *DPO_7B, "--html", str(file)]) == 0
+        assert "Memory of one GPU" in capsys.readouterr().out
+        text = file.read_text(encoding="utf-8")
+        assert text.startswith("<!doctype html>")
+        tags = _Tags()
+        tags.feed(text)
+        assert tags.open == []
+        names = {tag for tag, _ in tags.seen}
+        assert "figure" in names and not names & {"script", "link", "img", "iframe"}
+        assert not re.search(r"https?:|url\(|@import", text)
+        assert "prefers-color-scheme: dark" in text
+
+    def test_bars_have_the_bytes_of_the_plan_and_every_part_a_colour(self) -> None:
+        plan = planned(*DPO_7B, *FULL)
+        advice = Advice(plan)
+        text = html_page(plan, advice)
+        for phase in plan.phases:
+            for label, num_bytes in phase.parts:
+                if num_bytes > GIB:
+                    assert f'title="{label}: {num_bytes / GIB:,.1f} GiB"' in text
+        for other in advice.ranked:
+            assert f"{other.tokens_per_second:,.0f}" in text
+        for index in range(len(LETTERS)):
+            assert f"--c{index}: #" in text and f".b{index} {{ background: var(--c{index}); }}" in text
+
+    def test_names_are_escaped(self, tmp_path: Path) -> None:
+        file = tmp_path / "<b>&me.json"  # a config.json alone
+        file.write_text(json.dumps(FIELDS))
+        plan = planned("dpo", "--model_name_or_path", str(file), "--gpus_per_node", "2")
+        text = html_page(plan, Advice(plan))
+        assert "&lt;b&gt;&amp;me" in text and "<b>&me" not in text
+
+
+def test_what_auto_takes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    sentence, one_row = "--activation_checkpointing auto takes full", [*ONE_PAIR, "--max_seq_length", "16384"]
+    assert main(["plan", *DPO_7B, *one_row]) == 0
+    assert sentence in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", *DPO_7B, *one_row, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["fits"] and record["workload"]["checkpointing"] == "full"
+    assert main(["plan", *DPO_7B, "--per_device_train_batch_size", "1", "--max_seq_length", "256"]) == 0
+    assert sentence not in capsys.readouterr().out
+    assert main(["plan", "dpo", *OLMO_7B, "--num_processes", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["shard_degree"] == 8
+
+
+def test_free_memory_is_used_and_advised_for_less_arithmetic() -> None:
+    """7B on 8 H100 in rows of 16,384 tokens: norms and MLPs are recomputed, not attention and its projections."""
+    rows = ["--per_device_train_batch_size", "1", "--max_seq_length", "8192", "--gradient_accumulation_steps", "16"]
+    words = ["dpo", *OLMO_7B, "--gpus_per_node", "8", *rows]
+    auto, full = planned(*words), planned(*words, *FULL)
+    flops_of_auto, flops_of_full = (
+        flops_per_step(plan.setting.shape, plan.layout, plan.workload) for plan in (auto, full)
+    )
+    assert flops_of_auto <= 0.92 * flops_of_full
+    assert auto.leaves(0.1) and "blocks.*.feed_forward" in auto.workload.checkpointing_modules
+    change = Advice(full).recomputes_less
+    assert change is not None and change.flags == "--activation_checkpointing auto"
+    assert change.plan.workload == auto.workload
+    assert Advice(auto).recomputes_less is None
+    assert "Recomputes less and fits: --activation_checkpointing auto" in list(said("advice", Advice(full)))
+    # Where tensor ranks exchange what norms within attention are given, those keep what they have.
+    modules = planned(*words, *TENSOR, "2", "--gpu", "memory_gib=60").workload.checkpointing_modules
+    assert modules and not any("q_norm" in module for module in modules)
+
+
+def test_microbatches_are_cut_where_that_saves_arithmetic() -> None:
+    """7B on 8 H100, 8 pairs of 2 x 2,048 tokens: two at a time need norms again, not whole blocks."""
+    auto, full = planned(*DPO_7B), planned(*DPO_7B, *FULL)
+    optim = auto.setting.config.optim
+    assert (optim.per_device_train_batch_size, optim.gradient_accumulation_steps) == (2, 4)
+    assert auto.tokens_per_step == full.tokens_per_step and auto.time.step_s < 0.8 * full.time.step_s
+    assert auto.leaves(0.1) and not any("feed_forward." in module for module in auto.workload.checkpointing_modules)
+    # Smaller ones save nothing more; on slow links they would take longer.
+    assert planned(*DPO_7B, *TWO_PAIRS).workload == auto.workload
+    assert planned(*DPO_7B, "--in_node_gb_s", "2").workload.num_microbatches == 1
+
+
+class TestJson:
+    def test_everything_is_there(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["plan", *DPO_7B, *KEEPS_ALL, "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        plan = planned(*DPO_7B, *KEEPS_ALL)
+        assert record["memory_bytes"] - record["headroom_bytes"] == plan.peak.total_bytes
+        for phase in record["phases"]:
+            assert sum(phase["parts"].values()) == phase["total_bytes"]
+        assert record["layout"]["shard_degree"] == 8 and len(record["layouts"]) == 15
+        assert record["advice"]["to_fit"]["values"] == {"activation_checkpointing": "full"}
+        assert record["advice"]["faster"] is None and not record["fits"]
+        assert {exchange["axis"] for exchange in record["exchanges"]} >= {"shard", "replica"}
+        assert record["time"]["step_s"] > 0
+        assert {layout["context_parallel_degree"] for layout in record["layouts"]} == {1}
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("num_nodes", "gpus_per_node", "gpu", "mfu", "in_node_gb_s", "cross_node_gb_s", "json", "html"):
+        assert f"--{name} " in text
+
+
+def test_neither_torch_nor_deepspeed_is_loaded() -> None:
+    program = (
+        f"import sys; from open_instruct.cli import main; words = ['plan', *{DPO_7B!r}]; "
+        "code = main(words) or main([*words, '--backend', 'deepspeed', '--deepspeed_stage', '3']); "
+        "sys.exit(code or bool({'torch', 'transformers', 'deepspeed'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+
+
+# (words, output) of every `$ open-instruct plan …`.
+DOCUMENTED = re.findall(r"```console\n\$ open-instruct plan (.*?)\n(.*?)```", DOCS_PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize(("words", "output"), DOCUMENTED)
+def test_the_page_shows_what_the_command_prints(
+    words: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(DOCUMENTED) >= 2
+    monkeypatch.setenv("NO_COLOR", "1")
+    main(["plan", *shlex.split(words.replace("\\\n", " "))])
+    streams = capsys.readouterr()
+    assert streams.out + streams.err == output

@@ -1,0 +1,327 @@
+"""The sandbox: programs that try to get out of it, what it leaves behind, and machines where walls are missing."""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from open_instruct.errors import RunError
+from open_instruct.parallel import processes
+from open_instruct.sandbox import sandbox as sandbox_module
+from open_instruct.sandbox.sandbox import START, Ran, Sandbox
+from open_instruct.sandbox.trial import try_walls
+from open_instruct.sandbox.walls import _filter
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+ESCAPES = yaml.safe_load(Path(__file__).with_name("escapes.yaml").read_text())
+NEVER_END = ("a loop", "a loop in C", "sleep", "ignore signals and loop")
+LANDLOCK_CALL = 444
+# In the warm process: the second program cannot be forked, or its walls not be put up.
+BREAKS_SECOND = """
+import os
+from open_instruct.sandbox.server import Walls
+fork, put_up, forks = os.fork, Walls.put_up, []
+def second_fails():
+    forks.append(1)
+    if len(forks) == 2 and fault == "processes":
+        raise BlockingIOError(11, fault)
+    return fork()
+def second_stands_open(walls, cpu_s):
+    if len(forks) == 2 and fault == "walls":
+        raise OSError(fault)
+    put_up(walls, cpu_s=cpu_s)
+os.fork, Walls.put_up = second_fails, second_stands_open
+"""
+
+
+def walls_that_stand() -> list[str]:
+    said: list[str] = []
+    try_walls("auto", say=said.append, warn=lambda text: None)
+    return said[0].partition("these walls stand: ")[2].split(", ")
+
+
+@pytest.fixture(scope="module")
+def all_walls() -> None:
+    standing = walls_that_stand()
+    if len(standing) < 5:
+        pytest.skip(f"this machine has only these walls: {', '.join(standing)}")
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SECRET_KEY", "hunter2")
+        with closing(Sandbox()) as sandbox:
+            yield sandbox
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Any]]:
+    """What the programs could get at, and through."""
+    outside = tmp_path_factory.mktemp("outside")
+    outside.chmod(0o777)
+    (outside / "secret.txt").write_text("hunter2")
+    kinds = [
+        (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
+        (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
+    ]
+    kinds += [(socket.AF_UNIX, socket.SOCK_STREAM, str(outside / "u.sock"))]
+    kinds += [(socket.AF_UNIX, socket.SOCK_DGRAM, str(outside / "d.sock"))]
+    kinds += [(socket.AF_UNIX, socket.SOCK_STREAM, f"\0sandbox-test-{os.getpid()}")]
+    opened = []
+    for family, kind, address in kinds:
+        opened.append(socket.socket(family, kind))
+        opened[-1].bind(address)
+        if kind == socket.SOCK_STREAM:
+            opened[-1].listen(5)
+    tcp, udp = (one.getsockname()[1] for one in opened[:2])
+    yield {"outside": outside, "tcp": tcp, "udp": udp, "abstract": f"sandbox-test-{os.getpid()}"}
+    for one in opened:
+        one.close()
+
+
+def run(sandbox: Sandbox, code: str, *, timeout_s: float = 20, **given: Any) -> Ran:
+    with closing(sandbox.interpreter(cpu_s=20, **given)) as interpreter:
+        return interpreter.run(code, timeout_s=timeout_s)
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 20) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not is_so() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return is_so()
+
+
+@pytest.mark.usefixtures("all_walls")
+class TestEscapes:
+    @pytest.mark.parametrize("name", ESCAPES)
+    def test_it_is_contained(self, name: str, sandbox: Sandbox, facts: Mapping[str, Any]) -> None:
+        program = Template(ESCAPES[name]).safe_substitute(facts)
+        compile(program, name, "exec")
+        ran = run(sandbox, program, timeout_s=1 if name in NEVER_END else 20, stderr=True)
+        assert "ESCAPED" not in ran.output
+        if name in NEVER_END:
+            assert ran.status == "late"
+        assert sorted(path.name for path in facts["outside"].iterdir()) == ["d.sock", "secret.txt", "u.sock"]
+        secret = facts["outside"] / "secret.txt"
+        assert secret.read_text() == "hunter2" and secret.stat().st_mode & 0o777 == 0o644
+        # The next program finds the sandbox as it was, without what the last one had started.
+        assert run(sandbox, "import math\nmath.sqrt(4) + len([1])").value == "3.0"
+        server = sandbox._server
+        assert server is not None and server.poll() is None
+        assert wait_until(lambda: processes.children(server.pid) == [])
+        soft, _ = resource_limit(server.pid)
+        assert soft > 64
+
+    def test_nothing_was_written_anywhere(self) -> None:
+        """Of the programs above, which come first."""
+        for folder in ("/dev/shm", "/tmp", os.path.dirname(os.__file__), os.getcwd()):
+            assert not [name for name in os.listdir(folder) if "zz_escape" in name]
+
+
+def resource_limit(pid: int) -> tuple[int, int]:
+    import resource
+
+    return resource.prlimit(pid, resource.RLIMIT_NOFILE)
+
+
+class TestInterpreter:
+    def test_it_keeps_its_names_and_tells_what_came_of_each_piece(self, sandbox: Sandbox) -> None:
+        with closing(sandbox.interpreter(cpu_s=20, stderr=True)) as interpreter:
+
+            def told(code: str, **settings: Any) -> tuple[str, str, str]:
+                ran = interpreter.run(code, timeout_s=20, **settings)
+                return ran.status, ran.output, ran.value or ran.problem.strip().rpartition("\n")[2]
+
+            assert told("x = 2; print('two')") == ("done", "two\n", "None")
+            assert told("y = 3\nx * y") == ("done", "", "6")
+            assert told("1 / 0") == ("error", "", "ZeroDivisionError: division by zero")
+            assert told("def f(:") == ("error", "", "SyntaxError: invalid syntax")
+            assert told("import sys; sys.exit()") == ("exit", "", "")
+            assert told("sys.exit(3)") == ("error", "", "SystemExit: 3")
+            assert told("import threading; threading.Thread(target=print, args=(x,)).start()") == (
+                "done",
+                "2\n",
+                "None",
+            )
+            assert told("from collections import Counter; Counter('aab')", is_plain=True)[2] == "{'a': 2, 'b': 1}"
+            assert told("import numpy; [numpy.int64(3), True, (numpy.float64(.5),), {1}]", is_plain=True)[2] == (
+                "[3, True, (0.5,), {1}]"
+            )
+            assert told("x") == ("done", "", "2")
+
+    def test_it_reads_what_it_is_given_in_every_way(self, sandbox: Sandbox) -> None:
+        reading = "import os, sys\nprint(input(), sys.stdin.readline(), os.fstat(0).st_size)\n"
+        ran = run(sandbox, f"{reading}os.lseek(0, 0, 0); open(0).read()", stdin="1 2\n3\n")
+        assert (ran.output, ran.value) == ("1 2 3\n 6\n", "'1 2\\n3\\n'")
+
+    @pytest.mark.parametrize(
+        ("program", "status"),
+        [
+            ("while True: pass", "late"),
+            ("import os; os._exit(0)", "died"),
+            ("print('x' * (1 << 21))", "died"),
+            (
+                "import sys; f = sys._getframe(1)\nprint(f.f_back.f_locals['request']['mark'] + '[1]', flush=True)",
+                "died",
+            ),
+        ],
+    )
+    def test_one_that_does_not_answer_is_of_no_more_use(self, program: str, status: str, sandbox: Sandbox) -> None:
+        with closing(sandbox.interpreter(cpu_s=20)) as interpreter:
+            assert interpreter.run(program, timeout_s=1 if status == "late" else 20).status == status
+
+    def test_closing_it_wakes_who_waits(self, sandbox: Sandbox) -> None:
+        interpreter = sandbox.interpreter(cpu_s=20)
+        ran: list[Ran] = []
+        waiting = threading.Thread(
+            target=lambda: ran.append(interpreter.run("import time; time.sleep(60)", timeout_s=60))
+        )
+        waiting.start()
+        time.sleep(0.2)
+        interpreter.close()
+        waiting.join(20)
+        assert [each.status for each in ran] == ["died"]
+
+    def test_a_sandbox_that_was_killed_is_started_anew(self) -> None:
+        with closing(Sandbox()) as sandbox:
+            interpreter = sandbox.interpreter(cpu_s=20)
+            assert interpreter.run("1", timeout_s=20).value == "1"
+            assert sandbox._server is not None
+            sandbox._server.kill()
+            sandbox._server.wait()
+            with pytest.raises(RunError, match="ran no program"):
+                interpreter.run("1", timeout_s=20)
+            interpreter.close()
+            assert interpreter.run("1", timeout_s=20).status == "died"
+            assert run(sandbox, "1 + 1").value == "2"
+
+    def test_one_that_does_not_start_is_an_error_and_is_not_left_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sandbox_module, "START", "import time; time.sleep(600)")
+        monkeypatch.setattr(sandbox_module, "START_TIMEOUT_S", 0.5)
+        with pytest.raises(RunError, match="did not start"):
+            Sandbox().interpreter(cpu_s=20)
+        assert not [each for each in psutil.Process().children() if "time.sleep(600)" in " ".join(each.cmdline())]
+
+    def test_it_ends_although_a_forked_process_holds_its_socket(self) -> None:
+        sandbox = Sandbox()
+        sandbox.interpreter(cpu_s=20).close()
+        if (holder := os.fork()) == 0:
+            time.sleep(600)
+            os._exit(0)
+        try:
+            assert sandbox._server is not None
+            sandbox.close()
+            assert sandbox._server.returncode == 0
+        finally:
+            os.kill(holder, signal.SIGKILL)
+            os.waitpid(holder, 0)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="limits of other processes are Linux's")
+    @pytest.mark.parametrize("fault", ["processes", "descriptors", "walls"])
+    def test_a_program_that_cannot_be_started_is_the_only_one_without_an_answer(
+        self, fault: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sandbox_module, "START", START.replace("main(", f"fault = {fault!r}\n{BREAKS_SECOND}main("))
+        with closing(Sandbox()) as sandbox, closing(sandbox.interpreter(cpu_s=20)) as first:
+            assert first.run("x = 1", timeout_s=20).status == "done" and sandbox._server is not None
+            usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if fault == "descriptors":  # its first free descriptor is the first that it may not have
+                opened = {int(path.name) for path in Path(f"/proc/{sandbox._server.pid}/fd").iterdir()}
+                free = next(number for number in range(99) if number not in opened)
+                resource.prlimit(sandbox._server.pid, resource.RLIMIT_NOFILE, (free, usual[1]))
+            with (
+                closing(sandbox.interpreter(cpu_s=20)) as second,
+                pytest.raises(RunError, match="ran no program"),
+            ):
+                second.run("1", timeout_s=20)
+            resource.prlimit(sandbox._server.pid, resource.RLIMIT_NOFILE, usual)
+            assert first.run("x", timeout_s=20).value == "1" and run(sandbox, "2").value == "2"
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a child that is busy outlives the sandbox")
+    def test_nothing_outlives_a_driver_that_is_killed(self) -> None:
+        program = (
+            "from open_instruct.sandbox.sandbox import SANDBOX\n"
+            "import os, time\n"
+            "interpreter = SANDBOX.interpreter(cpu_s=60)\n"
+            "print(SANDBOX._server.pid, interpreter.run('import os; os.getpid()', timeout_s=60).value, flush=True)\n"
+            "interpreter.run('while True: pass', timeout_s=60)\n"
+        )
+        driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+        assert driver.stdout is not None
+        pids = list(map(int, driver.stdout.readline().split()))
+        assert len(pids) == 2 and not any(map(processes.has_ended, pids))
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
+        assert wait_until(lambda: all(map(processes.has_ended, pids)))
+
+
+class TestWalls:
+    @pytest.mark.parametrize("is_truncate_free", [True, False])
+    def test_no_file_is_emptied_where_landlock_is_too_old_to_forbid_it(
+        self, is_truncate_free: bool, tmp_path: Path
+    ) -> None:
+        pytest.importorskip("pyseccomp")
+        with (tmp_path / "rules").open("w+") as file:
+            _filter(is_truncate_free=is_truncate_free).export_pfc(file)
+            file.seek(0)
+            assert ("$a2.lo32 & 0x00000200" in file.read()) is is_truncate_free
+
+    @pytest.mark.usefixtures("all_walls")
+    def test_a_run_is_told_that_all_stand(self) -> None:
+        said, warned = list[str](), list[str]()
+        try_walls("required", say=said.append, warn=warned.append)
+        walls = "files, network, processes, signals, memory"
+        assert (said, warned) == ([f"programs of the policy run in a sandbox; these walls stand: {walls}"], [])
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="there is no seccomp to take Landlock away with")
+    @pytest.mark.parametrize("choice", ["required", "auto"])
+    def test_one_that_is_missing_is_named(self, choice: str) -> None:
+        """A process whose kernel has no Landlock, because a filter of its own takes it away."""
+        pytest.importorskip("pyseccomp")
+        program = (
+            "import errno, json, pyseccomp, sys\n"
+            "calls = pyseccomp.SyscallFilter(pyseccomp.ALLOW)\n"
+            f"calls.add_rule(pyseccomp.ERRNO(errno.ENOSYS), {LANDLOCK_CALL})\n"
+            "calls.load()\n"
+            "from open_instruct.errors import InputError\n"
+            "from open_instruct.sandbox.trial import try_walls\n"
+            "said, warned = [], []\n"
+            "try:\n"
+            f"    try_walls({choice!r}, say=said.append, warn=warned.append)\n"
+            "except InputError as error:\n"
+            "    print(json.dumps(str(error)))\n"
+            "else:\n"
+            "    print(json.dumps([said, warned]))\n"
+        )
+        told = json.loads(subprocess.check_output([sys.executable, "-c", program], cwd=REPOSITORY))
+        missing = (
+            f"the wall around files a program reads and changes the files of this user (of {len(ESCAPES)} programs"
+        )
+        if choice == "required":
+            assert missing in told and "--code_sandbox auto" in told and "network a program" not in told
+        else:
+            ((said,), (warned,)) = told
+            assert said.endswith("stand: network, processes, signals, memory") and missing in warned
+
+    def test_a_machine_on_which_no_program_runs_is_told_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with closing(Sandbox()) as sandbox:
+            dead = sandbox.interpreter(cpu_s=1)
+        monkeypatch.setattr(Sandbox, "interpreter", lambda self, **settings: dead)
+        with pytest.raises(RunError, match="ran no program"):
+            try_walls("required", say=print, warn=print)
