@@ -42,7 +42,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("extended"):
+            item.add_marker("slow")
     _begin_with_slow_files(items)
     _skip_gpu_tests(items)
 

@@ -8,6 +8,8 @@ from tests.fake_cuda.branches import BRANCHES, STEPS
 from tests.fake_cuda.lines import PACKAGE, statements
 from tests.fake_cuda.program import REPOSITORY, results_of, skip_without_hooks
 
+pytestmark = pytest.mark.extended
+
 COPIES, BACK = "blocking copy, cuda to cpu", "blocking copy, cpu to cuda"
 FOUND: dict[str, Any] = {
     "host_copies": {

@@ -9,6 +9,8 @@ from tests.fake_cuda.compiler import has_triton
 from tests.fake_cuda.kernels import CASES, table
 from tests.fake_cuda.program import results_of, skip_without_hooks
 
+pytestmark = pytest.mark.extended
+
 NUM_PROCESSES = 2
 MOST_VERSIONS = 6
 MOST_REGISTERS = 255
@@ -32,7 +34,6 @@ def _compiled(names: list[str]) -> dict[str, Any]:
     return results_of("tests.fake_cuda.kernels", "--json", *names)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_becomes_kernels_of_the_gpu(name: str, results: dict[str, Any]) -> None:
     found = results[name]
@@ -50,7 +51,6 @@ def test_a_step_becomes_kernels_of_the_gpu(name: str, results: dict[str, Any]) -
         assert all(each["shared_bytes"] <= MOST_SHARED_BYTES for each in variants)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_few_versions_serve_steps_and_passes(name: str, results: dict[str, Any]) -> None:
     """In the backward pass too, which on a GPU is in another thread, to which PyTorch's settings do not go."""

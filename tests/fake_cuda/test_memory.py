@@ -8,6 +8,8 @@ import pytest
 from tests.fake_cuda.memory import CASES, table
 from tests.fake_cuda.program import results_of, skip_without_hooks
 
+pytestmark = pytest.mark.extended
+
 NUM_PROCESSES = 2
 
 OF_PEAK, OF_PHASE = 0.02, 0.03

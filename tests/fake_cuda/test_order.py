@@ -6,6 +6,8 @@ import pytest
 
 from tests.fake_cuda.program import results_of, skip_without_hooks
 
+pytestmark = pytest.mark.extended
+
 IN_ORDER = {
     "batches ahead": 1000,
     "inputs on the host": 1000,

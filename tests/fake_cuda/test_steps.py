@@ -12,6 +12,8 @@ import pytest
 from tests.fake_cuda.cases import CASES, MICROBATCHES, MICROBATCHES_TAKEN
 from tests.fake_cuda.program import results_of, skip_without_hooks
 
+pytestmark = pytest.mark.extended
+
 HOST_WAITS = {name: 3 if name == "grpo_mini_batches" else 2 for name in CASES if name.startswith("grpo")}
 # A critic takes as many updates.
 HOST_WAITS |= {"grpo_critic": 3 + 2, "grpo_critic_one_device": 2 + 1}

@@ -16,7 +16,7 @@ from open_instruct.engines.requests import sampling_seed
 from open_instruct.toys.tiny import write_tiny_model
 from tests.fleet.queue_case import STOP, TEMPERATURE, logits_of, requests
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CANCELLED = 3

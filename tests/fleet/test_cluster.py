@@ -22,6 +22,8 @@ from open_instruct.errors import InputError, RunError
 from tests.fleet.grpo_case import finished
 from tests.ranks import programs
 
+pytestmark = pytest.mark.extended
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 GUARDED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}
 ONE_LEARNER = FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False)

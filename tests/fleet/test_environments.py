@@ -13,7 +13,7 @@ from tests.fleet.four_turns import NUM_TURNS
 from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, assert_no_process_left, write_prompts
 from tests.ranks.shallow import write_shallow_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,7 @@ def test_what_a_run_leaves_behind(undisturbed: GRPOCase) -> None:
     assert json.loads((out / "layout.json").read_text())["shard_degree"] == 2
 
 
+@pytest.mark.extended
 def test_a_run_that_has_ended_is_exported_again(undisturbed: GRPOCase) -> None:
     before = weights(undisturbed)
     shutil.rmtree(undisturbed.output_dir / "hf_model")
@@ -148,6 +149,7 @@ def test_killed_engines_and_a_killed_learner_are_replaced(
         assert case.rows()[step - 1]["reward"] == undisturbed.rows()[step - 1]["reward"]
 
 
+@pytest.mark.extended
 def test_whoever_dies_in_a_phase_of_a_weight_sync_is_replaced(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
@@ -186,6 +188,7 @@ def assert_same_steps(ours: GRPOCase, theirs: GRPOCase) -> None:
         assert our["grad_norm"] == pytest.approx(their["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.extended
 def test_learners_on_deepspeed_take_the_same_steps_and_are_replaced(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
@@ -212,6 +215,7 @@ def test_learners_on_deepspeed_take_the_same_steps_and_are_replaced(
         torch.testing.assert_close(weights(case)[name], tensor, rtol=0, atol=1e-4)
 
 
+@pytest.mark.extended
 def test_a_terminated_run_saves_and_resumes(variant: Callable[..., GRPOCase], undisturbed: GRPOCase) -> None:
     case = variant(num_learners_per_node=2, checkpointing_steps=100, weight_sync="delta", weight_sync_backend="gloo")
     process = case.start()

@@ -17,7 +17,7 @@ from tests.house.test_docs_commands import commands_of
 from tests.ranks.fork_server import REPOSITORY
 from tests.ranks.shallow import write_shallow_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 DOCS = REPOSITORY / "docs"
 FILE_OF: dict[str, list[str]] = {"open-instruct": ["open_instruct/cli.py"], "python": []}

@@ -17,7 +17,7 @@ from tests.fleet.grpo_case import (
     when_logged,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 
 def test_a_verifier_that_always_raises_ends_the_run(variant: Callable[..., GRPOCase]) -> None:

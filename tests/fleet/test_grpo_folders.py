@@ -11,6 +11,8 @@ from open_instruct.cluster.watchdog import FOLDER_VARIABLE, SHARED_MEMORY
 from tests.fleet.grpo_case import GRPOCase, finished
 from tests.ranks.fork_server import REPOSITORY
 
+pytestmark = pytest.mark.extended
+
 
 def variables_of(pid: int) -> dict[str, str]:
     entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")

@@ -20,7 +20,7 @@ from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY
 from tests.ranks.shallow import write_shallow_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 
 def test_engines_and_learners_agree_on_experts(variant: Callable[..., GRPOCase], tmp_path: Path) -> None:

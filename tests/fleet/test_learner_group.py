@@ -24,6 +24,8 @@ from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.extended
+
 READY_TIMEOUT_S = 600.0
 
 

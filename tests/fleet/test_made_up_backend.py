@@ -5,9 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, write_prompts
 from tests.plain_backend.installed import environment_with_plain
 from tests.ranks.shallow import write_shallow_model
+
+pytestmark = pytest.mark.extended
 
 
 def test_it_learns_from_completions(tmp_path: Path) -> None:

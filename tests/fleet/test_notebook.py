@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 
 from tests.ranks.fork_server import REPOSITORY
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 TIMEOUT_S = 600
 INTERRUPTED = """

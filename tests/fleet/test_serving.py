@@ -28,7 +28,7 @@ TIMEOUT_S = 600
 QUESTION = "What is 2 + 2?"
 NUM_TOKENS = 12
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ import pytest
 from open_instruct.cluster.ray_cluster import short_folder
 from tests.fleet import two_hosts
 
+pytestmark = pytest.mark.extended
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 INTERFACES = ("head0", "other0")

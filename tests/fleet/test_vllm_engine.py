@@ -38,7 +38,7 @@ SESSION_TIMEOUT_S = 600
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 
 class Session:

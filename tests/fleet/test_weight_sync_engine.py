@@ -19,12 +19,13 @@ from tests.ranks.launch import run_ranks
 from tests.ranks.nccl_rules import breaches
 from tests.ranks.shallow import write_shallow_model
 
+pytestmark = pytest.mark.extended
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}
 TOLERANCE = 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "backend", "way"),
     [

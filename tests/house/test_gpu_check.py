@@ -345,7 +345,7 @@ print(sorted({"ray", "vllm", "datasets", "pyarrow", "pandas"} & set(sys.modules)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_checks_in_rehearsal_need_neither_fleet_nor_readers(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", REHEARSAL, str(tmp_path)],

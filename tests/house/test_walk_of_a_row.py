@@ -10,6 +10,8 @@ import pytest
 
 from open_instruct.toys.tiny import write_tiny_model
 
+pytestmark = pytest.mark.extended
+
 WALKED = Path(__file__).with_name("walked.py")
 MAX_FILES = 38
 # Calls from one file into another, with a model of four layers.
@@ -18,7 +20,6 @@ TURNS = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "c
 PAIR = {"chosen": TURNS, "rejected": [TURNS[0], {"role": "assistant", "content": "Seven."}]}
 
 
-@pytest.mark.slow
 def test_a_row_passes_few_files_with_few_moves_between_them(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", family="olmo2", size="tiny", corpus=["Name a colour. Blue. Seven."])
     (tmp_path / "row.jsonl").write_text(json.dumps(PAIR), encoding="utf-8")

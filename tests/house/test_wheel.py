@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = ("open_instruct", "configs", "pyproject.toml", "README.md", "LICENSE")
 LEFT_OUT = shutil.ignore_patterns("__pycache__")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")

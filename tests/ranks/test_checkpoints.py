@@ -67,7 +67,7 @@ def call(job: str, num_ranks: int, cases: list[list[str]], **arguments: Any) -> 
     return [list(of_case) for of_case in zip(*of_ranks, strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_any_layout_finds_the_very_bits(grpo_case: GRPOCase) -> None:
     flags = {name: flags_of(grpo_case, name, **own) for name, (own, _, _) in RUNS.items()}
     saved: dict[str, list[dict[str, Any]]] = {}

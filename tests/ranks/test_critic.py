@@ -18,6 +18,8 @@ from tests.ranks.test_deepspeed_grpo import of_stage
 from tests.ranks.test_grpo_step import assert_same_trajectory
 from tests.ranks.train_case import free_ports
 
+pytestmark = pytest.mark.extended
+
 COMPLETIONS = [13, 3, 6]
 GAMMA, LAMBDA, CLIP, CRITIC_LR, SEED = 0.98, 0.9, 0.05, 3e-4, 7
 PPO: dict[str, Any] = {

@@ -11,6 +11,8 @@ from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_grpo_step import WAYS, assert_same_trajectory
 from tests.ranks.train_case import free_ports
 
+pytestmark = pytest.mark.extended
+
 JOBS = "tests.ranks.jobs.deepspeed_grpo"
 LORA: dict[str, Any] = {"use_lora": True, "lora_r": 8}
 SPLIT: dict[str, Any] = {"tensor_parallel_degree": 2}

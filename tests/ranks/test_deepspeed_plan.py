@@ -24,6 +24,8 @@ from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_traffic import words_of
 from tests.ranks.train_case import free_ports
 
+pytestmark = pytest.mark.extended
+
 NUM_RANKS, NUM_TOKENS, NUM_MICROBATCHES = 4, 64, 2
 BUCKET_BYTES = 100_000  # of a weight sync, of adapters alone a hundredth: some tensors travel in pieces
 FEW_BYTES = 256  # of metrics, norms and flags, which no plan counts

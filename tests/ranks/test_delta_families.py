@@ -16,6 +16,8 @@ from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_sft import sums_of_transformers, write_conversations
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
 
+pytestmark = pytest.mark.extended
+
 JOB = "tests.ranks.jobs.train_runs:run_each"
 DELTA_FAMILIES = [name for name, family in FAMILIES.items() if family.delta is not None]
 SAVES: dict[str, Any] = {"activation_checkpointing": "full", "lr_scheduler_type": "constant"}

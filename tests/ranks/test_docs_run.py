@@ -25,7 +25,7 @@ from tests.ranks.jobs.docs_commands import run_all
 from tests.ranks.shallow import write_shallow_model
 from tests.unit.run.fake_hub import fake_hub
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 # What is not run here, by how its command begins or what is in it, and why.
 NOT_RUN = {

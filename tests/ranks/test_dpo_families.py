@@ -10,6 +10,8 @@ import pytest
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import TrainCase, free_ports
 
+pytestmark = pytest.mark.extended
+
 FAMILIES = ("olmo3", "qwen2", "qwen3", "llama")
 JOB = "tests.ranks.jobs.train_runs:run_each"
 

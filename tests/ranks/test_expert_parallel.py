@@ -12,6 +12,8 @@ from tests.ranks.launch import run_ranks as start
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
 
+pytestmark = pytest.mark.extended
+
 RunRanks = Callable[..., list[Any]]
 
 JOB = "tests.ranks.jobs.train_runs:run_each"

@@ -15,6 +15,8 @@ from tests.ranks.test_deepspeed import a_run, of_stage
 from tests.ranks.test_sft import write_conversations
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
 
+pytestmark = pytest.mark.extended
+
 JOB = "tests.ranks.jobs.train_runs:run_each"
 CONSTANT: dict[str, Any] = {"lr_scheduler_type": "constant", "max_train_steps": 3}
 LORA: dict[str, Any] = {"use_lora": True, "lora_r": 8, "lora_alpha": 16, "learning_rate": 2e-4, **CONSTANT}

@@ -23,7 +23,7 @@ from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY, Forked
 from tests.ranks.train_case import TrainCase, free_ports
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 TIMEOUT_S = 600.0
 # A run that takes long enough to be met anywhere in it.

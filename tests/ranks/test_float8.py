@@ -10,6 +10,8 @@ from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_sft import JOB, write_conversations
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
 
+pytestmark = pytest.mark.extended
+
 pytest.importorskip("torchao", reason="needs torchao: pip install 'open-instruct[float8]'")
 
 RECIPES = ("tensorwise", "rowwise")

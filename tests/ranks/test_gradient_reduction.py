@@ -9,6 +9,8 @@ from tests.ranks.grpo_case import GRPOCase, RunRanks
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import TrainCase, free_ports
 
+pytestmark = pytest.mark.extended
+
 TENSOR, CONTEXT = {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}
 FULL = {"activation_checkpointing": "full"}
 CASES: dict[int, dict[str, dict[str, Any]]] = {

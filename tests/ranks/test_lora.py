@@ -26,6 +26,8 @@ from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_distill import stored_otherwise
 from tests.ranks.train_case import TrainCase, free_ports
 
+pytestmark = pytest.mark.extended
+
 JOB = "tests.ranks.jobs.train_runs:run_each"
 LORA: dict[str, Any] = {"use_lora": "true", "lora_r": 8, "lora_alpha": 16, "learning_rate": 2e-3}
 FAMILIES = ("olmo2", "olmo3", "qwen2", "qwen3", "llama")

@@ -10,6 +10,8 @@ from tests.plain_backend.installed import REPOSITORY, environment_with_plain
 from tests.ranks.launch import run_ranks
 from tests.ranks.train_case import TrainCase, free_ports
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:

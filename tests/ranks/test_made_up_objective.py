@@ -14,6 +14,8 @@ from tests.ranks import programs
 from tests.ranks.launch import REPOSITORY
 from tests.ranks.train_case import OF_EVERY_RUN, TrainCase, free_ports
 
+pytestmark = pytest.mark.extended
+
 # What a user would write: the page shows it.
 PAGE = REPOSITORY / "docs" / "your_own_loss.md"
 

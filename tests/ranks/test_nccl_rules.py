@@ -13,6 +13,8 @@ from tests.ranks.nccl_rules import Call, OnDevice, Recorded, breaches
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_weight_sync import FSDP_2, FSDP_2_TP_2, HSDP_2X2
 
+pytestmark = pytest.mark.extended
+
 NUM_RECEIVERS = 2
 Notes = list[list[Call]]
 

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.ranks.launch import REPOSITORY
 from tests.unit.run.fake_hub import fake_hub
+
+pytestmark = pytest.mark.extended
 
 PAGE = REPOSITORY / "docs" / "notebook.md"
 BAD_ROW = """

@@ -16,7 +16,7 @@ from tests.ranks.test_faults import MANY_STEPS, once, pids_of, rows_in, running,
 from tests.ranks.train_case import TrainCase
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 
 def start(command: list[str], *, ignored: Sequence[int] = ()) -> Forked:

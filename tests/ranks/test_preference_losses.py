@@ -12,6 +12,8 @@ from open_instruct.losses.preference import PREFERENCE_LOSSES
 from open_instruct.objectives.dpo import bind
 from tests.ranks.train_case import TrainCase, free_ports
 
+pytestmark = pytest.mark.extended
+
 RunRanks = Callable[..., list[Any]]
 
 JOB = "tests.ranks.jobs.train_runs:run_each"

@@ -18,6 +18,8 @@ from tests.ranks.test_lora import LORA
 from tests.ranks.test_sft import write_conversations
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
 
+pytestmark = pytest.mark.extended
+
 JOB = "tests.ranks.jobs.train_runs:run_each"
 QLORA: dict[str, Any] = LORA | {"use_qlora": "true", "lora_target_modules": ["q_proj", "v_proj", "down_proj"]}
 FLAT = {"lr_scheduler_type": "constant", "activation_checkpointing": "full"}

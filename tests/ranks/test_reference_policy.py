@@ -9,6 +9,8 @@ from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import run_ranks
 from tests.ranks.train_case import free_ports
 
+pytestmark = pytest.mark.extended
+
 JOB = "tests.ranks.jobs.grpo_reference:run_each"
 COMPLETIONS = [5, 6, 7, 4]
 LAYOUTS: dict[str, dict[str, int]] = {

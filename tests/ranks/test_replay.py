@@ -16,6 +16,8 @@ from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import REPOSITORY, run_ranks
 from tests.ranks.train_case import free_ports
 
+pytestmark = pytest.mark.extended
+
 RUN, REPLAY = "tests.ranks.jobs.replayed_run:run_it", "tests.ranks.jobs.replayed_run:replay_each"
 NUM_STEPS = 3
 FLAGS: dict[str, Any] = {

@@ -7,6 +7,8 @@ import pytest
 from tests.ranks.grpo_case import GRPOCase, Rows, RunRanks
 from tests.ranks.shallow import write_shallow_model
 
+pytestmark = pytest.mark.extended
+
 # With a reference, which chooses its own experts, and log-probs from before the step, which do not.
 FLAGS: dict[str, Any] = {"beta": 0.05, "num_mini_batches": 2, "prefix_sharing": "off"}
 CUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -14,6 +14,8 @@ from tests.ranks.launch import run_ranks
 from tests.ranks.test_grpo_step import assert_same_trajectory
 from tests.ranks.train_case import TrainCase, free_ports
 
+pytestmark = pytest.mark.extended
+
 JOB = "tests.ranks.jobs.train_runs:run_each"
 # A rate of which bfloat16 would keep next to nothing, and two microbatches a step, whose gradients add up.
 FLAGS: dict[str, Any] = {

@@ -14,6 +14,8 @@ from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_grpo_step import assert_same_trajectory
 from tests.ranks.train_case import free_ports
 
+pytestmark = pytest.mark.extended
+
 RUN, REPLAY = "tests.ranks.jobs.replayed_run:run_it", "tests.ranks.jobs.replayed_run:replay_each"
 COMPLETIONS = [9, 2]
 CONVERSATIONS = 5

@@ -30,6 +30,8 @@ from tests.ranks.launch import run_ranks
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import free_ports
 
+pytestmark = pytest.mark.extended
+
 JOBS = "tests.ranks.jobs.traffic"
 NUM_TOKENS = 64
 MOST_METRIC_BYTES = 100_000

@@ -10,6 +10,8 @@ import pytest
 from open_instruct.cluster.watchdog import MARK_VARIABLE
 from open_instruct.toys.tiny import write_tiny_model
 
+pytestmark = pytest.mark.extended
+
 JOB = "tests.ranks.jobs.weight_sync"
 KILLS_JOB = "tests.ranks.jobs.delta_kills"
 FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}

@@ -5,9 +5,13 @@ The device is the CPU here, so that nothing moves; the order of copies is looked
 
 from typing import Any
 
+import pytest
+
 from tests.ranks.grpo_case import RunRanks
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import TrainCase, free_ports
+
+pytestmark = pytest.mark.extended
 
 JOB = "tests.ranks.jobs.train_runs:run_each"
 # The rate is constant: a shorter run is the start of a longer one.
