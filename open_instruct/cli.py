@@ -114,7 +114,9 @@ def configs_command(words: Sequence[str]) -> int:
         return 0
     name = words[0].removeprefix("configs/").removesuffix(".yaml")
     if len(words) > 1 or name not in configs:
-        raise InputError(f"'{' '.join(words)}' is not one of the files{nearest(name, configs)}\n{CONFIGS_USAGE}")
+        raise InputError(
+            f"'{' '.join(words)}' is not one of the files{nearest(name, configs)}\n{CONFIGS_USAGE}", kind="bad_value"
+        )
     print(configs[name].read_text(encoding="utf-8"), end="")
     return 0
 

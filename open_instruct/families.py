@@ -80,12 +80,14 @@ class Family:
         if given is None:
             return [FULL if (layer + 1) % LAYERS_OF_A_PATTERN == 0 else own for layer in range(num_layers)]
         if not isinstance(given, list) or len(given) != num_layers:
-            raise InputError(f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries")
+            raise InputError(
+                f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries", kind="bad_model"
+            )
         for layer, layer_type in enumerate(given):
             if layer_type not in (FULL, own):
                 supported = " or ".join(map(repr, dict.fromkeys((FULL, own))))
                 problem = f"layer_types[{layer}] = {layer_type!r} is not supported for {self.name}"
-                raise InputError(f"{where}: {problem}; supported: {supported}")
+                raise InputError(f"{where}: {problem}; supported: {supported}", kind="unsupported_model")
         return given
 
 
@@ -133,8 +135,8 @@ def family_of(model_type: Any, where: str = "config.json") -> Family:
     """The family of a `model_type`; raises InputError, which says `where` it was found, if there is none."""
     supported = ", ".join(f"{family.name} (model_type {name!r})" for name, family in FAMILIES.items())
     if model_type is None:
-        raise InputError(f"{where} has no 'model_type'; supported families are {supported}")
+        raise InputError(f"{where} has no 'model_type'; supported families are {supported}", kind="bad_model")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         remedy = REMEDIES.get(str(model_type), f"supported are {supported}")
-        raise InputError(f"{where}: model_type {model_type!r} is not supported; {remedy}")
+        raise InputError(f"{where}: model_type {model_type!r} is not supported; {remedy}", kind="unsupported_model")
     return FAMILIES[model_type]

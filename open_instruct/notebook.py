@@ -19,7 +19,7 @@ from open_instruct import grpo_olmo_core_actor
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.training import TrainingConfig
-from open_instruct.errors import InputError, RunError
+from open_instruct.errors import InputError, Problem, RunError
 from open_instruct.hub.upload import open_repository, upload
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.policy_gradient import GRPO
@@ -81,7 +81,7 @@ def fit(
     try:
         given, texts = _named(objective, rows if prompts is None else prompts, reward, Path(output_dir))
         if twice := sorted(given.keys() & flags.keys()):
-            raise InputError(f"{', '.join(twice)}: rows and reward say that; leave it out")
+            raise InputError(f"{', '.join(twice)}: rows and reward say that; leave it out", kind="conflict")
         with _keeping(texts):
             config: Any = parse(objective.config_class, _words(given | {"output_dir": output_dir} | flags))
             code = _run(config, objective, callbacks)
@@ -92,7 +92,7 @@ def fit(
         if config.run.push_to_hub:
             print(upload(config.run, exported_by(config)))
     except InputError as error:  # which speaks of flags
-        raise InputError(re.sub(r"--(?=[a-z_]+)", "", str(error))) from error
+        raise InputError(_without_dashes(error), problems=map(_without_dashes, error.problems)) from error
     directory = RunDirectory(path=Path(output_dir))
     return Fitted(
         model=exported_by(config),
@@ -121,6 +121,15 @@ def _run(config: GRPOConfig | TrainingConfig, objective: Objective, callbacks: M
         stop_process()  # the next cell may start another run
 
 
+def _without_dashes(problem: object) -> str:
+    """A message, or a `Problem` of it, that names arguments of Python in place of flags."""
+    text = re.sub(r"--(?=[a-z_]+)", "", str(problem))
+    if not isinstance(problem, Problem):
+        return text
+    remedy = problem.remedy and _without_dashes(problem.remedy)
+    return Problem(text, kind=problem.kind, flag=problem.flag, remedy=remedy)
+
+
 def _words(flags: Mapping[str, Any]) -> list[str]:
     """Flags as words of a command line."""
     words: list[str] = []
@@ -139,10 +148,10 @@ def _named(objective: Objective, rows: Any, reward: Any, folder: Path) -> tuple[
         try:
             texts[folder / ROWS] = "".join(f"{json.dumps(row)}\n" for row in rows)
         except (TypeError, ValueError) as error:
-            raise InputError(f"rows: they cannot be written as JSON: {error}") from None
+            raise InputError(f"rows: they cannot be written as JSON: {error}", kind="bad_row") from None
         flags[rows_flag] = [folder / ROWS, 1.0]
     if reward is not None and objective is not GRPO:
-        raise InputError("reward: GRPO alone has one; leave it out")
+        raise InputError("reward: GRPO alone has one; leave it out", kind="conflict")
     if callable(reward):
         texts[folder / REWARD] = file_with(reward)
         flags["verifier"] = [f"{folder / REWARD}:{reward.__name__}"]
@@ -158,7 +167,9 @@ def _keeping(texts: Mapping[Path, str]) -> Iterator[None]:
     for file in texts.keys() - new:
         if file.read_text(encoding="utf-8") != texts[file]:
             other = "another reward" if file.name == REWARD else "other rows"
-            raise InputError(f"{file} has {other}: choose another output_dir, or move what is there away")
+            raise InputError(
+                f"{file} has {other}: choose another output_dir, or move what is there away", kind="other_run"
+            )
     for file in new:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(file, texts[file])

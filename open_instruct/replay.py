@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
     """
     replayed = parse_replay(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InputError("replay runs on one process: start it without torchrun")
+        raise InputError("replay runs on one process: start it without torchrun", kind="conflict")
     report = replay(replayed)
     if (file := replayed.asked.replay.json) is not None:
         write_asked(file, json.dumps(report, indent=2) + "\n", flag="--json")
@@ -123,24 +123,32 @@ def parse_replay(words: Sequence[str]) -> Replay:
         InputError: a flag is wrong or cannot differ in a replay, or the folder holds no GRPO run.
     """
     if not words or words[0].startswith("-"):
-        raise InputError("the first word is the folder of the run: open-instruct replay RUN --step N")
+        raise InputError(
+            "the first word is the folder of the run: open-instruct replay RUN --step N", kind="stray_word"
+        )
     run = Path(words[0])
     settings, _ = settings_of(run)
     if not isinstance(settings, GRPOConfig):
-        raise InputError(f"{run} is not the folder of a GRPO run, which alone can be replayed")
+        raise InputError(f"{run} is not the folder of a GRPO run, which alone can be replayed", kind="bad_checkpoint")
     asked = parse(ReplayConfig, [str(RunDirectory(path=run).config), *words[1:]])
     given = flags_given(ReplayConfig, words[1:])
     if fixed := sorted(given - flags_that_may_differ() - flags_of(ReplayFlags).keys()):
         raise InputError(
             f"{', '.join(f'--{name}' for name in fixed)}: a replay keeps the run's own value; what can differ are the "
-            f"flags of the loss, those of a critic, and --{', --'.join(ROLLOUT_FLAGS)}"
+            f"flags of the loss, those of a critic, and --{', --'.join(ROLLOUT_FLAGS)}",
+            kind="conflict",
         )
     own = asked.replay
     refuse(limit_problems(own))
     if own.weights is not None and not Path(own.weights).is_dir():
-        raise InputError(f"--weights {own.weights}: there is no such folder; give one in Hugging Face format")
+        raise InputError(
+            f"--weights {own.weights}: there is no such folder; give one in Hugging Face format", kind="missing_file"
+        )
     if own.json is not None and (Path(own.json).is_dir() or not Path(own.json).absolute().parent.is_dir()):
-        raise InputError(f"--json {own.json}: is a folder, or lies in none; name a file in a folder that exists")
+        raise InputError(
+            f"--json {own.json}: is a folder, or lies in none; name a file in a folder that exists",
+            kind="unreadable_file",
+        )
     before, now = as_flat_dict(settings), as_flat_dict(asked)
     changes = {name: (before[name], now[name]) for name in given if name in before and now[name] != before[name]}
     if changes:
@@ -297,7 +305,8 @@ def check_trace_fits(groups: Sequence[RolloutGroup], vocab_size: int) -> None:
     largest = max(chain(*prompts, *completions), default=0)
     if largest >= vocab_size:
         raise InputError(
-            f"the trace has token {largest}, and the model has vocab_size {vocab_size}: they do not belong together"
+            f"the trace has token {largest}, and the model has vocab_size {vocab_size}: they do not belong together",
+            kind="conflict",
         )
 
 
@@ -310,7 +319,7 @@ def recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
     try:
         rows = list(rows_of(metrics))
     except OSError as error:
-        raise InputError(f"{metrics} cannot be read: {error}") from error
+        raise InputError(f"{metrics} cannot be read: {error}", kind="unreadable_file") from error
     return next((row for row in reversed(rows) if row.get("step") == step), None)
 
 

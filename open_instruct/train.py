@@ -48,13 +48,14 @@ def _run_own(words: list[str]) -> int:
         if asks_for_help(words):
             print(USAGE)
             return 0
-        raise InputError(f"give {OBJECTIVE_FLAG} FILE.py:NAME\n{USAGE}")
+        raise InputError(f"give {OBJECTIVE_FLAG} FILE.py:NAME\n{USAGE}", kind="missing_flag")
     at = words.index(OBJECTIVE_FLAG)
     word = words[at + 1]
     objective = load_named(word, origin=f"{OBJECTIVE_FLAG} {word}", what="NAME")
     if not isinstance(objective, Objective):
         raise InputError(
-            f"{OBJECTIVE_FLAG} {word} is no objective; make it an open_instruct.objectives.objective.Objective"
+            f"{OBJECTIVE_FLAG} {word} is no objective; make it an open_instruct.objectives.objective.Objective",
+            kind="own_code",
         )
     return run_objective(objective, words[:at] + words[at + 2 :], own=words[at : at + 2])
 

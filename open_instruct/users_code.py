@@ -29,7 +29,8 @@ def load_named(word: str, *, origin: str, what: str) -> Any:
     except (Exception, SystemExit) as error:  # it is foreign code, which may raise anything
         raise InputError(
             f"{origin} cannot be loaded ({type(error).__name__}: {error}); it takes FILE.py:{what}, or module:{what} "
-            "of a module that is installed or lies in the working folder"
+            "of a module that is installed or lies in the working folder",
+            kind="own_code",
         ) from error
 
 
@@ -43,7 +44,10 @@ def own_function(word: str, *, flag: str, known: Container[str]) -> Callable[...
         return None
     function: Callable[..., Any] = load_named(word, origin=f"{flag} {word}", what="function")
     if not callable(function):
-        raise InputError(f"{flag} {word} is a {type(function).__name__}, not a function; docs/losses.md has an example")
+        raise InputError(
+            f"{flag} {word} is a {type(function).__name__}, not a function; docs/losses.md has an example",
+            kind="own_code",
+        )
     return function
 
 

@@ -53,10 +53,12 @@ def read_asked(name: str, *, where: str, most: int = MAX_BYTES) -> str:
         if len(text) > most:
             raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB, more than a file of its kind needs")
     except FileNotFoundError:
-        raise InputError(f"{where}: no such file.{near_files(path) or ' Name one that is there.'}") from None
+        raise InputError(
+            f"{where}: no such file.{near_files(path) or ' Name one that is there.'}", kind="missing_file"
+        ) from None
     except (OSError, ValueError, RuntimeError) as error:  # the last two of bytes that are no text, and of bad names
         why = getattr(error, "strerror", None) or error
-        raise InputError(f"{where}: cannot be read as UTF-8 text: {why}") from None
+        raise InputError(f"{where}: cannot be read as UTF-8 text: {why}", kind="unreadable_file") from None
     return text
 
 
@@ -106,7 +108,9 @@ def write_asked(out: str | Path, text: str, *, flag: str) -> None:
             replace_text(path, text, durable=False)
     except (OSError, ValueError, RuntimeError) as error:  # the last two of names that no file can have
         why = getattr(error, "strerror", None) or error
-        raise InputError(f"{flag} {out} cannot be written ({why}); name a file in a folder that exists") from None
+        raise InputError(
+            f"{flag} {out} cannot be written ({why}); name a file in a folder that exists", kind="unreadable_file"
+        ) from None
 
 
 def sync_folder(folder: Path) -> None:

@@ -36,7 +36,8 @@ class SavedWeights(Mapping[str, Held]):
         if not self._full_names:
             raise InputError(
                 f"the checkpoint {folder} has matrices that DeepSpeed had split (--tensor_parallel_degree): give the "
-                "command of the run again to end it with an export"
+                "command of the run again to end it with an export",
+                kind="bad_checkpoint",
             )
 
     def __getitem__(self, name: str) -> Held:

@@ -142,7 +142,8 @@ def refuse_another_format(folder: Path) -> None:
     if others and not find_checkpoints(folder):
         raise InputError(
             f"{others[0]} is a checkpoint of OLMo-core's own format, whose pickles can run code and are never read: "
-            "give its model, converted to Hugging Face's form, as --model_name_or_path, and another --output_dir"
+            "give its model, converted to Hugging Face's form, as --model_name_or_path, and another --output_dir",
+            kind="bad_checkpoint",
         )
 
 
@@ -152,7 +153,8 @@ def refuse_another_start_model(checkpoint: Path, own: str) -> None:
         raise InputError(
             f"the start model is not the one that the run of {checkpoint} began with: its weights or its config.json "
             "were changed in place. Put those back to go on, or start afresh with another --output_dir or "
-            "--overwrite_output_dir"
+            "--overwrite_output_dir",
+            kind="other_run",
         )
 
 

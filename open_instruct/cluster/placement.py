@@ -200,7 +200,8 @@ def _refuse_what_cannot_fit(shape: FleetShape, on_gpus: bool) -> None:
         single = ", use --single_gpu_mode" if num_devices == 1 else ""
         raise InputError(
             f"asked: {shape.text(device)}; this machine is one node, with {counted(num_devices, device)}. Ask for "
-            f"less{single}, or join a cluster with --ray_address"
+            f"less{single}, or join a cluster with --ray_address",
+            kind="machine",
         )
 
 

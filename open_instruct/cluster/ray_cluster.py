@@ -86,7 +86,7 @@ def _join(address: str) -> None:
                 f"RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (now: {token or 'none'})"
             )
             way = f"if it is no cluster, {way}"
-        raise InputError(f"--ray_address {address}: {reason}; {way}") from error
+        raise InputError(f"--ray_address {address}: {reason}; {way}", kind="remote") from error
 
 
 def _given_token() -> str | None:
@@ -102,16 +102,20 @@ def _check_address(address: str) -> None:
     # Ray itself would try for minutes, or for ever, and then end the process.
     host, colon, port = address.rpartition(":")
     if "://" in address or not (host and colon and port.isdecimal()):
-        raise InputError(f"--ray_address {address}: takes 'auto', or HOST:PORT of a node that runs this command too")
+        raise InputError(
+            f"--ray_address {address}: takes 'auto', or HOST:PORT of a node that runs this command too", kind="remote"
+        )
     # A server with TLS does not answer plain bytes.
     is_encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S) as connection:
             is_ray = is_encrypted or _answers_as_grpc(connection)
     except OSError as error:
-        raise InputError(f"--ray_address {address}: nothing answers there ({error}); {WAY_OUT}") from error
+        raise InputError(
+            f"--ray_address {address}: nothing answers there ({error}); {WAY_OUT}", kind="remote"
+        ) from error
     if not is_ray:
-        raise InputError(f"--ray_address {address}: what answers there is no Ray; {WAY_OUT}")
+        raise InputError(f"--ray_address {address}: what answers there is no Ray; {WAY_OUT}", kind="remote")
 
 
 def _answers_as_grpc(connection: socket.socket) -> bool:
@@ -163,7 +167,8 @@ def refuse_imported_ray() -> None:
     if "ray" in sys.modules and _token.cache_info().currsize == 0:
         raise InputError(
             "ray was imported in this process before a run began, and has settled then with which token it talks: "
-            "restart the process (the notebook's kernel), and import ray after the first run, or not at all"
+            "restart the process (the notebook's kernel), and import ray after the first run, or not at all",
+            kind="remote",
         )
 
 
@@ -189,7 +194,8 @@ def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> OwnRay:
         if fleet.ray_dashboard_host is not None:
             raise InputError(
                 f"--ray_dashboard_host {fleet.ray_dashboard_host}: Ray did not start with its dashboard "
-                f"({_first_line(error)}); it needs `pip install 'ray[default]'`, or leave the flag out"
+                f"({_first_line(error)}); it needs `pip install 'ray[default]'`, or leave the flag out",
+                kind="remote",
             ) from error
         raise RunError(f"the local Ray did not start: {_first_line(error)}. {AGAIN}") from error
     own.watch(lambda: peers.on_loss(f"the run's own Ray was killed or crashed while {peers.activity()}"))

@@ -129,14 +129,18 @@ class Flag:
             InputError: what is accepted and what was given; the caller adds which flag and where.
         """
         if not all(map(_is_text, words)):
-            raise InputError("holds a null byte or one that is not UTF-8; give text")
+            raise InputError("holds a null byte or one that is not UTF-8; give text", kind="bad_value")
         if self.kind is list and (words or not self.or_one):
             items = [self._value_of_word(word, self.item_kind) for word in words]
             return items[0] if self.or_one and len(items) == 1 else items
         if not words:
-            raise InputError(f"needs a value: {self.accepted}")
+            raise InputError(f"needs a value: {self.accepted}", kind="bad_value", remedy=f"give {self.accepted}")
         if len(words) > 1:
-            raise InputError(f"takes one value, so {quoted(words[1])} after {quoted(words[0])} belongs to no flag")
+            raise InputError(
+                f"takes one value, so {quoted(words[1])} after {quoted(words[0])} belongs to no flag",
+                kind="stray_word",
+                remedy=f"leave {quoted(words[1])} out",
+            )
         is_none = self.optional and words[0].lower() in NONE_WORDS
         return None if is_none else self._value_of_word(words[0], self.kind)
 
@@ -150,7 +154,11 @@ class Flag:
             is_own = self.takes_own and all(word.rpartition(":"))
             value = word if not self.choices or word in self.choices or is_own else None
         if value is None:
-            raise InputError(f"takes {self.accepted}, not {quoted(word)}{self._hint(word)}")
+            raise InputError(
+                f"takes {self.accepted}, not {quoted(word)}{self._hint(word)}",
+                kind="bad_value",
+                remedy=f"give {self.accepted}",
+            )
         return value
 
     def _hint(self, word: str) -> str:

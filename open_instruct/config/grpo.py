@@ -9,6 +9,7 @@ from open_instruct.config.flags import spelled
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.config.validation import changed, learner_problems, learner_warnings, microbatch_problems, refuse
+from open_instruct.errors import problems_of_kind
 from open_instruct.losses.policy import OVER_TOKENS, POLICY_LOSSES
 
 # Every microbatch has a fixed cost, so microbatches of one short completion each would be many times slower.
@@ -100,6 +101,7 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
     return list(_warnings(config))
 
 
+@problems_of_kind("conflict")
 def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
     rollout, group_size = config.rollout, config.rollout.num_samples_per_prompt_rollout
     if bool(config.data.sft_mixer_list) != bool(config.data.sft_rows_per_step):
@@ -128,6 +130,7 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
         yield "--active_sampling replaces the groups that --no_filter_zero_std_samples keeps: leave one out"
 
 
+@problems_of_kind("bad_value")
 def _reward_problems(reward: rollout_sections.RewardSection) -> Iterator[str]:
     for word in reward.verifier:
         module, colon, name = word.rpartition(":")
@@ -144,6 +147,7 @@ def _reward_problems(reward: rollout_sections.RewardSection) -> Iterator[str]:
         yield "--llm_judge_max_tokens leaves no room for a question: must be below --llm_judge_max_context_length"
 
 
+@problems_of_kind("conflict")
 def _loss_problems(config: GRPOConfig) -> Iterator[str]:
     loss = config.loss
     if loss.delta is not None and loss.delta <= 1 + loss.clip_higher:
@@ -181,6 +185,7 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
         )
 
 
+@problems_of_kind("conflict")
 def _critic_problems(config: GRPOConfig) -> Iterator[str]:
     """What cannot go with a critic: one row of a matrix as its head, and an advantage for each token."""
     loss, degree = config.loss, config.parallel.tensor_parallel_degree
@@ -196,6 +201,7 @@ def _critic_problems(config: GRPOConfig) -> Iterator[str]:
     yield from (problem for problem, is_met in why_not.items() if is_met)
 
 
+@problems_of_kind("conflict")
 def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
     fleet, parallel = config.fleet, config.parallel
     if fleet.ray_address is not None and fleet.ray_dashboard_host is not None:
@@ -229,6 +235,7 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
         yield "--weight_sync delta: --lora_sync adapter sends little, all of which changes; use auto or dense"
 
 
+@problems_of_kind("out_of_range")
 def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
     evaluation = config.evaluation
     if config.run.checkpointing_steps == 0:

@@ -13,7 +13,7 @@ import yaml
 
 from open_instruct.config.flags import Flag, flags_of, sections_of
 from open_instruct.config.suites.upstream_flags import Fate, read_table, taken
-from open_instruct.errors import InputError
+from open_instruct.errors import InputError, Kind, Problem
 from open_instruct.whole_file import read_asked
 
 ConfigT = TypeVar("ConfigT")
@@ -52,9 +52,10 @@ def parse(
     values |= reader.read(argv)
     missing = [f"--{flag.name}" for flag in reader.flags.values() if flag.required and flag.name not in values]
     if missing:
-        reader.problems.append(f"missing: {', '.join(missing)} (as flags, or in a YAML file)")
+        text = f"missing: {', '.join(missing)} (as flags, or in a YAML file)"
+        reader.problems.append(Problem(text, kind="missing_flag", remedy=f"give {', '.join(missing)}"))
     if reader.problems:
-        raise InputError("\n".join(reader.problems))
+        raise InputError("\n".join(reader.problems), problems=reader.problems)
     by_section: dict[str, dict[str, Any]] = {section: {} for section in sections_of(config_class)}
     for name, value in values.items():
         by_section[reader.flags[name].section][name] = value
@@ -93,7 +94,7 @@ class _Reader:
     def __init__(self, flags: Mapping[str, Flag], *, unneeded: list[str] | None) -> None:
         self.flags = flags
         self.unneeded = unneeded
-        self.problems: list[str] = []
+        self.problems: list[Problem] = []
 
     def read(self, argv: Sequence[str]) -> dict[str, Any]:
         """The values of the file that the first word may name, and of the flags after it, which replace them."""
@@ -110,7 +111,8 @@ class _Reader:
             if name not in self.flags and positive is not None and positive.kind is bool:
                 name = positive.name
                 if its_words:
-                    self.problems.append(f"{spelling} takes no value; leave '{its_words[0]}' out, or use --{name}")
+                    text = f"{spelling} takes no value; leave '{its_words[0]}' out, or use --{name}"
+                    self.problems.append(Problem(text, kind="bad_value", flag=name))
                 its_words = ["false"]
             elif name in self.flags and self.flags[name].kind is bool:
                 its_words = its_words or ["true"]
@@ -121,7 +123,8 @@ class _Reader:
         for key, value in nodes_of(path):
             where = f"{path} line {key.start_mark.line + 1}: "
             if not isinstance(key, yaml.ScalarNode):
-                self.problems.append(f"{where}a flag's name is one word, not a list or mapping")
+                text = f"{where}a flag's name is one word, not a list or mapping"
+                self.problems.append(Problem(text, kind="unreadable_file"))
             elif key.value != COMMAND:
                 yield _Given(
                     name=_name_of(key.value),
@@ -151,19 +154,19 @@ class _Reader:
             value = self._value(self.flags[name], given)
             # Several flags of upstream's may say the same.
             if name in values and (name not in translated or values[name] != value):
-                self.problems.append(_twice(name, first[name], given))
+                self.problems.append(Problem(_twice(name, first[name], given), kind="repeated_flag", flag=name))
             values[name] = value
             first[name] = given
         return values
 
     def _value(self, flag: Flag, given: _Given) -> Any:
         if NESTED in given.words:
-            self.problems.append(f"{given.origin} takes {flag.accepted}, not a list of lists or mappings")
+            self._add(given, f"takes {flag.accepted}, not a list of lists or mappings", kind="bad_value")
             return None
         try:
             return flag.value_of([] if given.is_null and not flag.optional else given.words)
         except InputError as error:
-            self.problems.append(f"{given.origin} {error}")
+            self._add(given, str(error), kind=error.kind, flag=flag.name, remedy=error.remedy)
             return None
 
     def _refuse_unknown(self, given: _Given) -> None:
@@ -174,16 +177,23 @@ class _Reader:
         prefix = "" if is_in_file else "--"
         nearest_flag = nearest(given.name, sorted(names), prefix=prefix)
         hint = called_here(given.name, names, prefix) or f"is not a flag{nearest_flag}"
-        self.problems.append(f"{given.origin} {hint}")
+        self._add(given, hint, kind="unknown_flag")
 
     def _leave_out(self, given: _Given, fate: Fate) -> None:
         """A flag of upstream's that has no counterpart here is a problem, or not needed."""
         if fate.refused is not None:
-            self.problems.append(f"{given.origin} {fate.refused}")
+            self._add(given, fate.refused, kind="foreign_flag")
         elif self.unneeded is None:
-            self.problems.append(f"{given.origin} has no use here: {fate.unneeded}; leave it out")
+            self._add(given, f"has no use here: {fate.unneeded}; leave it out", kind="foreign_flag")
         else:
             self.unneeded.append(f"{given.origin} ({fate.unneeded})")
+
+    def _add(
+        self, given: _Given, reason: str, *, kind: Kind, flag: str | None = None, remedy: str | None = None
+    ) -> None:
+        """Note what is wrong with a flag, which is shown as the user spelled it, and where."""
+        text = f"{given.origin} {reason}"
+        self.problems.append(Problem(text, kind=kind, flag=flag or given.name, remedy=remedy))
 
 
 def _twice(name: str, first: _Given, second: _Given) -> str:
@@ -193,7 +203,7 @@ def _twice(name: str, first: _Given, second: _Given) -> str:
     return f"{second.where}{first.spelling} and {second.spelling} both say what --{name} is here; keep one"
 
 
-def groups_of(words: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
+def groups_of(words: Sequence[str], problems: list[Problem]) -> list[tuple[str, list[str]]]:
     """Each `--flag` with the words up to the next one; in `--flag=value` the value comes first."""
     groups: list[tuple[str, list[str]]] = []
     for word in words:
@@ -203,9 +213,11 @@ def groups_of(words: Sequence[str], problems: list[str]) -> list[tuple[str, list
         elif groups:
             groups[-1][1].append(word)
         elif word.lower().endswith(YAML_SUFFIXES):
-            problems.append(f"'{word}': a YAML file can only be the first word, and there can be only one")
+            text = f"'{word}': a YAML file can only be the first word, and there can be only one"
+            problems.append(Problem(text, kind="stray_word"))
         else:
-            problems.append(f"'{word}': expected a flag (--name), or a YAML file as the first word")
+            text = f"'{word}': expected a flag (--name), or a YAML file as the first word"
+            problems.append(Problem(text, kind="stray_word"))
     return groups
 
 
@@ -221,13 +233,17 @@ def nodes_of(path: str) -> list[tuple[Any, Any]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}" if mark else ""
-        raise InputError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
+        raise InputError(
+            f"{path}{line}: not valid YAML: {error.problem or error.context}", kind="unreadable_file"
+        ) from None
     except yaml.YAMLError as error:
-        raise InputError(f"{path}: not valid YAML: {error}") from None
+        raise InputError(f"{path}: not valid YAML: {error}", kind="unreadable_file") from None
     except RecursionError:
-        raise InputError(f"{path}: lists or mappings nested too deep; give lines of 'flag: value'") from None
+        raise InputError(
+            f"{path}: lists or mappings nested too deep; give lines of 'flag: value'", kind="unreadable_file"
+        ) from None
     if root is not None and not isinstance(root, yaml.MappingNode):
-        raise InputError(f"{path}: expected lines of 'flag: value'")
+        raise InputError(f"{path}: expected lines of 'flag: value'", kind="unreadable_file")
     return [] if root is None else root.value
 
 

@@ -124,7 +124,8 @@ def refuse_conflicts(saved: Mapping[str, Any], config: object, **run: Any) -> No
         raise InputError(
             f"--output_dir {folder} holds a run with other settings, which this command would not continue:\n{listed}\n"
             "Give the old values to resume it, another --output_dir to start a second run, or "
-            "--overwrite_output_dir to remove it and start afresh."
+            "--overwrite_output_dir to remove it and start afresh.",
+            kind="other_run",
         )
 
 

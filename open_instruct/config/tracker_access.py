@@ -21,12 +21,14 @@ def check_trackers(report_to: Sequence[str], environ: Mapping[str, str]) -> None
         if spec is None or spec.origin is None:  # without an origin: the folder ./wandb of earlier runs
             raise InputError(
                 f"--report_to {tracker} needs the {tracker} package: pip install 'open-instruct[{tracker}]', or leave "
-                "it out: metrics.jsonl is always written"
+                "it out: metrics.jsonl is always written",
+                kind="missing_package",
             )
     if "wandb" in report_to and not _wandb_may_log_in(environ):
         raise InputError(
             "--report_to wandb: nobody has logged in here: run `wandb login`, or set WANDB_API_KEY (on every node that "
-            "may hold rank 0), or WANDB_MODE=offline to keep the numbers on this machine"
+            "may hold rank 0), or WANDB_MODE=offline to keep the numbers on this machine",
+            kind="remote",
         )
 
 

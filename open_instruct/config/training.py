@@ -92,8 +92,12 @@ def backend_named(name: str) -> BackendRecord:
     """:raises InputError: no installed backend has this name."""
     known = {each.name: each for each in entry_points(group=GROUP)}
     if not known:
-        raise InputError("no backend is installed: run `make install`, or `pip install .`, once more")
+        raise InputError(
+            "no backend is installed: run `make install`, or `pip install .`, once more", kind="missing_package"
+        )
     if name not in known:
-        raise InputError(f"--backend {name}: takes {' or '.join(sorted(known))}{nearest(name, known)}")
+        raise InputError(
+            f"--backend {name}: takes {' or '.join(sorted(known))}{nearest(name, known)}", kind="bad_value"
+        )
     record: BackendRecord = known[name].load()
     return record

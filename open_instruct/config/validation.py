@@ -11,7 +11,7 @@ from typing import Any
 from open_instruct.config.flags import flags_of, flags_of_section, is_met, spelled
 from open_instruct.config.sections import MemorySection, ParallelSection, PreferenceDataSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
-from open_instruct.errors import InputError
+from open_instruct.errors import InputError, Problem, problems_of_kind
 from open_instruct.wording import counted
 
 # Launches name a run for the hub and for trackers whether they use them or not.
@@ -27,6 +27,7 @@ def changed(config: object, *names: str) -> list[str]:
     return [f"--{name} {spelled(value)}" for name, value in values.items() if value != flags[name].default]
 
 
+@problems_of_kind("unread_flag")
 def idle_problems(*sections: Any, harmless: bool = False) -> Iterator[str]:
     """A problem for each flag that was given and that nothing will read.
 
@@ -42,6 +43,7 @@ def idle_problems(*sections: Any, harmless: bool = False) -> Iterator[str]:
                 yield f"--{name} {spelled(values[name])} is read only with {flag.condition}{remedy}"
 
 
+@problems_of_kind("out_of_range")
 def limit_problems(*sections: Any) -> Iterator[str]:
     """A problem for each flag whose number is outside its limits; None passes."""
     for section in sections:
@@ -59,6 +61,7 @@ def _mixers(config: LearnerConfig) -> Iterator[tuple[str, list[str], list[str]]]
             yield name, words, flags[f"{name}_splits"]
 
 
+@problems_of_kind("bad_value")
 def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> Iterator[str]:
     """Names and amounts must alternate; there is one split for all data sets, or one for each."""
     names, amounts = words[::2], words[1::2]
@@ -75,6 +78,7 @@ def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> It
         yield f"--{flag}_splits: {len(splits)} splits for {sets} in --{flag}; give one for all, or one for each"
 
 
+@problems_of_kind("bad_value")
 def column_problems(words: Sequence[str]) -> Iterator[str]:
     names = [word.partition("=")[0] for word in words]
     for word, name in zip(words, names, strict=True):
@@ -92,6 +96,7 @@ def _amount(word: str) -> float:
         return 0
 
 
+@problems_of_kind("conflict")
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
     """The checks that need no number of GPUs; `parallel/layout.py` checks the degrees against that."""
     degrees = [f"--{name} {degree}" for name, degree in parallel.splitting.items()]
@@ -100,12 +105,14 @@ def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
             yield f"--single_gpu_mode does not shard, so {given} has no use: leave one of them out"
 
 
+@problems_of_kind("conflict")
 def lora_problems(config: LearnerConfig) -> Iterator[str]:
     """Conflicts between the flags of adapters and other flags."""
     if config.adapters is None:
         return
     if not config.adapters.lora_target_modules:
-        yield "--lora_target_modules is empty: use all-linear, or name some matrices of the blocks"
+        empty = "--lora_target_modules is empty: use all-linear, or name some matrices of the blocks"
+        yield Problem(empty, kind="bad_value")
     if config.optim.optimizer == "muon":
         yield "--optimizer muon cannot go with --use_lora: it is for whole matrices; use adamw"
     for given in changed(config, "lora_dropout") if config.parallel.tensor_parallel_degree > 1 else ():
@@ -116,6 +123,7 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
         yield f"{given}: with --use_lora the reference is the model without its adapters, which stays; leave it out"
 
 
+@problems_of_kind("conflict")
 def float8_problems(config: LearnerConfig) -> Iterator[str]:
     """Flags that float8 products cannot go with."""
     recipe = config.model.float8_linears
@@ -130,6 +138,7 @@ def float8_problems(config: LearnerConfig) -> Iterator[str]:
             yield f"--float8_linears {recipe} cannot go with {other}: leave one of them out"
 
 
+@problems_of_kind("conflict")
 def memory_problems(memory: MemorySection) -> Iterator[str]:
     budget = f"--activation_memory_budget {spelled(memory.activation_memory_budget)}"
     if memory.activation_memory_budget < 1 and memory.activation_checkpointing not in ("none", "auto"):
@@ -140,17 +149,20 @@ def memory_problems(memory: MemorySection) -> Iterator[str]:
     if memory.activation_memory_budget < 1 and memory.compile_model is False:
         yield f"{budget} is carried out by the compiler, which --no_compile_model leaves out: keep one of them"
     if memory.activation_checkpointing == "selected_modules" and not memory.activation_checkpointing_modules:
-        yield (
+        yield Problem(
             "--activation_checkpointing_modules is empty: name at least one pattern, such as 'blocks.*.feed_forward', "
-            "or use --activation_checkpointing full"
+            "or use --activation_checkpointing full",
+            kind="bad_value",
         )
 
 
+@problems_of_kind("out_of_range")
 def microbatch_problems(num_tokens: int, remedy: str) -> Iterator[str]:
     if num_tokens > MAX_MICROBATCH_TOKENS:
         yield f"a microbatch of {num_tokens:,} tokens fits no device (the most is {MAX_MICROBATCH_TOKENS:,}): {remedy}"
 
 
+@problems_of_kind("conflict")
 def learner_problems(config: LearnerConfig) -> Iterator[str]:
     """Problems of any config that trains, GRPO's too."""
     sections = list(vars(config).values())
@@ -158,7 +170,8 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     yield from idle_problems(*sections)
     for flag, words, splits in _mixers(config):
         if not words and flags_of(type(config))[flag].required:
-            yield f"--{flag} is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
+            empty = f"--{flag} is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
+            yield Problem(empty, kind="bad_value")
         yield from mixer_problems(flag, words, splits)
     yield from column_problems(config.data.columns)
     yield from parallel_problems(config.parallel)
@@ -167,18 +180,20 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     yield from float8_problems(config)
     yield from memory_problems(config.memory)
     for given in changed(config, "weight_decay_on") if config.optim.optimizer == "muon" else ():
-        yield f"{given} is read by AdamW, not by --optimizer muon; leave it out"
+        unread = f"{given} is read by AdamW, not by --optimizer muon; leave it out"
+        yield Problem(unread, kind="unread_flag")
     for given in changed(config, "cache_dataset_only", "cache_logprobs_only") if config.run.push_to_hub else ():
         yield f"{given} trains nothing that could be uploaded: leave --push_to_hub out"
     if not config.run.output_dir.strip():
-        yield "--output_dir is empty: name a folder"
+        yield Problem("--output_dir is empty: name a folder", kind="bad_value")
     often = config.run.ephemeral_save_interval
     seldom = config.run.checkpointing_steps
     if often and 0 < seldom <= often:
         yield f"--ephemeral_save_interval {often} is not below --checkpointing_steps {seldom}: lower it or leave it out"
     steps = config.logging.profile_steps
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
-        yield f"--profile_steps {spelled(steps)}: takes the first and the last step to profile, such as '3 5'"
+        wrong = f"--profile_steps {spelled(steps)}: takes the first and the last step to profile, such as '3 5'"
+        yield Problem(wrong, kind="bad_value")
 
 
 def learner_warnings(config: LearnerConfig) -> Iterator[str]:
@@ -190,12 +205,14 @@ def learner_warnings(config: LearnerConfig) -> Iterator[str]:
     yield from idle_problems(*vars(config).values(), harmless=True)
 
 
+@problems_of_kind("conflict")
 def training_problems(config: TrainingConfig) -> Iterator[str]:
     """Problems of a config that trains on the rows of a `DataSection`, whatever its loss."""
     yield from learner_problems(config)
     asked = config.parallel.num_processes
     if asked not in (None, "auto") and not (asked.isdecimal() and 1 <= int(asked) <= MAX_PROCESSES):
-        yield f"--num_processes {asked}: takes 'auto', or a whole number from 1 to {MAX_PROCESSES}"
+        wrong = f"--num_processes {asked}: takes 'auto', or a whole number from 1 to {MAX_PROCESSES}"
+        yield Problem(wrong, kind="bad_value")
     shares_prompts = isinstance(config.data, PreferenceDataSection) and config.data.prefix_sharing == "on"
     if shares_prompts and not config.data.packing:
         yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
@@ -228,4 +245,4 @@ def validated(config: TrainingConfig, problems: Iterable[str] = ()) -> list[str]
 def refuse(problems: Iterable[str]) -> None:
     """Raise an InputError that lists all `problems`, if there are any."""
     if lines := list(problems):
-        raise InputError("\n".join(lines))
+        raise InputError("\n".join(lines), problems=lines)

@@ -233,5 +233,6 @@ def panics_as_errors(name: str) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise InputError(
-            f"{name} fails on a text ({one_line(error)}): mend its tokenizer.json, or use that of the model's origin"
+            f"{name} fails on a text ({one_line(error)}): mend its tokenizer.json, or use that of the model's origin",
+            kind="bad_model",
         ) from None

@@ -54,11 +54,12 @@ def choose_chat_template(
         own = tokenizer.chat_template
         own = own.get("default") if isinstance(own, dict) else own
         if not own:
-            raise InputError(f"the tokenizer has no chat template: {choose_another()}.")
+            raise InputError(f"the tokenizer has no chat template: {choose_another()}.", kind="bad_value")
         if not isinstance(own, str):
             raise InputError(
                 f"the tokenizer's own chat template is a {type(own).__name__}, not text: mend tokenizer_config.json, "
-                f"or {choose_another()}."
+                f"or {choose_another()}.",
+                kind="bad_model",
             )
         template = ChatTemplate(name="the tokenizer's own", text=own)
     check_syntax(f"{template.name} chat template", template.text)
@@ -78,7 +79,8 @@ def template_text(name: str) -> str:
     raise InputError(
         f"--chat_template_name {name!r} is not a template{nearest(name, built_in_templates()) or '.'} Use one of "
         f"{', '.join(built_in_templates())}; a file of your own (FILE{FILE_SUFFIXES[0]}); or leave the flag out for "
-        "the tokenizer's own."
+        "the tokenizer's own.",
+        kind="bad_value",
     )
 
 
@@ -114,7 +116,7 @@ def check_syntax(what: str, text: str) -> None:
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False).from_string(text)
     except TemplateSyntaxError as error:
-        raise InputError(f"{what}, line {error.lineno}: {error.message}") from error
+        raise InputError(f"{what}, line {error.lineno}: {error.message}", kind="bad_value") from error
     except Exception:
         pass  # such as brackets too deep; what fails with real rows is reported with the row
 
@@ -128,15 +130,17 @@ def _check_tokens(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) ->
     if missing:
         raise InputError(
             f"--chat_template_name {template.name} needs {', '.join(missing)}, which the tokenizer does not have; "
-            "use the template that the model was trained with, or 'simple_chat' or 'tulu', which need only an eos."
+            "use the template that the model was trained with, or 'simple_chat' or 'tulu', which need only an eos.",
+            kind="conflict",
         )
 
 
 def _behind_bos(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> ChatTemplate:
     if tokenizer.bos_token is None:
-        raise InputError("--add_bos: the tokenizer has no bos token; leave the flag out.")
+        raise InputError("--add_bos: the tokenizer has no bos token; leave the flag out.", kind="conflict")
     if re.match(r"\s*\{\{-?\s*bos_token", template.text) or template.text.startswith(tokenizer.bos_token):
         raise InputError(
-            f"--add_bos: {template.name} chat template begins with the bos token itself; leave the flag out."
+            f"--add_bos: {template.name} chat template begins with the bos token itself; leave the flag out.",
+            kind="conflict",
         )
     return ChatTemplate(name=f"{template.name}, behind a bos token", text="{{ bos_token }}" + template.text)

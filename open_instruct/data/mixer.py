@@ -44,18 +44,20 @@ class MixerEntry:
             InputError: there is nothing to take, or more than could be meant.
         """
         if num_rows == 0:
-            raise InputError(f"{self.flag}: {self.name} has no rows.")
+            raise InputError(f"{self.flag}: {self.name} has no rows.", kind="bad_row")
         exact = self.amount if isinstance(self.amount, int) else self.amount * num_rows
         if exact > MAX_SELECTED_ROWS:
             raise InputError(
                 f"{self.flag}: {self.name} {self.amount} takes more than {MAX_SELECTED_ROWS:,} rows "
-                f"(it has {num_rows:,}); a fraction of 1.0 takes every row once."
+                f"(it has {num_rows:,}); a fraction of 1.0 takes every row once.",
+                kind="out_of_range",
             )
         count = math.floor(exact + 0.5)
         if count == 0:
             raise InputError(
                 f"{self.flag}: {self.name} {self.amount} takes zero of its {counted(num_rows, 'row')}; "
-                "take a larger fraction or a count of rows, or leave the data set out."
+                "take a larger fraction or a count of rows, or leave the data set out.",
+                kind="out_of_range",
             )
         return count
 

@@ -64,7 +64,7 @@ class BadRowLog:
         found = guess = ""
         if self._found is not None and wanted:
             found, guess = shortened(self._found), guessed_columns(self._found, columns)
-        return InputError(macro_text(REPORT, "refused", self, num_rows, found, guess, wanted, page))
+        return InputError(macro_text(REPORT, "refused", self, num_rows, found, guess, wanted, page), kind="bad_row")
 
     @property
     def num_shown(self) -> int:

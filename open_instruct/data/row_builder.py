@@ -299,5 +299,6 @@ class RowBuilder(ABC):
             return self.refusal(num_rows)
         counts = ", ".join(f"{kind} {count:,}" for kind, count in (self.filtered + self.bad.counts).items())
         return InputError(
-            f"no {self.unit} of {counted(num_rows, 'row')} is left at {self.limit()} ({counts}); {self.remedy()}."
+            f"no {self.unit} of {counted(num_rows, 'row')} is left at {self.limit()} ({counts}); {self.remedy()}.",
+            kind="bad_row",
         )

@@ -205,7 +205,8 @@ def check_saved_place(state_dict: Mapping[str, Any], *facts: tuple[str, Any, str
         if state_dict[key] != ours:
             raise InputError(
                 f"the checkpoint was written with {key} {state_dict[key]}, this run has {ours}: {remedy}, or start "
-                "afresh with another --output_dir or --overwrite_output_dir"
+                "afresh with another --output_dir or --overwrite_output_dir",
+                kind="other_run",
             )
 
 
@@ -228,7 +229,9 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.touch()
     except OSError as error:
-        raise InputError(f"--cache_dir: cannot write to {path.parent}: {error}; give another folder.") from error
+        raise InputError(
+            f"--cache_dir: cannot write to {path.parent}: {error}; give another folder.", kind="unreadable_file"
+        ) from error
     try:
         content = json.dumps({**metadata, _CHECKSUM: _checksum(arrays)})
         save_file(dict(arrays), partial, metadata={_METADATA: content})

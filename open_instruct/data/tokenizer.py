@@ -38,19 +38,24 @@ def load_tokenizer(
             else:
                 tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
             if not tokenizer.is_fast:
-                raise InputError(f"{flag}: {name_or_path} has only a slow tokenizer; a tokenizer.json is needed.")
+                raise InputError(
+                    f"{flag}: {name_or_path} has only a slow tokenizer; a tokenizer.json is needed.", kind="bad_model"
+                )
             a, b = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in ("a", "b"))
             text = tokenizer.backend_tokenizer.decode(a + b)
     except InputError:
         raise
     except Exception as error:  # the library raises many kinds of errors: its own, its parsers' and those of downloads
         raise InputError(
-            f"{flag}: the tokenizer of {name_or_path} cannot be loaded: {type(error).__name__}: {one_line(error)}"
+            f"{flag}: the tokenizer of {name_or_path} cannot be loaded: {type(error).__name__}: {one_line(error)}",
+            kind="bad_model",
         ) from error
     if text != "ab":
         raise InputError(
             f"{flag}: the tokenizer of {name_or_path} does not keep a text as it is ('a' and 'b' end to end read "
-            f"{text!r}), so a prompt and its reply cannot be joined; use a byte-level tokenizer without a prefix space."
+            f"{text!r}), so a prompt and its reply cannot be joined; use a byte-level tokenizer without a prefix "
+            "space.",
+            kind="bad_model",
         )
     return tokenizer
 
@@ -65,24 +70,26 @@ def given_folder(name_or_path: str, *, revision: str | None = None, flag: str | 
     if path.exists():
         if revision not in (None, "main"):
             raise InputError(
-                f"--model_revision {revision}: {name_or_path} is a folder, which has none; leave the flag out"
+                f"--model_revision {revision}: {name_or_path} is a folder, which has none; leave the flag out",
+                kind="conflict",
             )
         return path
     if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
         asked = name_or_path if flag is None else f"{flag}: {name_or_path}"
         wanted = "give the one that holds its files (config.json, tokenizer.json)"
-        raise InputError(f"{asked}: there is no such folder; {wanted}.{near_files(path)}")
+        raise InputError(f"{asked}: there is no such folder; {wanted}.{near_files(path)}", kind="missing_file")
     return None
 
 
 def check_tokenizer_folder(path: Path, *, flag: str) -> None:
     """:raises InputError: the folder has no tokenizer that can be read."""
     if path.is_file():
-        raise InputError(f"{flag}: {path} is a file; give the folder that has the tokenizer's files.")
+        raise InputError(f"{flag}: {path} is a file; give the folder that has the tokenizer's files.", kind="bad_model")
     if not (path / "tokenizer.json").is_file():
         raise InputError(
             f"{flag}: {path} has no tokenizer.json (nor is a slow tokenizer enough); copy it, with "
-            "tokenizer_config.json, from the checkpoint that the model was trained from."
+            "tokenizer_config.json, from the checkpoint that the model was trained from.",
+            kind="bad_model",
         )
     check_files(path)
 
@@ -99,4 +106,7 @@ def _check_token_ids(file: Path) -> None:
             ids += [token.get("id") for token in added if isinstance(token, dict)]
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < MAX_TOKENS:
-            raise InputError(f"{file}: {token_id!r} is no token id; they are whole numbers from 0 to {MAX_TOKENS - 1}")
+            raise InputError(
+                f"{file}: {token_id!r} is no token id; they are whole numbers from 0 to {MAX_TOKENS - 1}",
+                kind="bad_model",
+            )

@@ -86,11 +86,12 @@ class Batching:
                 schedules_ahead=fleet.vllm_async_scheduling != "off",
             )
         if fleet.vllm_async_scheduling == "on":
-            raise InputError("--vllm_async_scheduling on: vLLM never does on a CPU; use auto, or off")
+            raise InputError("--vllm_async_scheduling on: vLLM never does on a CPU; use auto, or off", kind="machine")
         if tokens is not None and tokens < max_model_len:
             raise InputError(
                 f"--vllm_max_num_batched_tokens {tokens}: on a CPU a prompt is not cut in two, and one may have "
-                f"{max_model_len} tokens with its completion; use at least so many, or leave it out"
+                f"{max_model_len} tokens with its completion; use at least so many, or leave it out",
+                kind="out_of_range",
             )
         return cls(
             max_num_seqs=fleet.vllm_max_num_seqs or CPU_SEQS,

@@ -34,7 +34,10 @@ def load_options(settings: EngineSettings) -> dict[str, Any]:
     is_allowed = PLUGIN in os.environ.get("VLLM_PLUGINS", PLUGIN).split(",")
     if not is_allowed or not entry_points(group="vllm.general_plugins", name=PLUGIN):
         remedy = "install the package anew" if is_allowed else "add it to VLLM_PLUGINS"
-        raise InputError(f"--lora_sync adapter: vLLM lacks the plugin {PLUGIN}: {remedy}, or use --lora_sync merged")
+        raise InputError(
+            f"--lora_sync adapter: vLLM lacks the plugin {PLUGIN}: {remedy}, or use --lora_sync merged",
+            kind="missing_package",
+        )
     return {"load_format": LOAD_FORMAT, "model_loader_extra_config": {DTYPE_OF_SCALES: settings.dtype_of_scales}}
 
 

@@ -53,7 +53,7 @@ def engine_environment(on_cuda: bool, runner: str = "auto") -> dict[str, str]:
         InputError: there is no such `runner` (--vllm_runner) on a CPU.
     """
     if runner == "v2" and not on_cuda:
-        raise InputError("--vllm_runner v2: vLLM has it on CUDA alone; use auto, or v1")
+        raise InputError("--vllm_runner v2: vLLM has it on CUDA alone; use auto, or v1", kind="machine")
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the loop that steps is ours
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -351,7 +351,8 @@ def check_targets(adapter: LoRASection, layers: Iterable[str]) -> None:
     if missing := [target for target in adapter.targets if target not in adapted]:
         raise InputError(
             f"--lora_sync adapter: vLLM's layers of this model take no adapter for {', '.join(missing)}; use "
-            "--lora_sync merged"
+            "--lora_sync merged",
+            kind="unsupported_model",
         )
 
 

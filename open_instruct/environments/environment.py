@@ -205,7 +205,9 @@ def check_tools(factory: Factory, *, origin: str) -> None:
         try:
             get_json_schema(method.__get__(object()) if takes_self else method)
         except Exception as error:  # of a module of its own
-            raise InputError(f"{origin}: its tool {name} cannot be described to the policy: {error}") from error
+            raise InputError(
+                f"{origin}: its tool {name} cannot be described to the policy: {error}", kind="own_code"
+            ) from error
 
 
 def _public_methods(owner: Any) -> list[tuple[str, Any]]:

@@ -42,10 +42,14 @@ class McpServer(ToolServer):
         except Exception as error:
             raise InputError(
                 f"{self._origin}: no MCP server answers ({_reason(error)}): mcp: is followed by a command, or an "
-                "address that begins with http, and the package mcp, which vLLM brings, must be there"
+                "address that begins with http, and the package mcp, which vLLM brings, must be there",
+                kind="remote",
             ) from error
         if not self.schemas:
-            raise InputError(f"{self._origin}: the MCP server has no {f'tool {self._tool}' if self._tool else 'tools'}")
+            raise InputError(
+                f"{self._origin}: the MCP server has no {f'tool {self._tool}' if self._tool else 'tools'}",
+                kind="bad_value",
+            )
 
     async def call(self, name: str, /, **arguments: Any) -> str:
         """What a tool answers, or has to say against its arguments.

@@ -34,9 +34,13 @@ class OpenEnvServer(Source):
             fields = {name: each for name, each in action["properties"].items() if name != "metadata"}
             texts = [name for name, each in fields.items() if each.get("type") == "string"]
         except Exception as error:  # of whatever answers there
-            raise InputError(f"{self._origin}: no OpenEnv server answers at {self._url}/schema: {error}") from error
+            raise InputError(
+                f"{self._origin}: no OpenEnv server answers at {self._url}/schema: {error}", kind="remote"
+            ) from error
         if "tool_name" in fields:
-            raise InputError(f"{self._origin}: its actions are MCP's: take its tools by mcp:{self._url}/mcp")
+            raise InputError(
+                f"{self._origin}: its actions are MCP's: take its tools by mcp:{self._url}/mcp", kind="bad_value"
+            )
         self._text_field = texts[0] if texts and len(fields) == 1 else ""
         self._schema = schema_of("act", action.get("description", "Takes a step"), {**action, "properties": fields})
 

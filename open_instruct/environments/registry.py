@@ -48,11 +48,12 @@ def factory_named(word: str, *, origin: str) -> Factory:
         raise InputError(
             f"{origin}: there is no environment of that name{nearest(word, known) or ';'} known are "
             f"{', '.join(sorted(known))}, mcp:SERVER, openenv:URL, verifiers:NAME, and FILE.py:factory or "
-            "module:factory of your own"
+            "module:factory of your own",
+            kind="bad_value",
         )
     factory: Factory = load_named(word, origin=origin, what="factory")
     if not callable(factory):
-        raise InputError(f"{origin} is a {type(factory).__name__}, and neither a class nor a function")
+        raise InputError(f"{origin} is a {type(factory).__name__}, and neither a class nor a function", kind="own_code")
     check_tools(factory, origin=origin)
     return factory
 
@@ -69,14 +70,20 @@ def known_environments(flags: EnvironmentSection) -> dict[str, Factory]:
     if not flags.tools:
         return known
     if own is not None:
-        raise InputError(f"--environment {own}: --tools names tools too; put {own} among --tools, or leave them out")
+        raise InputError(
+            f"--environment {own}: --tools names tools too; put {own} among --tools, or leave them out", kind="conflict"
+        )
     names = flags.tool_call_names or flags.tools
     settings = flags.tool_configs or ["{}"] * len(flags.tools)
     for flag, words in (("--tool_call_names", names), ("--tool_configs", settings)):
         if len(words) != len(flags.tools):
-            raise InputError(f"{flag} has {len(words)} words for {len(flags.tools)} --tools: give one for each")
+            raise InputError(
+                f"{flag} has {len(words)} words for {len(flags.tools)} --tools: give one for each", kind="bad_value"
+            )
     if any(names.count(name) > 1 for name in names if name != "generic_mcp"):  # whose tools have names of their own
-        raise InputError(f"two of --tools are called the same ({', '.join(names)}): leave one out, or rename it")
+        raise InputError(
+            f"two of --tools are called the same ({', '.join(names)}): leave one out, or rename it", kind="bad_value"
+        )
     parts = [
         ("" if name == word else name, _tool(word, text, known, flags))
         for word, name, text in zip(flags.tools, names, settings, strict=True)
@@ -92,7 +99,7 @@ def _tool(word: str, text: str, known: Mapping[str, Factory], flags: Environment
     """
     factory = known[word] if word in known else factory_named(word, origin=f"--tools {word}")
     if isinstance(factory, OpenEnvServer | Taskset) or hasattr(factory, "step"):
-        raise InputError(f"--tools {word} has turns of its own: name it by --environment")
+        raise InputError(f"--tools {word} has turns of its own: name it by --environment", kind="bad_value")
     try:
         settings = json.loads(text)
         if word in SERVERS:
@@ -101,4 +108,6 @@ def _tool(word: str, text: str, known: Mapping[str, Factory], flags: Environment
         inspect.signature(factory).bind_partial(**settings)
         return partial(factory, **settings) if settings else factory
     except (TypeError, ValueError) as error:
-        raise InputError(f"--tool_configs {text}, of {word}: is no JSON object of its settings: {error}") from error
+        raise InputError(
+            f"--tool_configs {text}, of {word}: is no JSON object of its settings: {error}", kind="bad_value"
+        ) from error

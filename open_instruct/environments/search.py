@@ -30,13 +30,18 @@ class Search(ToolServer):
     def begin_run(self) -> None:
         """:raises InputError: there is no such corpus, it cannot be read, or it has no words."""
         if (corpus := self._corpus) is None:
-            raise InputError(f"the tool search has nothing to search: name a file of rows, or a folder, by {FLAG}")
+            raise InputError(
+                f"the tool search has nothing to search: name a file of rows, or a folder, by {FLAG}",
+                kind="missing_flag",
+            )
         import bm25s  # only now: numba, where it is installed, is slow to import
 
         self._passages = list(_of_folder(Path(corpus)) if Path(corpus).is_dir() else _of_rows(corpus))
         words = bm25s.tokenize(self._passages, show_progress=False)
         if not words.vocab:
-            raise InputError(f"{FLAG} {corpus}: has no words: give files of text, or rows with `text`")
+            raise InputError(
+                f"{FLAG} {corpus}: has no words: give files of text, or rows with `text`", kind="bad_value"
+            )
         self._index = bm25s.BM25()
         self._index.index(words, show_progress=False)
 
@@ -59,9 +64,9 @@ def _of_rows(corpus: str) -> Iterator[str]:
     source = open_rows(corpus, flag=FLAG)
     for row in source.rows(range(len(source))):
         if row.problem is not None:
-            raise InputError(f"{FLAG} {row}: {row.problem}")
+            raise InputError(f"{FLAG} {row}: {row.problem}", kind="bad_row")
         if not isinstance(text := row.value.get("text"), str):
-            raise InputError(f"{FLAG} {row}: has no `text`: rename the column that has it")
+            raise InputError(f"{FLAG} {row}: has no `text`: rename the column that has it", kind="bad_row")
         heading = " ".join(str(row.value[key]) for key in ("id", "title") if row.value.get(key) is not None)
         yield f"{heading}\n{text}".strip()
 

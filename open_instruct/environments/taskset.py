@@ -40,9 +40,11 @@ class Taskset(Source):
 
             self._taskset = verifiers.load_environment(self._name, **json.loads(self._settings or "{}"))
         except ImportError as error:
-            raise InputError(f"{self._origin} needs a package: pip install 'open-instruct[verifiers]'") from error
+            raise InputError(
+                f"{self._origin} needs a package: pip install 'open-instruct[verifiers]'", kind="missing_package"
+            ) from error
         except Exception as error:  # it is foreign code, which may raise anything
-            raise InputError(f"{self._origin} cannot be loaded: {error}") from error
+            raise InputError(f"{self._origin} cannot be loaded: {error}", kind="own_code") from error
         finally:  # each of its environments takes Ctrl-C for itself
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -50,7 +52,9 @@ class Taskset(Source):
         self._loop = lasting_loop(f"taskset {self._name}")
         for each in getattr(self._taskset, "envs", [self._taskset]):
             if not isinstance(each, verifiers.MultiTurnEnv) or each.message_type != "chat":
-                raise InputError(f"{self._origin}: {type(each).__name__} is none of turns of chat (MultiTurnEnv)")
+                raise InputError(
+                    f"{self._origin}: {type(each).__name__} is none of turns of chat (MultiTurnEnv)", kind="bad_value"
+                )
 
     def __call__(self, **row: Any) -> "Episode":
         of_task = getattr(self._taskset, "get_env_for_task", lambda task: self._taskset)

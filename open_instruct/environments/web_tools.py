@@ -97,5 +97,7 @@ def _filled(value: Any, names: Mapping[str, Any]) -> Any:
 
 def _variable(name: str) -> str:
     if not (value := os.environ.get(name)):
-        raise InputError(f"a tool of the web needs the variable {name}: set it in the environment of the run")
+        raise InputError(
+            f"a tool of the web needs the variable {name}: set it in the environment of the run", kind="missing_flag"
+        )
     return value

@@ -157,7 +157,8 @@ class Conversation:
         if not with_marks.startswith(done) or behind_end is None or written is None:
             raise InputError(
                 "the chat template does not say what stands between a reply and the next turn: it moves, drops or "
-                "rewrites what was written before; choose another by --chat_template_name, or --max_turns 1"
+                "rewrites what was written before; choose another by --chat_template_name, or --max_turns 1",
+                kind="bad_value",
             )
         self._turns, self._text = [*turns, *literal], whole
         self.token_ids += self._template.encode(behind_end if self._has_end else with_marks[len(done) :], written)

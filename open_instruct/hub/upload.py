@@ -19,14 +19,17 @@ def open_repository(run: RunSection) -> str:
     from huggingface_hub import HfApi, get_token
 
     if get_token() is None:
-        raise InputError("--push_to_hub: nobody has logged in here: run `hf auth login`, or set HF_TOKEN")
+        raise InputError(
+            "--push_to_hub: nobody has logged in here: run `hf auth login`, or set HF_TOKEN", kind="remote"
+        )
     name = _name_of(run)
     try:
         return str(HfApi().create_repo(name, private=run.hub_private or None, exist_ok=True).repo_id)
     except Exception as error:  # the name, the network or the hub
         raise InputError(
             f"--push_to_hub: the hub gives no repository {name} ({type(error).__name__}: {one_line(error)}); give "
-            "another --hub_model_id, or leave --push_to_hub out and upload the model when it is there"
+            "another --hub_model_id, or leave --push_to_hub out and upload the model when it is there",
+            kind="remote",
         ) from error
 
 

@@ -69,7 +69,8 @@ def refuse_others(flag: str, own: object, is_own: bool) -> None:
     if not is_own:
         raise InputError(
             f"the checkpoints in --output_dir are of another {flag} than {own}: give theirs again, or start in another "
-            "--output_dir from the hf_model such a run ends with"
+            "--output_dir from the hf_model such a run ends with",
+            kind="other_run",
         )
 
 

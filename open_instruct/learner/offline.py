@@ -34,7 +34,9 @@ from open_instruct.wording import counted
 def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[str, Callback] | None = None) -> int:
     """The whole run, as every rank walks it; `callbacks` are OLMo-core's, by name. Returns the exit code."""
     if config.data.eval_mixer_list and objective.evaluate is None:
-        raise InputError(f"--eval_mixer_list: {objective.name} has no `evaluate`; write one, or leave the flag out")
+        raise InputError(
+            f"--eval_mixer_list: {objective.name} has no `evaluate`; write one, or leave the flag out", kind="own_code"
+        )
     with open_run(config, objective.name) as run:
         pretrained = open_pretrained(config, run.directory.hf_model, layout=run.layout, head=objective.head)
         more_config = dict(objective.exported(config, pretrained.tokenizer, pretrained.hf_config))

@@ -148,7 +148,8 @@ def open_beside(
         f"--{kind}_model_name_or_path {beside.folder}: its tokenizer has {len(theirs):,} tokens (its head "
         f"{beside.hf_config.vocab_size:,} rows), the student's {len(ours):,} (its head "
         f"{student.hf_config.vocab_size:,}), and they are not the same: {first!r} is {there} there and {here} here. "
-        f"Take a {kind} with the student's vocabulary"
+        f"Take a {kind} with the student's vocabulary",
+        kind="conflict",
     )
 
 
@@ -195,7 +196,8 @@ class Comparison:
         if teacher.num_kept >= vocab_size:
             raise InputError(
                 f"--teacher_top_k {teacher.num_kept}: the vocabulary has {vocab_size:,} tokens, of which fewer must be "
-                "kept; leave it out to compare all of them"
+                "kept; leave it out to compare all of them",
+                kind="conflict",
             )
         return cls(teacher=teacher, pretrained=pretrained, vocab_size=vocab_size)
 

@@ -50,9 +50,11 @@ def advantages_of(
         return with_flags(ADVANTAGES[name].function, flags)(groups)
     given = [tuple(map(float, values)) for values in own(groups)]
     if [len(values) for values in given] != [len(group.completions) for group in groups]:
-        raise InputError(f"--advantages {name}: gives other numbers than one for every completion of every group")
+        raise InputError(
+            f"--advantages {name}: gives other numbers than one for every completion of every group", kind="own_code"
+        )
     if not all(math.isfinite(value) for values in given for value in values):
-        raise InputError(f"--advantages {name}: gives a number that is not finite")
+        raise InputError(f"--advantages {name}: gives a number that is not finite", kind="own_code")
     return given
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from open_instruct.config.parser import YAML_SUFFIXES, groups_of, nodes_of, words_of
 from open_instruct.config.suites.upstream_flags import upstream_defaults
-from open_instruct.errors import InputError
+from open_instruct.errors import InputError, Problem
 
 # Of each of our commands upstream's trainers, the one first that is meant where none is named.
 TRAINERS = {
@@ -91,7 +91,8 @@ def read_launch(command: str, words: Sequence[str]) -> Sheet:
             ours = next((name for name, trainers in TRAINERS.items() if trainer in trainers), None)
             raise InputError(
                 f"{words[scripts[0]]} is not what {command} is here; "
-                + (f"use migrate-args {ours}" if ours else "there is no command here that does the same")
+                + (f"use migrate-args {ours}" if ours else "there is no command here that does the same"),
+                kind="stray_word",
             )
         words = words[scripts[0] + 1 :]
     end = next((index for index, word in enumerate(words) if word in ENDS_OF_COMMANDS), len(words))
@@ -99,14 +100,15 @@ def read_launch(command: str, words: Sequence[str]) -> Sheet:
     asked: dict[str, list[str]] = {}
     if words and words[0].lower().endswith(YAML_SUFFIXES):
         asked |= {key.value: words_of(value) for key, value in nodes_of(words.pop(0))}
-    problems: list[str] = []
+    problems: list[Problem] = []
     for spelling, its_words in groups_of(words, problems):
         asked[spelling.removeprefix("--").replace("-", "_")] = its_words
     if problems and not scripts:
         ways = f"give its flags to `open-instruct {command}`, which says what each is called here"
-        problems.append(f"no launch of allenai's open-instruct; of another trainer, {ways}")
+        other = f"no launch of allenai's open-instruct; of another trainer, {ways}"
+        problems.append(Problem(other, kind="stray_word"))
     if problems:
-        raise InputError("\n".join(problems))
+        raise InputError("\n".join(problems), problems=problems)
     if not scripts and command == "sft" and asked.keys() & {"mixer_list", "num_epochs"}:
         trainer = "olmo_core_finetune"  # whose flags those are
     for name in [name for name in asked if name.startswith("no_") and not asked[name]]:

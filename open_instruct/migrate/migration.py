@@ -58,9 +58,11 @@ def migrate_args(words: Sequence[str]) -> int:
     as_json = "--json" in ours
     command, *rest = [word for word in ours if word != "--json"]
     if command not in TRAINERS:
-        raise InputError(f"'{command}' has no launches upstream; use one of {', '.join(TRAINERS)}")
+        raise InputError(f"'{command}' has no launches upstream; use one of {', '.join(TRAINERS)}", kind="stray_word")
     if flags := [word for word in rest if word.startswith("--")]:
-        raise InputError(f"{flags[0]} stands before --: write migrate-args {command} [--json] -- ARGS...")
+        raise InputError(
+            f"{flags[0]} stands before --: write migrate-args {command} [--json] -- ARGS...", kind="unreadable_file"
+        )
     migration = migrate(command, read_launch(command, [*rest, *theirs]))
     if as_json:
         print(json.dumps(asdict(migration), indent=2))

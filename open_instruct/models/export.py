@@ -63,7 +63,8 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
     except Exception as error:  # its modules may raise anything for a bad value
         raise InputError(
             f"transformers cannot build the model that config.json describes{', with a score' if scores else ''}: "
-            f"{one_line(error)}"
+            f"{one_line(error)}",
+            kind="bad_model",
         ) from error
     wanted = {
         hf_name: tuple(tensor.shape)
@@ -79,7 +80,8 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
         ]
         raise InputError(
             "an export of this model would not open in transformers: what config.json asks for is not met by "
-            f"{listing(mismatches)}. Is config.json of the same model?"
+            f"{listing(mismatches)}. Is config.json of the same model?",
+            kind="bad_model",
         )
 
 
@@ -92,11 +94,17 @@ def check_destination(source_folder: str | Path, out_folder: str | Path) -> None
     """
     source, out = Path(source_folder), Path(out_folder)
     if problem := export_files.replacing_problem(out):
-        raise InputError(f"cannot export to {out}: {problem}")
+        raise InputError(f"cannot export to {out}: {problem}", kind="unreadable_file")
     if out.exists() and source.is_dir() and out.samefile(source):
-        raise InputError(f"cannot export to {out}: it is the checkpoint that training starts from; choose another")
+        raise InputError(
+            f"cannot export to {out}: it is the checkpoint that training starts from; choose another",
+            kind="unreadable_file",
+        )
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
-        raise InputError(f"cannot export to {out}: it holds something other than an earlier export; choose another")
+        raise InputError(
+            f"cannot export to {out}: it holds something other than an earlier export; choose another",
+            kind="unreadable_file",
+        )
 
 
 @torch.no_grad()

@@ -107,10 +107,12 @@ def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
         if value not in supported:
             problem = f"{field} = {value!r} is not supported for {hf_config.model_type!r}"
             others = " or ".join(repr(value) for value in supported if value is not None)
-            raise InputError(f"config.json: {problem}; supported: {others or 'absent'}")
+            raise InputError(f"config.json: {problem}; supported: {others or 'absent'}", kind="unsupported_model")
     check_number("rms_norm_eps", hf_config.rms_norm_eps)
     if check_size(HEAD_DIM, head_dim(hf_config), "config.json") % 2:
-        raise InputError(f"config.json: {HEAD_DIM} = {head_dim(hf_config)} is odd, and RoPE turns pairs")
+        raise InputError(
+            f"config.json: {HEAD_DIM} = {head_dim(hf_config)} is odd, and RoPE turns pairs", kind="bad_model"
+        )
     num_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
     check_multiple("config.json", num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
 
@@ -124,7 +126,8 @@ def _check_experts(hf_config: PretrainedConfig, expert_size: str) -> None:
         if check_size(field, getattr(hf_config, field), where) % ROWS_OF:
             raise InputError(
                 f"{where}: {field} = {getattr(hf_config, field)} is not a multiple of {ROWS_OF}: the product of tokens "
-                "with their experts takes rows of 16 bytes and multiples of that"
+                "with their experts takes rows of 16 bytes and multiples of that",
+                kind="unsupported_model",
             )
     if hf_config.output_router_logits:
         check_number("router_aux_loss_coef (output_router_logits = true)", hf_config.router_aux_loss_coef)
@@ -194,13 +197,18 @@ def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEC
         parameters = parameters.get(layer_type)
         where = f"rope_parameters.{layer_type}"
     if not isinstance(parameters, dict):
-        raise InputError(f"config.json: {where} = {parameters!r}; an object with rope_theta is needed")
+        raise InputError(
+            f"config.json: {where} = {parameters!r}; an object with rope_theta is needed", kind="bad_model"
+        )
     if family.may_not_turn and parameters.get("rope_theta") is None:
         return None
     part = parameters.get(PART_TURNED, 1.0) if family.turned_share else 1.0
     num_turned = int(head_dim(hf_config) * check_number(f"{where}.{PART_TURNED}", part))
     if num_turned not in range(2, head_dim(hf_config) + 1, 2):
-        raise InputError(f"config.json: {where}.{PART_TURNED} = {part!r} of a head is no even number of features")
+        raise InputError(
+            f"config.json: {where}.{PART_TURNED} = {part!r} of a head is no even number of features",
+            kind="unsupported_model",
+        )
     return RoPEConfig(
         theta=check_number(f"{where}.rope_theta", parameters.get("rope_theta"), above=1),
         full_precision=family.in_float32,
@@ -213,13 +221,19 @@ def _rope_scaling(parameters: Mapping[str, Any], where: str, family: Family) -> 
     rope_type = parameters.get("rope_type", "default")
     if not isinstance(rope_type, str) or rope_type not in ROPE_NUMBERS:
         supported = ", ".join(map(repr, ROPE_NUMBERS))
-        raise InputError(f"config.json: {where}.rope_type = {rope_type!r} is not supported; supported: {supported}")
+        raise InputError(
+            f"config.json: {where}.rope_type = {rope_type!r} is not supported; supported: {supported}",
+            kind="unsupported_model",
+        )
     neutral = {"rope_type": (rope_type,), "type": (rope_type,), PART_TURNED: (1,), "truncate": (True,)}
     read_elsewhere = {"rope_theta", *((PART_TURNED, *FIELDS["rope_of_pictures"]) if family.turned_share else ())}
     for field, value in parameters.items():
         known = field in read_elsewhere or field in ROPE_NUMBERS[rope_type]
         if not known and value is not None and value not in neutral.get(field, ()):
-            raise InputError(f"config.json: {where}.{field} = {value!r} is not supported with rope_type {rope_type!r}")
+            raise InputError(
+                f"config.json: {where}.{field} = {value!r} is not supported with rope_type {rope_type!r}",
+                kind="unsupported_model",
+            )
     if rope_type == "default":
         return None
     used: dict[str, Any] = {"rope_type": rope_type, "rope_theta": parameters["rope_theta"]}

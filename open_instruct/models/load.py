@@ -64,7 +64,7 @@ def check_cover(names: TensorNames, files: CheckpointFiles, expected_shapes: Map
     if names.tied and HF_LM_HEAD in files:
         wanted[HF_LM_HEAD] = expected_shapes[EMBEDDINGS]
     if problem := cover_problem(files, wanted):
-        raise InputError(f"{files.folder} {problem}. Is config.json of the same model?")
+        raise InputError(f"{files.folder} {problem}. Is config.json of the same model?", kind="bad_model")
 
 
 def cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]]) -> str:

@@ -20,6 +20,7 @@ from open_instruct.config.sections import SFTOptimSection, flag
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import validated
 from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.errors import problems_of_kind
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, Teacher, TokenLogprobs
 from open_instruct.records import Batch, mean_metrics
 from open_instruct.wording import counted
@@ -78,6 +79,7 @@ class DistillConfig(TrainingConfig):
     optim: SFTOptimSection
 
 
+@problems_of_kind("bad_value")
 def _problems(config: DistillConfig) -> Iterator[str]:
     if not config.distillation.teacher_model_name_or_path.strip():
         yield "--teacher_model_name_or_path is empty: name the folder of the model to learn from"

@@ -14,6 +14,7 @@ from open_instruct.config.sections import PreferenceDataSection, PreferenceLossS
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import idle_problems, limit_problems, refuse, validated
 from open_instruct.data.preference_rows import PreferenceBuilder
+from open_instruct.errors import problems_of_kind
 from open_instruct.losses.logprobs import ROUNDING, per_token, sum_by_reply
 from open_instruct.losses.preference import CHANGING_FLAGS, PREFERENCE_LOSSES, PreferenceLossInputs
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
@@ -52,6 +53,7 @@ def validate_dpo(config: DPOConfig) -> list[str]:
     return validated(config, loss_problems(config.loss))
 
 
+@problems_of_kind("conflict")
 def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
     names = loss.names
     if unknown := [name for name in names if name not in PREFERENCE_LOSSES]:

@@ -133,7 +133,8 @@ class MismatchedBuilder(UnpairedBuilder):
         if len(replies) == 1:
             raise InputError(
                 f"{name}: {counted(len(rows), 'row')}, all with the same reply, but z0 of --loss_type kto needs "
-                "another one for each prompt; add rows with other replies, or use --loss_type apo_zero_unpaired"
+                "another one for each prompt; add rows with other replies, or use --loss_type apo_zero_unpaired",
+                kind="bad_row",
             )
         distinct = [array("i", reply) for reply in replies]
         for (prompt, reply, details), number in zip(rows, mismatched_replies(numbers), strict=True):
@@ -212,7 +213,8 @@ def check_rows(dataset: TokenDataset, num_rows_per_step: int, config: KTOConfig)
         raise InputError(
             "a global batch of one row: z0 of --loss_type kto is a mean over the rows of a step, and one row says "
             "nothing of the policy's distance from the reference; raise --per_device_train_batch_size or "
-            "--gradient_accumulation_steps, or use --loss_type apo_zero_unpaired"
+            "--gradient_accumulation_steps, or use --loss_type apo_zero_unpaired",
+            kind="conflict",
         )
     num_desirable = int(_are_desirable(dataset).sum())
     num_undesirable = len(dataset) - num_desirable

@@ -62,7 +62,7 @@ def described_run(
     names = objective_names()
     if name not in names:
         given = f"'{name}' is not a run{nearest(name, names)}; " if name else ""
-        raise InputError(f"{given}the first word is {one_of(names)}: {example} ...")
+        raise InputError(f"{given}the first word is {one_of(names)}: {example} ...", kind="stray_word")
     unneeded: list[str] = []
     config = parse(config_class_of(name, **more), words[1:], assumed=assumed, unneeded=unneeded)
     return config, objective_named(name), [f"not needed here, and left out: {each}" for each in unneeded]

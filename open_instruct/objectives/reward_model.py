@@ -16,7 +16,7 @@ from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow, kind_of
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.row_builder import RenderedRow
-from open_instruct.errors import InputError
+from open_instruct.errors import InputError, problems_of_kind
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
 from open_instruct.records import ROW_VALUES, Batch, Metric, mean_metrics
@@ -68,6 +68,7 @@ class RewardModelConfig(TrainingConfig):
     optim: RewardOptimSection
 
 
+@problems_of_kind("conflict")
 def _problems(config: RewardModelConfig) -> Iterator[str]:
     if config.parallel.tensor_parallel_degree > 1:
         yield (
@@ -207,19 +208,21 @@ def exported(
     if not fields:
         raise InputError(
             f"transformers has no {hf_config.model_type}ForSequenceClassification, so a reward model of this family "
-            "could not be opened anywhere; start from a model of another family"
+            "could not be opened anywhere; start from a model of another family",
+            kind="unsupported_model",
         )
     pad, data = tokenizer.pad_token_id, config.data
     chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
     try:
         _, (reply,) = chat.render([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}])
     except MalformedRow as error:
-        raise InputError(f"{error.reason}: how it ends a reply cannot be told") from error
+        raise InputError(f"{error.reason}: how it ends a reply cannot be told", kind="bad_model") from error
     if not isinstance(pad, int) or pad == chat.tokenize([reply])[0][-1]:
         raise InputError(
             f"the tokenizer {'has no pad token' if pad is None else 'pads with the token that ends a reply'}, and "
             "transformers finds the end of a conversation, where its reward is read, by that token: give another "
-            "special token as 'pad_token' in tokenizer_config.json"
+            "special token as 'pad_token' in tokenizer_config.json",
+            kind="bad_model",
         )
     return {**fields, "pad_token_id": pad}
 

@@ -104,7 +104,8 @@ def refuse_other_number(asked: str | None, started: int) -> None:
     if asked not in (None, AUTO, str(started)):
         raise InputError(
             f"--num_processes {asked}: this run was started on {counted(started, 'process')} of this machine; leave "
-            "the flag out under torchrun, or start the run by `open-instruct` without it"
+            "the flag out under torchrun, or start the run by `open-instruct` without it",
+            kind="conflict",
         )
 
 

@@ -53,14 +53,15 @@ def resolve_layout(
     """
     nodes = tuple(gpus_per_node)
     if not nodes:
-        raise InputError("--gpus_per_node is empty: give the GPUs of each node, such as 8 8")
+        raise InputError("--gpus_per_node is empty: give the GPUs of each node, such as 8 8", kind="layout")
     if sum(nodes) > MAX_LEARNERS:
-        raise InputError(f"{sum(nodes):,} GPUs that train; at most {MAX_LEARNERS:,} can be laid out")
+        raise InputError(f"{sum(nodes):,} GPUs that train; at most {MAX_LEARNERS:,} can be laid out", kind="layout")
     if single_device:
         if sum(nodes) != 1:
             raise InputError(
                 f"--single_gpu_mode trains on one GPU, not on {sum(nodes)}; start one process, or leave "
-                "--single_gpu_mode out to shard the model over all of them"
+                "--single_gpu_mode out to shard the model over all of them",
+                kind="layout",
             )
         return ShardLayout(gpus_per_node=nodes, shard_degree=1, num_replicas=1, single_device=True)
 
@@ -104,7 +105,9 @@ def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence
     given = " and ".join(f"--{name} {degree}" for name, degree in degrees.items())
     # Ranks that share a copy of the model are those that split its experts.
     needed = prod(degrees.values()) // (parallel.expert_parallel_degree if parallel.fsdp_shard_degree else 1)
-    raise InputError(f"{given}: that takes {needed} processes, and there is one; {parallel.more_ranks.format(needed)}")
+    raise InputError(
+        f"{given}: that takes {needed} processes, and there is one; {parallel.more_ranks.format(needed)}", kind="layout"
+    )
 
 
 def check_heads(
@@ -123,7 +126,8 @@ def check_heads(
     context = layout.context_parallel_degree
     if is_fused and tensor > 1:
         raise InputError(
-            f"{TENSOR} {tensor}: each head is in three places of in_proj_qkv of {model}; use 1, or {CONTEXT} {tensor}"
+            f"{TENSOR} {tensor}: each head is in three places of in_proj_qkv of {model}; use 1, or {CONTEXT} {tensor}",
+            kind="layout",
         )
     _check_product(tensor, context, what=heads, number=gcd(num_heads, num_kv_heads, num_delta_heads))
 
@@ -135,14 +139,17 @@ def check_experts(layout: ShardLayout, *, num_experts: int, model: str) -> None:
         InputError: names the flag and lists the degrees that would work.
     """
     if num_experts and layout.tensor_parallel_degree > 1:
-        raise InputError("--tensor_parallel_degree: experts are not split over tensor parallel ranks; use 1")
+        raise InputError(
+            "--tensor_parallel_degree: experts are not split over tensor parallel ranks; use 1", kind="layout"
+        )
     given = f"--expert_parallel_degree {(degree := layout.expert_parallel_degree)}"
     if degree > 1 and not num_experts:
-        raise InputError(f"{given}: {model} has no experts to split; leave it out")
+        raise InputError(f"{given}: {model} has no experts to split; leave it out", kind="layout")
     if num_experts % degree:
         raise InputError(
             f"{given} does not divide the {num_experts} experts of a layer of {model}; leave it out, or give "
-            f"--fsdp_shard_degree the same degree, {one_of(divisors(num_experts))}"
+            f"--fsdp_shard_degree the same degree, {one_of(divisors(num_experts))}",
+            kind="layout",
         )
 
 
@@ -151,12 +158,14 @@ def _check_experts_axis(degree: int, shard_degree: int, tensor: int, context: in
     if degree > 1 and tensor * context > 1:
         raise InputError(
             f"{given} goes neither with a tensor nor with a context degree above 1: leave one of them out; GPUs that "
-            "share a copy of the model split its experts"
+            "share a copy of the model split its experts",
+            kind="layout",
         )
     if degree not in (1, shard_degree):
         raise InputError(
             f"{given}: experts are split over the GPUs that share a copy of the model, which are {shard_degree}; use "
-            f"{one_of(sorted({1, shard_degree}))}, or --fsdp_shard_degree {degree} with it"
+            f"{one_of(sorted({1, shard_degree}))}, or --fsdp_shard_degree {degree} with it",
+            kind="layout",
         )
 
 
@@ -177,7 +186,8 @@ def _check_product(tensor: int, context: int, *, what: str, number: int) -> None
     if number % (tensor * context):
         raise InputError(
             f"{TENSOR} {tensor} x {CONTEXT} {context} = {tensor * context} does not divide {what}; their product can "
-            f"be {one_of(divisors(number))}"
+            f"be {one_of(divisors(number))}",
+            kind="layout",
         )
 
 
@@ -185,7 +195,7 @@ def check_divides(flag: str, degree: int, nodes: tuple[int, ...]) -> None:
     """:raises InputError: `degree` does not divide the number of learners; the message lists degrees that do."""
     if (world_size := sum(nodes)) % degree:
         ways = _within_and_across(divisors(world_size), nodes)
-        raise InputError(f"{flag} {degree} does not divide {_learners(world_size)}; use {ways}")
+        raise InputError(f"{flag} {degree} does not divide {_learners(world_size)}; use {ways}", kind="layout")
 
 
 def _resolve_degrees(
@@ -207,14 +217,15 @@ def _resolve_degrees(
             pairs = one_of(f"{degree} x {dp_world // degree}" for degree in divisors(dp_world))
             raise InputError(
                 f"--fsdp_shard_degree {shard_degree} x --fsdp_num_replicas {num_replicas} = "
-                f"{shard_degree * num_replicas}, not the {whole}; use {pairs}, or give only one of the two"
+                f"{shard_degree * num_replicas}, not the {whole}; use {pairs}, or give only one of the two",
+                kind="layout",
             )
         return shard_degree, num_replicas
     flag = "--fsdp_num_replicas" if shard_degree is None else "--fsdp_shard_degree"
     degree = num_replicas if shard_degree is None else shard_degree
     assert degree is not None
     if dp_world % degree:
-        raise InputError(f"{flag} {degree} does not divide {whole}; use {one_of(divisors(dp_world))}")
+        raise InputError(f"{flag} {degree} does not divide {whole}; use {one_of(divisors(dp_world))}", kind="layout")
     other = dp_world // degree
     return (other, degree) if shard_degree is None else (degree, other)
 

@@ -28,7 +28,7 @@ def node_sizes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...] |
     if world_size is None or local_size is None:
         given = " and ".join(f"{name}={count}" for name, count in counts.items() if count is not None)
         missing = "WORLD_SIZE" if world_size is None else "LOCAL_WORLD_SIZE, the processes of this node,"
-        raise InputError(f"{given}, and {missing} is not set; start with torchrun, which sets both")
+        raise InputError(f"{given}, and {missing} is not set; start with torchrun, which sets both", kind="machine")
     num_nodes = num_nodes or world_size // local_size
     return (local_size,) * num_nodes if num_nodes * local_size == world_size else None
 
@@ -46,16 +46,21 @@ def read_node_sizes(words: Sequence[str]) -> list[int]:
             repeat = _count(num_nodes, repr(num_nodes)) if times else 1
             size = _count(num_gpus, repr(num_gpus))
         except InputError as error:
-            raise InputError(f"--gpus_per_node {error}; 8 is a node of 8 GPUs, 4x8 four of them") from None
+            raise InputError(
+                f"--gpus_per_node {error}; 8 is a node of 8 GPUs, 4x8 four of them", kind="bad_value"
+            ) from None
         if sum(sizes) + repeat * size > MAX_GPUS:
-            raise InputError(f"--gpus_per_node {' '.join(words)} is more than the {MAX_GPUS} GPUs that can be laid out")
+            raise InputError(
+                f"--gpus_per_node {' '.join(words)} is more than the {MAX_GPUS} GPUs that can be laid out",
+                kind="out_of_range",
+            )
         sizes += [size] * repeat
     return sizes
 
 
 def _count(text: str, what: str) -> int:
     if not (text.isdecimal() and len(text) <= 9 and int(text) >= 1):
-        raise InputError(f"{what} is not a whole number of at least 1")
+        raise InputError(f"{what} is not a whole number of at least 1", kind="bad_value")
     return int(text)
 
 

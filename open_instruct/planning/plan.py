@@ -383,5 +383,6 @@ def _check_layers_alike(shape: ModelShape, workload: Workload) -> None:
         if len({is_wrapped(patterns, layer, module) for layer in range(shape.num_layers)}) > 1:
             raise InputError(
                 f"--activation_checkpointing_modules {spelled(list(patterns))} treats layers differently, which cannot "
-                f"be planned; name them all alike, such as blocks.*.{module or 'feed_forward'}"
+                f"be planned; name them all alike, such as blocks.*.{module or 'feed_forward'}",
+                kind="bad_value",
             )

@@ -95,7 +95,7 @@ def _sizes_of_nodes(asked: PlanFlags) -> list[int]:
         return sizes
     if len(sizes) != 1:
         given = f"--num_nodes {asked.num_nodes} with {len(sizes)} numbers in --gpus_per_node"
-        raise InputError(f"{given}: give one for all nodes, such as 8, or leave --num_nodes out")
+        raise InputError(f"{given}: give one for all nodes, such as 8, or leave --num_nodes out", kind="layout")
     return read_node_sizes([f"{asked.num_nodes}x{sizes[0]}"])
 
 
@@ -109,7 +109,10 @@ def _nodes(config: RunConfig, sizes: list[int], named: frozenset[str]) -> tuple[
     if not sizes and not isinstance(config, GRPOConfig) and (config.parallel.num_processes or "").isdecimal():
         return (int(config.parallel.num_processes or ""),)
     if not sizes:
-        raise InputError("missing: --gpus_per_node, such as '--num_nodes 2 --gpus_per_node 8' or '--gpus_per_node 2 4'")
+        raise InputError(
+            "missing: --gpus_per_node, such as '--num_nodes 2 --gpus_per_node 8' or '--gpus_per_node 2 4'",
+            kind="missing_flag",
+        )
     return tuple(sizes)
 
 
@@ -118,13 +121,16 @@ def _check_room(config: GRPOConfig, learners: list[int], sizes: list[int]) -> No
     given = f"--num_learners_per_node {spelled(learners)}"
     largest_first = zip(sorted(learners, reverse=True), sorted(sizes, reverse=True), strict=False)
     if len(learners) > len(sizes) or any(learner > size for learner, size in largest_first):
-        raise InputError(f"{given} needs a node of its own for each number; the nodes have {spelled(sizes)} GPUs")
+        raise InputError(
+            f"{given} needs a node of its own for each number; the nodes have {spelled(sizes)} GPUs", kind="layout"
+        )
     num_free = sum(sizes) - sum(learners)
     if not config.parallel.single_gpu_mode and not _has_room_for_engines(config, num_free):
         raise InputError(
             f"{given} leaves {num_free} of {sum(sizes)} GPUs for engines, and --vllm_num_engines "
             f"{config.fleet.vllm_num_engines} x --vllm_tensor_parallel_size {config.fleet.vllm_tensor_parallel_size} = "
-            f"{config.fleet.num_gpus}; ask for fewer, or give more GPUs"
+            f"{config.fleet.num_gpus}; ask for fewer, or give more GPUs",
+            kind="layout",
         )
 
 
@@ -147,9 +153,9 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
         longest, flag = config.data.max_seq_length - 1, "--max_seq_length less a token of reply"
     if not shares:
         why = "rows of one text share nothing, nor do others with --prefix_sharing off or --no_packing"
-        raise InputError(f"{given}: {why}; leave it out")
+        raise InputError(f"{given}: {why}; leave it out", kind="unread_flag")
     if not 1 <= num_tokens <= longest:
-        raise InputError(f"{given}: must be at least 1 and at most {longest} ({flag})")
+        raise InputError(f"{given}: must be at least 1 and at most {longest} ({flag})", kind="out_of_range")
 
 
 def _device(asked: PlanFlags) -> Device:

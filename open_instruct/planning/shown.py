@@ -182,5 +182,5 @@ def check_plan(
         log.info("the run has no plan", exc_info=True)
         return StartCheck(line=f"plan: none ({type(error).__name__}: {error})")
     if config.memory.plan_check and plan.state_bytes > memory_bytes:
-        raise InputError(f"{checked.warning} --no_plan_check starts it all the same")
+        raise InputError(f"{checked.warning} --no_plan_check starts it all the same", kind="machine")
     return checked

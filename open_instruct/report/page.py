@@ -53,7 +53,9 @@ def main(argv: Sequence[str]) -> int:
     """
     names = list(takewhile(lambda word: not word.startswith("-"), argv))
     if not names:
-        raise InputError("the first words are the folders of runs: open-instruct report RUN [RUN ...]")
+        raise InputError(
+            "the first words are the folders of runs: open-instruct report RUN [RUN ...]", kind="stray_word"
+        )
     folders = [Path(name).expanduser() for name in names]
     flags = parse(ReportFlags, argv[len(names) :])
     refuse(limit_problems(flags))

@@ -65,7 +65,8 @@ class RunFiles:
         directory.refuse_others()
         if not (directory.config.is_file() or directory.metrics.is_file()):
             raise InputError(
-                f"{folder} holds no run: it has neither config.yaml nor metrics.jsonl; give the --output_dir of a run"
+                f"{folder} holds no run: it has neither config.yaml nor metrics.jsonl; give the --output_dir of a run",
+                kind="missing_file",
             )
         config, made_with = _settings_in(directory.config) if directory.config.is_file() else ({}, ())
         return cls(
@@ -116,7 +117,9 @@ def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         str(config)  # fails where a number has more digits than Python writes
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         reason = "it is nested too deep" if isinstance(error, RecursionError) else error
-        raise InputError(f"{path} cannot be read as YAML: {reason}. Move it away for a page without flags") from error
+        raise InputError(
+            f"{path} cannot be read as YAML: {reason}. Move it away for a page without flags", kind="unreadable_file"
+        ) from error
     head = text.partition("\n\n")[0].splitlines()
     return config if isinstance(config, dict) else {}, tuple(line.removeprefix("# ") for line in head)
 

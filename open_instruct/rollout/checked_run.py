@@ -88,7 +88,9 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         console.say(shared_by(layout, config.parallel, who="learner"))
         pretrained = open_pretrained(config, directory.hf_model, layout=layout)
         if config.fleet.routing_replay == "on" and not getattr(pretrained.hf_config, "num_experts", None):
-            raise InputError(f"--routing_replay on: the model in {pretrained.folder} has no experts; use off")
+            raise InputError(
+                f"--routing_replay on: the model in {pretrained.folder} has no experts; use off", kind="conflict"
+            )
         _check_models_beside(pretrained, config, layout)
         check_engine(config, pretrained.hf_config)
         config = _planned(config, pretrained.folder, console, directory)
@@ -184,7 +186,10 @@ def check_engine(config: GRPOConfig, hf_config: PretrainedConfig) -> None:
     """
     family = FAMILIES[hf_config.model_type]
     if (needed := family.engine_needs) is not None and find_spec(needed) is None:
-        raise InputError(f"vLLM's {family.name} imports {needed}, which is not installed: install it for this PyTorch")
+        raise InputError(
+            f"vLLM's {family.name} imports {needed}, which is not installed: install it for this PyTorch",
+            kind="missing_package",
+        )
     if family.delta is None or torch.cuda.is_available() or config.fleet.ray_address is not None:
         return
     lacking = f"vLLM's layers of {family.name} are for GPUs, and there is none here"

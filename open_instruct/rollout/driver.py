@@ -237,7 +237,8 @@ class Listener:
         if own:
             raise InputError(
                 f"callbacks: {name} has {', '.join(sorted(own))}, which nothing would call: the learners of a GRPO run "
-                f"are processes of their own; here {CALLED} alone is called, after every step"
+                f"are processes of their own; here {CALLED} alone is called, after every step",
+                kind="own_code",
             )
         self._callback = callback
 

@@ -125,7 +125,7 @@ def read_traces(run_folder: Path, step: int) -> list[RolloutGroup]:
     """
     path = trace_file(run_folder, step)
     if not path.exists():
-        raise InputError(f"{path} does not exist: {_steps_there_are(run_folder)}")
+        raise InputError(f"{path} does not exist: {_steps_there_are(run_folder)}", kind="missing_file")
     try:
         rows = [row for row in parquet.read_table(path, schema=SCHEMA).to_pylist() if not row["rejected"]]
         for row in rows:
@@ -134,7 +134,8 @@ def read_traces(run_folder: Path, step: int) -> list[RolloutGroup]:
         return TypeAdapter(list[RolloutGroup]).validate_python(groups)
     except Exception as error:  # pyarrow's kinds of errors have no common ancestor, nor have those of a damaged row
         raise InputError(
-            f"{path} cannot be read as a trace of ours: {one_line(error)}; copy it again, or take another step"
+            f"{path} cannot be read as a trace of ours: {one_line(error)}; copy it again, or take another step",
+            kind="unreadable_file",
         ) from error
 
 

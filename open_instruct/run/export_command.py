@@ -46,7 +46,9 @@ class ExportFlags:
 def main(words: Sequence[str]) -> int:
     """:raises InputError: the folder holds no run, or no such checkpoint, or the model it began with has gone."""
     if not words or words[0].startswith("-"):
-        raise InputError("the first word is the folder of a run: open-instruct export RUN --output_dir DIR")
+        raise InputError(
+            "the first word is the folder of a run: open-instruct export RUN --output_dir DIR", kind="stray_word"
+        )
     run, flags = Path(words[0]), parse(ExportFlags, words[1:])
     step_name = "" if flags.step is None else f"step{flags.step}"
     if not step_name and run.match("step[0-9]*") and not RunDirectory(path=run).config.exists():
@@ -115,11 +117,13 @@ def settings_of(run: Path) -> tuple[LearnerConfig, Objective]:
         command = yaml.safe_load(path.read_text(encoding="utf-8"))[COMMAND]
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"{run} is not the --output_dir of a run: {path} cannot be read as its settings ({one_line(error)})"
+            f"{run} is not the --output_dir of a run: {path} cannot be read as its settings ({one_line(error)})",
+            kind="bad_checkpoint",
         ) from None
     if command not in objective_names():
         raise InputError(
-            f"{path} is of an objective of your own, {command}: give the run's command again to end it with an export"
+            f"{path} is of an objective of your own, {command}: give the run's command again to end it with an export",
+            kind="own_code",
         )
     objective = objective_named(command)
     config: LearnerConfig = parse(objective.config_class, [str(path)])
@@ -135,10 +139,12 @@ def checkpoint_of(run: Path, name: str) -> Path:
 
     folders = {path.name: path for path in find_checkpoints(run)}
     if not folders:
-        raise InputError(f"{run} has no checkpoint")
+        raise InputError(f"{run} has no checkpoint", kind="missing_file")
     folder = folders.get(name or next(reversed(folders)))
     if folder is None:
-        raise InputError(f"{run} has {', '.join(folders)}, and not {name}")
+        raise InputError(f"{run} has {', '.join(folders)}, and not {name}", kind="missing_file")
     if damage := damage_of(folder):
-        raise InputError(f"the checkpoint {folder} is damaged: {damage[0]}; take another step of the run")
+        raise InputError(
+            f"the checkpoint {folder} is damaged: {damage[0]}; take another step of the run", kind="bad_checkpoint"
+        )
     return folder

@@ -87,5 +87,6 @@ def local_folder(name_or_path: str, *, revision: str | None = None) -> Path:
     except Exception as error:
         raise InputError(
             f"{name_or_path}: there is no such folder, and the hub did not give it ({type(error).__name__}); "
-            "give a local folder, or check the name and the network"
+            "give a local folder, or check the name and the network",
+            kind="missing_file",
         ) from error

@@ -183,7 +183,8 @@ def _refuse_another_run(
     except InputError as error:
         raise InputError(
             f"{directory.config}, the settings of the run in that folder, cannot be read: {error}. Remove that file to "
-            "go on without comparing them, or give another --output_dir"
+            "go on without comparing them, or give another --output_dir",
+            kind="unreadable_file",
         ) from error
     world = layout.data_parallel_world_size
     has_ended = directory.hf_model.is_dir() or directory.adapter.is_dir()

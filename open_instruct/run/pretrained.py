@@ -68,13 +68,15 @@ class Pretrained:
         if num_tokens > self.hf_config.vocab_size:
             raise InputError(
                 f"the tokenizer in {self.tokenizer_folder} has {num_tokens} tokens, but the model in {self.folder} has "
-                f"vocab_size {self.hf_config.vocab_size}: they do not belong together"
+                f"vocab_size {self.hf_config.vocab_size}: they do not belong together",
+                kind="conflict",
             )
         longest = getattr(self.hf_config, "max_position_embeddings", None)
         if longest is not None and data.max_seq_length > longest:
             raise InputError(
                 f"{data.length_flags} {data.max_seq_length} is more than the {longest} positions the model in "
-                f"{self.folder} has; use at most {longest}"
+                f"{self.folder} has; use at most {longest}",
+                kind="out_of_range",
             )
 
     def export(self, model: nn.Module, out_folder: str | Path, **settings: Any) -> int:

@@ -47,18 +47,24 @@ class RunDirectory:
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
         if not os.access(self.path, os.W_OK):
-            raise InputError(f"--output_dir {self.path} cannot be written: choose another folder")
+            raise InputError(
+                f"--output_dir {self.path} cannot be written: choose another folder", kind="unreadable_file"
+            )
         self.refuse_others()
 
     def refuse_others(self) -> None:
         """:raises InputError: something else has the name of a run's file or checkpoint."""
         for name in (*OWN_FILES, "run.lock", "run.lease"):
             if kind := kind_of_other(self.path / name):
-                raise InputError(f"{self.path / name} is {kind}, and a run has a file there: {WAY_OUT}")
+                raise InputError(
+                    f"{self.path / name} is {kind}, and a run has a file there: {WAY_OUT}", kind="other_run"
+                )
         for step in self.path.glob("step*"):
             if step.name.removeprefix("step").isdecimal() and not step.is_dir():
                 kind = kind_of_other(step) or "a file"
-                raise InputError(f"{step} is {kind}, and a run has the folder of a checkpoint there: {WAY_OUT}")
+                raise InputError(
+                    f"{step} is {kind}, and a run has the folder of a checkpoint there: {WAY_OUT}", kind="other_run"
+                )
 
     def remove_partials(self) -> None:
         """Remove files that a killed run left half written."""
@@ -86,7 +92,8 @@ class RunDirectory:
             yield
         except OSError as error:
             raise InputError(
-                f"--output_dir {self.path} cannot be written ({error.strerror}): choose another folder"
+                f"--output_dir {self.path} cannot be written ({error.strerror}): choose another folder",
+                kind="unreadable_file",
             ) from error
 
     def write_layout(self, layout: ShardLayout) -> None:

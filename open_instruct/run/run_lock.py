@@ -120,7 +120,8 @@ def _is_renewed(path: Path) -> bool:
 def _refusal(lease: SoftFileLease, folder: Path) -> InputError:
     return InputError(
         f"--output_dir {folder} is in use by {_holder(lease)}: wait until that run has ended, or end it, or give "
-        "another --output_dir"
+        "another --output_dir",
+        kind="other_run",
     )
 
 

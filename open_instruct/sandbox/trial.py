@@ -30,7 +30,8 @@ def try_walls(choice: str, *, say: Callable[[str], None], warn: Callable[[str], 
                 missing.append(f"without the wall around {name} a program {wall['without']}")
     if missing and choice == "required":
         raise InputError(
-            f"--code_sandbox required: programs of the policy would run here; {'; '.join(missing)}. {REMEDY}"
+            f"--code_sandbox required: programs of the policy would run here; {'; '.join(missing)}. {REMEDY}",
+            kind="machine",
         )
     if missing:
         warn(f"programs of the policy run on this machine; {'; '.join(missing)} (docs/security.md)")

@@ -66,13 +66,14 @@ def write_tiny_model(
     """
     for name, value, known in (("family", family, FAMILIES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
         if value not in known:
-            raise InputError(f"--{name} {value}: unknown; choose from {', '.join(known)}")
+            raise InputError(f"--{name} {value}: unknown; choose from {', '.join(known)}", kind="bad_value")
     vocab_size = SIZES[size]["vocab_size"] if vocab_size is None else vocab_size
     smallest = NUM_BYTES + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise InputError(
             f"--vocab_size {vocab_size}: too small; {NUM_BYTES} bytes and {len(SPECIAL_TOKENS)} special tokens "
-            f"need at least {smallest}"
+            f"need at least {smallest}",
+            kind="out_of_range",
         )
     folder = _empty_folder(Path(out_dir))
     tokenizer = train_tokenizer(built_in_corpus() if corpus is None else corpus, vocab_size=vocab_size)
@@ -85,10 +86,12 @@ def write_tiny_model(
 def _empty_folder(folder: Path) -> Path:
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise InputError(f"{folder} exists and is not an empty folder; give a new one")
+            raise InputError(f"{folder} exists and is not an empty folder; give a new one", kind="other_run")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{folder}: cannot be made a folder to write to ({error.strerror})") from None
+        raise InputError(
+            f"{folder}: cannot be made a folder to write to ({error.strerror})", kind="unreadable_file"
+        ) from None
     return folder
 
 
@@ -236,12 +239,14 @@ def _folder(args: Sequence[str]) -> tuple[str, Sequence[str]]:
         return args[0], args[1:]
     if len(args) > 2 and not any(word.startswith("-") for word in args[-2:]):
         return args[-1], args[:-1]
-    raise InputError("the first word is the folder to write: open-instruct tiny-model DIR --family olmo2")
+    raise InputError(
+        "the first word is the folder to write: open-instruct tiny-model DIR --family olmo2", kind="stray_word"
+    )
 
 
 def _texts(files: Sequence[str]) -> Iterator[str]:
     for file in files:
         text = read_asked(file, where=f"--text {file}")
         if not text:
-            raise InputError(f"--text {file}: the file is empty")
+            raise InputError(f"--text {file}: the file is empty", kind="bad_row")
         yield from text.splitlines(keepends=True)

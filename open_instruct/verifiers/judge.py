@@ -70,7 +70,10 @@ class Judge(Verifier):
         if name not in JUDGE_PROMPTS:
             self._prompt = read_asked(word, where=f"--llm_judge_prompt {word}")
             if "{output}" not in self._prompt:
-                raise InputError(f"--llm_judge_prompt {word}: has no {{output}}, the place of the completion; add it")
+                raise InputError(
+                    f"--llm_judge_prompt {word}: has no {{output}}, the place of the completion; add it",
+                    kind="bad_value",
+                )
 
     def begin_run(self, cache: Path) -> None:
         self._server.begin(cache)
@@ -152,7 +155,9 @@ class JudgeServer:
             return
         flags = self._flags
         if flags.llm_judge_model is None:
-            raise InputError("prompts are judged by a model, which no flag names; add --llm_judge_model")
+            raise InputError(
+                "prompts are judged by a model, which no flag names; add --llm_judge_model", kind="missing_flag"
+            )
         import openai
 
         limits: dict[str, Any] = {"timeout": flags.llm_judge_timeout, "max_retries": flags.llm_judge_max_retries}
@@ -168,7 +173,8 @@ class JudgeServer:
                     continue
                 raise InputError(
                     f"--llm_judge_model {flags.llm_judge_model} at {self._client.base_url} cannot judge: {said(error)} "
-                    f"(start a server there that has it, or give another --llm_judge_url, and its key as {JUDGE_KEY})"
+                    f"(start a server there that has it, or give another --llm_judge_url, and its key as {JUDGE_KEY})",
+                    kind="remote",
                 ) from None
         path = cache / CACHE_FILE
         try:
@@ -176,7 +182,9 @@ class JudgeServer:
             self._cache.execute("PRAGMA journal_mode=WAL")
             self._cache.execute("CREATE TABLE IF NOT EXISTS verdicts (question BLOB PRIMARY KEY, verdict TEXT)")
         except sqlite3.Error as error:
-            raise InputError(f"--cache_dir: {path}: {error}; remove that, or give another folder") from error
+            raise InputError(
+                f"--cache_dir: {path}: {error}; remove that, or give another folder", kind="unreadable_file"
+            ) from error
 
     async def score(self, question: str, scores: Mapping[str, float]) -> float:
         """The score of the judge's verdict, which is one of the names in `scores`.

@@ -45,7 +45,8 @@ def known_verifiers(flags: RewardSection) -> dict[str, Verifier]:
     if unknown := [word for word in flags.verifier if ":" not in word and word not in verifiers]:
         raise InputError(
             f"--verifier {unknown[0]}: there is no verifier of that name{nearest(unknown[0], verifiers) or ';'} known "
-            f"are {', '.join(sorted(verifiers))}, and FILE.py:NAME or module:NAME of your own"
+            f"are {', '.join(sorted(verifiers))}, and FILE.py:NAME or module:NAME of your own",
+            kind="bad_value",
         )
     for verifier in verifiers.values():
         verifier.configure(flags)
@@ -65,7 +66,9 @@ def judges_named(user: Sequence[str]) -> list[str]:
 def _add(verifiers: dict[str, Verifier], origin: str, word: str) -> None:
     verifier = _own(word, origin)
     if verifier.name in verifiers:
-        raise InputError(f"{origin} is called {verifier.name!r}, as another verifier is; give it a name of its own")
+        raise InputError(
+            f"{origin} is called {verifier.name!r}, as another verifier is; give it a name of its own", kind="own_code"
+        )
     verifiers[verifier.name] = verifier
 
 
@@ -78,9 +81,12 @@ def _own(word: str, origin: str) -> Verifier:
     if not is_kind or all(getattr(named, way) is getattr(Verifier, way) for way in WAYS_TO_SCORE):
         raise InputError(
             f"{origin} is neither a function nor a verifier; write `def reward(completions, **columns)`, or make it a "
-            "subclass of open_instruct.verifiers.verifier.Verifier with a name and a score method"
+            "subclass of open_instruct.verifiers.verifier.Verifier with a name and a score method",
+            kind="own_code",
         )
     try:
         return named()
     except Exception as error:
-        raise InputError(f"{origin} cannot be made without arguments ({type(error).__name__}: {error})") from error
+        raise InputError(
+            f"{origin} cannot be made without arguments ({type(error).__name__}: {error})", kind="own_code"
+        ) from error

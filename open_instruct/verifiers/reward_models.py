@@ -33,7 +33,7 @@ class RewardModel(Verifier):
         except (OSError, ValueError, TypeError) as error:  # the last of JSON that is no object
             problem = f"{folder}/config.json cannot be read: {error}"
         if problem is not None:
-            raise InputError(f"--verifier {self.name}:{settings}: {problem}")
+            raise InputError(f"--verifier {self.name}:{settings}: {problem}", kind="remote")
 
     def _problem(self) -> str | None:
         """A problem of the options, or of a folder with this config.json; None if there is none."""

@@ -130,9 +130,11 @@ def make_folder(folder: Path) -> Path:
         others = [each.name for each in folder.iterdir() if not OWN_FILE.match(each.name)]
     except OSError as error:
         remedy = "name a folder that is there, and that all hosts can see and write"
-        raise InputError(f"--weight_sync_folder {folder.parent}: {error.strerror}; {remedy}") from error
+        raise InputError(
+            f"--weight_sync_folder {folder.parent}: {error.strerror}; {remedy}", kind="unreadable_file"
+        ) from error
     if others or folder.is_symlink():
         what = f"has {others[0]}, which is of no weight sync" if others else "is a link"
         remedy = "move it, or name another --weight_sync_folder"
-        raise InputError(f"{folder} {what}, and a run empties that folder: {remedy}")
+        raise InputError(f"{folder} {what}, and a run empties that folder: {remedy}", kind="other_run")
     return folder

@@ -49,5 +49,5 @@ def choose_backend(flag: str, *, on_cuda: bool, single_device: bool, same_host: 
     elif flag == "shm" and not SHARED_MEMORY.is_dir():
         problem = f"this system has no {SHARED_MEMORY}; use auto or gloo"
     if problem:
-        raise InputError(f"--weight_sync_backend {flag}: {problem}")
+        raise InputError(f"--weight_sync_backend {flag}: {problem}", kind="conflict")
     return flag

@@ -25,11 +25,13 @@ def read_object(file: Path) -> dict[str, Any]:
     try:
         value = parsed_json(read_whole(file))
     except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}") from None
+        raise InputError(f"{file} cannot be read: {error.strerror or error}", kind="unreadable_file") from None
     except MalformedRow as error:
-        raise InputError(f"{file} is {error.reason}; fetch it again") from None
+        raise InputError(f"{file} is {error.reason}; fetch it again", kind="unreadable_file") from None
     if not isinstance(value, dict):
-        raise InputError(f"{file} holds a JSON {type(value).__name__}, where an object is needed")
+        raise InputError(
+            f"{file} holds a JSON {type(value).__name__}, where an object is needed", kind="unreadable_file"
+        )
     return value
 
 
@@ -42,7 +44,10 @@ def check_files(folder: Path) -> None:
         if not kind and path.suffix != ".safetensors" and path.stat().st_size > MAX_BYTES:
             kind = f"of more than {MAX_BYTES >> 20} MiB"
         if kind:
-            raise InputError(f"{path} is {kind}, and nothing that a model's folder may have there; fetch it again")
+            raise InputError(
+                f"{path} is {kind}, and nothing that a model's folder may have there; fetch it again",
+                kind="unreadable_file",
+            )
 
 
 def shortened(value: Any, depth: int = 3) -> str:

@@ -39,7 +39,9 @@ def open_rows(name: str, split: str = "train", *, flag: str = "--mixer_list") ->
     path = Path(name).expanduser()
     if path.exists() and not path.is_dir():
         if split != "train":
-            raise InputError(f"{flag}_splits: {name} is a file, its only split is 'train', not {split!r}.")
+            raise InputError(
+                f"{flag}_splits: {name} is a file, its only split is 'train', not {split!r}.", kind="bad_value"
+            )
         return _open_file(path, name, flag)
     if path.is_dir() and not any((path / marker).is_file() for marker in (*_SAVED_TO_DISK, "README.md")):
         return _folder(path, name, split, flag)
@@ -52,7 +54,8 @@ def refuse_missing_file(name: str, *, flag: str) -> None:
     path = Path(name).expanduser()
     if not path.exists() and looks_like_a_file(name):
         raise InputError(
-            f"{flag}: {name}: no such file (a name like this is not looked for on the hub).{near_files(path)}"
+            f"{flag}: {name}: no such file (a name like this is not looked for on the hub).{near_files(path)}",
+            kind="missing_file",
         )
 
 
@@ -72,7 +75,9 @@ def looks_like_a_file(name: str) -> bool:
 def _open_file(path: Path, name: str, flag: str) -> RowSource:
     suffix = _suffix_of(path)
     if suffix not in SUFFIXES:
-        raise InputError(f"{flag}: {name}: cannot read '{suffix}' files; give one of {', '.join(SUFFIXES)}.")
+        raise InputError(
+            f"{flag}: {name}: cannot read '{suffix}' files; give one of {', '.join(SUFFIXES)}.", kind="unreadable_file"
+        )
     try:
         if suffix.startswith(".jsonl") or (suffix == ".json" and is_json_lines(path)):
             return json_lines(path, name)
@@ -80,7 +85,7 @@ def _open_file(path: Path, name: str, flag: str) -> RowSource:
             return json_list(path, name, flag)
         return column_file(path, name, flag) if suffix in (".parquet", ".arrow") else text_table(path, name, flag)
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{flag}: {name} cannot be read: {error}") from error
+        raise InputError(f"{flag}: {name} cannot be read: {error}", kind="unreadable_file") from error
 
 
 def _suffix_of(path: Path) -> str:
@@ -99,7 +104,10 @@ def _folder(path: Path, name: str, split: str, flag: str) -> RowSource:
     readable = [file for file in files if _suffix_of(file) in SUFFIXES]
     if not readable:
         there = f"it has {', '.join(file.name for file in files[:3])}" if files else "it is empty"
-        raise InputError(f"{flag}: {name}: no file in this folder can be read ({there}); put {SUFFIXES[0]} there.")
+        raise InputError(
+            f"{flag}: {name}: no file in this folder can be read ({there}); put {SUFFIXES[0]} there.",
+            kind="missing_file",
+        )
     chosen = [file for file in readable if _split_of(file) == split]
     if not chosen:
         raise _no_split(name, split, map(_split_of, readable), flag)
@@ -122,7 +130,9 @@ def _split_of(file: Path) -> str:
 
 
 def _no_split(name: str, split: str, splits: Iterable[str], flag: str) -> InputError:
-    return InputError(f"{flag}_splits: {name} has no split {split!r}; it has {', '.join(sorted(set(splits)))}.")
+    return InputError(
+        f"{flag}_splits: {name} has no split {split!r}; it has {', '.join(sorted(set(splits)))}.", kind="bad_value"
+    )
 
 
 def _named_rows(name: str, split: str, flag: str) -> RowSource:
@@ -143,7 +153,8 @@ def _named_rows(name: str, split: str, flag: str) -> RowSource:
         where = "the folder" if path.is_dir() else "there is no such file, and as a data set's name"
         near = near_files(path) if path.parent.is_dir() and not path.is_dir() else ""
         raise InputError(
-            f"{flag}: {name}: {where} cannot be loaded (split {split!r}): {type(error).__name__}: {error}{near}"
+            f"{flag}: {name}: {where} cannot be loaded (split {split!r}): {type(error).__name__}: {error}{near}",
+            kind="unreadable_file",
         ) from error
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:

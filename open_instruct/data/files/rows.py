@@ -133,7 +133,8 @@ def json_list(path: Path, name: str, flag: str) -> RowSource:
     if not isinstance(value, list):
         raise InputError(
             f"{flag}: {name} {problem}; give a list of rows, [{{...}}, {{...}}], or an object that has it as "
-            f"{' or '.join(map(repr, WRAPPERS))}"
+            f"{' or '.join(map(repr, WRAPPERS))}",
+            kind="unreadable_file",
         )
     return file_rows(path, name, read=partial(enumerate, value, start=1), parse=_as_object, num_rows=len(value))
 

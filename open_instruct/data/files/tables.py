@@ -39,7 +39,8 @@ def text_table(path: Path, name: str, flag: str) -> RowSource:
     _, columns = next(cells(), (1, [""]))
     if len(set(columns)) < len(columns) or not all(column.strip() for column in columns):
         raise InputError(
-            f"{flag}: {name} must begin with a line of column names, each once; it begins with {first.strip()[:80]!r}"
+            f"{flag}: {name} must begin with a line of column names, each once; it begins with {first.strip()[:80]!r}",
+            kind="bad_row",
         )
     return file_rows(path, name, read=lambda: islice(cells(), 1, None), parse=partial(_row, columns))
 
@@ -66,7 +67,9 @@ def _cells(path: Path, name: str, delimiter: str) -> Iterator[tuple[int, list[st
                     yield line, cells
                 line = reader.line_num + 1
         except csv.Error as error:
-            raise InputError(f"{name}, line {line}: no table that can be read: {error}") from error
+            raise InputError(
+                f"{name}, line {line}: no table that can be read: {error}", kind="unreadable_file"
+            ) from error
 
 
 def _opened(path: Path) -> IO[str]:
@@ -98,7 +101,9 @@ def column_file(path: Path, name: str, flag: str) -> RowSource:
         num_rows, batches = _parquet(path) if is_parquet else _arrow(path)
     except Exception as error:  # pyarrow's kinds of errors have no common ancestor
         kind = "a Parquet" if is_parquet else "an Arrow"
-        raise InputError(f"{flag}: {name} is not {kind} file, or is damaged: {one_line(error)}") from error
+        raise InputError(
+            f"{flag}: {name} is not {kind} file, or is damaged: {one_line(error)}", kind="unreadable_file"
+        ) from error
     return file_rows(path, name, read=partial(_numbered_rows, batches, name), parse=_value_of_row, num_rows=num_rows)
 
 
@@ -106,7 +111,7 @@ def _numbered_rows(batches: Batches, file: str) -> Iterator[tuple[int, Any]]:
     try:
         yield from enumerate(chain.from_iterable(map(_split, batches())), start=1)
     except Exception as error:
-        raise InputError(f"{file} is damaged: {one_line(error)}; fetch it again") from error
+        raise InputError(f"{file} is damaged: {one_line(error)}; fetch it again", kind="unreadable_file") from error
 
 
 def _split(batch: Any) -> Iterable[Any]:

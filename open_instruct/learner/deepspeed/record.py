@@ -12,6 +12,7 @@ from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.config.validation import changed
+from open_instruct.errors import problems_of_kind
 from open_instruct.learner.deepspeed.settings import refuse_unfit, zpg_of
 from open_instruct.parallel.layout import check_divides, layout_of_degrees
 from open_instruct.shard_layout import ShardLayout
@@ -46,6 +47,7 @@ class DeepSpeed:
         if config.memory.activation_checkpointing == "auto":
             config.memory.activation_checkpointing = "full"
 
+    @problems_of_kind("conflict")
     def problems(self, config: LearnerConfig) -> Iterator[str]:
         """The combinations of ZeRO's flags with each other, and with other flags, that cannot work."""
         stage, flags = config.parallel.deepspeed_stage, flags_of(type(config))

@@ -18,9 +18,14 @@ def refuse_unfit() -> None:
     try:
         version = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
-        raise InputError(f"--backend deepspeed: the package deepspeed is not installed; {remedy}") from None
+        raise InputError(
+            f"--backend deepspeed: the package deepspeed is not installed; {remedy}", kind="missing_package"
+        ) from None
     if version not in WANTED:
-        raise InputError(f"--backend deepspeed: deepspeed {version} is installed, and {WANTED} is needed; {remedy}")
+        raise InputError(
+            f"--backend deepspeed: deepspeed {version} is installed, and {WANTED} is needed; {remedy}",
+            kind="missing_package",
+        )
 
 
 def zpg_of(parallel: ParallelSection) -> int:

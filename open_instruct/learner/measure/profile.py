@@ -26,7 +26,10 @@ def profiling(steps: Sequence[int], *, num_steps: int, run_folder: Path) -> dict
         return {}
     first, last = steps
     if last > num_steps:
-        raise InputError(f"--profile_steps {first} {last}: the run has {counted(num_steps, 'step')}; name some of them")
+        raise InputError(
+            f"--profile_steps {first} {last}: the run has {counted(num_steps, 'step')}; name some of them",
+            kind="out_of_range",
+        )
     callbacks: dict[str, Callback] = {"step_profiler": StepProfiler(first=first, active=last - first + 1, wait=0)}
     if torch.cuda.is_available():
         folder = str(run_folder / FOLDER)

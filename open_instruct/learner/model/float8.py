@@ -51,15 +51,23 @@ def float8_config(recipe: str, *, model: Transformer, device: torch.device) -> F
         return None
     given = f"--float8_linears {recipe}"
     if find_spec("torchao") is None:
-        raise InputError(f"{given}: the package torchao is not installed; pip install 'open-instruct[float8]'")
+        raise InputError(
+            f"{given}: the package torchao is not installed; pip install 'open-instruct[float8]'",
+            kind="missing_package",
+        )
     on_cuda = device.type == "cuda"
     if on_cuda and (capability := torch.cuda.get_device_capability(device)) < FIRST_CAPABILITY:
         least, here = (".".join(map(str, each)) for each in (FIRST_CAPABILITY, capability))
-        raise InputError(f"{given} needs a GPU of compute capability {least} or newer, this one has {here}: use off")
+        raise InputError(
+            f"{given} needs a GPU of compute capability {least} or newer, this one has {here}: use off", kind="machine"
+        )
     for name, module in model.blocks.named_modules():
         if isinstance(module, nn.Linear) and any(size % MULTIPLE for size in module.weight.shape):
             sizes = " x ".join(map(str, module.weight.shape))
-            raise InputError(f"{given}: blocks.{name} is {sizes}, and float8 takes multiples of {MULTIPLE}: use off")
+            raise InputError(
+                f"{given}: blocks.{name} is {sizes}, and float8 takes multiples of {MULTIPLE}: use off",
+                kind="unsupported_model",
+            )
     return Float8Config(ao=Recipe(name=recipe, emulate=not on_cuda))
 
 

@@ -82,7 +82,8 @@ def _selected(patterns: Sequence[str], model: Transformer) -> list[str]:
             parts = ", ".join(f"blocks.*.{name}" for name, _ in model.blocks["0"].named_children())
             raise InputError(
                 f"--activation_checkpointing_modules {pattern}: the model has no module of that name (a * stands for "
-                f"anything but a dot); the parts of its blocks are {parts}"
+                f"anything but a dot); the parts of its blocks are {parts}",
+                kind="bad_value",
             )
     selected: list[str] = []
     for name in names:
@@ -118,7 +119,8 @@ def compiles(memory: MemorySection, *, layout: ShardLayout, device: torch.device
         flag = "--compile_model" if memory.compile_model else "--activation_memory_budget"
         raise InputError(
             f"{flag}: PyTorch's compiler does not work here ({what}). Install Triton and a C compiler, or leave the "
-            "flag out and use --activation_checkpointing full where memory is short"
+            "flag out and use --activation_checkpointing full where memory is short",
+            kind="machine",
         )
     return what is None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.config.validation import changed
+from open_instruct.errors import problems_of_kind
 from open_instruct.parallel.layout import layout_of_degrees
 from open_instruct.shard_layout import ShardLayout
 
@@ -24,6 +25,7 @@ class OlmoCore:
     def settle(self, config: LearnerConfig) -> None:
         """No default depends on this backend."""
 
+    @problems_of_kind("conflict")
     def problems(self, config: LearnerConfig) -> Iterator[str]:
         if config.parallel.adam_offload and config.optim.optimizer not in ("adamw", "adamw_8bit"):
             yield f"--adam_offload cannot go with --optimizer {config.optim.optimizer}: use adamw or adamw_8bit"

@@ -85,7 +85,9 @@ class CheckpointFiles:
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise InputError(f"{folder} is not a folder: give the folder of a Hugging Face checkpoint")
+            raise InputError(
+                f"{folder} is not a folder: give the folder of a Hugging Face checkpoint", kind="missing_file"
+            )
         path = weights_file(folder)
         stored = _read_indexed(path) if path.name == INDEX_NAME else read_header(path)
         tensors: dict[str, StoredTensor] = {}
@@ -94,7 +96,8 @@ class CheckpointFiles:
                 if name in tensors:
                     raise InputError(
                         f"{folder}: {name!r} is there twice, in {tensors[name].stored!r} and in {tensor.stored!r}: "
-                        "fetch the checkpoint again"
+                        "fetch the checkpoint again",
+                        kind="bad_model",
                     )
                 shape = tuple(torch.empty(tensor.shape, device="meta")[part].shape)
                 tensors[name] = replace(tensor, part=part, shape=shape)
@@ -164,20 +167,24 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         with safe_open(path, framework="pt") as file:
             for name in file.offset_keys():
                 if not name.isprintable():
-                    raise InputError(f"{path}: the tensor name {name!r} cannot be printed; fetch the file again")
+                    raise InputError(
+                        f"{path}: the tensor name {name!r} cannot be printed; fetch the file again", kind="bad_model"
+                    )
                 tensor = file.get_slice(name)
                 if (dtype := tensor.get_dtype()) not in DTYPES:
-                    raise InputError(f"{path}: tensor {name!r} has dtype {dtype!r}; known: {', '.join(DTYPES)}")
+                    raise InputError(
+                        f"{path}: tensor {name!r} has dtype {dtype!r}; known: {', '.join(DTYPES)}", kind="bad_model"
+                    )
                 shape = tuple(tensor.get_shape())
                 tensors[name] = StoredTensor(path=path, dtype=DTYPES[dtype], shape=shape, stored=name)
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise InputError(f"{path} cannot be read: {error.strerror or error}", kind="bad_model") from None
     except SafetensorError as error:
         with path.open("rb") as file:
             is_pointer = file.read(24).startswith(b"version https://git-lfs")
         remedy = "it is a Git LFS pointer: run `git lfs pull`" if is_pointer else "fetch it again"
         what = f"not a safetensors file, or a truncated or damaged one ({one_line(error)})"
-        raise InputError(f"{path} is {what}: {remedy}") from None
+        raise InputError(f"{path} is {what}: {remedy}", kind="bad_model") from None
     return tensors
 
 
@@ -198,22 +205,27 @@ def header_of(
 def _read_indexed(index_path: Path) -> dict[str, StoredTensor]:
     weight_map = read_object(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file_name, str) for file_name in weight_map.values()):
-        raise InputError(f"{index_path} has no 'weight_map' from tensor names to file names: fetch it again")
+        raise InputError(
+            f"{index_path} has no 'weight_map' from tensor names to file names: fetch it again", kind="bad_model"
+        )
     for name, file_name in weight_map.items():
         if Path(file_name).name != file_name or not file_name.endswith(".safetensors") or not file_name.isprintable():
             raise InputError(
                 f"{index_path}: tensor {name!r} is said to be in {file_name!r}; only names of safetensors files beside "
-                "the index may stand there: fetch the checkpoint again, from a source that you trust"
+                "the index may stand there: fetch the checkpoint again, from a source that you trust",
+                kind="bad_model",
             )
     path_of = {name: index_path.parent / file_name for name, file_name in weight_map.items()}
     tensors: dict[str, StoredTensor] = {}
     for path in sorted(set(path_of.values())):
         if not path.is_file():
-            raise InputError(f"{path} is missing, but {index_path.name} names it: fetch the checkpoint again")
+            raise InputError(
+                f"{path} is missing, but {index_path.name} names it: fetch the checkpoint again", kind="missing_file"
+            )
         stored = read_header(path)
         named = {name for name, other in path_of.items() if other == path}
         if differing := sorted(stored.keys() ^ named):
             what = f"{path.name} and {index_path} do not agree on whether tensor {differing[0]!r} is in that file"
-            raise InputError(f"{what}: fetch the checkpoint again")
+            raise InputError(f"{what}: fetch the checkpoint again", kind="bad_model")
         tensors |= stored
     return tensors

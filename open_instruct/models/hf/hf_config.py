@@ -74,26 +74,32 @@ def config_fields(folder: Path) -> dict[str, Any]:
     """
     if not folder.is_dir():
         what = " is a file" if folder.exists() else ": no such folder"
-        raise InputError(f"{folder}{what}; give the folder that holds config.json and the safetensors files")
+        raise InputError(
+            f"{folder}{what}; give the folder that holds config.json and the safetensors files", kind="bad_model"
+        )
     file = folder / "config.json"
     if not file.is_file():
         run = folder.parent if (folder / "checkpoint.json").is_file() else folder
         if (run / "hf_model").is_dir():
-            raise InputError(f"{folder} holds no model but a run's files; did you mean {run / 'hf_model'}?")
-        raise InputError(f"{file}: no such file; a checkpoint folder needs the config.json it was saved with")
+            raise InputError(
+                f"{folder} holds no model but a run's files; did you mean {run / 'hf_model'}?", kind="bad_model"
+            )
+        raise InputError(
+            f"{file}: no such file; a checkpoint folder needs the config.json it was saved with", kind="missing_file"
+        )
     check_files(folder)
     fields = read_object(file)
     family_of(fields.get("model_type"), str(file))
 
     for name, does in FIELDS["refused"].items():
         if name in fields:
-            raise InputError(f"{file}: {name} {does}")
+            raise InputError(f"{file}: {name} {does}", kind="bad_model")
     for name, largest in SIZES.items():
         if fields.get(name) is not None:
             check_size(name, fields[name], str(file), largest)
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
-        raise InputError(f"{file}: dtype = {_shown(dtype)}; use one of {', '.join(DTYPES)}")
+        raise InputError(f"{file}: dtype = {_shown(dtype)}; use one of {', '.join(DTYPES)}", kind="bad_model")
     return fields
 
 
@@ -109,27 +115,34 @@ def weights_file(folder: Path) -> Path:
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise InputError(
             f"{folder} holds its weights as pickle (.bin or .pt), which is never read here because a pickle can run "
-            "code: convert it, e.g. with transformers' from_pretrained(...).save_pretrained(...)"
+            "code: convert it, e.g. with transformers' from_pretrained(...).save_pretrained(...)",
+            kind="bad_model",
         )
     if any(folder.glob("*.safetensors")):
         raise InputError(
             f"{folder} holds safetensors files, but neither {SINGLE_NAME} nor {INDEX_NAME}: "
-            "the index is missing; fetch the whole checkpoint"
+            "the index is missing; fetch the whole checkpoint",
+            kind="bad_model",
         )
-    raise InputError(f"{folder} holds no weights: {SINGLE_NAME} or {INDEX_NAME} is needed")
+    raise InputError(f"{folder} holds no weights: {SINGLE_NAME} or {INDEX_NAME} is needed", kind="bad_model")
 
 
 def check_size(name: str, value: Any, where: str, largest: int = MAX_SIZE) -> int:
     """`value`; raises InputError unless it is a whole number from 1 to `largest`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
-        raise InputError(f"{where}: {name} = {_shown(value)}; it must be a whole number from 1 to {largest}")
+        raise InputError(
+            f"{where}: {name} = {_shown(value)}; it must be a whole number from 1 to {largest}", kind="bad_model"
+        )
     return value
 
 
 def check_number(name: str, value: Any, where: str = "config.json", *, above: float = 0) -> Any:
     """`value`; raises InputError unless it is a number that RoPE, or a norm, can be computed with."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= MAX_NUMBER:
-        raise InputError(f"{where}: {name} = {value!r}; a number above {above:g}, at most {MAX_NUMBER:g}, is needed")
+        raise InputError(
+            f"{where}: {name} = {value!r}; a number above {above:g}, at most {MAX_NUMBER:g}, is needed",
+            kind="bad_model",
+        )
     return value
 
 
@@ -137,7 +150,7 @@ def check_multiple(where: str, **sizes: int) -> None:
     """Raises InputError unless the first of two sizes is a multiple of the second."""
     (whole, number), (part, divisor) = sizes.items()
     if number % divisor:
-        raise InputError(f"{where}: {whole} = {number} is not a multiple of {part} = {divisor}")
+        raise InputError(f"{where}: {whole} = {number} is not a multiple of {part} = {divisor}", kind="bad_model")
 
 
 def size_of(fields: Mapping[str, Any], where: str, name: str, default: Any = None) -> int:
@@ -154,4 +167,4 @@ def _built(kind: Any, fields: dict[str, Any], file: Path) -> Any:
     try:
         return kind.from_dict(fields)
     except Exception as error:  # transformers' validators raise many types, all of them about a value in the file
-        raise InputError(f"{file}: transformers cannot read it: {one_line(error)}") from None
+        raise InputError(f"{file}: transformers cannot read it: {one_line(error)}", kind="bad_model") from None

@@ -81,7 +81,8 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
         if names_experts and isinstance(block.feed_forward, RoutedFeedForward):
             raise InputError(
                 "--lora_target_modules: experts have no adapters, as they lie in stacks; leave out gate_proj, "
-                "up_proj and down_proj, or name all-linear"
+                "up_proj and down_proj, or name all-linear",
+                kind="conflict",
             )
         modules: dict[str, Any] = dict(block.named_modules())
         # Mixers of other kinds have others.
@@ -89,7 +90,9 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
             linear = modules[name]
             columns = linear.in_features
             if lora.use_qlora and columns % BLOCK:
-                raise InputError(f"--use_qlora: {name} has {columns} columns, no multiple of {BLOCK}; leave it out")
+                raise InputError(
+                    f"--use_qlora: {name} has {columns} columns, no multiple of {BLOCK}; leave it out", kind="conflict"
+                )
             adapted = AdaptedLinear(linear, lora, dtype=dtype) if name in wanted else None
             block.set_submodule(name, adapted or FrozenLinear(linear, in_4_bits=True, dtype=dtype))
     for name, parameter in model.named_parameters():

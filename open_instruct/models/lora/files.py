@@ -56,18 +56,23 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """
     fields = read_object(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else None
     if fields is None:
-        raise InputError(f"--adapter_name_or_path {folder}: there is no {CONFIG_NAME} in it; give an adapter's folder")
+        raise InputError(
+            f"--adapter_name_or_path {folder}: there is no {CONFIG_NAME} in it; give an adapter's folder",
+            kind="missing_file",
+        )
     for field, values in NEUTRAL.items():
         if fields.get(field, values[0]) not in values:
             raise InputError(
-                f"{folder / CONFIG_NAME}: {field} = {fields[field]!r} is not supported; it must be {values[0]!r}"
+                f"{folder / CONFIG_NAME}: {field} = {fields[field]!r} is not supported; it must be {values[0]!r}",
+                kind="bad_model",
             )
     targets = fields.get("target_modules")
     if isinstance(targets, str):
         targets = [targets]
     if not isinstance(targets, list) or not set(targets) <= {*MODULES_OF_TARGETS, ALL_LINEAR}:
         raise InputError(
-            f"{folder / CONFIG_NAME}: target_modules = {targets!r}; supported are {', '.join(MODULES_OF_TARGETS)}"
+            f"{folder / CONFIG_NAME}: target_modules = {targets!r}; supported are {', '.join(MODULES_OF_TARGETS)}",
+            kind="bad_model",
         )
     try:
         return {
@@ -77,7 +82,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
             "lora_target_modules": list(LoRASection(lora_target_modules=targets).targets),
         }
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{folder / CONFIG_NAME}: r and lora_alpha must be numbers ({error})") from None
+        raise InputError(
+            f"{folder / CONFIG_NAME}: r and lora_alpha must be numbers ({error})", kind="bad_model"
+        ) from None
 
 
 def open_adapter(folder: Path, model: Transformer, names: TensorNames, lora: LoRASection) -> dict[str, torch.Tensor]:
@@ -89,14 +96,18 @@ def open_adapter(folder: Path, model: Transformer, names: TensorNames, lora: LoR
     own = vars(lora) | {"lora_target_modules": list(lora.targets)}
     differing = [f"--{name} {spelled(value)}" for name, value in read_settings(folder).items() if own[name] != value]
     if differing:
-        raise InputError(f"--adapter_name_or_path {folder} was made with other flags: give {' '.join(differing)}")
+        raise InputError(
+            f"--adapter_name_or_path {folder} was made with other flags: give {' '.join(differing)}", kind="conflict"
+        )
     adapt(model, lora, dtype=torch.float32)
     shapes = {clean_name(name): tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
     path = folder / WEIGHTS_NAME
     files = CheckpointFiles(folder, read_header(path))
     wanted = {file_name_of(name, names): name for name in shapes}
     if problem := cover_problem(files, {file_name: shapes[name] for file_name, name in wanted.items()}):
-        raise InputError(f"{path} {problem}. It is of other --lora_target_modules, or of another model")
+        raise InputError(
+            f"{path} {problem}. It is of other --lora_target_modules, or of another model", kind="bad_model"
+        )
     return {name: files.read(file_name) for file_name, name in wanted.items()}
 
 
@@ -111,7 +122,9 @@ def check_base(folder: Path, base: Path, fingerprint: str) -> str | None:
     if known is None and Path(named).expanduser().resolve() != base.resolve():
         return f"{folder} says that it was made beside {named}: whether {base} has those weights cannot be told"
     if known not in (None, fingerprint):
-        raise InputError(f"{folder} was made beside {named}, and {base} has other weights; give that model")
+        raise InputError(
+            f"{folder} was made beside {named}, and {base} has other weights; give that model", kind="other_run"
+        )
     return None
 
 

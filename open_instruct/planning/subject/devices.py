@@ -59,4 +59,4 @@ def device_named(name: str) -> Device:
     elif name.lower() in DEVICES:
         return DEVICES[name.lower()]
     other = f"of any other, give its memory, above 0 and at most {MOST_GIB:,.0f} GiB: {MEMORY}40"
-    raise InputError(f"--gpu {name}: known are {', '.join(DEVICES)}; {other}{nearest(name, DEVICES)}")
+    raise InputError(f"--gpu {name}: known are {', '.join(DEVICES)}; {other}{nearest(name, DEVICES)}", kind="bad_value")

@@ -319,7 +319,9 @@ def _layers(fields: dict[str, Any], family: Family, where: str) -> Iterator[Laye
     delta = delta_shape(fields, where, is_fused=family.delta == "fused") if family.delta else None
     count("decoder_sparse_step", 1)
     if not isinstance(dense := fields.get("mlp_only_layers") or [], list):
-        raise InputError(f"{where}: mlp_only_layers = {dense!r}; a list of the numbers of layers is needed")
+        raise InputError(
+            f"{where}: mlp_only_layers = {dense!r}; a list of the numbers of layers is needed", kind="bad_model"
+        )
     layer_types = fields.get("layer_types")
     if layer_types is None and family.delta is not None:
         layer_types = []  # refused, as transformers has rules of its own for what is not said
@@ -366,7 +368,8 @@ def model_shape(name_or_path: str) -> ModelShape:
     near = difflib.get_close_matches(name_or_path.rpartition("/")[2].lower(), known, n=3, cutoff=0.5) or [*known][:1]
     raise InputError(
         f"{name_or_path}: no such folder or config.json, and no model whose shape is built in; give a folder, a "
-        f"config.json, or a name such as {', '.join(known[name] for name in near)}"
+        f"config.json, or a name such as {', '.join(known[name] for name in near)}",
+        kind="bad_model",
     )
 
 

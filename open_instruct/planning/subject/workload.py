@@ -170,7 +170,9 @@ def objective_of(config: RunConfig) -> Objective:
     for kind in type(config).__mro__:
         if kind in by_class:
             return by_class[kind]
-    raise InputError(f"no registered objective has the flags of {type(config).__name__}, so it cannot be planned")
+    raise InputError(
+        f"no registered objective has the flags of {type(config).__name__}, so it cannot be planned", kind="own_code"
+    )
 
 
 def workload_of(config: RunConfig, shape: ModelShape, layout: ShardLayout, *, prompt_tokens: int = 0) -> Workload:
