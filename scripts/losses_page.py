@@ -17,7 +17,7 @@ from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.losses.advantages import ADVANTAGES
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.losses.preference import PREFERENCE_LOSSES
-from open_instruct.objectives.dpo import first_loss
+from open_instruct.objectives.dpo import EXO_SMOOTHING, first_loss
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "losses.md"
 DENOMINATORS = {"response_length": "completions × `--response_length`"}
@@ -67,7 +67,9 @@ def first(name: str) -> str:
     loss = PREFERENCE_LOSSES[name]
     if not (loss.needs_reference and loss.knows_first_loss):
         return ""
-    return f"{first_loss(PreferenceLossSection(loss_type=name)):.5g}"
+    # exo_pair has no value without label smoothing.
+    smoothing = EXO_SMOOTHING if name == "exo_pair" else 0.0
+    return f"{first_loss(PreferenceLossSection(loss_type=name, label_smoothing=smoothing)):.5g}"
 
 
 def linked(papers: str) -> str:

@@ -152,6 +152,11 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
     loss = config.loss
     if loss.delta is not None and loss.delta <= 1 + loss.clip_higher:
         yield f"--delta {spelled(loss.delta)}: must be above 1 plus --clip_higher, or it would undo that clip"
+    if loss.clip_cov_lower >= loss.clip_cov_upper:
+        yield (
+            f"--clip_cov_lower {spelled(loss.clip_cov_lower)}: must be below --clip_cov_upper "
+            f"{spelled(loss.clip_cov_upper)}, since tokens with a covariance between the two are clipped"
+        )
     denominator = f"--loss_denominator {loss.loss_denominator}"
     if loss.loss_denominator != "token":
         if not loss.loss_denominator.isdecimal() or int(loss.loss_denominator) == 0:

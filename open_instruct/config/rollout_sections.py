@@ -180,9 +180,14 @@ class PolicyLossSection:
 
     loss_fn: str = flag("the policy loss", "dapo", choices=POLICY_LOSSES, takes_own=True)
     clip_lower: float = flag(
-        "the ratio of new to old policy is clipped to at least 1 minus this", 0.2, above=0, below=1
+        "the ratio of new to old policy is clipped to at least 1 minus this; gmpo: its logarithm to minus this",
+        0.2,
+        above=0,
+        below=1,
     )
-    clip_higher: float = flag("the ratio of new to old policy is clipped to at most 1 plus this", 0.2, above=0)
+    clip_higher: float = flag(
+        "the ratio of new to old policy is clipped to at most 1 plus this; gmpo: its logarithm to this", 0.2, above=0
+    )
     delta: float | None = flag(
         "largest ratio for negative advantages, or dppo's for all; above 1 plus --clip_higher",
         None,
@@ -197,6 +202,16 @@ class PolicyLossSection:
     sapo_temperature_neg: float = flag(
         "steepness of the gate for other advantages", 1.05, read_with=loss_fns_reading, above=0
     )
+    cov_fraction: float = flag(
+        "share of the tokens that are clipped or penalised for their covariance",
+        2e-4,
+        read_with=loss_fns_reading,
+        above=0,
+        maximum=1,
+    )
+    clip_cov_lower: float = flag("least covariance of a clipped token", 1.0, read_with=loss_fns_reading)
+    clip_cov_upper: float = flag("largest covariance of a clipped token", 5.0, read_with=loss_fns_reading)
+    kl_cov_coef: float = flag("weight of the covariance penalty", 1.0, read_with=loss_fns_reading, minimum=0)
     top_entropy_quantile: float = flag(
         "learn from this share of the tokens, those where the policy is least certain", 1.0, above=0, maximum=1
     )

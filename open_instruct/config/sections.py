@@ -155,6 +155,13 @@ class PreferenceLossSection:
     )
     gamma_beta_ratio: float = flag("target margin divided by beta", 0.3, read_with=loss_types_reading, minimum=0)
     cpo_alpha: float = flag("weight of the chosen reply's mean -log p", 1.0, read_with=loss_types_reading, minimum=0)
+    discopop_tau: float = flag(
+        "temperature of the sigmoid that mixes the logistic and the exponential loss",
+        0.05,
+        read_with=loss_types_reading,
+        above=0,
+        maximum=1,
+    )
     weight_alignment: bool = flag(
         "divide each token's probability by its expected value under the policy (WPO)",
         False,

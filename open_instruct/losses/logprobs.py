@@ -49,6 +49,22 @@ def lengths_of(sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor
     return ids_N.new_zeros(num_sequences).index_add(0, ids_N, ids_N.new_ones(ids_N.shape))
 
 
+def places_in_sequence(sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """How many tokens of its own sequence stand before each token: int64 (N,).
+
+    Example: ids `[0, 1, 0, 0]` give `[0, 0, 1, 2]`.
+    """
+    import torch
+
+    ids_N = sequence_ids_N.long()
+    lengths_S = lengths_of(ids_N, num_sequences)
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    order_N = ids_N.argsort(stable=True)
+    places_N = torch.empty_like(ids_N)
+    places_N[order_N] = torch.arange(len(ids_N), device=ids_N.device) - starts_S[ids_N[order_N]]
+    return places_N
+
+
 def sequence_sums(values_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """Sum over the tokens of each sequence, shape (S,); differentiable; 0 for a sequence without tokens."""
     return values_N.new_zeros(num_sequences).index_add(0, sequence_ids_N, values_N)
@@ -76,10 +92,7 @@ def sum_by_reply(
         return sum_by_sequence(logprobs_N, sequence_ids_N, num_sequences)
     ids_N = sequence_ids_N.long()
     lengths_S = lengths_of(ids_N, num_sequences)
-    order_N = ids_N.argsort(stable=True)
-    starts_S = lengths_S.cumsum(0) - lengths_S
-    places_N = torch.empty_like(ids_N)
-    places_N[order_N] = torch.arange(len(ids_N), device=ids_N.device) - starts_S[ids_N[order_N]]
+    places_N = places_in_sequence(ids_N, num_sequences)
     shared_S = lengths_S.view(2, -1).amin(0).repeat(2)
     weights_N = torch.where(places_N < shared_S[ids_N], 1.0, ld_alpha)
     return sum_by_sequence(logprobs_N * weights_N, sequence_ids_N, num_sequences)

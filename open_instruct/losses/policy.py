@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from open_instruct.losses.covariance import has_high_covariance, is_drawn_by_covariance
 from open_instruct.losses.flags_taken import flags_taken, registers, with_flags
 from open_instruct.losses.logprobs import MAX_LOG_RATIO, clamped_exp, lengths_of, sequence_means, sequence_sums
 
@@ -39,6 +40,7 @@ class PolicyLossInputs:
 
     Only `logprobs_N` carries a gradient. `sequence_ids_N` (int64, 0..S-1) gives the completion of each token.
     With `by_completion` the ratio of each token is that of its completion, the geometric mean over its tokens.
+    `marked_N` is 1 at the tokens that a loss with `PolicyLoss.marks` treats apart, and 0 at the others.
     """
 
     logprobs_N: torch.Tensor
@@ -47,6 +49,7 @@ class PolicyLossInputs:
     sequence_ids_N: torch.Tensor
     num_sequences: int
     by_completion: bool = False
+    marked_N: torch.Tensor | None = None
 
     @property
     def log_ratio_N(self) -> torch.Tensor:
@@ -57,8 +60,9 @@ class PolicyLossInputs:
 
     def __post_init__(self) -> None:
         shape = self.logprobs_N.shape
-        for tensor in (self.old_logprobs_N, self.advantages_N, self.sequence_ids_N):
-            assert len(shape) == 1 and tensor.shape == shape, f"{tuple(tensor.shape)}, not {tuple(shape)}"
+        for tensor in (self.old_logprobs_N, self.advantages_N, self.sequence_ids_N, self.marked_N):
+            if tensor is not None:
+                assert len(shape) == 1 and tensor.shape == shape, f"{tuple(tensor.shape)}, not {tuple(shape)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +96,17 @@ class PolicyLoss:
     """Whether each completion is averaged over its tokens first."""
     by_completion: bool = False
     """Whether a completion has one ratio, the geometric mean of its tokens'."""
+    marks: Callable[..., torch.Tensor] | None = None
+    """`marks(here, update, **flags)` says which tokens of a microbatch are treated apart (`PolicyLossInputs.marked_N`);
+    both are `TokenColumns`, and `update` has those of all ranks."""
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The flags that it reads, but those of the clip range."""
-        return tuple(flag for flag in flags_taken(self.function) if flag not in CLIP_FLAGS)
+        flags = flags_taken(self.function)
+        if self.marks is not None:
+            flags = tuple(dict.fromkeys((*flags, *flags_taken(self.marks))))
+        return tuple(flag for flag in flags if flag not in CLIP_FLAGS)
 
     def outputs(self, inputs: PolicyLossInputs, flags: object) -> PolicyLossOutputs:
         """The loss of every token, to be summed and divided by the `denominator`; `flags` is the section of flags."""
@@ -194,6 +204,27 @@ def sapo(inputs: PolicyLossInputs, *, sapo_temperature_pos: float, sapo_temperat
     return _nothing_clipped(-gate_N * inputs.advantages_N)
 
 
+@register(
+    "gmpo",
+    "−A · geometric mean of the clipped r / |o|",
+    "2507.20673 eq. 4",
+    divided_by="completions",
+    averaged=True,
+    by_completion=True,
+)
+def gmpo(inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float) -> PolicyLossOutputs:
+    """GMPO clips log r and not r: from -`clip_lower` to `clip_higher`, where the paper has 0.4 for both."""
+    # Each token's own, where `log_ratio_N` has the mean over its completion.
+    log_ratio_N = (inputs.logprobs_N - inputs.old_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    bounded_N = log_ratio_N.clamp(-clip_lower, clip_higher)
+    clipped_N = log_ratio_N.minimum(bounded_N).where(inputs.advantages_N > 0, log_ratio_N.maximum(bounded_N))
+    means_S = sequence_means(clipped_N, inputs.sequence_ids_N, inputs.num_sequences)
+    return PolicyLossOutputs(
+        losses_N=-inputs.advantages_N * means_S[inputs.sequence_ids_N].exp(),
+        is_clipped_N=(clipped_N != log_ratio_N).float(),
+    )
+
+
 @register("vespo", "−stop(φ(W)) A log π", "2602.10693")
 def vespo(inputs: PolicyLossInputs) -> PolicyLossOutputs:
     """W = exp(sum of log r) and phi(W) = W^k e^(lambda (1 - W))."""
@@ -245,6 +276,29 @@ def _within_divergence(
         losses_N = losses_N * (delta / ratio_N.detach()).clamp(max=1)
         is_clipped_N = is_clipped_N.maximum((ratio_N > delta).to(ratio_N.dtype))
     return PolicyLossOutputs(losses_N=losses_N, is_clipped_N=is_clipped_N.float())
+
+
+@register("clip_cov", "`dapo`'s, but 0 at some tokens", "2505.22617 eq. 10 and 11", marks=is_drawn_by_covariance)
+def clip_cov(
+    inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, delta: float | None
+) -> PolicyLossOutputs:
+    """Clip-Cov: tokens that are drawn by their covariance have no loss, see `is_drawn_by_covariance`."""
+    assert inputs.marked_N is not None, "see `choose_tokens`"
+    outputs = clipped_ratio(inputs, clip_lower=clip_lower, clip_higher=clip_higher, delta=delta)
+    return PolicyLossOutputs(
+        losses_N=outputs.losses_N * (1 - inputs.marked_N),
+        is_clipped_N=outputs.is_clipped_N.maximum(inputs.marked_N.float()),
+    )
+
+
+@register(
+    "kl_cov", "−r A, and `--kl_cov_coef` |log r| at some tokens", "2505.22617 eq. 12 and 13", marks=has_high_covariance
+)
+def kl_cov(inputs: PolicyLossInputs, *, kl_cov_coef: float) -> PolicyLossOutputs:
+    """KL-Cov: tokens of the highest covariance pay for every move, see `has_high_covariance`. Nothing is clipped."""
+    assert inputs.marked_N is not None, "see `choose_tokens`"
+    losses_N = -clamped_exp(inputs.log_ratio_N) * inputs.advantages_N
+    return _nothing_clipped(losses_N + kl_cov_coef * inputs.marked_N * inputs.log_ratio_N.abs())
 
 
 @register("gpg", "−A log π", "2504.02546")

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.losses.flags_taken import flags_taken, registers, with_flags
 from open_instruct.losses.logprobs import MAX_LOG_RATIO, per_token
+from open_instruct.losses.rank_matching import RankPartners, match_by_rank
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,8 @@ class PreferenceLossInputs:
     """The inputs of any preference loss; row 0 is for the chosen replies, row 1 for the rejected ones.
 
     Log-probs are sums over the reply's tokens. `collision_logps_2P` are sums of log(sum over v of p(v)^2), see
-    `TokenLogprobs`; without them, weights are not aligned.
+    `TokenLogprobs`; without them, weights are not aligned. `partners` are those of the pairs in the global batch, for
+    losses that sort it; without them the pairs here are the global batch.
 
     Example: one pair, replies of 2 and 4 tokens, before the first step::
 
@@ -59,14 +61,24 @@ class PreferenceLossInputs:
     lengths_2P: torch.Tensor
     reference_logps_2P: torch.Tensor | None = None
     collision_logps_2P: torch.Tensor | None = None
+    partners: RankPartners | None = None
 
     def __post_init__(self) -> None:
         # Shapes (B,) and (B, T) broadcast silently into a wrong loss, so every one must have the same P.
-        num_pairs = self.policy_logps_2P.shape[1]
-        for name in self.__slots__:
+        shape = (2, self.policy_logps_2P.shape[1])
+        for name in ("policy_logps_2P", "lengths_2P", "reference_logps_2P", "collision_logps_2P"):
             tensor = getattr(self, name)
-            shape = (int(name[-2]), num_pairs)
             assert tensor is None or tensor.shape == shape, f"{name}: {tuple(tensor.shape)}, not {shape}"
+        for tensor in self.partners or ():
+            assert tensor.shape == shape[1:], f"partners: {tuple(tensor.shape)}, not {shape[1:]}"
+
+    @property
+    def rank_values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `match_by_rank` compares, of these pairs: log-ratios (2, P) and reference margins (P,), in float64."""
+        assert self.reference_logps_2P is not None
+        reference_2P = self.reference_logps_2P.double()
+        log_ratios_2P = self.policy_logps_2P.detach().double() - reference_2P
+        return log_ratios_2P, reference_2P[0] - reference_2P[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +97,12 @@ class ComparedPairs:
     @property
     def rejected_rewards_P(self) -> torch.Tensor:
         return self.beta * self.rejected_P
+
+    @property
+    def partners(self) -> RankPartners:
+        """The numbers that AOT compares the pairs with, in the dtype of these."""
+        partners = self.inputs.partners or match_by_rank(*self.inputs.rank_values)
+        return RankPartners(*(each_P.to(self.chosen_P) for each_P in partners))
 
     @property
     def logits_P(self) -> torch.Tensor:
@@ -112,6 +130,8 @@ class PreferenceLoss:
     """Whether log-probs are averaged over the reply, or added up."""
     needs_reference: bool = True
     """Whether log-probs are compared with those of the start model."""
+    sorts_batch: bool = False
+    """Whether the loss of a pair depends on the other pairs of the global batch, see `match_by_rank`."""
     changed_by: tuple[str, ...] = ()
     """The flags that change what it compares."""
     knows_first_loss: bool = True
@@ -207,6 +227,22 @@ def robust_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tens
     return (e * _log_sigmoid(-logits_P) - (1.0 - e) * _log_sigmoid(logits_P)) / (1.0 - 2.0 * e)
 
 
+@register(
+    "exo_pair",
+    "σ(z) (log σ(z) − log(1 − ε)) + σ(−z) (log σ(−z) − log ε)",
+    "2402.00856 eq. 16",
+    changed_by=(SHORTER, DIVERGENCE),
+)
+def exo_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tensor:
+    """EXO on pairs: the divergence of the policy's preference from labels that are right with probability 1 - e."""
+    assert label_smoothing > 0, "see `loss_problems`"
+    log_share_P = _log_sigmoid(pairs.logits_P)
+    other_log_share_P = _log_sigmoid(-pairs.logits_P)
+    chosen_term_P = log_share_P.exp() * (log_share_P - math.log1p(-label_smoothing))
+    rejected_term_P = other_log_share_P.exp() * (other_log_share_P - math.log(label_smoothing))
+    return chosen_term_P + rejected_term_P
+
+
 @register("nca_pair", "−log σ(w) − ½ log σ(−w) − ½ log σ(−l)", "2402.05369 eq. 11", changed_by=(SHORTER,))
 def nca_losses(pairs: ComparedPairs) -> torch.Tensor:
     """NCA on pairs: the chosen reply's reward is pulled up, and both are pulled to 0."""
@@ -227,6 +263,37 @@ def sppo_losses(pairs: ComparedPairs) -> torch.Tensor:
     return (pairs.chosen_P - target).square() + (pairs.rejected_P + target).square()
 
 
+@register(
+    "aot",
+    "−log σ(β m), m of sorted margins of policy and reference",
+    "2406.05882 section 3",
+    sorts_batch=True,
+    changed_by=(SHORTER,),
+)
+def aot_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tensor:
+    """AOT on pairs: DPO's loss of the policy's margin against the reference's margin of the same rank."""
+    margins_P = pairs.chosen_P - pairs.rejected_P + pairs.partners.margin_shift
+    return _smoothed_logistic(pairs.beta * margins_P, label_smoothing)
+
+
+@register(
+    "aot_unpaired",
+    "−log σ(β m), m of sorted r(y_c) and sorted r(y_r)",
+    "2406.05882 section 3",
+    sorts_batch=True,
+    changed_by=(SHORTER,),
+)
+def aot_unpaired_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tensor:
+    """AOT without pairs: DPO's loss of a chosen reply against the rejected one of the same rank.
+
+    A pair has the value of its chosen reply's loss, and the gradients of both of its replies.
+    """
+    partners = pairs.partners
+    chosen_losses_P = _smoothed_logistic(pairs.beta * (pairs.chosen_P - partners.rejected), label_smoothing)
+    rejected_losses_P = _smoothed_logistic(pairs.beta * (partners.chosen - pairs.rejected_P), label_smoothing)
+    return chosen_losses_P + (rejected_losses_P - rejected_losses_P.detach())
+
+
 @register("apo_zero", "1 − σ(w) + σ(l)", "2408.06266 eq. 7", changed_by=(SHORTER,))
 def apo_zero_losses(pairs: ComparedPairs) -> torch.Tensor:
     """APO-zero: chosen replies up, rejected ones down."""
@@ -237,6 +304,16 @@ def apo_zero_losses(pairs: ComparedPairs) -> torch.Tensor:
 def apo_down_losses(pairs: ComparedPairs) -> torch.Tensor:
     """APO-down: both down, the rejected reply more."""
     return pairs.chosen_rewards_P.sigmoid() + (-pairs.logits_P).sigmoid()
+
+
+@register("discopop", "−(1 − s) log σ(z) + s e^−z, s = σ(z/τ)", "2406.08414 eq. 5", changed_by=(SHORTER, DIVERGENCE))
+def discopop_losses(pairs: ComparedPairs, *, discopop_tau: float) -> torch.Tensor:
+    """DiscoPOP, a mixture of the logistic and the exponential loss."""
+    logits_P = pairs.logits_P
+    modulated_P = logits_P / discopop_tau
+    # The share s vanishes faster than e^-z grows, so their product has no overflow as one exponential.
+    exponential_P = (_log_sigmoid(modulated_P) - logits_P).exp()
+    return exponential_P - (-modulated_P).sigmoid() * _log_sigmoid(logits_P)
 
 
 @register("sft", "−log π(y_c)/|y_c|", "2404.19733 eq. 1", per_token=True, needs_reference=False)

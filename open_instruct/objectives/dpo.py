@@ -5,8 +5,9 @@ Legend: P pairs of a microbatch, S = 2P documents of it (chosen first), N pairs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from open_instruct.config.flags import spelled
@@ -17,9 +18,14 @@ from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.errors import problems_of_kind
 from open_instruct.losses.logprobs import ROUNDING, per_token, sum_by_reply
 from open_instruct.losses.preference import CHANGING_FLAGS, PREFERENCE_LOSSES, PreferenceLossInputs
-from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
-from open_instruct.records import REFERENCE, REFERENCE_TOKENS, Batch, Metric, mean_metrics
+from open_instruct.losses.rank_matching import RankPartners, match_by_rank
+from open_instruct.objectives.objective import BoundLoss, Evaluation, Gather, LossOutputs, Objective, TokenLogprobs
+from open_instruct.records import REFERENCE, REFERENCE_TOKENS, Batch, Metric, StepBatch, mean_metrics
 from open_instruct.wording import counted
+
+# The name of a microbatch's value (3, P): the rows of `RankPartners`.
+PARTNERS = "rank_partners_3P"
+EXO_SMOOTHING = 1e-3  # of the experiments in arXiv 2402.00856
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,6 +75,11 @@ def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
         having = [name for name, known in PREFERENCE_LOSSES.items() if flag in known.reads]
         if value != off and not set(names) <= set(having):
             yield f"--{flag} {spelled(value)}: {given} has no {what}; use {spelled(off)}, or one of {', '.join(having)}"
+    if "exo_pair" in names and loss.label_smoothing == 0:
+        yield (
+            "--loss_type exo_pair needs a --label_smoothing above 0, since it has no value for certain labels; "
+            f"give --label_smoothing {EXO_SMOOTHING}, as its paper does"
+        )
     for flag in ("cache_logprobs_only", "ref_policy_update_freq"):
         if getattr(loss, flag) and not needs_reference(loss):
             yield (
@@ -86,6 +97,7 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
     refuse([*limit_problems(loss), *idle_problems(loss), *loss_problems(loss)])
     known = [PREFERENCE_LOSSES[name] for name in loss.names]
     starts_alike = all(each.needs_reference and each.knows_first_loss for each in known)
+    sorts_batch = any(each.sorts_batch for each in known)
 
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         outputs = preference_loss(loss, preference_inputs(scores, batch, ld_alpha=loss.ld_alpha))
@@ -93,6 +105,7 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
 
     return BoundLoss(
         function=function,
+        prepare=partial(add_partners, ld_alpha=loss.ld_alpha) if sorts_batch else None,
         with_collisions=loss.weight_alignment,
         ld_alpha=loss.ld_alpha,
         first_loss=(lambda counts: first_loss(loss)) if starts_alike else None,
@@ -111,12 +124,39 @@ def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | 
     if REFERENCE_TOKENS in batch.values:
         reference_S, _ = sums(batch.values[REFERENCE_TOKENS])
     collisions_S = None if scores.collision_logprobs_N is None else sums(scores.collision_logprobs_N)[0]
+    partners_3P = batch.values.get(PARTNERS)
     return PreferenceLossInputs(
         policy_logps_2P=logps_S.view(2, -1),
         lengths_2P=lengths_S.view(2, -1),
         reference_logps_2P=None if reference_S is None else on_device(reference_S, logps_S.device).view(2, -1),
         collision_logps_2P=None if collisions_S is None else collisions_S.view(2, -1),
+        partners=None if partners_3P is None else RankPartners(*partners_3P),
     )
+
+
+def add_partners(
+    step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, ld_alpha: float | None
+) -> StepBatch:
+    """The step whose pairs have their partners among all pairs of the global batch, see `match_by_rank`."""
+    import torch
+
+    columns: list[torch.Tensor] = []
+    for batch, scored in zip(step.microbatches, scores, strict=True):
+        log_ratios_2P, margins_P = preference_inputs(scored, batch, ld_alpha=ld_alpha).rank_values
+        row_ids_P = torch.tensor(batch.row_ids, dtype=torch.float64, device=margins_P.device)
+        columns.append(torch.stack([row_ids_P, *log_ratios_2P, margins_P]))
+    here_4P = torch.cat(columns, dim=1)
+    everywhere_4P = gather(here_4P.T.contiguous()).T
+    # In the order of the rows, so that ranks of equal values do not depend on how the batch is cut.
+    everywhere_4P = everywhere_4P[:, everywhere_4P[0].argsort(stable=True)]
+    partners_3P = torch.stack(match_by_rank(everywhere_4P[1:3], everywhere_4P[3]))
+    places_P = torch.searchsorted(everywhere_4P[0].contiguous(), here_4P[0].contiguous())
+    parts = partners_3P[:, places_P].split([len(batch.row_ids) for batch in step.microbatches], dim=1)
+    microbatches = [
+        replace(batch, values={**batch.values, PARTNERS: part_3P})
+        for batch, part_3P in zip(step.microbatches, parts, strict=True)
+    ]
+    return replace(step, microbatches=tuple(microbatches))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ Legend: N labelled tokens of a microbatch, M those of one stream.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.data.prompts import PromptBuilder
+from open_instruct.losses.covariance import TokenColumns, token_keys
 from open_instruct.losses.flags_taken import with_flags
 from open_instruct.losses.mismatch import Correction, correct_mismatch, kl_estimates, rho_values
 from open_instruct.losses.policy import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
@@ -92,7 +93,12 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
 
 def chooses_tokens(loss: PolicyLossSection) -> bool:
     """Whether the loss selects tokens over the whole batch, which needs an extra forward pass in every update."""
-    return loss.top_entropy_quantile < 1
+    return loss.top_entropy_quantile < 1 or _known_marks(loss) is not None
+
+
+def _known_marks(loss: PolicyLossSection) -> Callable[..., torch.Tensor] | None:
+    known = POLICY_LOSSES.get(loss.loss_fn)
+    return None if known is None else known.marks
 
 
 def measures_entropy(loss: PolicyLossSection) -> bool:
@@ -122,7 +128,7 @@ def policy_gradient(
 
     rl = Stream.of("rl", batch.values)
     inputs, correction = _sampled_tokens(rl, scores, batch, loss)
-    outputs = policy_loss.outputs(inputs, loss)
+    outputs = policy_loss.outputs(replace(inputs, marked_N=batch.values.get("is_marked")), loss)
     losses_M = rl.weighed(correction.weights_N * outputs.losses_N)
     if "is_learned" in batch.values:
         losses_M = losses_M * batch.values["is_learned"]
@@ -199,10 +205,27 @@ def _cross_entropy_sum(scores: TokenLogprobs, batch: Batch) -> torch.Tensor:
 def choose_tokens(
     step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, loss: PolicyLossSection
 ) -> StepBatch:
-    """Mark the tokens of `rl` that are among those of the highest entropy in the whole update, as `is_learned`.
+    """The step with what is chosen among all tokens of `rl` in the update, so however the batch is cut.
 
-    At least one is, with all ties. So the choice is the same however the batch is cut.
+    `is_learned` are the tokens of the highest entropy, where --top_entropy_quantile asks for some of
+    them; `is_marked` those that the policy loss treats apart (`PolicyLoss.marks`).
     """
+    chosen: dict[str, list[torch.Tensor]] = {}
+    if loss.top_entropy_quantile < 1:
+        chosen["is_learned"] = _highest_entropy(step, scores, gather, share=loss.top_entropy_quantile)
+    if (marks := _known_marks(loss)) is not None:
+        chosen["is_marked"] = _marked_tokens(step, scores, gather, marks=with_flags(marks, loss))
+    microbatches = [
+        replace(batch, values={**batch.values, **{name: parts[index] for name, parts in chosen.items()}})
+        for index, batch in enumerate(step.microbatches)
+    ]
+    return replace(step, microbatches=tuple(microbatches))
+
+
+def _highest_entropy(
+    step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, share: float
+) -> list[torch.Tensor]:
+    """Of each microbatch, 1 at the tokens among the share of the highest entropy: at least one, with all ties."""
     import torch
 
     from open_instruct.packing.documents import on_device
@@ -212,14 +235,38 @@ def choose_tokens(
         assert scored.entropy_N is not None, "see `measures_entropy`"
         rl = Stream.of("rl", on_device(batch.values, scored.entropy_N.device))
         entropies.append(rl.take(scored.entropy_N).double())
-    everywhere_N = gather(torch.cat(entropies))
-    num_chosen = max(1, round(loss.top_entropy_quantile * everywhere_N.numel()))
-    least = everywhere_N.topk(num_chosen).values[-1] if everywhere_N.numel() else 0.0
-    microbatches = [
-        replace(batch, values={**batch.values, "is_learned": (entropy_N >= least).float()})
-        for batch, entropy_N in zip(step.microbatches, entropies, strict=True)
-    ]
-    return replace(step, microbatches=tuple(microbatches))
+    everywhere_U = gather(torch.cat(entropies))
+    num_chosen = max(1, round(share * everywhere_U.numel()))
+    least = everywhere_U.topk(num_chosen).values[-1] if everywhere_U.numel() else 0.0
+    return [(entropy_N >= least).float() for entropy_N in entropies]
+
+
+def _marked_tokens(
+    step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, marks: Callable[..., torch.Tensor]
+) -> list[torch.Tensor]:
+    """Of each microbatch, 1 at the tokens that the policy loss treats apart."""
+    import torch
+
+    from open_instruct.packing.documents import on_device
+
+    columns: list[TokenColumns] = []
+    for batch, scored in zip(step.microbatches, scores, strict=True):
+        values = on_device(batch.values, scored.logprobs_N.device)
+        rl = Stream.of("rl", values)
+        columns.append(
+            TokenColumns(
+                logprobs=rl.take(scored.logprobs_N).detach().double(),
+                old_logprobs=rl.take(values.get("old_logprobs_N", scored.logprobs_N)).detach().double(),
+                advantages=rl.take(values["advantages_N"]).double(),
+                keys=token_keys(
+                    rl.take(values["engine_logprobs_N"]),
+                    rl.take(scored.sequence_ids_N),
+                    batch.packed.num_sequences,
+                ),
+            )
+        )
+    update = TokenColumns(*(gather(torch.cat(parts)) for parts in zip(*columns, strict=True)))
+    return [marks(here, update).float() for here in columns]
 
 
 def _largest(values_N: torch.Tensor) -> Metric:

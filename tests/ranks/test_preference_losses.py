@@ -9,7 +9,7 @@ import pytest
 
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.losses.preference import PREFERENCE_LOSSES
-from open_instruct.objectives.dpo import bind
+from open_instruct.objectives.dpo import EXO_SMOOTHING, bind
 from tests.ranks.train_case import TrainCase, free_ports
 
 pytestmark = pytest.mark.extended
@@ -17,13 +17,16 @@ pytestmark = pytest.mark.extended
 RunRanks = Callable[..., list[Any]]
 
 JOB = "tests.ranks.jobs.train_runs:run_each"
-# What a loss has of single tokens, of both replies' lengths, or of other losses.
+# What a loss has of the whole batch, of single tokens, of both replies' lengths, or of other losses.
 CASES: dict[str, dict[str, Any]] = {
+    "aot": {"loss_type": "aot"},
+    "aot_unpaired": {"loss_type": "aot_unpaired"},
     "desensitized": {"loss_type": "dpo", "ld_alpha": 0.3, "f_divergence_type": "js_divergence"},
     "aligned": {"loss_type": "wpo", "weight_alignment": True},
     "mixed": {"loss_type": ["dpo", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
     "orpo": {"loss_type": "orpo"},
 }
+EXO = {"label_smoothing": EXO_SMOOTHING}
 LONG = {"max_train_steps": 3, "learning_rate": 3e-4}
 
 
@@ -33,7 +36,10 @@ def one_process(dpo_case: TrainCase) -> TrainCase:
 
     heldout = [dpo_case.rows, "5"]
     commands = [
-        *(dpo_case.command(f"first_{name}", loss_type=name, max_train_steps=1) for name in PREFERENCE_LOSSES),
+        *(
+            dpo_case.command(f"first_{name}", loss_type=name, max_train_steps=1, **(EXO if name == "exo_pair" else {}))
+            for name in PREFERENCE_LOSSES
+        ),
         *(
             dpo_case.command(f"{name}_{cut}", **LONG, **flags, **how)
             for name, flags in CASES.items()
@@ -59,7 +65,8 @@ def assert_same_trajectory(case: TrainCase, name: str, other: str) -> None:
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_it_starts_where_a_policy_is_its_reference(one_process: TrainCase, name: str) -> None:
     (row,) = one_process.metrics(f"first_{name}")
-    first_loss = bind(PreferenceLossSection(loss_type=name)).first_loss
+    flags = EXO if name == "exo_pair" else {}
+    first_loss = bind(PreferenceLossSection(loss_type=name, **flags)).first_loss
     assert math.isfinite(row["loss"]) and row["grad_norm"] > 0
     if callable(first_loss):
         assert row["loss"] == pytest.approx(first_loss({}), rel=1e-5, abs=5e-6)
@@ -100,7 +107,7 @@ def test_sums_that_count_tokens_differently_are_kept_apart(one_process: TrainCas
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks(one_process: TrainCase, run_ranks: RunRanks, ranks: int) -> None:
-    names = list(CASES) if ranks == 2 else ["mixed"]
+    names = list(CASES) if ranks == 2 else ["aot", "aot_unpaired"]
     commands = [one_process.command(f"{name}_{ranks}", ranks=ranks, **LONG, **CASES[name]) for name in names]
     run_ranks(ranks, JOB, commands=commands, ports=free_ports(len(commands)))
     for name in names:

@@ -19,6 +19,9 @@ E_LOW, E_HIGH, DELTA = 0.2, 0.28, 1.9
 Tensor = torch.Tensor
 # Of one completion: its ratios r(t), log-probs now and at the start, and its advantage.
 Formula = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+# The same of losses that treat some tokens apart, and whether they do; it is the last argument.
+MarkedFormula = Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
+KL_COV_COEF = 0.7
 
 
 def ppo(ratios: Tensor, advantage: float, delta: float | None = None) -> Tensor:
@@ -57,6 +60,23 @@ def luspo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
 def sapo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
     t = 1.3 if a > 0 else 2.1
     return -(4 / t / (1 + torch.exp(-t * (r - 1))) * a).mean()
+
+
+def gmpo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
+    log_ratios = []
+    for x in r.log():
+        clipped = min(max(x, torch.tensor(-E_LOW)), torch.tensor(E_HIGH))
+        log_ratios.append(min(x * a, clipped * a) / a)
+    return -a * torch.stack(log_ratios).mean().exp()
+
+
+def clip_cov(r: Tensor, new: Tensor, old: Tensor, a: float, marked: Tensor) -> Tensor:
+    return sum((term for term, is_out in zip(ppo(r, a), marked, strict=True) if not is_out), new.sum() * 0)
+
+
+def kl_cov(r: Tensor, new: Tensor, old: Tensor, a: float, marked: Tensor) -> Tensor:
+    terms = [-x * a + KL_COV_COEF * abs(n - o) * m for x, n, o, m in zip(r, new, old, marked, strict=True)]
+    return torch.stack(terms).sum()
 
 
 def vespo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
@@ -100,7 +120,9 @@ FORMULAS: dict[str, Formula] = {
     "dppo_tv": dppo(lambda q, p: abs(p - q)),
     "dppo_kl": dppo(coins),
     "gpg": gpg,
+    "gmpo": gmpo,
 }
+MARKED_FORMULAS: dict[str, MarkedFormula] = {"clip_cov": clip_cov, "kl_cov": kl_cov}
 
 
 def section(kind: str, **rest: Any) -> PolicyLossSection:
@@ -110,6 +132,7 @@ def section(kind: str, **rest: Any) -> PolicyLossSection:
         clip_higher=E_HIGH,
         sapo_temperature_pos=1.3,
         sapo_temperature_neg=2.1,
+        kl_cov_coef=KL_COV_COEF,
         **rest,
     )
 
@@ -130,15 +153,20 @@ def inputs(seed: int, *, spread: float) -> PolicyLossInputs:
         ),
         sequence_ids_N=torch.tensor([i for i, n in enumerate(lengths) for _ in range(n)]),
         num_sequences=len(lengths),
+        marked_N=torch.tensor([float(chance.random() < 0.4) for _ in range(count)], dtype=torch.float64),
     )
 
 
-def by_formula(formula: Formula, given: PolicyLossInputs) -> Tensor:
+def by_formula(formula: Formula | MarkedFormula, given: PolicyLossInputs) -> Tensor:
     total = given.logprobs_N.sum() * 0
     for completion in range(given.num_sequences):
         own = given.sequence_ids_N == completion
         new, old = given.logprobs_N[own], given.old_logprobs_N[own]
-        total = total + formula((new - old).exp(), new, old, float(given.advantages_N[own][0]))
+        arguments: list[Any] = [(new - old).exp(), new, old, float(given.advantages_N[own][0])]
+        if formula in MARKED_FORMULAS.values():
+            assert given.marked_N is not None
+            arguments.append(given.marked_N[own])
+        total = total + formula(*arguments)
     return total
 
 
@@ -155,15 +183,17 @@ def check(given: PolicyLossInputs, loss: PolicyLossSection, expected: Tensor) ->
 
 
 def test_every_loss_has_a_formula() -> None:
-    assert FORMULAS.keys() == POLICY_LOSSES.keys()
+    assert FORMULAS.keys() | MARKED_FORMULAS.keys() == POLICY_LOSSES.keys()
+    assert {name for name, loss in POLICY_LOSSES.items() if loss.marks} == MARKED_FORMULAS.keys()
 
 
 @pytest.mark.parametrize("spread", [1e-4, 0.3, 2.0, 12.0])
-@pytest.mark.parametrize("kind", FORMULAS)
+@pytest.mark.parametrize("kind", [*FORMULAS, *MARKED_FORMULAS])
 def test_value_and_gradient(kind: str, spread: float) -> None:
+    formulas = {**FORMULAS, **MARKED_FORMULAS}
     for seed in range(5):
         given = inputs(seed, spread=spread)
-        check(given, section(kind), by_formula(FORMULAS[kind], given))
+        check(given, section(kind), by_formula(formulas[kind], given))
 
 
 def test_cispo_may_clamp_from_below_too() -> None:
@@ -215,6 +245,10 @@ def test_a_token_without_an_advantage_is_not_clipped() -> None:
 def test_a_clip_covers_what_it_says() -> None:
     """The share of clipped tokens, where it is not that of the plain clip."""
     given = inputs(3, spread=2.0)
+    marked_N = outputs(given, section("clip_cov")).is_clipped_N
+    plain_N = outputs(given, section("dapo")).is_clipped_N
+    assert given.marked_N is not None
+    assert marked_N.tolist() == torch.maximum(plain_N, given.marked_N.float()).tolist() != plain_N.tolist()
     for kind in ("dppo_tv", "dppo_kl"):
         clipped = outputs(given, section(kind))
         assert clipped.is_clipped_N.any() and (clipped.losses_N[clipped.is_clipped_N > 0] == 0).all()
@@ -229,6 +263,7 @@ def two_completions(ratios: list[float]) -> PolicyLossInputs:
         advantages_N=torch.tensor([2.0, 2.0, 2.0, -1.0], dtype=torch.float64),
         sequence_ids_N=torch.tensor([0, 0, 0, 1]),
         num_sequences=2,
+        marked_N=torch.zeros(4, dtype=torch.float64),
     )
 
 
@@ -260,6 +295,7 @@ def test_no_completions_cost_nothing(kind: str) -> None:
         advantages_N=torch.zeros(0),
         sequence_ids_N=torch.zeros(0, dtype=torch.long),
         num_sequences=0,
+        marked_N=torch.zeros(0),
     )
     loss = outputs(given, section(kind)).losses_N.sum() + POLICY_LOSSES[kind].shares(empty, given).sum()
     loss.backward()
@@ -286,6 +322,7 @@ def test_the_sum_does_not_depend_on_the_split(completions: list, kind: str) -> N
             advantages_N=torch.tensor([a[0] for _, a in chosen for _ in a], dtype=torch.float64),
             sequence_ids_N=torch.tensor([i for i, (r, _) in enumerate(chosen) for _ in r]),
             num_sequences=len(chosen),
+            marked_N=torch.tensor([float(r > 1) for r in ratios], dtype=torch.float64),
         )
         return float(outputs(given, section(kind)).losses_N.sum())
 
@@ -302,6 +339,7 @@ def test_policies_that_are_far_apart_have_finite_losses_and_gradients(kind: str)
         advantages_N=torch.tensor([1.0] * 4 + [-1.0] * 4),
         sequence_ids_N=torch.arange(8),
         num_sequences=8,
+        marked_N=torch.ones(8),
     )
     losses_N = outputs(given, section(kind)).losses_N
     (gradient_N,) = torch.autograd.grad(losses_N.sum(), given.logprobs_N)

@@ -7,6 +7,8 @@ reply, R the reference's, n its number of tokens; u = e^(L - R).
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import mpmath
@@ -17,10 +19,11 @@ from mpmath import mpf
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.losses.preference import PREFERENCE_LOSSES, PreferenceLossInputs
+from open_instruct.losses.rank_matching import RankPartners, match_by_rank
 from open_instruct.objectives.dpo import preference_loss
 
 mpmath.mp.dps = 60
-BETA, E, GAMMA, ALPHA = (mpf(number) for number in ("0.35", "0.125", "0.75", "0.5"))
+BETA, E, GAMMA, ALPHA, TAU = (mpf(number) for number in ("0.35", "0.125", "0.75", "0.5", "0.25"))
 CLAMP = 20
 
 Pair = tuple[mpf, mpf, mpf, mpf, int, int]  # L_w, L_l, R_w, R_l, n_w, n_l
@@ -64,6 +67,19 @@ def orpo(pair: Pair) -> mpf:
     return nll(pair) - BETA * mpmath.log(sigma(mpmath.log(odds_ratio)))
 
 
+def exo(pair: Pair) -> mpf:
+    """Equation 16: the policy's preference q against labels that are right with probability 1 - e."""
+    q_w, q_l = sigma(BETA * margin(pair)), sigma(-BETA * margin(pair))
+    return q_w * mpmath.log(q_w / (1 - E)) + q_l * mpmath.log(q_l / E)
+
+
+def discopop(pair: Pair) -> mpf:
+    """Equation 5: a logistic loss and an exponential one, and how much of each."""
+    z = BETA * margin(pair)
+    share = sigma(z / TAU)
+    return (1 - share) * -log_sigma(z) + share * mpmath.exp(-z)
+
+
 def nca(pair: Pair) -> mpf:
     won, lost = rewards(pair)
     return -log_sigma(won) - log_sigma(-won) / 2 - log_sigma(-lost) / 2
@@ -93,13 +109,32 @@ FORMULAS: dict[str, Formula] = {
     "sft": nll,
     "cpo": lambda pair: smoothed(BETA * (pair[0] - pair[1])) + ALPHA * nll(pair),
     "orpo": orpo,
+    "exo_pair": exo,
+    "discopop": discopop,
 }
+
+
+def aot(pairs: Sequence[Pair]) -> mpf:
+    """Sorted margins of the policy against sorted margins of the reference."""
+    policy = sorted(won - lost for won, lost, *_ in pairs)
+    reference = sorted(rw - rl for _, _, rw, rl, *_ in pairs)
+    return mpmath.fsum(smoothed(BETA * (ours - theirs)) for ours, theirs in zip(policy, reference, strict=True))
+
+
+def aot_unpaired(pairs: Sequence[Pair]) -> mpf:
+    """Sorted log-ratios of chosen replies against those of rejected ones."""
+    chosen = sorted(won - rw for won, _, rw, *_ in pairs)
+    rejected = sorted(lost - rl for _, lost, _, rl, *_ in pairs)
+    return mpmath.fsum(smoothed(BETA * (won - lost)) for won, lost in zip(chosen, rejected, strict=True))
+
+
+OF_BATCH: dict[str, Callable[[Sequence[Pair]], mpf]] = {"aot": aot, "aot_unpaired": aot_unpaired}
 
 
 def section(name: str | list[str], **flags: Any) -> PreferenceLossSection:
     smoothing = {"label_smoothing": float(E)} if name not in ("wpo",) else {}
     settings = {"beta": float(BETA), "gamma_beta_ratio": float(GAMMA), "cpo_alpha": float(ALPHA)} | smoothing
-    return PreferenceLossSection(loss_type=name, **settings | flags)
+    return PreferenceLossSection(loss_type=name, **settings | {"discopop_tau": float(TAU)} | flags)
 
 
 def drawn(seed: int, *, num_pairs: int = 12, spread: float = 8.0) -> list[Pair]:
@@ -168,7 +203,32 @@ def test_values_and_gradients(name: str) -> None:
 
 
 def test_no_loss_is_left_out() -> None:
-    assert {*FORMULAS, "wpo"} == PREFERENCE_LOSSES.keys()
+    assert {*FORMULAS, *OF_BATCH, "wpo"} == PREFERENCE_LOSSES.keys()
+    assert {name for name, loss in PREFERENCE_LOSSES.items() if loss.sorts_batch} == OF_BATCH.keys()
+
+
+@pytest.mark.parametrize("name", OF_BATCH)
+@pytest.mark.parametrize("sizes", [(12,), (5, 7), (1, 1, 1, 9)])
+@pytest.mark.parametrize("pairs", [drawn(3), FAR], ids=["near", "far"])
+def test_batch_is_sorted_whole_however_it_is_cut(name: str, sizes: tuple[int, ...], pairs: list[Pair]) -> None:
+    partners = match_by_rank(*torch_inputs(pairs).rank_values)
+    total, gradients_of_parts = 0.0, []
+    for stop in accumulate(sizes):
+        part = slice(stop - sizes[len(gradients_of_parts)], stop)
+        inputs = replace(torch_inputs(pairs[part]), partners=RankPartners(*(each[part] for each in partners)))
+        losses_P = preference_loss(section(name), inputs).losses_P
+        total += losses_P.sum().item()
+        gradients_of_parts.append(gradients(losses_P, inputs))
+    formula = OF_BATCH[name]
+    assert total == pytest.approx(float(formula(pairs)), rel=1e-6)
+    if pairs is FAR:
+        return  # where two are equal, either may have the slope of either
+    for place, gradient_P in enumerate(map(torch.cat, zip(*gradients_of_parts, strict=True))):
+
+        def moved(x: mpf, pair: int, place: int = place) -> mpf:
+            return formula([*pairs[:pair], with_place(pairs[pair], place, x), *pairs[pair + 1 :]])
+
+        close(gradient_P, [slope(partial(moved, pair=i), pairs[i][place]) for i in range(len(pairs))])
 
 
 def f_prime(kind: str, log_u: mpf) -> mpf:

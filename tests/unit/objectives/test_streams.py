@@ -111,7 +111,7 @@ def loss_and_gradient(
 FROZEN = {"old": 0.1, "reference": -0.4, "teacher": -0.2}
 
 
-@pytest.mark.parametrize("kind", POLICY_LOSSES)
+@pytest.mark.parametrize("kind", [kind for kind, known in POLICY_LOSSES.items() if known.marks is None])
 def test_tokens_of_another_stream_leave_the_gradient_of_the_policy_loss_alone(kind: str) -> None:
     """To the last bit; with a reference and a teacher too."""
     loss = PolicyLossSection(loss_fn=kind, beta=0.1, rho_correction="sequence_mask")
@@ -204,8 +204,8 @@ def test_conversations_have_a_temperature_of_their_own() -> None:
 # --- tokens of the whole update ----------------------------------------------------------------------
 
 
-def learned_by_cut(loss: PolicyLossSection, samples: list[RolloutSample], cut: int) -> list[float]:
-    """Whether each token is learned, in the order of the samples, if `cut` of them lie in a microbatch."""
+def choices_by_cut(loss: PolicyLossSection, samples: list[RolloutSample], cut: int) -> dict[str, list[float]]:
+    """What is chosen of each token, in the order of the samples, if `cut` of them lie in a microbatch."""
     bound: BoundLoss = bind(loss, temperature=1.0, response_length=20)
     assert bound.prepare is not None
     parts = [samples[start : start + cut] for start in range(0, len(samples), cut)]
@@ -213,20 +213,71 @@ def learned_by_cut(loss: PolicyLossSection, samples: list[RolloutSample], cut: i
     step = StepBatch(microbatches=(*batches, rollout_batch([])), counts=counts_of(samples))
     scores = [scores_of(part, batch) for part, batch in zip([*parts, []], step.microbatches, strict=True)]
     prepared = bound.prepare(step, scores, lambda values: values)
-    return [value for batch in prepared.microbatches for value in batch.values["is_learned"].tolist()]
+    choices: dict[str, list[float]] = {}
+    for batch in prepared.microbatches:
+        for name in batch.values.keys() & {"is_learned", "is_marked"}:
+            choices.setdefault(name, []).extend(batch.values[name].tolist())
+    return choices
 
 
-def test_tokens_of_the_highest_entropy_are_learned_however_the_batch_is_cut() -> None:
+CHOICES: list[tuple[dict[str, Any], float]] = [
+    ({"top_entropy_quantile": 0.2}, 0.2),
+    ({"loss_fn": "kl_cov", "cov_fraction": 0.1}, 0.1),
+    ({"loss_fn": "clip_cov", "cov_fraction": 0.1, "clip_cov_lower": 0.05, "clip_cov_upper": 1.5}, 0.1),
+]
+
+
+@pytest.mark.parametrize(("settings", "share"), CHOICES)
+def test_tokens_are_chosen_over_the_update_however_it_is_cut(settings: dict[str, Any], share: float) -> None:
     samples = completions(7, count=12)
-    loss = PolicyLossSection(top_entropy_quantile=0.2)
-    learned = learned_by_cut(loss, samples, 12)
+    loss = PolicyLossSection(**settings)
+    ((name, chosen),) = choices_by_cut(loss, samples, 12).items()
     for cut in (1, 5):
-        assert learned_by_cut(loss, samples, cut) == learned
-    assert sum(learned) == round(0.2 * len(learned))
-    entropy_N = scores_of(samples, rollout_batch(samples)).entropy_N
-    assert entropy_N is not None
-    is_learned_N = torch.tensor(learned).bool()
-    assert entropy_N[is_learned_N].min() >= entropy_N[~is_learned_N].max()
+        assert choices_by_cut(loss, samples, cut) == {name: chosen}
+    count = round(share * len(chosen)) if name == "is_learned" else int(share * len(chosen))
+    assert sum(chosen) == count > 1
+
+    batch = rollout_batch(samples)
+    scores, advantages_N = scores_of(samples, batch), batch.values["advantages_N"]
+    logprobs_N = scores.logprobs_N.detach()
+    covariances_N = (logprobs_N - logprobs_N.mean()) * (advantages_N - advantages_N.mean())
+    is_chosen_N = torch.tensor(chosen).bool()
+    if loss.loss_fn == "clip_cov":
+        assert ((covariances_N[is_chosen_N] > 0.05) & (covariances_N[is_chosen_N] < 1.5)).all()
+        return
+    values_N = scores.entropy_N if name == "is_learned" else covariances_N
+    assert values_N is not None
+    assert values_N[is_chosen_N].min() >= values_N[~is_chosen_N].max()
+
+
+def test_draw_of_tokens_leaves_clipped_ones_aside_and_is_another_in_another_update() -> None:
+    flags = {"loss_fn": "clip_cov", "cov_fraction": 1.0, "clip_cov_lower": -1e9, "clip_cov_upper": 1e9}
+    samples = completions(11, count=12)
+    bound = bind(PolicyLossSection(**flags), temperature=1.0, response_length=20)
+    assert bound.prepare is not None
+    batch = rollout_batch(samples)
+    # Every ratio is e^0.5, which the clip range takes the gradient from where the advantage is positive.
+    scores = scores_of(samples, batch)
+    batch = dataclasses.replace(batch, values={**batch.values, "old_logprobs_N": scores.logprobs_N.detach() - 0.5})
+    step = bound.prepare(StepBatch(microbatches=(batch,), counts={}), [scores], lambda values: values)
+    assert torch.equal(step.microbatches[0].values["is_marked"].bool(), batch.values["advantages_N"] <= 0)
+
+    few = PolicyLossSection(**flags | {"cov_fraction": 0.2})
+    draws = []
+    for shift in (0.0, 1e-3):
+        update = [
+            dataclasses.replace(each, engine_logprobs=tuple(value - shift for value in each.engine_logprobs))
+            for each in samples
+        ]
+        draws.append(choices_by_cut(few, update, 12)["is_marked"])
+    assert draws[0] != draws[1] and sum(draws[0]) == sum(draws[1])
+
+
+def test_equal_covariances_mark_no_more_tokens_than_their_share() -> None:
+    """With one advantage for all every covariance is 0."""
+    samples = [dataclasses.replace(each, advantage=1.0) for each in completions(12, count=12)]
+    chosen = choices_by_cut(PolicyLossSection(loss_fn="kl_cov", cov_fraction=0.1), samples, 12)["is_marked"]
+    assert sum(chosen) == int(0.1 * len(chosen))
 
 
 def test_tokens_of_low_entropy_are_not_learned_but_count() -> None:
