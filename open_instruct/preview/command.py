@@ -2,8 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +52,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"open-instruct preview: warning: {warning}", file=sys.stderr)
 
     known = known_of(config)  # users' own code, which may need torch
-    with _without_torch():
-        from open_instruct.preview.sample import html_page, print_sample, sample_of
+    hide_torch_from_transformers()
+    from open_instruct.preview.sample import html_page, print_sample, sample_of
 
-        sample = sample_of(config, objective, known, num_read=config.preview.read, num_shown=config.preview.rows)
+    sample = sample_of(config, objective, known, num_read=config.preview.read, num_shown=config.preview.rows)
     if config.preview.out is None:
         print_sample(sample, Console(highlight=False, soft_wrap=True))
     else:
@@ -86,16 +85,21 @@ def known_of(config: LearnerConfig) -> dict[str, Any]:
     return {"known_verifiers": known_verifiers(config.reward), "known_environments": environments}
 
 
-@contextmanager
-def _without_torch() -> Iterator[None]:
-    """Tokenizers need no torch, but transformers loads one that is there: half of the seconds until rows are seen."""
+def hide_torch_from_transformers() -> None:
+    """Have transformers, if it is not loaded yet, take torch for not installed.
+
+    Tokenizers need no torch, but transformers loads one that is there: half of the seconds until rows are seen. It
+    looks for torch once. Only then is torch hidden, not while rows are read: the datasets library takes what stands
+    under the name in sys.modules for a loaded torch, and imports it.
+    """
     modules: dict[str, Any] = sys.modules
     if modules.keys() & {"torch", "transformers"}:
-        yield
         return
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     modules["torch"] = None
     try:
-        yield
+        from transformers.utils import is_torch_available
+
+        is_torch_available()  # it remembers the answer
     finally:
         del modules["torch"]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+from open_instruct.data.files.arrow_values import row_conversion
 from open_instruct.data.files.rows import RawRow, RowSource, is_json_lines, json_lines, json_list
 from open_instruct.data.files.tables import column_file, text_table
 from open_instruct.errors import InputError
@@ -162,9 +163,10 @@ def _named_rows(name: str, split: str, flag: str) -> RowSource:
         dataset = dataset[split]
     shown = f"{name}[{split}]"
     unformatted = dataset.with_format(None)
+    convert = row_conversion(dataset.features.arrow_schema, decodes_json=False)
 
     def rows(indices: Sequence[int]) -> Iterator[RawRow]:
         for index, value in zip(indices, unformatted.select(indices), strict=True):
-            yield RawRow(file=shown, line=index + 1, value=value)
+            yield RawRow(file=shown, line=index + 1, value=convert(value))
 
     return RowSource(name=shown, fingerprint=str(dataset._fingerprint), num_rows=len(dataset), rows=rows)

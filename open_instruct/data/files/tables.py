@@ -12,6 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
+from open_instruct.data.files.arrow_values import row_conversion
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.data.files.rows import MalformedRow, RowSource, file_rows, unpacked
 from open_instruct.errors import InputError
@@ -98,13 +99,15 @@ def column_file(path: Path, name: str, flag: str) -> RowSource:
     """The rows of a .parquet file, read batch by batch, or of a .arrow file, mapped into memory."""
     is_parquet = path.suffix == ".parquet"
     try:
-        num_rows, batches = _parquet(path) if is_parquet else _arrow(path)
+        num_rows, schema, batches = _parquet(path) if is_parquet else _arrow(path)
     except Exception as error:  # pyarrow's kinds of errors have no common ancestor
         kind = "a Parquet" if is_parquet else "an Arrow"
         raise InputError(
             f"{flag}: {name} is not {kind} file, or is damaged: {one_line(error)}", kind="unreadable_file"
         ) from error
-    return file_rows(path, name, read=partial(_numbered_rows, batches, name), parse=_value_of_row, num_rows=num_rows)
+    convert = row_conversion(schema, decodes_json=True)
+    read = partial(_numbered_rows, batches, name)
+    return file_rows(path, name, read=read, parse=lambda row: convert(_value_of_row(row)), num_rows=num_rows)
 
 
 def _numbered_rows(batches: Batches, file: str) -> Iterator[tuple[int, Any]]:
@@ -143,8 +146,8 @@ def _value_of_row(row: Any) -> dict[str, Any]:
     return value
 
 
-def _parquet(path: Path) -> tuple[int, Batches]:
-    """The number of rows of the file, and a reader of its record batches."""
+def _parquet(path: Path) -> tuple[int, Any, Batches]:
+    """The number of rows of the file, their schema, and a reader of its record batches."""
     from pyarrow.parquet import ParquetFile
 
     file = ParquetFile(path, memory_map=True)
@@ -154,10 +157,10 @@ def _parquet(path: Path) -> tuple[int, Batches]:
             num_rows = _BYTES_AT_ONCE // max(1, file.metadata.row_group(group).total_byte_size)
             yield from file.iter_batches(batch_size=max(1, min(num_rows, _ROWS_AT_ONCE)), row_groups=[group])
 
-    return file.metadata.num_rows, batches
+    return file.metadata.num_rows, file.schema_arrow, batches
 
 
-def _arrow(path: Path) -> tuple[int, Batches]:
+def _arrow(path: Path) -> tuple[int, Any, Batches]:
     """As `_parquet`, for Arrow's stream format, which datasets writes, or its random-access format."""
     import pyarrow
 
@@ -168,4 +171,4 @@ def _arrow(path: Path) -> tuple[int, Batches]:
         mapped.seek(0)
         table = pyarrow.ipc.open_stream(mapped).read_all()
     table.validate(full=True)  # reading past what is mapped would end the process
-    return table.num_rows, partial(table.to_batches, max_chunksize=_ROWS_AT_ONCE)
+    return table.num_rows, table.schema, partial(table.to_batches, max_chunksize=_ROWS_AT_ONCE)
