@@ -233,11 +233,18 @@ def test_bars_count_every_document_once(lengths: list[int]) -> None:
 
 
 def test_the_command_loads_no_torch(model: Path, pairs: Path, tmp_path: Path) -> None:
-    """It writes the page, refuses what the run would refuse, and answers for a run that there is not."""
+    """It writes the page, reads a hub copy, refuses what the run would refuse, and a run that there is not."""
     bad = write_rows(tmp_path / "bad.jsonl", {"prompt": "q", "chosen": "a", "rejected": "b"}, {"text": "x"})
+    hub_copy = write_rows(tmp_path / "hub" / "train.jsonl", {"prompt": "q", "chosen": "of a hub copy", "rejected": "b"})
+    (tmp_path / "hub" / "README.md").write_text("# Read by the datasets library\n")
     page = tmp_path / "page.html"
     words = ["--model_name_or_path", str(model), "--mixer_list"]
-    calls = [["dpo", *words, str(pairs), "1.0", "--out", str(page)], ["dpo", *words, str(bad), "1.0"], ["dpoo"]]
+    calls = [
+        ["dpo", *words, str(pairs), "1.0", "--out", str(page)],
+        ["dpo", *words, str(Path(hub_copy).parent), "1.0"],
+        ["dpo", *words, str(bad), "1.0"],
+        ["dpoo"],
+    ]
     code = (
         "import sys\nfrom open_instruct.cli import main\n"
         f"print([main(['preview', *words]) for words in {calls!r}])\nassert 'torch' not in sys.modules"
@@ -245,15 +252,15 @@ def test_the_command_loads_no_torch(model: Path, pairs: Path, tmp_path: Path) ->
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HOME": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == f"the page is in {page}"
-    assert done.stdout.splitlines()[-1] == f"[0, {EXIT_INPUT}, {EXIT_INPUT}]"
-    assert "⟦a<|eos|>⟧" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"[0, 0, {EXIT_INPUT}, {EXIT_INPUT}]"
+    assert "⟦a<|eos|>⟧" in done.stdout and "⟦of a hub copy<|eos|>⟧" in done.stdout
     assert "1 row of 2 cannot be used" in done.stderr and "'dpoo' is not a run; did you mean dpo?" in done.stderr
     assert "PyTorch" not in done.stderr
     assert page.read_text().startswith("<!doctype html>")
