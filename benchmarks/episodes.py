@@ -185,7 +185,7 @@ def main() -> None:
     args = parser.parse_args()
     # The engine computes on its own thread alone, whose clock is read.
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", VLLM_LOGGING_LEVEL="ERROR")
-    from open_instruct.engines.vllm_core import engine_environment
+    from open_instruct.engines.vllm_options import engine_environment
 
     os.environ.update(engine_environment(on_cuda=False))
     with tempfile.TemporaryDirectory(prefix="episodes_") as name:

@@ -75,7 +75,7 @@ class EngineProcess:
 def serve(connection: Connection, settings: EngineSettings) -> None:
     """What the engine's process runs, until the other end closes."""
     from open_instruct.cluster.actor_host import ActorHost
-    from open_instruct.engines.vllm_core import engine_environment
+    from open_instruct.engines.vllm_options import engine_environment
 
     host = ActorHost()
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", **engine_environment(on_cuda=False)}

@@ -1,4 +1,4 @@
-"""vLLM as an engine's core. Only this file, and the receivers of weights, know vLLM.
+"""vLLM as an engine's core. Only this file, `vllm_options.py` and the receivers of weights know vLLM.
 
 The experts that layers choose for tokens lie, where vLLM does not tell them (on a CPU), in slots as the keys and values
 of the tokens do: what is shared among requests, computed anew or overwritten there is so here.
@@ -21,11 +21,10 @@ import numpy as np
 import torch
 
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE
-from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
+from open_instruct.config.lora import LoRASection
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
-from open_instruct.engines.rounded_base import load_options
+from open_instruct.engines.vllm_options import engine_options
 from open_instruct.errors import InputError, RunError
-from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.records import Completion
 from open_instruct.weights.receiver import ADAPTER_ID, AdapterReceiver, WeightReceiver
 
@@ -44,32 +43,6 @@ ROUNDED_GIB = 0.01
 PROBED_TEMPERATURES = (1.0, 2.0)
 NUM_PROBED = 10
 LEAST_SPREAD = 0.1  # nats; where all tokens are as likely, rounding decides
-
-
-def engine_environment(on_cuda: bool, runner: str = "auto") -> dict[str, str]:
-    """Variables that must be set in an engine's process before vLLM is imported there.
-
-    Raises:
-        InputError: there is no such `runner` (--vllm_runner) on a CPU.
-    """
-    if runner == "v2" and not on_cuda:
-        raise InputError("--vllm_runner v2: vLLM has it on CUDA alone; use auto, or v1", kind="machine")
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the loop that steps is ours
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_HOST_IP": LOOPBACK,  # an engine is on one node
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if not on_cuda:
-        environment |= {
-            "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than it gains, and wants g++
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine takes the same cores
-        }
-    if runner != "auto":
-        environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
-    return environment
 
 
 class VLLMCore:
@@ -95,43 +68,21 @@ class VLLMCore:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         on_cuda = torch.cuda.is_available()
-        fleet = settings.fleet
         adapter = settings.adapter
-        kv_cache_mib = fleet.kv_cache_mib(on_cuda=on_cuda)
         self._settings = settings
-        self._notes_routes = fleet.routing_replay == "on" and not on_cuda
+        self._notes_routes = settings.fleet.routing_replay == "on" and not on_cuda
         self._routes: dict[int, Any] = {}  # by key, of tokens that older weights sampled
         receiver = weight_receiver or (AdapterReceiver if adapter is not None else WeightReceiver)
         arguments = EngineArgs(
-            model=settings.model_folder,
-            tokenizer=settings.tokenizer_folder,
-            dtype=settings.dtype,
-            seed=settings.seed,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.batching.max_num_seqs,
-            max_num_batched_tokens=settings.batching.max_num_batched_tokens,
-            async_scheduling=settings.batching.schedules_ahead,
-            tensor_parallel_size=fleet.vllm_tensor_parallel_size,
-            distributed_executor_backend="mp" if fleet.vllm_tensor_parallel_size > 1 else "uni",  # never Ray's actors
-            gpu_memory_utilization=fleet.vllm_gpu_memory_utilization,
-            kv_cache_memory_bytes=kv_cache_mib and kv_cache_mib << 20,
-            enable_prefix_caching=fleet.vllm_enable_prefix_caching,
-            # A prompt cut in two has a token drawn for its first part too, which a CPU's generator cannot take back.
-            enable_chunked_prefill=None if on_cuda else False,
-            enable_return_routed_experts=fleet.routing_replay == "on" and on_cuda,
-            enforce_eager=fleet.vllm_enforce_eager or not on_cuda,
-            # Log-probs are of the distribution that was sampled from, after the temperature.
-            logprobs_mode="processed_logprobs",
             worker_extension_cls=f"{receiver.__module__}.{receiver.__name__}",
-            disable_log_stats=True,
-            **load_options(settings),
-            **(adapter_options(adapter) if adapter is not None else {}),
+            **engine_options(settings, on_cuda=on_cuda),
         )
         try:
             # What is left out is chosen as for vLLM's `LLM`; otherwise a step would have 2,048 tokens on any device.
             self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         except ValueError as error:
-            refusal = refusal_of_memory(str(error), settings, has_cache_size=kv_cache_mib is not None)
+            has_cache_size = settings.fleet.kv_cache_mib(on_cuda=on_cuda) is not None
+            refusal = refusal_of_memory(str(error), settings, has_cache_size=has_cache_size)
             if refusal is None:
                 raise
             raise InputError(refusal) from error
@@ -318,16 +269,6 @@ def check_temperature(warm: Mapping[int, float], hot: Mapping[int, float]) -> No
             f"{spread_warm:.3g} at temperature 1 and by {spread_hot:.3g} at temperature 2, which should be half of it. "
             "Have vLLM's other model runner by --vllm_runner v1 (or v2, if it is v1)"
         )
-
-
-def adapter_options(adapter: LoRASection) -> dict[str, Any]:
-    """Options of vLLM's `EngineArgs` for an adapter that is replaced in place."""
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": min(rank for rank in RANKS_OF_ENGINES if rank >= adapter.lora_r),
-        "lora_target_modules": list(adapter.targets),  # others stay as fast as they are
-    }
 
 
 def names_of_versions() -> Iterator[LoRARequest]:

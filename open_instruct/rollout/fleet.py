@@ -14,7 +14,7 @@ from open_instruct.data.prompts import PromptStream
 from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import Batching, EngineSettings
-from open_instruct.engines.vllm_core import engine_environment
+from open_instruct.engines.vllm_options import engine_environment
 from open_instruct.episodes.conversations import Conversations
 from open_instruct.episodes.walk import Episodes
 from open_instruct.parallel.launch import threads_of_each

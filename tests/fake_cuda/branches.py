@@ -311,7 +311,8 @@ def engine(folder: Path) -> Any:
     """What vLLM is told on a GPU; vLLM itself is pretended."""
     from open_instruct.config.rollout_sections import FleetSection
     from open_instruct.engines.requests import Batching, EngineSettings
-    from open_instruct.engines.vllm_core import VLLMCore, engine_environment
+    from open_instruct.engines.vllm_core import VLLMCore
+    from open_instruct.engines.vllm_options import engine_environment
 
     given: dict[str, Any] = {}
 

@@ -4,7 +4,7 @@ import os
 import runpy
 import sys
 
-from open_instruct.engines.vllm_core import engine_environment
+from open_instruct.engines.vllm_options import engine_environment
 
 if __name__ == "__main__":
     model, port = sys.argv[1:]

@@ -26,7 +26,8 @@ import torch
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.requests import Batching, EngineSettings
-from open_instruct.engines.vllm_core import VLLMCore, engine_environment
+from open_instruct.engines.vllm_core import VLLMCore
+from open_instruct.engines.vllm_options import engine_environment
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
 from tests.fleet.queue_case import NUM_REQUESTS, STOP, logits_of, requests

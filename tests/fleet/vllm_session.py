@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,8 @@ from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines import vllm_core
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest, SamplingSettings
-from open_instruct.engines.vllm_core import VLLMCore, engine_environment
+from open_instruct.engines.vllm_core import VLLMCore
+from open_instruct.engines.vllm_options import engine_environment, engine_options
 from open_instruct.records import Completion
 from tests.fleet.folder_receiver import FolderReceiver
 
@@ -134,16 +134,14 @@ def refused_share(settings: EngineSettings) -> dict[float, str | None]:
     return said
 
 
-def asked_of_vllm(settings: EngineSettings) -> dict[str, Any]:
-    """Where there is CUDA, and the flags leave it open."""
+def arguments_on_a_gpu(settings: EngineSettings) -> dict[str, Any]:
+    """What vLLM takes for an engine on CUDA where the flags leave much open; nothing here pretends to be CUDA."""
+    from vllm.engine.arg_utils import EngineArgs
+
     batching = Batching(max_num_seqs=256, max_num_batched_tokens=None, schedules_ahead=True)
-    engine = "vllm.v1.engine.llm_engine.LLMEngine.from_engine_args"
-    with patch("torch.cuda.is_available", lambda: True), patch(engine, side_effect=KeyboardInterrupt) as from_args:
-        with suppress(KeyboardInterrupt):
-            VLLMCore(replace(settings, batching=batching))
-        ((arguments,), options) = from_args.call_args
+    arguments = EngineArgs(**engine_options(replace(settings, batching=batching), on_cuda=True))
     names = ("max_num_seqs", "max_num_batched_tokens", "async_scheduling", "logprobs_mode")
-    return {name: getattr(arguments, name) for name in names} | {"as": options["usage_context"].name}
+    return {name: getattr(arguments, name) for name in names}
 
 
 def main(model_folder: str, other_folder: str, out: Path) -> None:
@@ -160,10 +158,15 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
         seed=0,
         stop_token_ids=STOP_TOKEN_IDS,
     )
-    answers: dict[str, Any] = {"on_cuda": asked_of_vllm(settings)}
-    answers["refused_share"] = refused_share(settings)
-    with patch.object(vllm_core, "check_temperature", wraps=vllm_core.check_temperature) as probed:
+    answers: dict[str, Any] = {"on_cuda": arguments_on_a_gpu(settings), "refused_share": refused_share(settings)}
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    with (
+        patch.object(vllm_core, "check_temperature", wraps=vllm_core.check_temperature) as probed,
+        patch.object(LLMEngine, "from_engine_args", wraps=LLMEngine.from_engine_args) as started,
+    ):
         engine = Engine(settings, make_core=partial(HaltingCore, weight_receiver=FolderReceiver))
+    answers["on_cuda"]["as"] = started.call_args.kwargs["usage_context"].name
     answers |= {"probed": [[*it.items()] for it in probed.call_args.args], "start_s": time.monotonic() - began_s}
 
     def generate(name: str, asked: list[GenerationRequest]) -> list[Completion]:

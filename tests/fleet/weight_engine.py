@@ -23,7 +23,7 @@ from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest, SamplingSettings
-from open_instruct.engines.vllm_core import engine_environment
+from open_instruct.engines.vllm_options import engine_environment
 from open_instruct.errors import RunError
 from open_instruct.weights.receiver import AdapterReceiver
 from tests.fleet.vllm_session import HaltingCore, answers_of, during_generation

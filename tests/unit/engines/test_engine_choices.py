@@ -1,7 +1,7 @@
 """How an engine is set up by its device and the flags, and what is asked of it before a run relies on it."""
 
 from dataclasses import replace
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import pytest
 from pydantic import Field, model_validator
@@ -13,13 +13,8 @@ from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines import rounded_base
 from open_instruct.engines.requests import Batching
 from open_instruct.engines.rounded_base import load_options
-from open_instruct.engines.vllm_core import (
-    adapter_options,
-    check_targets,
-    check_temperature,
-    engine_environment,
-    refusal_of_memory,
-)
+from open_instruct.engines.vllm_core import check_targets, check_temperature, refusal_of_memory
+from open_instruct.engines.vllm_options import adapter_options, engine_environment, engine_options
 from open_instruct.errors import InputError, RunError
 from tests.unit.fake_engine import SETTINGS
 
@@ -120,6 +115,18 @@ def test_vllms_model_runner_is_chosen_before_vllm_is_imported(runner: str, on_cu
 def test_a_cpu_has_no_second_runner() -> None:
     with pytest.raises(InputError, match=r"--vllm_runner v2.*use auto, or v1"):
         engine_environment(False, "v2")
+
+
+@pytest.mark.parametrize(
+    ("on_cuda", "expected"),
+    [
+        (True, {"enable_chunked_prefill": None, "enable_return_routed_experts": True, "enforce_eager": False}),
+        (False, {"enable_chunked_prefill": False, "enable_return_routed_experts": False, "enforce_eager": True}),
+    ],
+)
+def test_options_of_an_engine_follow_its_device(on_cuda: bool, expected: dict[str, Any]) -> None:
+    options = engine_options(replace(SETTINGS, fleet=FleetSection(routing_replay="on")), on_cuda=on_cuda)
+    assert {name: options[name] for name in expected} == expected
 
 
 class TestAdapter:
