@@ -34,8 +34,10 @@ def load_hooks(folder: Path) -> None:
         *(str(HOOKS), f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"),
     ]
     subprocess.run(command, check=True)
-    for name in ("libtorch_global_deps.so", "libtorch_cpu.so"):
-        ctypes.CDLL(str(torch_folder / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+    # Of a CUDA build the third too, which registers hooks and a guard of its own: ours come after them.
+    for name in ("libtorch_global_deps.so", "libtorch_cpu.so", "libtorch_cuda.so"):
+        if (torch_folder / "lib" / name).exists():
+            ctypes.CDLL(str(torch_folder / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(built))
 
 
@@ -152,6 +154,10 @@ def pretend_cuda() -> None:
     torch.Tensor.record_stream = always(None)  # type: ignore[method-assign, assignment]
     torch.cuda.Stream = torch.cuda.Event = Stream  # type: ignore[assignment, misc]
     torch.cuda.synchronize = lambda device=None: WAITS.note("torch.cuda.synchronize()")  # type: ignore[assignment]
+    # A CUDA build asks the driver before it takes one of these; a CPU build never does.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.accelerator.current_stream = always(stream)
     torch.accelerator.synchronize = lambda device=None: WAITS.note("torch.accelerator.synchronize()")  # type: ignore
     # Libraries stay: looking for garbage in them takes a tenth of the time, and to trace their import half a minute.

@@ -1,11 +1,12 @@
-// What a CPU build of torch lacks so that its autograd engine takes tensors of a pretended CUDA device: the hooks that
-// it asks for devices, and the guard that it asks for streams. Nothing here computes.
+// What torch's autograd engine needs to take tensors of a pretended CUDA device: the hooks that it asks for devices, and
+// the guard that it asks for streams. Nothing here computes. A CPU build of torch has neither; a CUDA build has its own,
+// which want a driver: these are preferred to them.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace at {
-struct CUDAHooks : public CUDAHooksInterface {
-  explicit CUDAHooks(CUDAHooksArgs) {}
+struct PretendedHooks : public CUDAHooksInterface {
+  explicit PretendedHooks(CUDAHooksArgs) {}
   void init() const override {}
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
@@ -17,8 +18,9 @@ struct CUDAHooks : public CUDAHooksInterface {
   DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
   void deviceSynchronize(DeviceIndex) const override {}
+  long versionCuDNN() const override { return 0; }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, PretendedHooks)
 }  // namespace at
 
 namespace {

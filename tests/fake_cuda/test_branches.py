@@ -6,7 +6,7 @@ import pytest
 
 from tests.fake_cuda.branches import BRANCHES, STEPS
 from tests.fake_cuda.lines import PACKAGE, statements
-from tests.fake_cuda.program import REPOSITORY, results_of, skip_without_hooks
+from tests.fake_cuda.program import REPOSITORY, results_of, skip_without_compiler
 
 pytestmark = pytest.mark.extended
 
@@ -86,7 +86,7 @@ ELSEWHERE = {
 
 @pytest.fixture(scope="session")
 def found() -> dict[str, Any]:
-    skip_without_hooks()
+    skip_without_compiler()
     return results_of("tests.fake_cuda.branches")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fake_cuda.compiler import has_triton
 from tests.fake_cuda.kernels import CASES, table
-from tests.fake_cuda.program import results_of, skip_without_hooks
+from tests.fake_cuda.program import results_of, skip_without_compiler
 
 pytestmark = pytest.mark.extended
 
@@ -21,7 +21,7 @@ MOST_SHARED_BYTES = 227 * 1024
 @pytest.fixture(scope="session")
 def results() -> dict[str, Any]:
     """Of each case, what the compiler made of it. Processes of their own, which alone have the hooks."""
-    skip_without_hooks()
+    skip_without_compiler()
     if not has_triton():
         pytest.skip("needs Triton, whose wheel has the assembler: `make triton` (190 MiB), beside this environment")
     names = [*CASES]

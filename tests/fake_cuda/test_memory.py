@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.fake_cuda.memory import CASES, table
-from tests.fake_cuda.program import results_of, skip_without_hooks
+from tests.fake_cuda.program import results_of, skip_without_compiler
 
 pytestmark = pytest.mark.extended
 
@@ -21,7 +21,7 @@ documents has those of the longest. Next to adapters alone that is more than a p
 @pytest.fixture(scope="session")
 def results() -> dict[str, Any]:
     """Of each case, its bytes by plan and by trace. Processes of their own, which alone have the hooks."""
-    skip_without_hooks()
+    skip_without_compiler()
     names = [*CASES]
     with ThreadPoolExecutor() as threads:
         parts = threads.map(_compared, (names[part::NUM_PROCESSES] for part in range(NUM_PROCESSES)))

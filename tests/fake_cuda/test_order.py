@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_cuda.program import results_of, skip_without_hooks
+from tests.fake_cuda.program import results_of, skip_without_compiler
 
 pytestmark = pytest.mark.extended
 
@@ -43,7 +43,7 @@ PLANTED = {
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     """Of each case, what tests/fake_cuda/orders.py found. One process for all: it alone has the hooks."""
-    skip_without_hooks()
+    skip_without_compiler()
     return results_of("tests.fake_cuda.orders")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fake_cuda.cases import CASES, MICROBATCHES, MICROBATCHES_TAKEN
-from tests.fake_cuda.program import results_of, skip_without_hooks
+from tests.fake_cuda.program import results_of, skip_without_compiler
 
 pytestmark = pytest.mark.extended
 
@@ -46,7 +46,7 @@ OTHER_OPTIMIZERS = {
 @pytest.fixture(scope="session")
 def results() -> dict[str, Any]:
     """Of each case, what tests/fake_cuda/cases.py found. One process for all: it alone has the hooks."""
-    skip_without_hooks()
+    skip_without_compiler()
     return results_of("tests.fake_cuda.cases")
 
 
