@@ -18,6 +18,7 @@ else:
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 logging.getLogger("torchao").setLevel(logging.ERROR)
 
-# OLMo-core and vLLM import what compiles extensions. On a machine that has CUDA's compiler and no GPU, PyTorch then says
-# that it finds no CUDA runtime, at the head of every run; a run itself says on which device it is.
+# OLMo-core and vLLM import what compiles extensions. On a machine with CUDA's compiler and no GPU,
+# PyTorch then says at the head of every run that it finds no CUDA runtime. A run itself says on
+# which device it is.
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
