@@ -26,8 +26,8 @@ from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
 from open_instruct.records import RolloutGroup
-from open_instruct.run.export_command import settings_of
 from open_instruct.run.run_directory import RunDirectory, rows_of
+from open_instruct.run.saved_settings import read_settings
 from open_instruct.whole_file import write_asked
 
 if TYPE_CHECKING:
@@ -127,10 +127,12 @@ def parse_replay(words: Sequence[str]) -> Replay:
             "the first word is the folder of the run: open-instruct replay RUN --step N", kind="stray_word"
         )
     run = Path(words[0])
-    settings, _ = settings_of(run)
+    saved = read_settings(run)
+    settings = saved.config
     if not isinstance(settings, GRPOConfig):
         raise InputError(f"{run} is not the folder of a GRPO run, which alone can be replayed", kind="bad_checkpoint")
-    asked = parse(ReplayConfig, [str(RunDirectory(path=run).config), *words[1:]])
+    saved.print_notes()
+    asked = parse(ReplayConfig, [str(RunDirectory(path=run).config), *words[1:]], passed_over=[])
     given = flags_given(ReplayConfig, words[1:])
     if fixed := sorted(given - flags_that_may_differ() - flags_of(ReplayFlags).keys()):
         raise InputError(

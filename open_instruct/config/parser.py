@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from open_instruct.config.flags import Flag, flags_of, sections_of
+from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
 from open_instruct.config.suites.upstream_flags import Fate, read_table, taken
 from open_instruct.errors import InputError, Kind, Problem
 from open_instruct.whole_file import read_asked
@@ -31,6 +31,7 @@ def parse(
     *,
     assumed: Mapping[str, Any] | None = None,
     unneeded: list[str] | None = None,
+    passed_over: list[str] | None = None,
 ) -> ConfigT:
     """The config that `argv` (without the program's name) describes.
 
@@ -42,12 +43,14 @@ def parse(
     Args:
         assumed: values for flags that must be given and may be left out here.
         unneeded: receives a flag that a run does not need, with the reason; where it is None, such a flag is refused.
+        passed_over: receives what this version cannot read in the file of another one: keys that are no flags, and
+            values that a flag no longer takes, where it is one that a resumed run may change. None: they are refused.
 
     Raises:
         InputError: listing everything that is wrong (unknown, repeated and missing flags, values
             of a wrong type, a file that cannot be read).
     """
-    reader = _Reader(flags_of(config_class), unneeded=unneeded)
+    reader = _Reader(flags_of(config_class), unneeded=unneeded, passed_over=passed_over)
     values = {name: value for name, value in (assumed or {}).items() if name in reader.flags}
     values |= reader.read(argv)
     missing = [f"--{flag.name}" for flag in reader.flags.values() if flag.required and flag.name not in values]
@@ -91,9 +94,12 @@ class _Given:
 class _Reader:
     """Reads the flags of one command. What is wrong is listed in `problems`, and the value is then None."""
 
-    def __init__(self, flags: Mapping[str, Flag], *, unneeded: list[str] | None) -> None:
+    def __init__(
+        self, flags: Mapping[str, Flag], *, unneeded: list[str] | None, passed_over: list[str] | None = None
+    ) -> None:
         self.flags = flags
         self.unneeded = unneeded
+        self.passed_over = passed_over
         self.problems: list[Problem] = []
 
     def read(self, argv: Sequence[str]) -> dict[str, Any]:
@@ -139,6 +145,8 @@ class _Reader:
         first: dict[str, _Given] = {}
         translated: set[str] = set()  # flags of ours that a flag of upstream's sets
         for given in all_given:
+            if self._passes_over(given):
+                continue
             fate = taken(given.name, given.words, self.flags)
             name = given.name
             if fate is not None:
@@ -168,6 +176,23 @@ class _Reader:
         except InputError as error:
             self._add(given, str(error), kind=error.kind, flag=flag.name, remedy=error.remedy)
             return None
+
+    def _passes_over(self, given: _Given) -> bool:
+        """Whether a line of a file is of another version and may be left out; notes it if so."""
+        if self.passed_over is None or not given.where:
+            return False
+        shown = f"{given.spelling}: {' '.join(given.words)}"
+        flag = self.flags.get(given.name)
+        if flag is None:
+            self.passed_over.append(shown)
+            return True
+        before = len(self.problems)
+        self._value(flag, given)
+        is_unreadable = len(self.problems) > before and flag.resume == "free"
+        del self.problems[before:]
+        if is_unreadable:
+            self.passed_over.append(f"{shown} (its default instead, {spelled(flag.default)})")
+        return is_unreadable
 
     def _refuse_unknown(self, given: _Given) -> None:
         is_in_file = bool(given.where)

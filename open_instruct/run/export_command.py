@@ -8,23 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from open_instruct.config.lora import LoRASection
-from open_instruct.config.parser import COMMAND, parse
+from open_instruct.config.parser import parse
 from open_instruct.config.sections import ExportDtype, flag
-from open_instruct.config.training import LearnerConfig
-from open_instruct.data.files.foreign_json import one_line
 from open_instruct.errors import InputError
-from open_instruct.objectives.registry import objective_named, objective_names
 from open_instruct.run.card import card_of
 from open_instruct.run.run_directory import RunDirectory
+from open_instruct.run.saved_settings import read_settings
 
 if TYPE_CHECKING:
     from olmo_core.nn.transformer import Transformer
 
     from open_instruct.models.shards import Held
-    from open_instruct.objectives.objective import Objective
     from open_instruct.run.pretrained import Pretrained
 
 
@@ -53,7 +48,9 @@ def main(words: Sequence[str]) -> int:
     step_name = "" if flags.step is None else f"step{flags.step}"
     if not step_name and run.match("step[0-9]*") and not RunDirectory(path=run).config.exists():
         run, step_name = run.parent, run.name
-    config, objective = settings_of(run)
+    saved = read_settings(run)
+    saved.print_notes()
+    config, objective = saved.config, saved.objective
 
     from open_instruct.checkpoints.step_folder import step_of
     from open_instruct.models.lora.adapters import adapt
@@ -103,31 +100,6 @@ def _trained_weights(
     halves = {name: each.local for name, each in saved.items()}
     scales = {name: each.scales.dtype for name, each in held_of(model).items() if each.scales is not None}
     return MergedWeights(plain, halves, scale=lora.scale, in_4_bits=scales)
-
-
-def settings_of(run: Path) -> tuple[LearnerConfig, Objective]:
-    """The flags of the run, and its objective.
-
-    :raises InputError: there is no such run, or it had an objective of one's own.
-    """
-    directory = RunDirectory(path=run)
-    directory.refuse_others()
-    path = directory.config
-    try:
-        command = yaml.safe_load(path.read_text(encoding="utf-8"))[COMMAND]
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{run} is not the --output_dir of a run: {path} cannot be read as its settings ({one_line(error)})",
-            kind="bad_checkpoint",
-        ) from None
-    if command not in objective_names():
-        raise InputError(
-            f"{path} is of an objective of your own, {command}: give the run's command again to end it with an export",
-            kind="own_code",
-        )
-    objective = objective_named(command)
-    config: LearnerConfig = parse(objective.config_class, [str(path)])
-    return config, objective
 
 
 def checkpoint_of(run: Path, name: str) -> Path:

@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 
 from open_instruct.checkpoints.step_folder import Manifest, write_manifest
+from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.errors import InputError
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
-from open_instruct.run.export_command import checkpoint_of, main, settings_of
+from open_instruct.run.export_command import checkpoint_of, main
+from open_instruct.run.saved_settings import read_settings
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -41,28 +43,66 @@ def test_the_settings_of_a_run_are_read_back(name: str, tmp_path: Path) -> None:
     for removed in ((), ("lora_sync", "wandb_entity", "adam_epsilon", "deepspeed_zpg")):
         kept = [line for line in path.read_text().splitlines() if line.partition(":")[0] not in removed]
         path.write_text("\n".join(kept) + "\n")
-        config, objective = settings_of(tmp_path)
+        saved = read_settings(tmp_path)
+        config, objective = saved.config, saved.objective
         assert type(config) is COMMANDS[name]
         assert parse(COMMANDS[name], [str(path)]).optim.seed == 7  # the file can be given to its command again
         assert objective.name == name
         assert (config.optim.seed, config.optim.adam_epsilon) == (7, 1e-8)
-    path.write_text(path.read_text() + "of_another_version: 1\n")
-    with pytest.raises(InputError, match=r"config.yaml line \d+: of_another_version is not a flag"):
-        settings_of(tmp_path)
+        flags = flags_of(COMMANDS[name])
+        assert all((flag in "".join(saved.notes)) is (flag in flags) for flag in removed)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dpo"])
+def test_lines_of_another_version_are_passed_over_and_named(name: str, tmp_path: Path) -> None:
+    """A flag that is gone, and a choice that is gone where it changes nothing that is learned; others are refused."""
+    path = wrote(tmp_path, name)
+    whole = path.read_text() + "of_another_version: 1\n"
+    path.write_text(whole.replace("activation_checkpointing: auto", "activation_checkpointing: of_another_version_too"))
+    (note,) = read_settings(tmp_path).notes
+    assert "`of_another_version: 1`" in note and "of_another_version_too" in note and "(its default" in note
+    path.write_text(whole.replace("optimizer: adamw", "optimizer: sgd"))
+    with pytest.raises(InputError) as caught:
+        read_settings(tmp_path)
+    assert (caught.value.kind, caught.value.flag) == ("bad_value", "optimizer")
+    with pytest.raises(InputError, match="of_another_version"):
+        parse(COMMANDS[name], [str(path)])  # a command that trains refuses what it cannot read
+
+
+@pytest.mark.parametrize(
+    ("file", "command", "learning_rate", "lacks"),
+    [
+        ("grpo_2026_11_21", "grpo", 5e-7, "model_revision"),  # names no command either
+        ("dpo_2026_11_23", "dpo", 5e-7, "float8_linears"),
+        ("grpo_2026_11_25", "grpo", 5e-7, "float8_linears"),
+    ],
+)
+def test_config_of_an_older_version_is_read(
+    file: str, command: str, learning_rate: float, lacks: str, tmp_path: Path
+) -> None:
+    """As this repository's versions of those days wrote them, with a flag that has gone since."""
+    text = (Path(__file__).parent / "older_runs" / f"{file}.yaml").read_text(encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(text + "of_another_version: 1\n")
+    saved = read_settings(tmp_path)
+    assert saved.objective.name == command
+    assert (saved.config.optim.learning_rate, saved.config.model.model_name_or_path) == (learning_rate, "m")
+    notes = "\n".join(saved.notes)
+    assert lacks in notes and "of_another_version: 1" in notes
+    assert (command in saved.notes[0].split()) is ("command: " not in text)
 
 
 def test_what_is_no_run_of_a_command_is_refused(tmp_path: Path) -> None:
     path = wrote(tmp_path, "sft")
     path.write_text(path.read_text().replace("command: sft", "command: mine"))
     with pytest.raises(InputError, match="is of an objective of your own, mine: give the run's command again"):
-        settings_of(tmp_path)
+        read_settings(tmp_path)
     for text in ("- 1\n", "5\n", "{\n", "a: 1\n"):
         path.write_text(text)
         with pytest.raises(InputError, match="is not the --output_dir of a run"):
-            settings_of(tmp_path)
+            read_settings(tmp_path)
     path.write_text("command: sft\na: 1\n")
     with pytest.raises(InputError, match="missing: "):
-        settings_of(tmp_path)
+        read_settings(tmp_path)
 
 
 def write_step(run: Path, step: int) -> None:

@@ -1,0 +1,99 @@
+"""The settings of a run that has ended, from its config.yaml, which this version or another one wrote."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from open_instruct.config.flags import flags_of
+from open_instruct.config.parser import COMMAND, parse
+from open_instruct.config.training import LearnerConfig
+from open_instruct.data.files.foreign_json import one_line
+from open_instruct.errors import InputError
+from open_instruct.objectives.objective import Objective
+from open_instruct.objectives.registry import objective_named, objective_names
+from open_instruct.run.run_directory import RunDirectory
+
+MAX_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedSettings:
+    """The flags of a run, its objective, and what its file has otherwise than this version would write it.
+
+    Example: of a run whose config.yaml has a flag that is gone, `notes` is
+    `("runs/first/config.yaml is of another version: passed over `old_flag: 1`",)`.
+    """
+
+    config: LearnerConfig
+    objective: Objective
+    notes: tuple[str, ...] = ()
+
+    def print_notes(self) -> None:
+        for note in self.notes:
+            print(note, file=sys.stderr)
+
+
+def read_settings(run: Path) -> SavedSettings:
+    """The settings of the run in a folder.
+
+    A flag that this version lacks, and a value that it no longer takes where that changes nothing that is learned,
+    are passed over; a flag that the file lacks has its default. Notes name all of them.
+
+    :raises InputError: there is no such run, it had an objective of one's own, or a value cannot be read.
+    """
+    directory = RunDirectory(path=run)
+    directory.refuse_others()
+    path = directory.config
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("it is not a mapping of flags")
+        command = values[COMMAND] if COMMAND in values else _guess_command(values)
+    except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{run} is not the --output_dir of a run: {path} cannot be read as its settings ({one_line(error)})",
+            kind="bad_checkpoint",
+        ) from None
+    if command not in objective_names():
+        raise InputError(
+            f"{path} is of an objective of your own, {command}: give the run's command again to end it with an export",
+            kind="own_code",
+        )
+    objective = objective_named(command)
+    passed_over: list[str] = []
+    config: LearnerConfig = parse(objective.config_class, [str(path)], passed_over=passed_over)
+    lacking = [name for name in flags_of(objective.config_class) if name not in values]
+    notes = []
+    if COMMAND not in values:
+        notes.append(f"{path} names no command, as that of an early version: it is read as that of {command}")
+    if passed_over:
+        notes.append(f"{path} is of another version: passed over {_listed([f'`{each}`' for each in passed_over])}")
+    if lacking:
+        notes.append(f"{path} lacks flags of this version, which have their defaults: {_listed(lacking)}")
+    return SavedSettings(config=config, objective=objective, notes=tuple(notes))
+
+
+def _guess_command(values: Mapping[str, Any]) -> str:
+    """The command whose flags are most like those of a file that names none.
+
+    :raises ValueError: the file lacks a flag that every command must be given.
+    """
+
+    def differences(command: str) -> tuple[int, int]:
+        flags = flags_of(objective_named(command).config_class)
+        return len(values.keys() - flags.keys()), len(flags.keys() - values.keys())
+
+    command = min(objective_names(), key=differences)
+    required = [name for name, flag in flags_of(objective_named(command).config_class).items() if flag.required]
+    if missing := [name for name in required if name not in values]:
+        raise ValueError(f"it has no {COMMAND} and no {', '.join(missing)}")
+    return command
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
