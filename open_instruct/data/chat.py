@@ -14,12 +14,14 @@ import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.data.chat_templates import ChatTemplate, choose_chat_template
+from open_instruct.data.chat_templates import ChatTemplate, choose_another, choose_chat_template
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import REASONING, Message
+from open_instruct.data.template_trial import refuse_endless
 from open_instruct.data.tool_turns import ToolForm
 from open_instruct.errors import InputError
 
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 # Some templates write today's date; a run must not depend on the day it is started.
 _TEMPLATE_DATE = "26 Jul 2024"
 
-# A template that comes with a model runs in Jinja's sandbox, where it could still write far too much.
+# A template that comes with a model runs in Jinja's sandbox, where it could still loop, or write far too much.
+MAX_FORMS_TRIED = 16
 MAX_RENDERED = 2**24  # characters beside those of the conversation
 _LONGEST_OPENING = 32  # characters of a reply that a generation prompt may already hold
 
@@ -41,6 +44,7 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.template = template
         self.tool_form = ToolForm.of(template.text)
+        self._forms_tried: set[tuple[Any, ...]] = set()
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
         self._end_tokens = tuple(sorted(token for token in added if token.strip()))
 
@@ -148,17 +152,25 @@ class ChatFormat:
 
         Raises:
             MalformedRow: the template refuses the conversation, cannot write calls or tools, or writes far too much.
+            InputError: it does not end.
         """
         turns, tools = self.tool_form.as_read(messages)
+        write = partial(
+            self.tokenizer.apply_chat_template,
+            turns,
+            chat_template=self.template.text,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            date_string=_TEMPLATE_DATE,
+            tools=tools or None,
+        )
+        form = (add_generation_prompt, bool(tools), *(message.get("role") for message in messages))
+        is_untried = form not in self._forms_tried and len(self._forms_tried) < MAX_FORMS_TRIED
+        if self.template.is_foreign and is_untried:
+            refuse_endless(write, template=self.template.name, remedy=choose_another())
+            self._forms_tried.add(form)
         try:
-            text = self.tokenizer.apply_chat_template(
-                turns,
-                chat_template=self.template.text,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                date_string=_TEMPLATE_DATE,
-                tools=tools or None,
-            )
+            text = write()
         except Exception as error:  # foreign code, which may raise anything
             raise self._refusal(f"refuses the conversation: {one_line(error)}") from error
         assert isinstance(text, str)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from open_instruct.config.parser import nearest
+from open_instruct.data.template_trial import refuse_endless
 from open_instruct.errors import InputError
 from open_instruct.whole_file import read_asked
 
@@ -31,10 +32,11 @@ SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_he
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A Jinja chat template, with its name for messages."""
+    """A Jinja chat template, with its name for messages; `is_foreign` where it is none of ours."""
 
     name: str
     text: str
+    is_foreign: bool = False
 
 
 def choose_chat_template(
@@ -45,10 +47,10 @@ def choose_chat_template(
 
     Raises:
         InputError: no such name or file; no name and no template of its own; the tokenizer lacks a token that the
-            template needs; or the template cannot be parsed.
+            template needs; or the template cannot be parsed, or not in any reasonable time.
     """
     if name is not None:
-        template = ChatTemplate(name=name, text=template_text(name))
+        template = ChatTemplate(name=name, text=template_text(name), is_foreign=name not in built_in_templates())
         _check_tokens(tokenizer, template)
     else:
         own = tokenizer.chat_template
@@ -61,7 +63,11 @@ def choose_chat_template(
                 f"or {choose_another()}.",
                 kind="bad_model",
             )
-        template = ChatTemplate(name="the tokenizer's own", text=own)
+        template = ChatTemplate(name="the tokenizer's own", text=own, is_foreign=True)
+    if template.is_foreign:
+        # Jinja computes what is constant in a template while it compiles it.
+        compile_template = partial(check_syntax, template.name, template.text)
+        refuse_endless(compile_template, template=template.name, remedy=choose_another())
     check_syntax(f"{template.name} chat template", template.text)
     return _behind_bos(tokenizer, template) if add_bos else template
 
@@ -143,4 +149,4 @@ def _behind_bos(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> C
             f"--add_bos: {template.name} chat template begins with the bos token itself; leave the flag out.",
             kind="conflict",
         )
-    return ChatTemplate(name=f"{template.name}, behind a bos token", text="{{ bos_token }}" + template.text)
+    return replace(template, name=f"{template.name}, behind a bos token", text="{{ bos_token }}" + template.text)

@@ -1,17 +1,25 @@
 """Damaged traces, and chat templates that misbehave: a sentence, or a row that is counted."""
 
 import json
+import os
 import random
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from pyarrow import ArrowException, Table, parquet
 
+from open_instruct.data import chat_templates, template_trial
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import choose_chat_template
 from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.template_trial import ends_in_time
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
@@ -71,6 +79,63 @@ def test_a_template_that_does_not_parse_is_refused_with_its_line(
     monkeypatch.setattr(tokenizer, "chat_template", text)
     with pytest.raises(InputError, match="the tokenizer's own chat template, line 1: "):
         choose_chat_template(tokenizer, None)
+
+
+MANY = "{% set many = range(99999) | list %}"
+ENDLESS = {
+    "loops": MANY + "".join(f"{{% for {name} in many %}}" for name in "abcde") + "{% endfor %}" * 5,
+    "one_operation": "{% set n = messages | length + 8 %}{{ n ** (n ** n) }}",
+    "while_it_is_compiled": "{{ 9 ** (9 ** 9) }}",
+}
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_template_without_an_end_is_refused(
+    template: str, in_thread: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside the main thread, which alone Python can interrupt, and within a single operation."""
+    monkeypatch.setattr(template_trial, "MAX_CPU_S", 0.2)
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+
+    def encode() -> None:
+        encoded(ChatFormat.choose(tokenizer, None), CONVERSATION)
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(InputError) as caught:
+        if in_thread:
+            pool.submit(encode).result()
+        encode()
+    assert (caught.value.kind, caught.value.flag) == ("bad_model", "chat_template_name")
+    assert psutil.Process().children() == []
+
+
+def test_only_a_foreign_template_is_tried_and_once_for_each_form_of_conversation(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[float] = []
+
+    def end(work: Callable[[], object], *, cpu_s: float) -> bool:
+        tried.append(cpu_s)
+        return ends_in_time(work, cpu_s=cpu_s)
+
+    monkeypatch.setattr(template_trial, "ends_in_time", end)
+    encoded(ChatFormat.choose(tokenizer, "simple_chat"), CONVERSATION)
+    assert tried == []
+    monkeypatch.setattr(tokenizer, "chat_template", chat_templates.built_in_templates()["simple_chat"])
+    own = ChatFormat.choose(tokenizer, None)
+    for answer in ("Hello.", "Good day."):
+        encoded(own, [CONVERSATION[0], {"role": "assistant", "content": answer}])
+    assert tried == [template_trial.MAX_CPU_S] * 3  # as it is compiled, with the prompt, and with the whole
+    encoded(own, [{"role": "system", "content": "be brief"}, *CONVERSATION])
+    assert len(tried) == 5
+
+
+def test_trial_that_raises_waits_or_dies_speaks_of_no_endless_template() -> None:
+    """The caller meets what is raised; time that was not computed is no fault of a template."""
+    assert ends_in_time(lambda: 1 / 0, cpu_s=5)
+    assert ends_in_time(lambda: os.kill(os.getpid(), signal.SIGKILL), cpu_s=5)
+    assert ends_in_time(lambda: time.sleep(60), cpu_s=0.05)
+    assert not ends_in_time(lambda: sum(range(10**12)), cpu_s=0.2)
 
 
 # --- traces ---------------------------------------------------------------------------------------------
