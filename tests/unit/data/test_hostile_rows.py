@@ -101,10 +101,10 @@ def test_template_without_an_end_is_refused(
     def encode() -> None:
         encoded(ChatFormat.choose(tokenizer, None), CONVERSATION)
 
-    with ThreadPoolExecutor(1) as pool, pytest.raises(InputError) as caught:
-        if in_thread:
-            pool.submit(encode).result()
-        encode()
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(encode).result if in_thread else encode
+        with pytest.raises(InputError) as caught:
+            run()
     assert (caught.value.kind, caught.value.flag) == ("bad_model", "chat_template_name")
     assert psutil.Process().children() == []
 
