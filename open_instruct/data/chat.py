@@ -13,8 +13,9 @@ import hashlib
 import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from datetime import date
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.data.chat_templates import ChatTemplate, choose_another, choose_chat_template
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Some templates write today's date; a run must not depend on the day it is started.
-_TEMPLATE_DATE = "26 Jul 2024"
+_TEMPLATE_DAY = date(2024, 7, 26)
+_TEMPLATE_DATE = _TEMPLATE_DAY.strftime("%d %b %Y")
+_QUESTION: tuple[Message, ...] = ({"role": "user", "content": "?"},)
+_ANSWERED: tuple[Message, ...] = (*_QUESTION, {"role": "assistant", "content": "!"})
 
 # A template that comes with a model runs in Jinja's sandbox, where it could still loop, or write far too much.
 MAX_FORMS_TRIED = 16
@@ -47,6 +51,8 @@ class ChatFormat:
         self._forms_tried: set[tuple[Any, ...]] = set()
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
         self._end_tokens = tuple(sorted(token for token in added if token.strip()))
+        ids = (tokenizer.backend_tokenizer.token_to_id(token) for token in self._end_tokens)
+        self._end_token_ids = dict(zip(self._end_tokens, ids, strict=True))
 
     @classmethod
     def choose(cls, tokenizer: PreTrainedTokenizerFast, name: str | None, *, add_bos: bool = False) -> ChatFormat:
@@ -116,7 +122,7 @@ class ChatFormat:
         return body + end if end else reply_text
 
     def _render_reply(self, prompt: Sequence[Message], prompt_text: str, message: Message) -> str:
-        whole = self.apply([*prompt, message], add_generation_prompt=False)
+        whole = self._apply_answered([*prompt, message])
         if not whole.startswith(prompt_text):
             raise self._refusal(
                 f"does not write what it asks for the reply with: "
@@ -162,6 +168,7 @@ class ChatFormat:
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
             date_string=_TEMPLATE_DATE,
+            strftime_now=_TEMPLATE_DAY.strftime,
             tools=tools or None,
         )
         form = (add_generation_prompt, bool(tools), *(message.get("role") for message in messages))
@@ -181,21 +188,93 @@ class ChatFormat:
     def _refusal(self, problem: str) -> MalformedRow:
         return MalformedRow("template", f"{self.template.name} chat template {problem}")
 
+    @cached_property
+    def _trailing_question(self) -> str:
+        """What the template writes behind a reply, as it asks for the next one whether it is told to or not.
+
+        Example: the first template of Llama 3 ends every text with the header of the assistant's next turn.
+        """
+        try:
+            asked, plain, whole = (
+                self.apply(turns, add_generation_prompt=asks)
+                for turns, asks in ((_QUESTION, True), (_QUESTION, False), (_ANSWERED, False))
+            )
+        except MalformedRow:
+            return ""
+        _, mark, behind_reply = whole.removeprefix(asked).partition("!")
+        if asked != plain or not mark or not whole.startswith(asked):
+            return ""
+        common = _common_end(asked.rpartition("?")[2], behind_reply)
+        if common == behind_reply:  # the user's turn ends as the reply does
+            body = common.lstrip()
+            end = next((end for end in self._end_tokens if body.startswith(end)), "")
+            common = body.removeprefix(end)
+        return common if common.strip() else ""
+
+    def _apply_answered(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation up to its last reply, behind which nothing is asked."""
+        return self.apply(messages, add_generation_prompt=False).removesuffix(self._trailing_question)
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings about the template, whatever the rows are."""
+        try:
+            asked = self.apply(_QUESTION, add_generation_prompt=True)
+            header = self._apply_answered(_ANSWERED).removeprefix(asked).partition("!")[0]
+            is_deaf = asked == self.apply(_QUESTION, add_generation_prompt=False)
+        except MalformedRow:  # it wants more than a question and its answer
+            return ()
+        if not (is_deaf and header.strip()):
+            return ()
+        return (
+            f"{self.template.name} chat template writes the same with and without add_generation_prompt, so the header "
+            f"of a reply, {header!r}, is learned as a part of it: let it write that header where add_generation_prompt "
+            "is true",
+        )
+
     def ends_turn(self, reply_text: str) -> bool:
         """Whether a rendered reply ends in one of the tokenizer's special tokens."""
         return reply_text.endswith(self._end_tokens)
+
+    def num_ends(self, token_ids: Sequence[int]) -> int:
+        """How often a reply ends with its last token, 0 where that is no special token of the tokenizer's.
+
+        More than once where the reply's own text ends with the token that the template adds.
+        """
+        ends = set(self._end_token_ids.values()) & set(token_ids[-1:])
+        return next((at for at, token_id in enumerate(reversed(token_ids)) if token_id not in ends), len(token_ids))
 
     def turn_end_token_ids(self) -> tuple[int, ...]:
         """Ids of the tokens that end a generated reply, ascending: the end of text, and the template's end of a turn.
 
         Example: ChatML ends a turn with `<|im_end|>`; the tokenizer's own end may be `<|endoftext|>`: both are in.
+
+        Raises:
+            InputError: the tokenizer writes the template's end of a turn as something else than that token.
         """
         ends = {self.tokenizer.eos_token_id} if isinstance(self.tokenizer.eos_token_id, int) else set()
-        turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        text = self.apply(turns, add_generation_prompt=False).rstrip()
-        if self.ends_turn(text):
-            ends.add(self.tokenize([text])[0][-1])
+        for turns in (_ANSWERED, ({"role": "system", "content": "."}, *_ANSWERED)):
+            with suppress(MalformedRow):  # some templates want a system turn
+                text = self._apply_answered(turns).rstrip()
+                if self.ends_turn(text):
+                    ends.add(self._end_id(text, self.tokenize([text])[0]))
+                break
         return tuple(sorted(ends))
+
+    def _end_id(self, text: str, token_ids: Sequence[int]) -> int:
+        """The id of the end token that a text ends with.
+
+        Raises:
+            InputError: the ids of the text do not end with it.
+        """
+        ids = {self._end_token_ids[end] for end in self._end_tokens if text.endswith(end)}
+        if not token_ids or token_ids[-1] not in ids:
+            raise InputError(
+                f"the tokenizer of {self.tokenizer.name_or_path} does not write the end of a turn, "
+                f"{text[-20:]!r}, as the one token that it is, so no reply would end: use the tokenizer.json of the "
+                "model's origin"
+            )
+        return token_ids[-1]
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, with nothing added: templates write their own special tokens."""
@@ -211,18 +290,29 @@ class ChatFormat:
             MalformedRow: they do not, or there are none.
         """
         text = self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False)
-        if not token_ids or squeezed(reply_text) not in squeezed(text):
+        if not token_ids or composed(reply_text.strip()) not in composed(text):
             raise MalformedRow("tokenizer", f"the tokenizer cannot write the reply {_shorten(reply_text)}")
 
 
+def composed(text: str) -> str:
+    """Text in Unicode form NFKC; tokenizers must leave this unchanged."""
+    return unicodedata.normalize("NFKC", text)
+
+
 def squeezed(text: str) -> str:
-    """Text in Unicode form NFKC without white space; templates and tokenizers must leave this unchanged."""
-    return "".join(unicodedata.normalize("NFKC", text).split())
+    """Text in Unicode form NFKC without white space; templates must leave this unchanged."""
+    return "".join(composed(text).split())
 
 
 def json_text(content: str) -> str:
     """A text as it stands in JSON, without the quotes: some templates write a tool's answer so."""
     return json.dumps(content, ensure_ascii=False)[1:-1]
+
+
+def _common_end(one: str, other: str) -> str:
+    """The longest text that both end with."""
+    lengths = range(min(len(one), len(other)), 0, -1)
+    return next((one[-length:] for length in lengths if one[-length:] == other[-length:]), "")
 
 
 def _where_they_part(one: str, other: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import RawRow, RowSource
-from open_instruct.data.messages import ReadRow, unread_of_messages
+from open_instruct.data.messages import REASONING, ReadRow, unread_of_messages
 from open_instruct.data.mixer import MixerEntry, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
 from open_instruct.errors import InputError
@@ -24,6 +24,7 @@ from open_instruct.wording import counted
 
 _ROWS_AT_ONCE = 512
 _MOST_KEYS = 8  # named in a warning
+END_OF_THOUGHT = "</think>"
 MOST_CUT = 0.1  # of the rows; above this share a warning says that the length limit is too low
 
 
@@ -78,6 +79,8 @@ class RowBuilder(ABC):
         self.filtered: Counter[str] = Counter()
         self.num_truncated = 0
         self.num_without_end = 0
+        self.num_with_two_ends = 0
+        self.num_with_more_thoughts = 0
         self.shortest_prompt: int | None = None
 
     @abstractmethod
@@ -144,6 +147,7 @@ class RowBuilder(ABC):
         Raises:
             InputError: a row is malformed and `on_bad_row` is "error", or nothing is left.
         """
+        self.chat.turn_end_token_ids()  # which refuses a tokenizer that writes no such token
         forms = [self.rows_in(source) for source in sources]
         selected = [select_rows(entry, len(form), seed) for entry, form in zip(entries, forms, strict=True)]
         distinct = [np.unique(indices) for indices in selected]
@@ -223,7 +227,12 @@ class RowBuilder(ABC):
 
         if not self.bad.reading(row, check):
             return False
-        self.num_without_end += sum(not self.chat.ends_turn(item.texts[piece]) for piece in replies)
+        num_ends = [self.chat.num_ends(pieces[piece]) for piece in replies]
+        self.num_without_end += num_ends.count(0)
+        self.num_with_two_ends += sum(each > 1 for each in num_ends)
+        num_thoughts = sum(item.texts[piece].count(END_OF_THOUGHT) for piece in replies)
+        if num_thoughts:
+            self.num_with_more_thoughts += num_thoughts > _count_thoughts(row.value)
         self.shortest_prompt = min(len(pieces[0]), self.shortest_prompt or len(pieces[0]))
         if len(pieces[0]) >= self.max_seq_length:
             self.filtered["prompt_too_long"] += 1
@@ -276,7 +285,18 @@ class RowBuilder(ABC):
 
     def _warnings(self) -> list[str]:
         """Warnings about the rows that are kept."""
-        warnings = []
+        warnings = list(self.chat.warnings)
+        if self.num_with_two_ends:
+            warnings.append(
+                f"{self.chat.template.name} chat template adds an end token behind that of "
+                f"{counted(self.num_with_two_ends, 'reply')}, and both are learned: leave it out of the rows"
+            )
+        if self.num_with_more_thoughts:
+            warnings.append(
+                f"{self.chat.template.name} chat template writes more {END_OF_THOUGHT} than "
+                f"{counted(self.num_with_more_thoughts, 'row')} has in its replies, and each is learned: an empty "
+                "thought, or a second end of one that the row has"
+            )
         if self.num_without_end:
             warnings.append(
                 f"{self.chat.template.name} chat template ends {counted(self.num_without_end, 'reply')} without an "
@@ -302,3 +322,12 @@ class RowBuilder(ABC):
             f"no {self.unit} of {counted(num_rows, 'row')} is left at {self.limit()} ({counts}); {self.remedy()}.",
             kind="bad_row",
         )
+
+
+def _count_thoughts(row: Any) -> int:
+    """The thoughts that a row has: those that end in its texts, and those that stand apart from them."""
+    if isinstance(row, str):
+        return row.count(END_OF_THOUGHT)
+    if isinstance(row, Mapping):
+        return bool(row.get(REASONING)) + sum(map(_count_thoughts, row.values()))
+    return sum(map(_count_thoughts, row)) if isinstance(row, list | tuple) else 0

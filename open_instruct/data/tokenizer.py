@@ -1,11 +1,16 @@
-"""Tokenizers, opened and checked: the library that reads them trusts their files."""
+"""Tokenizers, opened as their tokenizer.json is written, and checked: the library that reads them trusts their files.
+
+The ids are those of `tokenizers.Tokenizer.from_file(tokenizer.json)`, whatever class a folder names. AutoTokenizer
+would put the normalizer and the pre-tokenizer of that class, or of the model's family, in the place of the file's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.data.chat import panics_as_errors
+from open_instruct.data.chat import panics_as_errors, squeezed
 from open_instruct.data.files.foreign_json import check_files, one_line, read_object
 from open_instruct.errors import InputError
 from open_instruct.whole_file import near_files
@@ -13,51 +18,83 @@ from open_instruct.whole_file import near_files
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+TOKENIZER_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
+DOWNLOADED = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.jinja")
 MAX_TOKENS = 2**24
+# The white space of prose and code; a tokenizer that changes it would teach, and be asked with, another text.
+WHITE_SPACE = " a  b\n\n\tc 12\n    d \n"
 
 
 def load_tokenizer(
     name_or_path: str, *, flag: str = "--tokenizer_name_or_path", revision: str | None = None
 ) -> PreTrainedTokenizerFast:
-    """The fast tokenizer of a folder or of a hub name, in a revision; code that comes with it is never run.
+    """The tokenizer in the tokenizer.json of a folder or of a hub name, in a revision.
+
+    The special tokens and the chat template are those of tokenizer_config.json. Code that comes with it is never run.
 
     Raises:
-        InputError: no such folder, or it is asked for a revision; the tokenizer's files are missing or damaged; it has
-            no fast (tokenizer.json) form; or it adds characters of its own to the start of a text.
+        InputError: no such folder, or it is asked for a revision; the tokenizer's files are missing or damaged; their
+            ids contradict each other; or the tokenizer does not keep a text as it is.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    if (folder := given_folder(name_or_path, revision=revision, flag=flag)) is not None:
-        check_tokenizer_folder(folder, flag=flag)
-        _check_token_ids(folder / "tokenizer.json")
-        name_or_path = str(folder)
+    folder = find_tokenizer_folder(name_or_path, revision=revision, flag=flag)
+    fields, settings = read_tokenizer_files(folder)
     try:
         with panics_as_errors(f"{flag}: the tokenizer of {name_or_path}"):
-            if folder is not None and not (folder / "tokenizer_config.json").is_file():
-                tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-            else:
-                tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
-            if not tokenizer.is_fast:
-                raise InputError(
-                    f"{flag}: {name_or_path} has only a slow tokenizer; a tokenizer.json is needed.", kind="bad_model"
-                )
-            a, b = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in ("a", "b"))
-            text = tokenizer.backend_tokenizer.decode(a + b)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+            # Settings of an earlier call, which the file may have kept.
+            tokenizer.backend_tokenizer.no_truncation()
+            tokenizer.backend_tokenizer.no_padding()
+            text = _join_pieces(tokenizer, "a", "b")
+            white_space = _join_pieces(tokenizer, WHITE_SPACE)
     except InputError:
         raise
-    except Exception as error:  # the library raises many kinds of errors: its own, its parsers' and those of downloads
+    except Exception as error:  # the library raises many kinds of errors: its own and its parsers'
         raise InputError(
             f"{flag}: the tokenizer of {name_or_path} cannot be loaded: {type(error).__name__}: {one_line(error)}",
             kind="bad_model",
         ) from error
+    _check_ids(tokenizer, folder, fields, settings)
     if text != "ab":
         raise InputError(
             f"{flag}: the tokenizer of {name_or_path} does not keep a text as it is ('a' and 'b' end to end read "
-            f"{text!r}), so a prompt and its reply cannot be joined; use a byte-level tokenizer without a prefix "
-            "space.",
+            f"{text!r}), so a prompt and its reply cannot be joined; use a byte-level tokenizer without a prefix space.",
+            kind="bad_model",
+        )
+    if white_space != WHITE_SPACE and squeezed(white_space) == squeezed(WHITE_SPACE):
+        raise InputError(
+            f"{flag}: the tokenizer of {name_or_path} does not keep white space ({WHITE_SPACE!r} reads "
+            f"{white_space!r}), so it would teach another text; use a byte-level tokenizer.",
             kind="bad_model",
         )
     return tokenizer
+
+
+def find_tokenizer_folder(name_or_path: str, *, flag: str, revision: str | None = None) -> Path:
+    """The folder of a tokenizer: itself, or the local copy of a hub repository, of which its tokenizer is downloaded.
+
+    Raises:
+        InputError: there is no such folder or repository, or it has no tokenizer that can be read.
+    """
+    folder = given_folder(name_or_path, revision=revision, flag=flag)
+    if folder is None:
+        folder = _download(name_or_path, revision, flag)
+    check_tokenizer_folder(folder, flag=flag)
+    return folder
+
+
+def _download(name: str, revision: str | None, flag: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(DOWNLOADED)))
+    except Exception as error:  # of the library, of the network, of the disk
+        raise InputError(
+            f"{flag}: the tokenizer of {name} cannot be loaded: there is no such folder, and the hub did not give it "
+            f"({type(error).__name__}: {one_line(error)})",
+            kind="remote",
+        ) from error
 
 
 def given_folder(name_or_path: str, *, revision: str | None = None, flag: str | None = None) -> Path | None:
@@ -85,7 +122,7 @@ def check_tokenizer_folder(path: Path, *, flag: str) -> None:
     """:raises InputError: the folder has no tokenizer that can be read."""
     if path.is_file():
         raise InputError(f"{flag}: {path} is a file; give the folder that has the tokenizer's files.", kind="bad_model")
-    if not (path / "tokenizer.json").is_file():
+    if not (path / TOKENIZER_NAME).is_file():
         raise InputError(
             f"{flag}: {path} has no tokenizer.json (nor is a slow tokenizer enough); copy it, with "
             "tokenizer_config.json, from the checkpoint that the model was trained from.",
@@ -94,19 +131,90 @@ def check_tokenizer_folder(path: Path, *, flag: str) -> None:
     check_files(path)
 
 
-def _check_token_ids(file: Path) -> None:
+def read_tokenizer_files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of tokenizer.json, and those of tokenizer_config.json (none where there is no such file).
+
+    Raises:
+        InputError: a file is damaged, or has what makes ids random, impossible, or other than a template writes.
+    """
+    fields = read_object(folder / TOKENIZER_NAME)
+    settings = read_object(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}
+    _check_range(folder / TOKENIZER_NAME, fields)
+    model = fields.get("model")
+    if isinstance(model, dict) and model.get("dropout"):
+        raise InputError(
+            f"{folder / TOKENIZER_NAME}: dropout = {model['dropout']!r} gives a text other ids each time; set it to "
+            "null",
+            kind="bad_model",
+        )
+    if settings.get("split_special_tokens"):
+        raise InputError(
+            f"{folder / CONFIG_NAME}: split_special_tokens = {settings['split_special_tokens']!r} spells special "
+            "tokens out in letters, so that no reply would end: remove that field",
+            kind="bad_model",
+        )
+    return fields, settings
+
+
+def _check_range(file: Path, fields: Mapping[str, Any]) -> None:
     """Refuse ids out of range: the library allocates a place for every id up to the largest."""
-    fields = read_object(file)
     ids: list[Any] = []
     match fields.get("model"):
         case {"vocab": dict(vocabulary)}:
             ids += vocabulary.values()
-    match fields.get("added_tokens"):
-        case list(added):
-            ids += [token.get("id") for token in added if isinstance(token, dict)]
+    ids += [token.get("id") for token in _listed_tokens(fields)]
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < MAX_TOKENS:
             raise InputError(
                 f"{file}: {token_id!r} is no token id; they are whole numbers from 0 to {MAX_TOKENS - 1}",
                 kind="bad_model",
             )
+
+
+def _listed_tokens(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The entries of `added_tokens` in a tokenizer.json."""
+    added = fields.get("added_tokens")
+    return [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+
+
+def _check_ids(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, fields: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
+    """Check the id of every added token: libraries pass over the one that a file gives, and take the next free one.
+
+    Raises:
+        InputError: names the token, the file, and both ids.
+    """
+    for file_name, content, told_id in _ids_in_files(folder, fields, settings):
+        loaded_id = tokenizer.backend_tokenizer.token_to_id(content)
+        if loaded_id != told_id:
+            loaded = "is no token" if loaded_id is None else f"has the id {loaded_id}"
+            raise InputError(
+                f"{folder / file_name} gives the token {content!r} the id {told_id}, and with tokenizer.json it "
+                f"{loaded}: mend the ids, or use the files of the model's origin",
+                kind="bad_model",
+            )
+
+
+def _ids_in_files(
+    folder: Path, fields: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Iterator[tuple[str, str, int]]:
+    """Of every added token that a file lists: the file's name, the token, its id there."""
+    for token in _listed_tokens(fields):
+        if isinstance(token.get("content"), str):
+            yield TOKENIZER_NAME, token["content"], token["id"]
+    decoder = settings.get("added_tokens_decoder")
+    for token_id, entry in decoder.items() if isinstance(decoder, dict) else ():
+        content = entry.get("content") if isinstance(entry, dict) else entry
+        if isinstance(content, str) and token_id.isdecimal():
+            yield CONFIG_NAME, content, int(token_id)
+    if (folder / "added_tokens.json").is_file():
+        for content, token_id in read_object(folder / "added_tokens.json").items():
+            yield "added_tokens.json", content, token_id
+
+
+def _join_pieces(tokenizer: PreTrainedTokenizerFast, *pieces: str) -> str:
+    """The text of the ids of pieces that are tokenised apart and laid end to end."""
+    token_ids = [each for piece in pieces for each in tokenizer(piece, add_special_tokens=False)["input_ids"]]
+    text: str = tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
+    return text

@@ -13,8 +13,10 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from math import floor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
@@ -22,6 +24,7 @@ import torch
 
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE
 from open_instruct.config.lora import LoRASection
+from open_instruct.data.tokenizer_class import copy_tokenizer
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
 from open_instruct.engines.vllm_options import engine_options
 from open_instruct.errors import InputError, RunError
@@ -73,9 +76,13 @@ class VLLMCore:
         self._notes_routes = settings.fleet.routing_replay == "on" and not on_cuda
         self._routes: dict[int, Any] = {}  # by key, of tokens that older weights sampled
         receiver = weight_receiver or (AdapterReceiver if adapter is not None else WeightReceiver)
+        # Without a config.json, so that vLLM takes the class that changes nothing, whatever family the model is of.
+        self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="tokenizer-")
+        copy_tokenizer(Path(settings.tokenizer_folder), Path(self._tokenizer_folder.name))
+        with_tokenizer = replace(settings, tokenizer_folder=self._tokenizer_folder.name)
         arguments = EngineArgs(
             worker_extension_cls=f"{receiver.__module__}.{receiver.__name__}",
-            **engine_options(settings, on_cuda=on_cuda),
+            **engine_options(with_tokenizer, on_cuda=on_cuda),
         )
         try:
             # What is left out is chosen as for vLLM's `LLM`; otherwise a step would have 2,048 tokens on any device.
@@ -143,6 +150,7 @@ class VLLMCore:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+        self._tokenizer_folder.cleanup()
 
     def _check_logprobs(self) -> None:
         """Check that log-probs are taken after the temperature, whichever of vLLM's model runners is in use.

@@ -32,7 +32,7 @@ from open_instruct.models.shards import Held, deliver, held_of, reshard
 from open_instruct.parallel.process import on_main_process
 
 MAX_FILE_BYTES = 2 * 2**30
-GENERATION_CONFIG_NAME = "generation_config.json"
+GENERATION_CONFIG_NAME, TOKENIZER_CONFIG_NAME = "generation_config.json", "tokenizer_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.json", export_files.CHAT_TEMPLATE_NAME),
@@ -117,6 +117,8 @@ def export_hf(
     dtype: torch.dtype,
     max_file_bytes: int = MAX_FILE_BYTES,
     tokenizer_folder: str | Path | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    generation_config: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
     card: Callable[[], str | None] = lambda: None,
     more_config: Mapping[str, Any] | None = None,
@@ -134,6 +136,8 @@ def export_hf(
         dtype: that everything is stored in.
         max_file_bytes: of tensor data in one file.
         tokenizer_folder: where the tokenizer's files are copied from; default: `source_folder`.
+        tokenizer_config: fields of tokenizer_config.json; None: the file in the tokenizer's folder as it is.
+        generation_config: fields of generation_config.json; None: the file in the source as it is.
         chat_template: Jinja text to store instead of the tokenizer's own chat template.
         card: gives the text of README.md; only rank 0 calls it.
         more_config: fields of config.json beside those of the source, or in their place; None leaves one out.
@@ -157,6 +161,8 @@ def export_hf(
         _write_config(partial_folder, source, names.hf_config, dtype, more_config or {})
         _copy_files(partial_folder, source, (GENERATION_CONFIG_NAME,))
         _copy_files(partial_folder, Path(tokenizer_folder or source), TOKENIZER_FILES)
+        _write_fields(partial_folder / GENERATION_CONFIG_NAME, generation_config)
+        _write_fields(partial_folder / TOKENIZER_CONFIG_NAME, tokenizer_config)
         export_files.write_texts(partial_folder, chat_template=chat_template, card=card())
 
     _finish(out, finish, problems)
@@ -222,6 +228,13 @@ def _write_config(folder: Path, source: Path, hf_config: Any, dtype: torch.dtype
     key = "dtype" if "dtype" in fields else "torch_dtype"
     fields[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_fields(path: Path, fields: Mapping[str, Any] | None) -> None:
+    """Write a JSON file in place of the one that was copied, unless it has these fields."""
+    if fields is None or (path.is_file() and read_object(path) == fields):
+        return
+    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _copy_files(folder: Path, source: Path, file_names: tuple[str, ...]) -> None:

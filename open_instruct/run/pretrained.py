@@ -18,8 +18,11 @@ from open_instruct.checkpoints.step_folder import Damaged, find_checkpoints, ref
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import DataSection
 from open_instruct.config.training import LearnerConfig
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import choose_chat_template
+from open_instruct.data.files.foreign_json import read_object
 from open_instruct.data.tokenizer import load_tokenizer
+from open_instruct.data.tokenizer_class import exported_tokenizer_config
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.export import check_destination, check_exportable, export_hf
@@ -36,6 +39,7 @@ from open_instruct.parallel.process import on_main_process
 from open_instruct.planning.plan import check_model
 from open_instruct.planning.subject.model import shape_of_fields
 from open_instruct.run.first_look import local_folder
+from open_instruct.run.turn_ends import exported_generation_config
 from open_instruct.shard_layout import ShardLayout
 
 if TYPE_CHECKING:
@@ -57,6 +61,9 @@ class Pretrained:
     adapter: Mapping[str, torch.Tensor] | None = None
     adapter_folder: Path | None = None  # which the adapter is read from
     chat_template: str | None = None  # in place of the tokenizer's own
+    # Of a model that is trained: what is exported beside it, so that readers have the same ids and ends of turns.
+    tokenizer_config: Mapping[str, Any] | None = None
+    generation_config: Mapping[str, Any] | None = None
 
     def build(self, *, init_device: str) -> SegmentTransformer:
         """The model, without weights."""
@@ -91,6 +98,8 @@ class Pretrained:
             self.names,
             source_folder=self.folder,
             tokenizer_folder=self.tokenizer_folder,
+            tokenizer_config=self.tokenizer_config,
+            generation_config=self.generation_config,
             chat_template=self.chat_template,
             out_folder=out_folder,
             **settings,
@@ -167,6 +176,7 @@ def open_pretrained(
         names=names,
         tokenizer=tokenizer,
         chat_template=_other_template(tokenizer, config.data),
+        **(_exported_settings(folder, tokenizer_folder, tokenizer, config, head) if is_trained else {}),
     )
     opened.check_sizes(config.data)
     bare = opened.build(init_device="meta")
@@ -198,6 +208,25 @@ def start_model_of(pretrained: Pretrained, run: Run) -> str:
 
     on_main_process(compare)
     return own
+
+
+def _exported_settings(
+    folder: Path, tokenizer_folder: Path, tokenizer: PreTrainedTokenizerFast, config: LearnerConfig, head: Head
+) -> dict[str, Any]:
+    """The files of settings beside an export, as fields of `Pretrained`.
+
+    :raises InputError: no reader would open the tokenizer with the ids that it has here, or it cannot end a turn.
+    """
+    fields = read_object(folder / "config.json")
+    tokenizer_config = exported_tokenizer_config(tokenizer_folder, fields)
+    if head == "score":
+        return {"tokenizer_config": tokenizer_config}
+    data = config.data
+    chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
+    generation_config = exported_generation_config(
+        folder, fields, tokenizer, chat.turn_end_token_ids(), is_own_tokenizer=tokenizer_folder == folder
+    )
+    return {"tokenizer_config": tokenizer_config, "generation_config": generation_config}
 
 
 def _other_template(tokenizer: PreTrainedTokenizerFast, data: DataSection | PromptDataSection) -> str | None:

@@ -27,6 +27,12 @@ PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 SPECIAL_TOKENS = (PAD, BOS, EOS, *ROLE_TOKENS)
 NUM_BYTES = 256
+# Families beside which transformers 5 opens every tokenizer as Qwen2Tokenizer, and the words that it cuts a text into.
+SPLIT_AS_QWEN = ("qwen2",)
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 
 
 _LISTED = json.loads((files("open_instruct.toys") / "sizes.json").read_text("utf-8"))
@@ -76,7 +82,8 @@ def write_tiny_model(
             kind="out_of_range",
         )
     folder = _empty_folder(Path(out_dir))
-    tokenizer = train_tokenizer(built_in_corpus() if corpus is None else corpus, vocab_size=vocab_size)
+    texts = built_in_corpus() if corpus is None else corpus
+    tokenizer = train_tokenizer(texts, vocab_size=vocab_size, splits_as_qwen=family in SPLIT_AS_QWEN)
     config = tiny_config(family, SIZES[size], vocab_size=vocab_size, tie=tie)
     _write_weights(folder, config, seed=seed, dtype=dtype)
     tokenizer.save_pretrained(folder, save_jinja_files=False)  # the template goes into tokenizer_config.json
@@ -163,16 +170,22 @@ def built_in_corpus() -> Iterator[str]:
             yield f"Tom has {a} apples and buys {b} more, so he has {a} + {b} = {a + b} apples. #### {a + b}"
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, splits_as_qwen: bool = False) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer (any UTF-8 text round-trips) with chat tokens and a chat template.
 
     Ids 0, 1, 2 are pad, bos, eos; then come the role tokens, the 256 bytes, and the merges found in `texts`.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if splits_as_qwen:
+        bpe.normalizer = normalizers.NFC()
+        words = pre_tokenizers.Split(Regex(QWEN_PATTERN), behavior="isolated")
+        bpe.pre_tokenizer = pre_tokenizers.Sequence(
+            [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

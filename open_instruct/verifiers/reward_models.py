@@ -48,7 +48,7 @@ class RewardModel(Verifier):
     def load(self) -> None:
         import transformers
 
-        self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        self._tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
         kind: Any = transformers.AutoModelForSequenceClassification
         self._model = kind.from_pretrained(self.folder, use_safetensors=True, dtype="auto").eval().to(self.device)
         render: Any = partial(self._tokenizer.apply_chat_template, tokenize=False)

@@ -317,8 +317,8 @@ def test_code_beside_a_tokenizer_is_not_run(tokenizer: Any, tmp_path: Path) -> N
     config.update(tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Evil: pass\n")
-    with pytest.raises(InputError, match="cannot be loaded"):
-        load_tokenizer(str(tmp_path))
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded("the reply")["input_ids"] == tokenizer("the reply")["input_ids"]
     assert not (tmp_path / "ran").exists()
 
 

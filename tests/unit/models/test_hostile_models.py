@@ -256,11 +256,6 @@ def test_fields_that_name_code_are_left_out(good: Path, tmp_path: Path, monkeypa
     evil = {"auto_map": {"AutoTokenizer": ["evil.Slow", "evil.Fast"]}}
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | evil | {"tokenizer_class": "Evil"}))
-    with pytest.raises(InputError, match="contains custom code"):
-        load_tokenizer(str(folder))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(tokenizer | evil | {"tokenizer_class": "PreTrainedTokenizerFast"})
-    )
     (folder / "adapter_model.bin").write_bytes(b"\x80\x04.")
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
 

@@ -10,11 +10,11 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from open_instruct.config.parser import parse
 from open_instruct.data.token_dataset import load_token_dataset
@@ -147,11 +147,11 @@ def test_the_tokenizer_is_that_of_the_revision(
 ) -> None:
     """Rows are looked for before."""
 
-    def from_pretrained(name: str, *, revision: str | None, trust_remote_code: bool) -> None:
-        assert not trust_remote_code
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> None:
+        assert not any("safetensors" in pattern for pattern in allow_patterns)
         raise LookupError(f"{(name, revision)}")
 
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(InputError, match=re.escape(f"LookupError: {asked}")):
         sample("dpo", Path("some/model"), pairs, *words)
     with pytest.raises(InputError, match=r"gone\.jsonl: no such file"):

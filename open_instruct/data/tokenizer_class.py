@@ -1,0 +1,168 @@
+"""The tokenizer_config.json with which transformers and vLLM open a tokenizer as its tokenizer.json is written.
+
+Both ask AutoTokenizer, which takes the class that tokenizer_config.json names, or that of the model's family; most
+classes put a normalizer, a pre-tokenizer and a decoder of their own in the place of the file's. PreTrainedTokenizerFast
+does not, in transformers 4 as in 5. Which class AutoTokenizer takes, and what it puts in, is seen on the same tokenizer
+without its vocabulary, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.data.tokenizer import CONFIG_NAME, TOKENIZER_NAME, WHITE_SPACE, read_tokenizer_files
+from open_instruct.errors import InputError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+GENERIC_CLASS = "PreTrainedTokenizerFast"
+PARTS = ("normalizer", "pre_tokenizer", "decoder")
+# How a BPE model takes a piece; a class that makes one of its own may leave them out.
+MODEL_SETTINGS = (
+    "type",
+    "byte_fallback",
+    "ignore_merges",
+    "fuse_unk",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+)
+PROSE = "It's 1234567 o'clock,\nand   we'll meet\tat 3:45!\n\n    def f(x): return x[10:] + 'ab'  # été, 漢字, 👍🏽\r\n"
+
+
+def exported_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer_config.json beside an export of the tokenizer in `folder`, for a model with these fields.
+
+    The folder's own, without fields that name code; with another class only where its own would give other ids.
+
+    Raises:
+        InputError: beside a model of this family no class gives the ids of tokenizer.json.
+    """
+    fields, settings = read_tokenizer_files(folder)
+    plain = {name: value for name, value in settings.items() if name != "auto_map"}
+    problem = None
+    for choice in (plain, generic_config(plain)):
+        problem = _find_difference(fields, choice, model_fields)
+        if problem is None:
+            return choice
+    raise InputError(
+        f"{folder}: beside model_type {model_fields.get('model_type')!r}, transformers 5 and vLLM open every tokenizer "
+        f"as the class of that family, whatever tokenizer_config.json names: {problem}. What is learned with these ids "
+        "would be served with others; use the tokenizer of a model of that family"
+    )
+
+
+def generic_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same tokenizer_config.json with the class that changes nothing of tokenizer.json."""
+    plain = {name: value for name, value in settings.items() if name not in ("auto_map", "backend")}
+    return plain | {"tokenizer_class": GENERIC_CLASS}
+
+
+def copy_tokenizer(folder: Path, out: Path) -> None:
+    """Put a tokenizer into the empty folder `out` as AutoTokenizer opens it with the ids of its tokenizer.json."""
+    _, settings = read_tokenizer_files(folder)
+    shutil.copyfile(folder / TOKENIZER_NAME, out / TOKENIZER_NAME)
+    for name in ("special_tokens_map.json", "added_tokens.json"):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)
+    (out / CONFIG_NAME).write_text(json.dumps(generic_config(settings)), encoding="utf-8")
+
+
+def _find_difference(
+    fields: Mapping[str, Any], settings: Mapping[str, Any], model_fields: Mapping[str, Any]
+) -> str | None:
+    """What AutoTokenizer would read otherwise than the file; None where it is the same."""
+    from tokenizers import Tokenizer
+
+    small = _without_vocabulary(fields)
+    try:
+        theirs = _open_by_auto_class(small, settings, model_fields)
+    except Exception as error:  # of a class that cannot be made of these files
+        return f"{type(error).__name__} when they open it"
+    ours = Tokenizer.from_str(json.dumps(small))
+    return next(_differences(ours, theirs), None)
+
+
+def _without_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer.json with a model that knows nothing (of Unigram: little); its parts are as they were."""
+    model = dict(fields["model"])
+    if isinstance(model.get("vocab"), list):
+        model["vocab"] = model["vocab"][: 1 + max(0, model.get("unk_id") or 0)]
+    else:
+        model["vocab"] = {}
+    if "merges" in model:
+        model["merges"] = []
+    return {**fields, "model": model, "added_tokens": []}
+
+
+def _open_by_auto_class(
+    small: Mapping[str, Any], settings: Mapping[str, Any], model_fields: Mapping[str, Any]
+) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    ours = {name: value for name, value in settings.items() if name not in ("added_tokens_decoder", "chat_template")}
+    with TemporaryDirectory() as folder:
+        for name, content in {TOKENIZER_NAME: small, CONFIG_NAME: ours, "config.json": model_fields}.items():
+            (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    backend: Tokenizer = tokenizer.backend_tokenizer
+    return backend
+
+
+def _differences(ours: Tokenizer, theirs: Tokenizer) -> Iterator[str]:
+    if all(_state(getattr(ours, part)) == _state(getattr(theirs, part)) for part in PARTS):
+        texts = []
+    else:
+        texts = [PROSE, WHITE_SPACE]
+    for text in texts:
+        own, other = _split(ours, text), _split(theirs, text)
+        if own != other:
+            at = next((i for i, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]), 0)
+            yield f"the file splits {own[at : at + 3]}, that class {other[at : at + 3]}"
+    if _state(ours.decoder) != _state(theirs.decoder) and _decode(ours) != _decode(theirs):
+        yield "it decodes otherwise"
+    if _added_tokens(ours.post_processor) != _added_tokens(theirs.post_processor):
+        yield "it puts other special tokens around a text"
+    own_model, other_model = (json.loads(each.model.__getstate__()) for each in (ours, theirs))
+    for name in MODEL_SETTINGS:
+        if (own_model.get(name) or None) != (other_model.get(name) or None):
+            yield f"{name} = {own_model.get(name)!r} of the file is {other_model.get(name)!r} there"
+
+
+def _state(part: Any) -> Any:
+    """A part of a tokenizer as JSON; None for one that does nothing."""
+    state = None if part is None else json.loads(part.__getstate__())
+    is_empty = (
+        isinstance(state, dict)
+        and state.get("type") == "Sequence"
+        and len(state) == 2
+        and not any(value for name, value in state.items() if name != "type")
+    )
+    return None if is_empty else state
+
+
+def _added_tokens(post_processor: Any) -> list[str]:
+    """The special tokens that are put around a text."""
+    state = _state(post_processor) or {}
+    parts = state["processors"] if state.get("type") == "Sequence" else [state]
+    pieces = [piece for part in parts for piece in part.get("single") or ()]
+    named = [piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece]
+    return named + [part[key][0] for part in parts for key in ("cls", "sep") if key in part]
+
+
+def _split(tokenizer: Tokenizer, text: str) -> list[str]:
+    """The pieces that a model of tokens is given."""
+    normalizer, pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    text = text if normalizer is None else normalizer.normalize_str(text)
+    return [text] if pre_tokenizer is None else [piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)]
+
+
+def _decode(tokenizer: Tokenizer) -> str:
+    decoder = tokenizer.decoder
+    pieces = _split(tokenizer, PROSE)
+    return "".join(pieces) if decoder is None else decoder.decode(pieces)
