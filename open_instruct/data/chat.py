@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # Some templates write today's date; a run must not depend on the day it is started.
 _TEMPLATE_DAY = date(2024, 7, 26)
 _TEMPLATE_DATE = _TEMPLATE_DAY.strftime("%d %b %Y")
+_SYSTEM: Message = {"role": "system", "content": "."}
 _QUESTION: tuple[Message, ...] = ({"role": "user", "content": "?"},)
 _ANSWERED: tuple[Message, ...] = (*_QUESTION, {"role": "assistant", "content": "!"})
 
@@ -253,7 +254,7 @@ class ChatFormat:
             InputError: the tokenizer writes the template's end of a turn as something else than that token.
         """
         ends = {self.tokenizer.eos_token_id} if isinstance(self.tokenizer.eos_token_id, int) else set()
-        for turns in (_ANSWERED, ({"role": "system", "content": "."}, *_ANSWERED)):
+        for turns in (_ANSWERED, (_SYSTEM, *_ANSWERED)):
             with suppress(MalformedRow):  # some templates want a system turn
                 text = self._apply_answered(turns).rstrip()
                 if self.ends_turn(text):
@@ -272,7 +273,8 @@ class ChatFormat:
             raise InputError(
                 f"the tokenizer of {self.tokenizer.name_or_path} does not write the end of a turn, "
                 f"{text[-20:]!r}, as the one token that it is, so no reply would end: use the tokenizer.json of the "
-                "model's origin"
+                "model's origin",
+                kind="bad_model",
             )
         return token_ids[-1]
 

@@ -113,18 +113,26 @@ def choose_another() -> str:
 def check_syntax(what: str, text: str) -> None:
     """Check a template, unless it may have a tag of transformers' own.
 
-    :raises InputError: it does not compile; names the line.
+    :raises InputError: it does not compile, or writes at random; names the line.
     """
-    from jinja2 import Environment, TemplateSyntaxError
+    from jinja2 import Environment, TemplateSyntaxError, nodes
 
     if "generation" in text.replace("add_generation_prompt", ""):
         return
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
     try:
-        Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False).from_string(text)
+        environment.from_string(text)
+        parsed = environment.parse(text)
     except TemplateSyntaxError as error:
         raise InputError(f"{what}, line {error.lineno}: {error.message}", kind="bad_value") from error
     except Exception:
-        pass  # such as brackets too deep; what fails with real rows is reported with the row
+        return  # such as brackets too deep; what fails with real rows is reported with the row
+    for node in parsed.find_all((nodes.Filter, nodes.Name)):
+        name = getattr(node, "name", None)
+        if name in ("random", "lipsum"):
+            raise InputError(
+                f"{what}, line {node.lineno}: {name} writes another text each time; leave it out", kind="bad_value"
+            )
 
 
 def _check_tokens(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> None:

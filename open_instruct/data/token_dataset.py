@@ -26,7 +26,7 @@ from open_instruct.records import Document, Span
 log = logging.getLogger(__name__)
 
 # Part of the cache key: raise it when the code makes other arrays of the same rows, or reports them otherwise.
-CACHE_VERSION = 11
+CACHE_VERSION = 12
 # All metadata of a file is one JSON text: safetensors writes several entries in no fixed order, and equal arrays
 # should be equal bytes.
 _METADATA = "open_instruct"

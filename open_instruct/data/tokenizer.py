@@ -59,7 +59,8 @@ def load_tokenizer(
     if text != "ab":
         raise InputError(
             f"{flag}: the tokenizer of {name_or_path} does not keep a text as it is ('a' and 'b' end to end read "
-            f"{text!r}), so a prompt and its reply cannot be joined; use a byte-level tokenizer without a prefix space.",
+            f"{text!r}), so a prompt and its reply cannot be joined; use a byte-level tokenizer without a prefix "
+            "space.",
             kind="bad_model",
         )
     if white_space != WHITE_SPACE and squeezed(white_space) == squeezed(WHITE_SPACE):

@@ -53,7 +53,8 @@ def exported_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> 
     raise InputError(
         f"{folder}: beside model_type {model_fields.get('model_type')!r}, transformers 5 and vLLM open every tokenizer "
         f"as the class of that family, whatever tokenizer_config.json names: {problem}. What is learned with these ids "
-        "would be served with others; use the tokenizer of a model of that family"
+        "would be served with others; use the tokenizer of a model of that family",
+        kind="bad_model",
     )
 
 

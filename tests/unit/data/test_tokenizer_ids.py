@@ -1,0 +1,221 @@
+"""Token ids are those of the tokenizer.json, whatever class, settings or family stand beside it, or it is refused.
+
+The folders are small tokenizers of the kinds that people publish, each with another class in its tokenizer_config.json.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from open_instruct.data.chat import ChatFormat
+from open_instruct.data.chat_templates import ChatTemplate
+from open_instruct.data.tokenizer import load_tokenizer
+from open_instruct.data.tokenizer_class import copy_tokenizer, exported_tokenizer_config
+from open_instruct.errors import InputError
+from open_instruct.toys.tiny import SPLIT_AS_QWEN, built_in_corpus, train_tokenizer
+
+BOS, EOS, CALL = "<|begin|>", "<|end|>", "<|call|>"
+TEXT = f"{BOS}It's 1234567 o'clock,\n\n\tdef f(x):\n    return  x[10:]  # été, 漢字 👍🏽\n{EOS}"
+DIGITS = pre_tokenizers.Sequence(
+    [pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+)
+METASPACE = normalizers.Replace(" ", "▁")
+
+
+def train(pre_tokenizer: Any, *, normalizer: Any = None, byte_fallback: bool = False) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(byte_fallback=byte_fallback, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.decoder = (
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        if byte_fallback
+        else decoders.ByteLevel()
+    )
+    alphabet = [] if byte_fallback else pre_tokenizers.ByteLevel.alphabet()
+    hex_bytes = [f"<0x{byte:02X}>" for byte in range(256)] if byte_fallback else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=[BOS, EOS, *hex_bytes], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([*built_in_corpus(), "1234567 123 456"], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    return tokenizer
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte-level, as GPT-2's": lambda: train(pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "byte-level, three digits": lambda: train(DIGITS),
+    "byte-level, with NFC": lambda: train(DIGITS, normalizer=normalizers.NFC()),
+    "pieces with byte fallback": lambda: train(
+        pre_tokenizers.Split(" ", "merged_with_previous"), normalizer=METASPACE, byte_fallback=True
+    ),
+}
+CLASSES = (
+    *("LlamaTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer", "Qwen2TokenizerFast", "GPTNeoXTokenizerFast"),
+    *("GemmaTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend", "Unheard", None),
+)
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {kind: tmp_path_factory.mktemp("kind") for kind in KINDS}
+    for kind, folder in folders.items():
+        KINDS[kind]().save(str(folder / "tokenizer.json"))
+    return folders
+
+
+def write(folder: Path, settings: dict[str, Any], *, source: Path, family: str | None = "llama") -> Path:
+    """A folder with the tokenizer.json of another, these settings, and the config.json of a family."""
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS, "eos_token": EOS} | settings))
+    if family is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": family}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_those_of_the_file_whatever_class_is_named(kinds: dict[str, Path], kind: str, tmp_path: Path) -> None:
+    right = Tokenizer.from_file(str(kinds[kind] / "tokenizer.json")).encode(TEXT, add_special_tokens=False).ids
+    for number, name in enumerate(CLASSES):
+        settings = {"tokenizer_class": name} if name else {}
+        family = ("llama", "qwen2", "qwen3", "olmoe", None)[number % 5]
+        folder = write(tmp_path / str(number), settings, source=kinds[kind], family=family)
+        loaded = load_tokenizer(str(folder))
+        assert loaded(TEXT, add_special_tokens=False)["input_ids"] == right, name
+        assert loaded.backend_tokenizer.decode(right, skip_special_tokens=False) == TEXT
+        assert (loaded.bos_token_id, loaded.eos_token_id) == (0, 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmoe", "olmo2", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_exports_and_engines_have_the_ids_of_the_file(
+    kinds: dict[str, Path], kind: str, family: str, tmp_path: Path
+) -> None:
+    raw = Tokenizer.from_file(str(kinds[kind] / "tokenizer.json"))
+    for name in CLASSES:
+        folder = write(tmp_path / "source", {"tokenizer_class": name}, source=kinds[kind], family=family)
+        exported = exported_tokenizer_config(folder, {"model_type": family})
+        out = write(tmp_path / "out", exported, source=kinds[kind], family=family)
+        for each in (out, engine_folder(folder, tmp_path)):
+            reader = AutoTokenizer.from_pretrained(each)
+            assert reader(TEXT, add_special_tokens=False)["input_ids"] == raw.encode(TEXT, add_special_tokens=False).ids
+            assert reader("a b")["input_ids"] == raw.encode("a b").ids
+            assert reader.decode(raw.encode("a , b").ids[1:]) == "a , b"
+
+
+def engine_folder(folder: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "engine"
+    out.mkdir(exist_ok=True)
+    copy_tokenizer(folder, out)
+    return out
+
+
+def test_class_of_the_source_stays_where_it_gives_the_same_ids(tmp_path: Path) -> None:
+    train_tokenizer(built_in_corpus(), vocab_size=512, splits_as_qwen=True).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert exported_tokenizer_config(tmp_path, {"model_type": "qwen3"}) == settings
+
+
+def test_tokenizer_that_readers_replace_is_refused(kinds: dict[str, Path], tmp_path: Path) -> None:
+    (family,) = SPLIT_AS_QWEN
+    folder = write(tmp_path / "own", {}, source=kinds["byte-level, three digits"], family=family)
+    assert load_tokenizer(str(folder))
+    with pytest.raises(InputError, match=family) as refused:
+        exported_tokenizer_config(folder, {"model_type": family})
+    assert refused.value.kind == "bad_model"
+
+
+# --- special tokens, and what a file may say of them -----------------------------------------------------
+
+
+def change(folder: Path, file_name: str, **fields: Any) -> None:
+    path = folder / file_name
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(content | fields))
+
+
+def added(content: str, token_id: int) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": content, **flags, "special": True}
+
+
+@pytest.mark.parametrize(
+    ("file_name", "fields"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"650": added(CALL, 650)}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"1": {"content": BOS}}}),
+        ("added_tokens.json", {CALL: 650}),
+        ("added_tokens.json", {EOS: 0}),
+        ("tokenizer.json", {"added_tokens": [added(BOS, 0), added(EOS, 1), added(CALL, 9000)]}),
+        ("tokenizer.json", {"added_tokens": [added(BOS, 0), added(EOS, 5)]}),
+    ],
+)
+def test_id_that_a_file_gives_a_token_is_its_id_or_refused(
+    kinds: dict[str, Path], tmp_path: Path, file_name: str, fields: dict[str, Any]
+) -> None:
+    folder = write(tmp_path / "own", {}, source=kinds["byte-level, three digits"])
+    change(folder, file_name, **fields)
+    with pytest.raises(InputError, match=file_name) as refused:
+        load_tokenizer(str(folder))
+    assert refused.value.kind == "bad_model"
+
+
+def test_token_that_a_file_adds_under_the_next_id_is_read(kinds: dict[str, Path], tmp_path: Path) -> None:
+    folder = write(tmp_path / "own", {}, source=kinds["byte-level, three digits"])
+    size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    change(folder, "tokenizer_config.json", added_tokens_decoder={str(size): added(CALL, size) | {"id": None}})
+    decoder = {str(size): {name: value for name, value in added(CALL, size).items() if name != "id"}}
+    change(folder, "tokenizer_config.json", added_tokens_decoder=decoder)
+    assert load_tokenizer(str(folder))(CALL, add_special_tokens=False)["input_ids"] == [size]
+
+
+@pytest.mark.parametrize(
+    ("file_name", "fields", "named"),
+    [
+        ("tokenizer_config.json", {"split_special_tokens": True}, "split_special_tokens"),
+        ("tokenizer.json", {"model": {"dropout": 0.1}}, "dropout"),
+        ("tokenizer.json", {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, "white space"),
+        (
+            "tokenizer.json",
+            {"normalizer": {"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "}},
+            "white space",
+        ),
+        ("tokenizer.json", {"normalizer": {"type": "Prepend", "prepend": " "}}, "as it is"),
+    ],
+)
+def test_tokenizer_that_changes_a_text_is_refused(
+    kinds: dict[str, Path], tmp_path: Path, file_name: str, fields: dict[str, Any], named: str
+) -> None:
+    folder = write(tmp_path / "own", {}, source=kinds["byte-level, three digits"])
+    if "model" in fields:
+        fields = {"model": json.loads((folder / file_name).read_text())["model"] | fields["model"]}
+    change(folder, file_name, **fields)
+    with pytest.raises(InputError, match=named):
+        load_tokenizer(str(folder))
+
+
+def test_truncation_and_padding_of_an_earlier_call_are_forgotten(kinds: dict[str, Path], tmp_path: Path) -> None:
+    folder = write(tmp_path / "own", {}, source=kinds["byte-level, three digits"])
+    raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    right = raw.encode(TEXT * 3, add_special_tokens=False).ids
+    raw.enable_truncation(max_length=4)
+    raw.enable_padding(length=300)
+    raw.save(str(folder / "tokenizer.json"))
+    loaded = load_tokenizer(str(folder))
+    assert loaded.backend_tokenizer.encode(TEXT * 3, add_special_tokens=False).ids == right
+
+
+def test_end_of_a_turn_that_is_spelt_out_in_letters_is_refused(kinds: dict[str, Path], tmp_path: Path) -> None:
+    folder = write(tmp_path / "own", {}, source=kinds["byte-level, three digits"])
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.split_special_tokens = True
+    template = "{% for m in messages %}{{ m.role }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    with pytest.raises(InputError, match="the end of a turn"):
+        ChatFormat(tokenizer, ChatTemplate(name="own", text=template)).turn_end_token_ids()
