@@ -36,6 +36,7 @@ class Family:
         norms_from_zero: whether the weight of a norm is stored less one, and multiplied before rounding.
         turned_share: of a head, that RoPE turns if config.json has no `partial_rotary_factor`; None: always all.
         may_not_turn: whether config.json may have no RoPE (`rope_theta` null).
+        forces_tokenizer: whether transformers 5 opens every tokenizer beside the model as Qwen2Tokenizer.
         engine_needs: a package that vLLM's model of the family imports, and that vLLM does not bring along.
         default_head_dim: of a config.json that gives none; None: hidden_size / num_attention_heads.
         expert_size: the field of config.json that gives the width of an expert; None: every MLP is dense.
@@ -59,6 +60,7 @@ class Family:
     norms_from_zero: bool = False
     turned_share: float | None = None
     may_not_turn: bool = False
+    forces_tokenizer: bool = False
     engine_needs: str | None = None
     default_head_dim: int | None = None
     expert_size: str | None = None
@@ -96,7 +98,7 @@ OLMO2 = Family(name="OLMo 2", config_class="Olmo2Config", qk_norm="full", norm_a
 FAMILIES = {
     "olmo2": OLMO2,
     "olmo3": replace(OLMO2, name="OLMo 3", config_class="Olmo3Config", has_windows=True),
-    "qwen2": Family(name="Qwen 2.5", config_class="Qwen2Config", qk_norm="none", qkv_bias=True),
+    "qwen2": Family(name="Qwen 2.5", config_class="Qwen2Config", qk_norm="none", qkv_bias=True, forces_tokenizer=True),
     "qwen3": Family(name="Qwen 3", config_class="Qwen3Config", qk_norm="head", default_head_dim=128),
     "qwen3_moe": Family(
         name="Qwen 3 MoE", config_class="Qwen3MoeConfig", qk_norm="head", expert_size="moe_intermediate_size"

@@ -27,8 +27,7 @@ PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 SPECIAL_TOKENS = (PAD, BOS, EOS, *ROLE_TOKENS)
 NUM_BYTES = 256
-# Families beside which transformers 5 opens every tokenizer as Qwen2Tokenizer, and the words that it cuts a text into.
-SPLIT_AS_QWEN = ("qwen2",)
+# The words that Qwen2Tokenizer cuts a text into.
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -83,7 +82,7 @@ def write_tiny_model(
         )
     folder = _empty_folder(Path(out_dir))
     texts = built_in_corpus() if corpus is None else corpus
-    tokenizer = train_tokenizer(texts, vocab_size=vocab_size, splits_as_qwen=family in SPLIT_AS_QWEN)
+    tokenizer = train_tokenizer(texts, vocab_size=vocab_size, splits_as_qwen=FAMILIES[family].forces_tokenizer)
     config = tiny_config(family, SIZES[size], vocab_size=vocab_size, tie=tie)
     _write_weights(folder, config, seed=seed, dtype=dtype)
     tokenizer.save_pretrained(folder, save_jinja_files=False)  # the template goes into tokenizer_config.json

@@ -17,7 +17,8 @@ from open_instruct.data.chat_templates import ChatTemplate
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.data.tokenizer_class import copy_tokenizer, exported_tokenizer_config
 from open_instruct.errors import InputError
-from open_instruct.toys.tiny import SPLIT_AS_QWEN, built_in_corpus, train_tokenizer
+from open_instruct.families import FAMILIES
+from open_instruct.toys.tiny import built_in_corpus, train_tokenizer
 
 BOS, EOS, CALL = "<|begin|>", "<|end|>", "<|call|>"
 TEXT = f"{BOS}It's 1234567 o'clock,\n\n\tdef f(x):\n    return  x[10:]  # été, 漢字 👍🏽\n{EOS}"
@@ -124,7 +125,7 @@ def test_class_of_the_source_stays_where_it_gives_the_same_ids(tmp_path: Path) -
 
 
 def test_tokenizer_that_readers_replace_is_refused(kinds: dict[str, Path], tmp_path: Path) -> None:
-    (family,) = SPLIT_AS_QWEN
+    (family,) = (name for name, each in FAMILIES.items() if each.forces_tokenizer)
     folder = write(tmp_path / "own", {}, source=kinds["byte-level, three digits"], family=family)
     assert load_tokenizer(str(folder))
     with pytest.raises(InputError, match=family) as refused:
