@@ -135,6 +135,10 @@ class PolicyTrainerOLMoCoreProcess:
         """Learn from the completions of one step; returns its metrics, the same on every rank."""
         return self.learner.step(work)
 
+    def compare_with_engine(self, work: RankStep) -> dict[str, float]:
+        """How far the policy's log-probs of `work` are from the engine's; nothing is learned."""
+        return self.learner.compare_with_engine(work)
+
     def resume(self) -> tuple[dict[str, Any] | None, list[str]]:
         """Stand where the newest whole checkpoint stands.
 

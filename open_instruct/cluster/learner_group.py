@@ -35,6 +35,9 @@ class LearnerProcess(Protocol):
     def step(self, work: RankStep) -> dict[str, float]:
         """Learn from the completions of one step; returns its metrics, the same on every rank."""
 
+    def compare_with_engine(self, work: RankStep) -> dict[str, float]:
+        """How far the policy's log-probs of `work` are from the engine's; nothing is learned."""
+
     def resume(self) -> tuple[dict[str, Any] | None, list[str]]:
         """Load the newest complete checkpoint, if there is one.
 

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.training import backend_named
 from open_instruct.learner.critic import Critic
 from open_instruct.learner.loop import Before, Loop
-from open_instruct.learner.policy import Policy
+from open_instruct.learner.policy import OLD_TOKENS, Policy
 from open_instruct.learner.reference import Reference, build_reference, build_teacher, open_beside
 from open_instruct.objectives.policy_gradient import GRPO
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
@@ -77,6 +79,25 @@ class GRPOLearner:
         # Sending the weights comes next and would wait for the optimizer; waiting here counts its time as training.
         self.loop.wait_for_device()
         return row
+
+    def compare_with_engine(self, work: RankStep) -> dict[str, float]:
+        """How far this policy's log-probs of `work` are from the engine's, in nats; nothing is learned.
+
+        Returns the mean and the maximum over the sampled tokens of this data-parallel rank.
+        """
+        updates = rollout_minibatches(work, pad_to_multiple_of=self.run.layout.model_parallel_degree)
+        scored = self.policy.add_logprobs({OLD_TOKENS: self.policy.computing_model}, updates)
+        differences_N = torch.cat(
+            [
+                (batch.values[OLD_TOKENS].cpu() - batch.values["engine_logprobs_N"].cpu()).abs()
+                for update in scored
+                for batch in update.microbatches
+            ]
+        )
+        return {
+            "logprob_diff/probe_mean": differences_N.mean().item(),
+            "logprob_diff/probe_max": differences_N.max().item(),
+        }
 
     def save(self, drivers_state: dict[str, Any], *, waits: bool = True) -> None:
         """Write a checkpoint of this step, with `drivers_state`, an object of JSON.

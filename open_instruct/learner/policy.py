@@ -93,15 +93,15 @@ class Policy:
         models = {} if self.teacher is None else {TEACHER_TOKENS: self.teacher}
         if len(updates) * num_epochs > 1:
             models[OLD_TOKENS] = self.computing_model
-        updates = self._scored_by(models, updates)
+        updates = self.add_logprobs(models, updates)
         reference = self.backend.reference
         if reference is None:
             return updates
         with reference.in_place():
-            return self._scored_by({REFERENCE_TOKENS: reference.model}, updates)
+            return self.add_logprobs({REFERENCE_TOKENS: reference.model}, updates)
 
     @torch.no_grad()
-    def _scored_by(self, models: Mapping[str, Transformer], updates: Sequence[StepBatch]) -> tuple[StepBatch, ...]:
+    def add_logprobs(self, models: Mapping[str, Transformer], updates: Sequence[StepBatch]) -> tuple[StepBatch, ...]:
         """The updates with the log-probs of each of `models` added as values; the keys are the values' names."""
         if not models:
             return tuple(updates)

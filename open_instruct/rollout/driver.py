@@ -14,11 +14,13 @@ from open_instruct.cluster.learner_group import LearnerMethod, LearnerProcess, P
 from open_instruct.errors import InputError, RunError
 from open_instruct.packing.rollouts import RankStep
 from open_instruct.parallel.peers import activity
+from open_instruct.records import RolloutGroup
+from open_instruct.rollout.agreement import AgreementWatch, build_probe, plan_probe
 from open_instruct.rollout.checked_run import RolloutRun
 from open_instruct.rollout.evaluation import evaluate
 from open_instruct.rollout.fleet import Fleet
 from open_instruct.rollout.samples import work_of_ranks
-from open_instruct.rollout.step_checks import SignalWatch, check_agreement, refuse_failed_verdicts
+from open_instruct.rollout.step_checks import SignalWatch, refuse_failed_verdicts
 from open_instruct.rollout.traces import Traces
 from open_instruct.rollout.view import FleetView
 from open_instruct.run.alarms import slowest
@@ -26,16 +28,6 @@ from open_instruct.run.cadence import cadence_of, noting_signals, stopped_by
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.verifiers.judge import JUDGE_COSTS
 
-# The metrics of a step without anything to learn from.
-NOTHING_LEARNED = {
-    "clip_fraction": 0.0,
-    "kl": 0.0,
-    "logprob_diff/max": 0.0,
-    "logprob_diff/mean": 0.0,
-    "lr": 0.0,
-    "rho/max": 1.0,
-    "rho/mean": 1.0,
-}
 # The one hook of OLMo-core's callbacks that a GRPO run calls: its learners are processes of their own.
 CALLED = "log_metrics"
 
@@ -58,7 +50,7 @@ class Driver:
         self.step = 0
         self.num_restarts = 0
         self.num_tokens = 0
-        self._agrees = False
+        self.agreement = AgreementWatch(config)
 
     def fit(self) -> int:
         """Take every remaining step and export the model. Returns the exit code.
@@ -115,8 +107,9 @@ class Driver:
         for warning in self.signal_watch.after_step(asked, num_samples=len(rollouts.samples)):
             self.console.warn(warning)
         self.traces.add(step, batch, rollouts)
-        row = {"step": step, "time/generate": time.monotonic() - began_s} | NOTHING_LEARNED
+        row = {"step": step, "time/generate": time.monotonic() - began_s}
         row |= self._learn_and_publish(work) | rollouts.metrics
+        self._check_agreement(row, asked)
         if self.cadence.evaluates_after(step):
             row |= self._evaluate()
         if self.cadence.compares_speed_after(step) and not self.fleet.engines_share_cores:
@@ -133,21 +126,39 @@ class Driver:
     def _learn_and_publish(self, work: Sequence[RankStep]) -> dict[str, float]:
         """Take the step on `work`, by data-parallel rank, and bring its weights to the engines; returns its metrics."""
         began_s = time.monotonic()
-        layout = self.run.layout
-        per_rank = [work[rank // layout.model_parallel_degree] for rank in range(layout.world_size)]
         with self.fleet.publisher.learners_at_work():
             with self.view.phase("training"):
-                call = self.fleet.learners.start_each(LearnerProcess.step, per_rank)
+                call = self.fleet.learners.start_each(LearnerProcess.step, self._by_rank(work))
                 learned = call.result(self.config.fleet.step_timeout_s)[0]
             train_time_s = time.monotonic() - began_s
             self.step += 1
             with self.view.phase("sending weights"):
                 sync_time_s = self.fleet.publisher.publish(self.step)
-        if not self._agrees:
-            self._agrees = check_agreement(learned, self.config)
         self.conductor.weights_published(self.step)
         self.num_tokens += work[0].num_tokens_global
         return learned | {"num_tokens": self.num_tokens, "time/train": train_time_s, "time/sync": sync_time_s}
+
+    def _by_rank(self, work: Sequence[RankStep]) -> list[RankStep]:
+        """The work of every learner; those of one data-parallel rank share theirs."""
+        layout = self.run.layout
+        return [work[rank // layout.model_parallel_degree] for rank in range(layout.world_size)]
+
+    def _check_agreement(self, row: dict[str, float], asked: Sequence[RolloutGroup]) -> None:
+        """Hold the engines' log-probs against the learners'; a probe of a sync adds what it measured to `row`."""
+        if self.agreement.needs_probe(self.step, row) and asked:
+            row |= self._probe_sync(asked[0].prompt.token_ids)
+        if (warning := self.agreement.check(self.step, row)) is not None:
+            self.console.warn(warning)
+
+    def _probe_sync(self, prompt_token_ids: tuple[int, ...]) -> dict[str, float]:
+        """How far apart engines and learners are on a few tokens that were sampled after the last sync."""
+        request = build_probe(prompt_token_ids, step=self.step, config=self.config)
+        with self.view.phase("comparing log-probs"):
+            answer = self.fleet.engines.submit(request)
+            work = plan_probe(request, answer, config=self.config, num_ranks=self.run.layout.data_parallel_world_size)
+            with self.fleet.publisher.learners_at_work():
+                call = self.fleet.learners.start_each(LearnerProcess.compare_with_engine, self._by_rank(work))
+                return call.result(self.config.fleet.step_timeout_s)[0]
 
     def _evaluate(self) -> dict[str, float]:
         """Answer the held-out prompts with the weights that the engines have."""

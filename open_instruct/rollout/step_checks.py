@@ -1,7 +1,7 @@
 """What steps say of their run: warnings where they have no learning signal, and its end where none can be right."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from open_instruct.config.grpo import GRPOConfig
@@ -15,9 +15,6 @@ MAX_SILENT_STEPS = 5
 # The share of completions, over that many steps, that may be cut without a warning.
 MOST_CUT = 0.5
 LONGER = "Raise it, or start from a model that has learned to end its answers (open-instruct sft)"
-# Both hold the very same weights then. In float32 only the order of additions differs; in bfloat16 rounding does.
-MAX_DIFFERENCE = {"float32": 1e-2, "bfloat16": 1.0}
-MAX_MEAN_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 class SignalWatch:
@@ -77,31 +74,6 @@ def refuse_failed_verdicts(groups: Sequence[RolloutGroup]) -> None:
             f"{verdicts[0].problems[0]}. Its traceback, where it has one, is above and in run.log. Mend the verifier "
             "or environment (or raise its time-out, where it needs longer) and give the same command again"
         )
-
-
-def check_agreement(metrics: Mapping[str, float], config: GRPOConfig) -> bool:
-    """Compare the log-probs of the first step's tokens, which both sides took with the same weights.
-
-    Returns:
-        Whether there was something to compare: tokens of a step that had a learning signal.
-
-    Raises:
-        RunError: they differ by more than rounding explains: temperature, template, weights or positions disagree.
-    """
-    dtype = "float32" if config.model.param_dtype == config.engine_dtype == "float32" else "bfloat16"
-    if "logprob_diff/max" not in metrics:
-        return False
-    largest = metrics["logprob_diff/max"]
-    mean = metrics["logprob_diff/mean"]
-    if largest <= MAX_DIFFERENCE[dtype] or mean <= MAX_MEAN_DIFFERENCE[dtype]:  # neither holds for NaN
-        return True
-    raise RunError(
-        f"engines and learners disagree on the log-probs of the first step's tokens by {mean:.2g} on average and "
-        f"{largest:.2g} at most, although both hold the same weights: training on them would be off-policy from the "
-        "start. Is --tokenizer_name_or_path of another model? If not, give the command again with --vllm_runner v1 (on "
-        "a GPU v2, if it was v1): where that agrees, keep it, as vLLM's other runner gives log-probs that it does not "
-        "sample from. If neither agrees, this is a defect: please report the model and the command"
-    )
 
 
 def _reason(groups: Sequence[RolloutGroup], config: GRPOConfig) -> str:

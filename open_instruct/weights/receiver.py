@@ -18,6 +18,7 @@ from open_instruct.weights.changes import Mirror, bucket_of_changes, manifest_of
 from open_instruct.weights.folder import FolderWeights
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.progress import SyncProgress, learner_name, receiver_name, receivers_of
+from open_instruct.weights.tied_heads import pack_tied_heads, require_tied_heads
 from open_instruct.weights.way import CPU, wait_for_device
 from open_instruct.weights.ways import FOLDER, ON_DEVICE, WAYS
 
@@ -187,6 +188,7 @@ class WeightReceiver:
         """Join the learners' channel; `info["receiver_index"]` is the index of the engine."""
         workers_per_engine = self.vllm_config.parallel_config.world_size
         index = info["receiver_index"] * workers_per_engine + self.rank
+        require_tied_heads(self.model_runner.get_model(), hf_config=self.vllm_config.model_config.hf_text_config)
         before = getattr(self, "incoming_weights", None)
         self.incoming_weights = incoming_of(info, index=index, device=self.device, before=before)
 
@@ -239,8 +241,11 @@ class WeightReceiver:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            if self.device.type == "cpu":
+                pack_tied_heads(model)
         self.is_update_begun = False
 
 

@@ -193,7 +193,7 @@ def test_a_frozen_model_chooses_its_own_experts_and_the_policy_before_the_step_d
         Batch(packed=replace(packed_of(), routes_TR=told), row_ids=()) for told in (None, other_experts(14))
     )
     step = StepBatch(microbatches=(plain, replayed), counts={})
-    (scored,) = policy._scored_by({OLD_TOKENS: model, REFERENCE_TOKENS: model}, [step])
+    (scored,) = policy.add_logprobs({OLD_TOKENS: model, REFERENCE_TOKENS: model}, [step])
     of_plain, of_replayed = (batch.values for batch in scored.microbatches)
     assert torch.equal(of_plain[REFERENCE_TOKENS], of_replayed[REFERENCE_TOKENS])
     assert not torch.allclose(of_plain[OLD_TOKENS], of_replayed[OLD_TOKENS])
