@@ -188,7 +188,8 @@ class WeightReceiver:
         """Join the learners' channel; `info["receiver_index"]` is the index of the engine."""
         workers_per_engine = self.vllm_config.parallel_config.world_size
         index = info["receiver_index"] * workers_per_engine + self.rank
-        require_tied_heads(self.model_runner.get_model(), hf_config=self.vllm_config.model_config.hf_text_config)
+        if not getattr(self, "is_update_begun", False):  # else its layers are still taken apart
+            require_tied_heads(self.model_runner.get_model(), hf_config=self.vllm_config.model_config.hf_text_config)
         before = getattr(self, "incoming_weights", None)
         self.incoming_weights = incoming_of(info, index=index, device=self.device, before=before)
 
