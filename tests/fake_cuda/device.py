@@ -115,9 +115,24 @@ class Stream:
         return self
 
 
-def pretend_cuda() -> None:
-    """Let `torch.cuda` speak of a device: it has streams, memory of which little is used, and the name of an H100."""
+def _import_libraries() -> None:
+    """They stay: looking for garbage in them takes a tenth of the time, and to trace their import half a minute."""
     gc.disable()
+    import olmo_core.train.train_module  # noqa: F401
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import torchao  # noqa: F401
+    gc.freeze()
+    gc.enable()
+
+
+def pretend_cuda() -> None:
+    """Let `torch.cuda` speak of a device: it has streams, memory of which little is used, and the name of an H100.
+
+    Before that come the libraries, some of which ask the driver about a device while they are imported.
+    """
+    _import_libraries()
     import torch
 
     stream = Stream()
@@ -160,12 +175,6 @@ def pretend_cuda() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.accelerator.current_stream = always(stream)
     torch.accelerator.synchronize = lambda device=None: WAITS.note("torch.accelerator.synchronize()")  # type: ignore
-    # Libraries stay: looking for garbage in them takes a tenth of the time, and to trace their import half a minute.
-    import olmo_core.train.train_module  # noqa: F401
-    import transformers.models.auto.modeling_auto  # noqa: F401
-
-    gc.freeze()
-    gc.enable()
 
 
 def pretended_gpu() -> Any:
