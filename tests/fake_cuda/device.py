@@ -1,7 +1,8 @@
 """A CUDA device that is not there: its tensors have shapes, dtypes and a device, but no values.
 
-Under a CPU build of torch, `load_hooks`, in a process of its own and before torch is imported; then `pretend_cuda`;
-then everything inside `PretendedGPU` runs as on a GPU, and what would make the host wait for the device is noted.
+In a process of its own, on any build of torch and without a driver: `load_hooks`, before torch is imported; then
+`pretend_cuda`; then everything inside `PretendedGPU` runs as on a GPU, and what would make the host wait for the
+device is noted.
 """
 
 from __future__ import annotations
