@@ -42,18 +42,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("extended"):
-            item.add_marker("slow")
     _begin_with_slow_files(items)
     _skip_gpu_tests(items)
 
 
 def _begin_with_slow_files(items: list[pytest.Item]) -> None:
     """So that no worker has one left when the others have ended."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    marks = ("slow", "extended")
+    slow = {item.path for item in items if any(map(item.get_closest_marker, marks))}
     items.sort(key=lambda item: item.path not in slow)
 
 

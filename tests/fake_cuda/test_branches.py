@@ -91,13 +91,13 @@ def found() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_a_branch_comes_to_what_it_should(name: str, found: dict[str, Any]) -> None:
+def test_branch_comes_to_what_it_should(name: str, found: dict[str, Any]) -> None:
     result = found["results"][name]
     assert not isinstance(result, dict) or "error" not in result, result["error"]
     assert result == FOUND[name]
 
 
-def test_a_run_starts_on_its_gpu(found: dict[str, Any]) -> None:
+def test_run_starts_on_its_gpu(found: dict[str, Any]) -> None:
     started = found["results"]["process"]
     assert "error" not in started, started["error"]
     assert (started["backends"], started["device"], started["num_to_start"]) == (["cpu:gloo,cuda:nccl"], "cuda:0", 8)
@@ -105,7 +105,7 @@ def test_a_run_starts_on_its_gpu(found: dict[str, Any]) -> None:
     assert "on cuda" in started["said"] and "80.0 GiB" in started["said"], started["said"]
 
 
-def test_a_driver_plans_its_learners_for_gpus(found: dict[str, Any]) -> None:
+def test_driver_plans_its_learners_for_gpus(found: dict[str, Any]) -> None:
     decided = found["results"]["driver"]
     assert "error" not in decided, decided["error"]
     assert decided["ways"] == ["ipc", "nccl", "nccl"]
@@ -130,6 +130,6 @@ def is_elsewhere(name: str, line: int) -> bool:
 
 
 @pytest.mark.parametrize("place", ELSEWHERE)
-def test_what_is_said_to_be_tested_elsewhere_is(place: str) -> None:
+def test_branch_that_is_left_to_another_test_is_tested_there(place: str) -> None:
     test, words = ELSEWHERE[place]
     assert words in (REPOSITORY / test).read_text()

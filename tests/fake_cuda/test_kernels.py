@@ -35,7 +35,7 @@ def _compiled(names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_becomes_kernels_of_the_gpu(name: str, results: dict[str, Any]) -> None:
+def test_step_becomes_kernels_of_the_gpu(name: str, results: dict[str, Any]) -> None:
     found = results[name]
     assert "error" not in found, found["error"]
     by_name: dict[str, list[dict[str, Any]]] = {}

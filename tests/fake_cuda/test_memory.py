@@ -34,7 +34,7 @@ def _compared(names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_plan_is_what_a_step_holds(name: str, results: dict[str, Any]) -> None:
+def test_plan_is_what_a_step_holds(name: str, results: dict[str, Any]) -> None:
     found = results[name]
     assert "error" not in found, found["error"]
     planned, traced = found["planned"], found["traced"]

@@ -54,12 +54,12 @@ def races(results: dict[str, Any], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", IN_ORDER)
-def test_what_is_shared_is_waited_for(name: str, results: dict[str, Any]) -> None:
+def test_shared_tensor_is_waited_for(name: str, results: dict[str, Any]) -> None:
     assert races(results, name) == []
     assert results[name]["num_accesses"] >= IN_ORDER[name]
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_wait_that_is_missing_is_found(name: str, results: dict[str, Any]) -> None:
+def test_wait_that_is_missing_is_found(name: str, results: dict[str, Any]) -> None:
     first, then = PLANTED[name].split("*")
     assert any(first in race and then in race for race in races(results, name)), races(results, name)[:3]

@@ -60,13 +60,13 @@ def found(results: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, 
 of_each_case = pytest.mark.parametrize("found", CASES, indirect=True)
 
 
-def test_what_makes_the_host_wait_is_noted(results: dict[str, Any]) -> None:
+def test_call_that_makes_the_host_wait_is_noted(results: dict[str, Any]) -> None:
     noted = results["waits noted"]
     assert [words for words, waits in noted.items() if not waits] == [words for words in noted if "free" in words]
 
 
 @of_each_case
-def test_the_host_waits_as_often_as_is_said(found: dict[str, Any]) -> None:
+def test_host_waits_as_often_as_is_said(found: dict[str, Any]) -> None:
     waits = sorted(f"{where} (x{times})" for where, times in found["waits"].items())
     number, said = sum(found["waits"].values()), HOST_WAITS.get(found["name"], 1)
     assert number == said, f"{number} waits for the device in a step, not {said}:\n" + "\n".join(waits)
@@ -97,7 +97,7 @@ def test_tensors_are_what_they_should_be(found: dict[str, Any]) -> None:
 
 
 @of_each_case
-def test_a_checkpoint_lists_what_is_there_and_leaves_it_on_the_device(found: dict[str, Any]) -> None:
+def test_checkpoint_lists_what_is_there_and_leaves_it_on_the_device(found: dict[str, Any]) -> None:
     kind = "FakeTensor" if found["name"] in ON_ONE_DEVICE else "DTensor"
     # The one takes no step, and DeepSpeed's are listed by their ranges.
     has_state = found["name"] != "reference_logprobs" and not found["name"].startswith("zero_")

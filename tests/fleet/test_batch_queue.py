@@ -79,19 +79,19 @@ def test_settling_leaves_nothing_in_flight_and_loses_no_token(said: dict[str, An
     assert {len(each) for each in changes} == {1, 2, 3}
 
 
-def test_a_preempted_request_keeps_its_token_in_flight(said: dict[str, Any]) -> None:
+def test_preempted_request_keeps_its_token_in_flight(said: dict[str, Any]) -> None:
     """Where the cache is full; and it goes on from all of its tokens, in a slot of its own."""
     assert said["settled seen"]["preempted in flight"] > 0
     assert said["slots left"] == [0, 8]
 
 
-def test_a_token_in_flight_is_dropped_where_an_update_does_not_wait(said: dict[str, Any]) -> None:
+def test_token_in_flight_is_dropped_where_an_update_does_not_wait(said: dict[str, Any]) -> None:
     """vLLM's own guard behind ours: it is drawn again, of the new weights, and called so."""
     assert said["unsettled seen"]["updated in flight"] > 0
     assert [fault for round_ in said["unsettled"] for fault in faults(round_)] == []
 
 
-def test_a_wrong_version_would_be_seen(said: dict[str, Any]) -> None:
+def test_wrong_version_would_be_seen(said: dict[str, Any]) -> None:
     assert any("of version" in fault for fault in faults(said["mislabelled"]))
 
 
@@ -105,7 +105,7 @@ def test_requests_of_several_versions_name_one_adapter(said: dict[str, Any]) -> 
     assert said["names of an adapter"] == 3
 
 
-def test_the_second_runner_answers_after_the_temperature(said: dict[str, Any]) -> None:
+def test_second_runner_answers_after_the_temperature(said: dict[str, Any]) -> None:
     """All engines here have been started, and so were asked; one without is refused, with the flag."""
     assert "at temperature 1 and by 0.45 at temperature 2" in said["raw"] and "--vllm_runner v1" in said["raw"]
 

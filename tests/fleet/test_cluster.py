@@ -134,20 +134,20 @@ class TestSimulatedNodes:
         assert all(learner["gpus_per_node"] == [1, 2] for learner in learners)
         assert report["sums"] == [3, 3, 3]
 
-    def test_a_learner_sees_the_gpus_of_its_node_and_finds_its_own(self, report: dict[str, Any]) -> None:
+    def test_learner_sees_the_gpus_of_its_node_and_finds_its_own(self, report: dict[str, Any]) -> None:
         for learner in report["learners"]:
             seen = learner["seen_gpus"].split(",")
             assert len(set(seen)) == (1 if learner["rank"] == 0 else 2)
             assert [seen[learner["local_rank"]]] == learner["own_gpus"]
 
-    def test_what_never_fits_is_said_in_the_end(self, report: dict[str, Any]) -> None:
+    def test_shape_that_never_fits_is_refused_after_the_timeout(self, report: dict[str, Any]) -> None:
         assert (
             "asked: 2 nodes of 3 GPUs for learners, and 1 engine of 1 GPU; the cluster has nodes of 1 and 3 "
             "GPUs, of which" in report["refusal"]
         )
         assert "--cluster_timeout_s" in report["refusal"]
 
-    def test_a_joined_cluster_is_left_running_and_its_places_free(self, report: dict[str, Any]) -> None:
+    def test_joined_cluster_is_left_running_and_its_places_free(self, report: dict[str, Any]) -> None:
         assert [words for words in report["said"] if words.startswith("joined Ray at 127.0.0.1:")] == (
             [report["said"][0]] * 3
         )
@@ -162,17 +162,17 @@ class TestRefusals:
             ("here", "takes 'auto', or HOST:PORT"),
         ],
     )
-    def test_an_address_without_a_cluster(self, address: str, message: str) -> None:
+    def test_address_without_a_cluster_is_refused(self, address: str, message: str) -> None:
         refuse(address, message)
 
-    def test_a_listener_that_never_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_listener_that_never_answers_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ray_cluster.CONNECT_TIMEOUT_S <= 10
         monkeypatch.setattr(ray_cluster, "CONNECT_TIMEOUT_S", 0.5)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             refuse(address, rf"^--ray_address {address}: nothing answers there \(timed out\); start .* leave the flag")
 
-    def test_a_server_of_something_else(self) -> None:
+    def test_server_that_is_no_ray_is_refused(self) -> None:
         with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
             threading.Thread(target=server.serve_forever).start()
             address = f"127.0.0.1:{server.server_port}"
@@ -181,7 +181,7 @@ class TestRefusals:
             finally:
                 server.shutdown()
 
-    def test_a_ray_that_does_not_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_ray_that_does_not_start_ends_with_its_last_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What Ray says last, and what to do."""
         monkeypatch.setattr(ray_cluster, "_object_store_bytes", lambda: 1)
         words = r"^the local Ray did not start: ValueError: .* Give the same command again, .* --ray_address auto$"
@@ -262,7 +262,7 @@ class TestALocalRay:
         programs_folder = tmp_path_factory.mktemp("programs")  # a script's own one is on the path of Ray's actors
         return run(TWO_RUNS, environment=environment, cwd=folder, tmp_path=programs_folder)
 
-    def test_it_listens_to_this_machine_only(self, report: dict[str, Any]) -> None:
+    def test_local_ray_listens_to_this_machine_only(self, report: dict[str, Any]) -> None:
         assert {"gcs_server", "raylet", "ray::DashboardAgent"} <= set(report["programs"])
         assert set(report["listening"]) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
@@ -276,7 +276,7 @@ class TestALocalRay:
         """Beside three busy processes a niced learner and engine took 16 times as long to start."""
         assert len(set(report["niceness"])) == 1
 
-    def test_a_run_has_a_token_in_a_folder_of_its_own(self, report: dict[str, Any], home: Path) -> None:
+    def test_run_has_a_token_in_a_folder_of_its_own(self, report: dict[str, Any], home: Path) -> None:
         """Nothing is read from HOME, where a token for other clusters may be, or written there."""
         assert report["modes"] == [0o600, 0o700]
         assert report["tokens"] == [[True, True]] * 2
@@ -296,7 +296,7 @@ class TestWhoMayTalkToRay:
         ],
         ids=["no token", "mode alone", "another token", "no file"],
     )
-    def test_a_joined_cluster_wants_its_token(
+    def test_joined_cluster_wants_its_token(
         self, simulated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], said: str
     ) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))

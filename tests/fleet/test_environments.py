@@ -1,10 +1,15 @@
-"""Whole runs of GRPO in an environment: learners, a vLLM engine, and episodes of four turns between them."""
+"""Whole runs of GRPO in an environment: learners, a vLLM engine, and episodes of four turns between them.
+
+One run has adapters, a critic and two learners, too: what each of them promises holds of all at once.
+"""
 
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from open_instruct.records import RolloutGroup
@@ -13,7 +18,17 @@ from tests.fleet.four_turns import NUM_TURNS
 from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, assert_no_process_left, write_prompts
 from tests.ranks.shallow import write_shallow_model
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.slow
+
+ADAPTERS: dict[str, Any] = {"use_lora": "true", "learning_rate": "5e-3", "beta": 0.05}
+# Advantages of groups of one.
+CRITIC: dict[str, Any] = {
+    "advantages": "gae",
+    "critic_learning_rate": "1e-3",
+    "critic_warmup_steps": 1,
+    "num_unique_prompts_rollout": 8,
+    "num_samples_per_prompt_rollout": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,24 +51,41 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> GRPOCase:
 
 @pytest.fixture(scope="module")
 def undisturbed(base: GRPOCase) -> GRPOCase:
-    base.run()
-    return base
+    case = replace(base, flags=base.flags | ADAPTERS | CRITIC | {"num_learners_per_node": 2})
+    assert f"the critic is in {case.output_dir / 'critic'}" in case.run()
+    return case
 
 
 def groups(case: GRPOCase) -> list[list[RolloutGroup]]:
     return [read_traces(case.output_dir, step) for step in range(1, NUM_STEPS + 1)]
 
 
-def test_learner_and_engine_agree_over_all_turns_and_syncs(undisturbed: GRPOCase) -> None:
+def test_learners_and_engine_agree_over_all_turns_and_syncs(undisturbed: GRPOCase) -> None:
     rows = undisturbed.rows()
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     for row in rows:
         assert row["episodes/turns"] == NUM_TURNS and row["episodes/done"] == 1.0
-        assert row["logprob_diff/max"] < 1e-4  # engine's log-probs of sampled tokens, against the learner's
+    for row in rows[1:]:
+        assert row["logprob_diff/max"] < 1e-4  # engine's log-probs of sampled tokens, against the learners'
         assert row["grad_norm"] > 0
+    assert "policy_loss" not in rows[0] and rows[-1]["kl"] > 1e-5  # at first the critic learns alone
 
 
-def test_what_is_learned_is_what_was_sampled(undisturbed: GRPOCase) -> None:
+def test_critic_learns_beside_the_policy(undisturbed: GRPOCase) -> None:
+    assert all(row["critic/grad_norm"] > 0 for row in undisturbed.rows())
+    assert "score.weight" in load_file(undisturbed.output_dir / "critic" / "model.safetensors")
+
+
+def test_adapter_and_merged_model_are_left(undisturbed: GRPOCase) -> None:
+    adapter = load_file(undisturbed.output_dir / "adapter" / "adapter_model.safetensors")
+    assert any(values.any() for name, values in adapter.items() if "lora_B" in name)
+    before = load_file(undisturbed.model / "model.safetensors")
+    after = load_file(undisturbed.output_dir / "hf_model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert any(not values.equal(before[name]) for name, values in after.items())
+
+
+def test_learned_tokens_are_those_that_were_sampled(undisturbed: GRPOCase) -> None:
     tokenizer = AutoTokenizer.from_pretrained(undisturbed.model)
     header = tokenizer.convert_tokens_to_ids("<|assistant|>")
     for step, batch in enumerate(groups(undisturbed), start=1):
@@ -71,7 +103,8 @@ def test_what_is_learned_is_what_was_sampled(undisturbed: GRPOCase) -> None:
         assert any(learned)
 
 
-def test_a_killed_driver_takes_all_with_it_and_the_run_goes_on_with_the_same_episodes(
+@pytest.mark.extended
+def test_killed_driver_takes_all_with_it_and_the_run_goes_on_with_the_same_episodes(
     undisturbed: GRPOCase, tmp_path: Path
 ) -> None:
     case = replace(undisturbed, output_dir=tmp_path / "out")
@@ -82,12 +115,13 @@ def test_a_killed_driver_takes_all_with_it_and_the_run_goes_on_with_the_same_epi
     assert "resuming after step" in case.run()
     for ours, theirs in zip(groups(case), groups(undisturbed), strict=True):
         assert ours == theirs
-    names = ("reward", "loss", "grad_norm", "num_tokens", "episodes/turns")
-    assert [[row[name] for name in names] for row in case.rows()] == [
-        [row[name] for name in names] for row in undisturbed.rows()
+    names = ("reward", "loss", "grad_norm", "critic/loss", "critic/grad_norm", "num_tokens", "episodes/turns")
+    assert [[row.get(name) for name in names] for row in case.rows()] == [
+        [row.get(name) for name in names] for row in undisturbed.rows()
     ]
 
 
+@pytest.mark.extended
 def test_two_runs_that_are_ahead_of_their_learners_are_the_same(base: GRPOCase, tmp_path: Path) -> None:
     """Weights that stay are published at a moment of wall clock, in the middle of episodes. They change nothing."""
     still = {**base.flags, "async_steps": 2, "learning_rate": 1e-46, "checkpointing_steps": 100}  # 0 in float32

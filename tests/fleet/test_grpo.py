@@ -8,9 +8,9 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,9 +19,22 @@ import torch
 from safetensors.torch import load_file
 
 from open_instruct.rollout.traces import read_traces
+from open_instruct.run import export_command
 from tests.fleet import dying_run
-from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, Process, assert_nothing_left, finished, marked
+from tests.fleet.grpo_case import (
+    NUM_PROMPTS_PER_STEP,
+    NUM_SAMPLES_PER_PROMPT,
+    TIMEOUT_S,
+    GRPOCase,
+    Process,
+    assert_no_process_left,
+    assert_nothing_left,
+    finished,
+    marked,
+    when_logged,
+)
 from tests.ranks import programs
+from tests.ranks.objective_case import assert_opens_whole
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -32,6 +45,13 @@ EVERY_STEP = {
     *("logprob_diff/mean", "logprob_diff/max", "staleness/mean", "sequence_length/mean", "truncated_fraction"),
     *("zero_std_fraction", "num_tokens", "time/generate", "time/train", "time/sync", "time/step"),
 }
+# So many that one can lose an engine, a learner and the driver one after the other.
+STEPS = range(1, 8)
+LAST_STEP_OF_THE_DRIVER = 5
+UNDISTURBED = {
+    "num_learners_per_node": 2,
+    "total_episodes": len(STEPS) * NUM_PROMPTS_PER_STEP * NUM_SAMPLES_PER_PROMPT,
+}
 # Nothing in it depends on the clock.
 TIMED = ("time/", "tokens_per_second", "peak_memory")
 
@@ -40,7 +60,7 @@ TIMED = ("time/", "tokens_per_second", "peak_memory")
 def undisturbed(variant: Callable[..., GRPOCase]) -> GRPOCase:
     """On-policy, two learners: what disturbed runs are compared with."""
     case = variant(
-        num_learners_per_node=2,
+        **UNDISTURBED,
         dataset_mixer_eval_list=[variant().prompts, "2"],
         local_eval_every=2,
     )
@@ -56,21 +76,35 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in rows]
 
 
-def test_what_a_run_leaves_behind(undisturbed: GRPOCase) -> None:
+def test_run_leaves_every_metric_and_file_that_scripts_read(undisturbed: GRPOCase) -> None:
     rows = undisturbed.rows()
-    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    assert [row["step"] for row in rows] == [*STEPS]
     assert all(set(row) >= EVERY_STEP for row in rows)
     assert all(row["reward"] == row["verifier/digits"] > 0 for row in rows)
     assert all(row["grad_norm"] > 0 for row in rows)
-    assert [("eval/reward" in row, "eval/pass_at_1" in row) for row in rows] == [(False,) * 2, (True,) * 2] * 2
+    scored = [row["step"] for row in rows if {"eval/reward", "eval/pass_at_1"} <= row.keys()]
+    assert scored == [step for step in STEPS if step % 2 == 0 or step == STEPS[-1]]
     out = undisturbed.output_dir
-    assert {path.name for path in out.iterdir()} >= {"config.yaml", "layout.json", "run.log", "hf_model", "step4"}
+    assert {path.name for path in out.iterdir()} >= {"config.yaml", "layout.json", "run.log", "hf_model", "step7"}
     assert not (out / "pids.json").exists()
     assert json.loads((out / "layout.json").read_text())["shard_degree"] == 2
 
 
+def test_export_of_the_newest_checkpoint_is_the_model_that_the_run_left(undisturbed: GRPOCase, tmp_path: Path) -> None:
+    """Byte for byte; transformers opens it whole, and it has moved from the start model."""
+    left, again = undisturbed.output_dir / "hf_model", tmp_path / "again"
+    assert export_command.main([str(undisturbed.output_dir), "--output_dir", str(again)]) == 0
+    files = {path.name: path.read_bytes() for path in left.iterdir()}
+    assert files == {path.name: path.read_bytes() for path in again.iterdir()}
+    assert_opens_whole(undisturbed.output_dir)
+    start = load_file(undisturbed.model / "model.safetensors")
+    trained = weights(undisturbed)
+    assert trained.keys() == start.keys()
+    assert not torch.equal(trained["lm_head.weight"], start["lm_head.weight"])
+
+
 @pytest.mark.extended
-def test_a_run_that_has_ended_is_exported_again(undisturbed: GRPOCase) -> None:
+def test_ended_run_is_exported_again_when_its_model_is_gone(undisturbed: GRPOCase) -> None:
     before = weights(undisturbed)
     shutil.rmtree(undisturbed.output_dir / "hf_model")
     undisturbed.run()
@@ -85,7 +119,7 @@ def test_engines_and_learners_agree_after_every_sync(undisturbed: GRPOCase) -> N
 
 def test_traces_hold_the_version_of_every_token(undisturbed: GRPOCase) -> None:
     """Those that a run keeps without a flag."""
-    for step in range(1, NUM_STEPS + 1):
+    for step in STEPS:
         versions = {
             version
             for group in read_traces(undisturbed.output_dir, step)
@@ -100,21 +134,18 @@ def assert_same_weights(ours: GRPOCase, theirs: GRPOCase) -> None:
         assert torch.equal(tensor, weights(ours)[name]), name
 
 
-def test_killed_engines_and_a_killed_learner_are_replaced(
+def test_run_that_loses_engine_learner_and_driver_ends_with_the_weights_of_one_that_loses_nothing(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
-    """The learner from the last checkpoint, with the new engine, to the very weights of an undisturbed run.
+    """An engine as it reads a version; a learner, which all begin again for from the last checkpoint; then the driver,
+    with everything that it has started, and the same command given again.
 
-    Engines are sent what has changed of the weights, and whole weights where one of both is new. Through a folder an
-    engine dies as it reads a version, and another one, a moment later in another version, as it puts it in place.
+    Engines are sent what has changed of the weights, and whole weights where one of both is new.
     """
-    case = variant(num_learners_per_node=2, checkpointing_steps=2, weight_sync="delta", weight_sync_backend="files")
+    case = variant(**UNDISTURBED, checkpointing_steps=2, weight_sync="delta", weight_sync_backend="files")
     process = case.start()
     folder = case.output_dir / "weight_sync"
     killed: list[int] = []
-
-    def wait_for_version(version: int) -> None:
-        eventually(lambda: list(folder.glob(f"*-{version}.json")), what=f"no link of version {version}")
 
     def kill_engine() -> None:
         # Beside it all: another run in the folder is refused, also while this one is frozen.
@@ -123,7 +154,7 @@ def test_killed_engines_and_a_killed_learner_are_replaced(
             assert f"in use by process {process.pid} on" in finished(case.start(), exit_code=2)
         finally:
             os.kill(process.pid, signal.SIGCONT)
-        wait_for_version(2)
+        eventually(lambda: list(folder.glob("*-2.json")), what="no link of version 2")
         os.kill(case.pids()["engines"][0], signal.SIGKILL)
 
     def kill_learner() -> None:
@@ -132,30 +163,31 @@ def test_killed_engines_and_a_killed_learner_are_replaced(
 
     case.when_step(1, process, kill_engine)
     case.when_step(3, process, kill_learner)
-    wait_for_version(4)
-    time.sleep(0.05)
-    os.kill(case.pids()["engines"][0], signal.SIGKILL)
-    said = finished(process, exit_code=0)
-    assert not folder.exists()
+    when_logged(case, process, "starting the learners again")
+    case.when_step(LAST_STEP_OF_THE_DRIVER, process, lambda: process.send_signal(signal.SIGKILL))
+    said, _ = process.communicate(timeout=TIMEOUT_S)
     assert "engine 0 was lost" in said and "starting it again (1 of 3 restarts)" in said
     assert f"learner rank 1 (node 127.0.0.1, pid {killed[0]})" in said
     assert "starting the learners again from the last checkpoint (1 of 3)" in said
-    steps = list(range(1, NUM_STEPS + 1))
-    assert [row["step"] for row in case.rows()] == steps
+    assert not (case.output_dir / "hf_model").exists(), "killed too late to prove anything"
+    assert_no_process_left(process)
+    assert "resuming after step" in case.run()
+    assert not folder.exists()
+    assert [row["step"] for row in case.rows()] == [*STEPS]
     assert_same_weights(case, undisturbed)
-    assert {path.name for path in (case.output_dir / "traces").iterdir()} == {f"step{step}.parquet" for step in steps}
-    for step in steps:  # some of them were taken twice
+    assert {path.name for path in (case.output_dir / "traces").iterdir()} == {f"step{step}.parquet" for step in STEPS}
+    for step in STEPS:  # some of them were taken twice
         assert token_ids_of(case, step) == token_ids_of(undisturbed, step)
         assert case.rows()[step - 1]["reward"] == undisturbed.rows()[step - 1]["reward"]
 
 
 @pytest.mark.extended
-def test_whoever_dies_in_a_phase_of_a_weight_sync_is_replaced(
+def test_process_that_dies_in_a_phase_of_a_weight_sync_is_replaced(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
     """Engines and learners, each in the middle of taking, comparing, loading or sending changes, one version after the
     other: to the very weights of an undisturbed run."""
-    case = variant(num_learners_per_node=2, weight_sync="delta", weight_sync_backend="gloo")
+    case = variant(**UNDISTURBED, weight_sync="delta", weight_sync_backend="gloo")
     case = replace(case, script="../tests/fleet/dying_run.py")
     folder = case.output_dir.parent / "dying"
     environment = dying_run.environment_of(folder)
@@ -168,9 +200,9 @@ def test_whoever_dies_in_a_phase_of_a_weight_sync_is_replaced(
     assert "engine 0 was lost" in said and "starting it again (2 of 3 restarts)" in said
     assert "learner rank 1 (node 127.0.0.1" in said and "learner rank 0 (node 127.0.0.1" in said
     assert "starting the learners again from the last checkpoint (2 of 3)" in said
-    assert [row["step"] for row in case.rows()] == list(range(1, NUM_STEPS + 1))
+    assert [row["step"] for row in case.rows()] == [*STEPS]
     assert_same_weights(case, undisturbed)
-    for step in range(1, NUM_STEPS + 1):
+    for step in STEPS:
         assert token_ids_of(case, step) == token_ids_of(undisturbed, step)
 
 
@@ -197,7 +229,7 @@ def test_learners_on_deepspeed_take_the_same_steps_and_are_replaced(
     Through shared memory, over which an engine is lost too.
     """
     flags = {"deepspeed_stage": 3, "weight_sync": "delta", "weight_sync_backend": "shm"}
-    case = replace(variant(num_learners_per_node=2, **flags), script="grpo_fast.py")
+    case = replace(variant(**UNDISTURBED, **flags), script="grpo_fast.py")
     process = case.start()
     case.when_step(1, process, lambda: os.kill(case.pids()["engines"][0], signal.SIGKILL))
     case.when_step(3, process, lambda: os.kill(case.pids()["learners"][1], signal.SIGKILL))
@@ -209,15 +241,15 @@ def test_learners_on_deepspeed_take_the_same_steps_and_are_replaced(
     assert "engine 0 was lost" in said and "starting it again (1 of 3 restarts)" in said
     assert "command: grpo\n" in (case.output_dir / "config.yaml").read_text()
     rows = case.rows()
-    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    assert [row["step"] for row in rows] == [*STEPS]
     assert_same_steps(case, undisturbed)
     for name, tensor in weights(undisturbed).items():
         torch.testing.assert_close(weights(case)[name], tensor, rtol=0, atol=1e-4)
 
 
 @pytest.mark.extended
-def test_a_terminated_run_saves_and_resumes(variant: Callable[..., GRPOCase], undisturbed: GRPOCase) -> None:
-    case = variant(num_learners_per_node=2, checkpointing_steps=100, weight_sync="delta", weight_sync_backend="gloo")
+def test_terminated_run_saves_and_resumes(variant: Callable[..., GRPOCase], undisturbed: GRPOCase) -> None:
+    case = variant(**UNDISTURBED, checkpointing_steps=100, weight_sync="delta", weight_sync_backend="gloo")
     process = case.start()
     case.when_step(1, process, lambda: stop_all(process))
     said = finished(process, exit_code=143)

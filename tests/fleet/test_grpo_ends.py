@@ -20,7 +20,7 @@ from tests.fleet.grpo_case import (
 pytestmark = pytest.mark.extended
 
 
-def test_a_verifier_that_always_raises_ends_the_run(variant: Callable[..., GRPOCase]) -> None:
+def test_verifier_that_always_raises_ends_the_run(variant: Callable[..., GRPOCase]) -> None:
     case = variant(verifier="broken.py:Broken")
     (case.output_dir.parent / "broken.py").write_text(
         "from open_instruct.verifiers.verifier import Verifier\n"
@@ -45,7 +45,7 @@ def test_a_verifier_that_always_raises_ends_the_run(variant: Callable[..., GRPOC
     ],
     ids=["reading", "starting"],
 )
-def test_a_run_that_is_stopped_while_it_starts_leaves_nothing(
+def test_run_that_is_stopped_while_it_starts_leaves_nothing(
     variant: Callable[..., GRPOCase], words: str, number: int, last_words: str, exit_code: int
 ) -> None:
     case = variant(num_learners_per_node=2)
@@ -59,7 +59,7 @@ def test_a_run_that_is_stopped_while_it_starts_leaves_nothing(
     assert_nothing_left(case, process)
 
 
-def test_a_hangup_of_the_terminal_ends_the_run_behind_a_checkpoint(variant: Callable[..., GRPOCase]) -> None:
+def test_hangup_of_the_terminal_ends_the_run_behind_a_checkpoint(variant: Callable[..., GRPOCase]) -> None:
     """The whole group is told of it, and twice."""
     case = variant(checkpointing_steps=100, total_episodes=8000)
     process = case.start()
@@ -72,7 +72,7 @@ def test_a_hangup_of_the_terminal_ends_the_run_behind_a_checkpoint(variant: Call
     assert_nothing_left(case, process)
 
 
-def test_a_ray_that_dies_ends_the_run_at_once_in_a_sentence(variant: Callable[..., GRPOCase]) -> None:
+def test_ray_that_dies_ends_the_run_at_once_in_a_sentence(variant: Callable[..., GRPOCase]) -> None:
     case = variant()
     process = case.start()
     when_logged(case, process, "load their libraries")

@@ -91,7 +91,7 @@ def test_learners_on_nodes_of_two_sizes(variant: Callable[..., GRPOCase]) -> Non
     assert max(row["staleness/max"] for row in rows) == 1
 
 
-def test_an_engine_of_two_devices(
+def test_engine_of_two_devices_leaves_nothing_in_shared_memory(
     variant: Callable[..., GRPOCase], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What its processes keep outside themselves, in ways of vLLM's own, is not there any more in the end."""
@@ -134,7 +134,7 @@ def reward_model(base: GRPOCase) -> Path:
     return folder / "rewards" / "hf_model"
 
 
-def test_one_device_for_learner_and_engine(
+def test_single_device_serves_learner_and_engine(
     variant: Callable[..., GRPOCase], reward_model: Path, tmp_path: Path
 ) -> None:
     """A reward model judges too, a reference policy stands beside, and every step learns from conversations as well.
@@ -176,7 +176,7 @@ def test_one_device_for_learner_and_engine(
             assert verdict.reward == pytest.approx((verdict.scores["digits"] + said) / 2, abs=1e-4)
 
 
-def test_a_critic_learns_beside_the_policy(variant: Callable[..., GRPOCase], reward_model: Path) -> None:
+def test_critic_from_a_reward_model_learns(variant: Callable[..., GRPOCase], reward_model: Path) -> None:
     """It starts from a reward model, learns alone in the first step, and makes advantages of groups of one."""
     flags = {"critic_model_name_or_path": reward_model, "critic_learning_rate": "1e-3", "critic_warmup_steps": 1}
     sizes = {"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 1, "total_episodes": 12}

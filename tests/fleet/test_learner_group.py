@@ -40,7 +40,7 @@ def silent(text: str) -> None:
 
 
 class TestPlaces:
-    def test_a_cpu_stands_for_several_nodes_and_says_so(self, local_ray: None) -> None:
+    def test_cpu_stands_for_several_nodes_and_says_so(self, local_ray: None) -> None:
         said: list[str] = []
         with place(shape_of(2, 1), timeout_s=30, say=said.append, is_one_machine=True) as placement:
             pass
@@ -69,7 +69,7 @@ class TestPlaces:
         assert learner["scheduling_strategy"].placement_group.id == engine["scheduling_strategy"].placement_group.id
 
 
-def test_a_constructor_refuses_in_its_own_words(local_ray: None) -> None:
+def test_constructor_refuses_in_its_own_words(local_ray: None) -> None:
     with place(shape_of(2), timeout_s=60, say=silent, is_one_machine=True) as placement:
         refused = LearnerGroup(Idler, placement, arguments={"refuses": True})
         with pytest.raises(InputError, match=r"^the checkpoint lacks blocks\.0\.w1$"):
@@ -97,7 +97,7 @@ class TestTwoLearners:
         titles = [Path(f"/proc/{pid}/cmdline").read_text() for pid in group.pids()]
         assert all(title.startswith("ray::Recruit") for title in titles)
 
-    def test_a_call_runs_beside_the_driver(self, group: LearnerGroup[Recruit]) -> None:
+    def test_call_runs_beside_the_driver(self, group: LearnerGroup[Recruit]) -> None:
         first, second = group.start(Recruit.add, 1, 2), group.start(Recruit.add, 3, 4)
         assert (second.result(30), first.result(30)) == ([7, 7], [3, 3])
 
@@ -109,7 +109,7 @@ class TestTwoLearners:
             ("bug", KeyError, "no such"),
         ],
     )
-    def test_what_a_learner_raises_arrives_as_it_was(
+    def test_error_of_a_learner_arrives_as_it_was_raised(
         self, group: LearnerGroup[Recruit], kind: str, error_type: type[Exception], message: str
     ) -> None:
         """Also where the other learner waits in a collective meanwhile."""
@@ -120,13 +120,13 @@ class TestTwoLearners:
         assert "Traceback" not in str(caught.value)
         group.start(Recruit.catch_up, kind, 1).result(30)
 
-    def test_a_rank_that_works_for_long_is_left_alone(
+    def test_rank_that_works_for_long_is_left_alone(
         self, group: LearnerGroup[Recruit], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(peers, "SILENT_S", 1.0)
         group.start(Recruit.meet, 1, 12.0).result(60)
 
-    def test_a_killed_rank_is_named_and_the_group_comes_back(self, group: LearnerGroup[Recruit]) -> None:
+    def test_killed_rank_is_named_and_the_group_comes_back(self, group: LearnerGroup[Recruit]) -> None:
         """The rank that died, and not those that missed it."""
         before = group.pids()
         call = group.start(Recruit.meet, 1, 600.0)
@@ -140,7 +140,7 @@ class TestTwoLearners:
         assert group.start(Recruit.sum_of_ranks).result(60) == [1, 1]
         assert not set(before) & set(group.pids())
 
-    def test_a_frozen_rank_is_named_and_long_before_a_step_may_be_over(
+    def test_frozen_rank_is_named_and_long_before_a_step_may_be_over(
         self, group: LearnerGroup[Recruit], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         call = group.start(Recruit.fail, "freeze", 0)
@@ -193,7 +193,7 @@ def processes_of(driver: int, folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("end", ["kill", "leave"])
-def test_nothing_outlives_the_driver(tmp_path: Path, end: str) -> None:
+def test_learners_end_with_the_driver(tmp_path: Path, end: str) -> None:
     (tmp_path / "driver.py").write_text(DRIVER)
     environment = {"PYTHONPATH": str(REPOSITORY), "RAY_ADDRESS": "127.0.0.1:1"}
     driver = programs.start([str(tmp_path / "driver.py"), end], environment=environment, cwd=tmp_path)
@@ -214,7 +214,7 @@ def test_nothing_outlives_the_driver(tmp_path: Path, end: str) -> None:
     assert list((tmp_path / "logs").glob("learner-[01].*"))
 
 
-def test_the_file_of_process_ids_is_whole(tmp_path: Path) -> None:
+def test_file_of_process_ids_is_whole(tmp_path: Path) -> None:
     directory = RunDirectory(path=tmp_path)
     directory.write_pids(driver=1, learners=[2, 3], engines=[4])
     assert json.loads(directory.pids.read_text()) == {"driver": 1, "learners": [2, 3], "engines": [4]}

@@ -14,7 +14,7 @@ from tests.ranks.shallow import write_shallow_model
 pytestmark = pytest.mark.extended
 
 
-def test_it_learns_from_completions(tmp_path: Path) -> None:
+def test_third_backend_learns_from_completions(tmp_path: Path) -> None:
     tiny_model = write_shallow_model(tmp_path / "model", family="olmo2", is_narrow=False)
     flags = {"backend": "plain", "beta": 0.05}
     prompts = write_prompts(tmp_path / "prompts.jsonl", 8)

@@ -108,7 +108,7 @@ def test_lm_eval_scores_an_export(model: Path, tmp_path: Path) -> None:
     assert told["chat_template"] == (model / "chat_template.jinja").read_text()
 
 
-def test_a_served_model_judges(address: str, tmp_path: Path) -> None:
+def test_served_model_judges(address: str, tmp_path: Path) -> None:
     """One of random weights, which would never answer so by itself, is held to the verdicts."""
     (tmp_path / "short.txt").write_text("Good?\n{output}")
     flags = RewardSection(

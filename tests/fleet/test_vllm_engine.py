@@ -121,7 +121,7 @@ def largest_difference(completions: list[Completion], expected: list[list[float]
     )
 
 
-def test_what_is_left_open_on_a_gpu_is_chosen_as_for_vllms_llm(session: Session) -> None:
+def test_settings_left_open_on_a_gpu_are_those_of_vllms_llm(session: Session) -> None:
     """And not as for its bare engine, whose step has 2,048 tokens."""
     assert session.answers["on_cuda"] == {
         "as": "LLM_CLASS",
@@ -132,7 +132,7 @@ def test_what_is_left_open_on_a_gpu_is_chosen_as_for_vllms_llm(session: Session)
     }
 
 
-def test_a_gpu_that_another_has_filled_is_told_with_the_share_that_would_work(session: Session) -> None:
+def test_gpu_that_another_has_filled_is_told_with_the_share_that_would_work(session: Session) -> None:
     too_much, a_little_too_much, taken = session.answers["refused_share"].values()
     assert taken is None
     assert "--vllm_gpu_memory_utilization 0.9 is 71.2 of 79.1 GiB, and 30.16 GiB are free" in too_much
@@ -168,7 +168,7 @@ def test_logprobs_are_the_learners_under_the_temperature(session: Session) -> No
 
 
 @pytest.mark.parametrize("name", ["sampled", "updated", "back"])
-def test_a_stop_token_ends_a_completion_and_is_its_last(session: Session, name: str) -> None:
+def test_stop_token_ends_a_completion_and_is_its_last(session: Session, name: str) -> None:
     completions = session.completions(name)
     reasons = [it.finish_reason for it in completions]
     assert {"stop", "length"} == set(reasons)
@@ -181,14 +181,14 @@ def test_a_stop_token_ends_a_completion_and_is_its_last(session: Session, name: 
         assert it.finish_reason == "stop" or len(it.token_ids) == MAX_TOKENS
 
 
-def test_the_limit_cuts(session: Session) -> None:
+def test_limit_cuts_a_completion(session: Session) -> None:
     short = session.completions("short")
     for cut, whole in zip(short, session.completions("sampled"), strict=True):
         assert cut.token_ids == whole.token_ids[:3]
         assert cut.is_truncated == (len(whole.token_ids) > 3 or whole.is_truncated)
 
 
-def test_a_stop_string_ends_a_completion(session: Session) -> None:
+def test_stop_string_ends_a_completion(session: Session) -> None:
     assert len(session.answers["stopped"]) >= 3
     for answer in session.answers["stopped"]:
         whole, stopped = completion_of(answer["whole"]), completion_of(answer["stopped"])
@@ -211,7 +211,7 @@ def test_too_long_a_prompt_is_refused_and_the_longest_is_not(session: Session) -
     assert len(session.completions("longest")) == 1
 
 
-def test_an_update_in_flight(session: Session) -> None:
+def test_update_in_flight_changes_the_version_within_a_completion(session: Session) -> None:
     """The tokens so far stay, with the log-probs of who made them; the rest is of the new weights altogether."""
     updated, before = session.completions("updated"), session.completions("sampled")
     both = [it for it in updated if set(it.versions) == {0, 1}]
@@ -240,7 +240,7 @@ def test_experts_of_a_token_are_those_with_which_the_next_was_sampled(session: S
             assert np.array_equal(told, own[it.versions[max(at + 1 - num_prompt, 0)]][at])
 
 
-def test_nothing_is_left_of_the_old_weights(session: Session) -> None:
+def test_old_weights_are_gone_after_an_update(session: Session) -> None:
     """Not in the cache of prefixes either: the prompts are those that were asked before the update."""
     other = session.completions("other")
     assert {version for it in other for version in it.versions} == {1}

@@ -34,7 +34,7 @@ TIED = ("qwen2", "llama")  # the head has no tensor of its own there
         *(("llama", "gloo", "delta"), ("llama", "files", "delta"), ("qwen3", "nccl", "adapter")),
     ],
 )
-def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, backend: str, way: str) -> None:
+def test_engine_computes_what_the_learners_do(tmp_path: Path, family: str, backend: str, way: str) -> None:
     """Version after version, for prompts that it has in its cache of another one, and after an update that broke in the
     middle of a layer; also where completions were being generated. NCCL's way goes over gloo, and keeps to its rules.
     """

@@ -100,6 +100,7 @@ def check_found(name: str, found: list[dict[str, Any]], saved: list[dict[str, An
     assert any(tensor.startswith("reference.") for tensor in names) == (name == "skip_step")
 
 
+@pytest.mark.extended
 def test_moments_come_back_from_the_host(grpo_case: GRPOCase) -> None:
     """A run may go on without --adam_offload: with an AdamW that has settings of its own."""
     flags = with_layout(flags_of(grpo_case, "from_host"), ONE)
@@ -109,6 +110,7 @@ def test_moments_come_back_from_the_host(grpo_case: GRPOCase) -> None:
     assert found["tensors"] == saved["tensors"] and found["found"] == {"mark": 2}
 
 
+@pytest.mark.extended
 def test_moments_of_another_kind_are_refused_by_the_flag(grpo_case: GRPOCase) -> None:
     """Where no config.yaml tells of it."""
     optimizers = ("adamw", "adamw_8bit")
@@ -237,8 +239,9 @@ def test_damaged_and_planted_checkpoints(grpo_case: GRPOCase, tmp_path: Path) ->
             )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("in_background", ["off", "on"])
-def test_what_fails_on_one_rank_fails_on_all(grpo_case: GRPOCase, in_background: str) -> None:
+def test_checkpoint_fails_on_all_ranks_when_it_fails_on_one(grpo_case: GRPOCase, in_background: str) -> None:
     flags = with_layout(flags_of(grpo_case, f"faults_{in_background}", async_checkpoints=in_background), FSDP_2)
     of_ranks = run_ranks(2, f"{JOBS}:faults_of_one_rank", flags=flags)
     assert of_ranks[0] == of_ranks[1]
@@ -249,7 +252,8 @@ def test_what_fails_on_one_rank_fails_on_all(grpo_case: GRPOCase, in_background:
     assert (step, left) == ("at step 1", "step1")
 
 
-def test_those_of_a_thread_are_those_of_a_run_that_waits(grpo_case: GRPOCase) -> None:
+@pytest.mark.extended
+def test_checkpoints_of_a_thread_are_those_of_a_run_that_waits(grpo_case: GRPOCase) -> None:
     modes = ("off", "on")
     flags = [flags_of(grpo_case, f"async_{mode}", async_checkpoints=mode, **MOVING) for mode in modes]
     call("save_each", 2, [with_layout(each, FSDP_2) for each in flags], num_saved=3, copies_after_s=1.0)
@@ -258,6 +262,7 @@ def test_those_of_a_thread_are_those_of_a_run_that_waits(grpo_case: GRPOCase) ->
     assert written == waited
 
 
+@pytest.mark.extended
 def test_many_saves_on_four_ranks(grpo_case: GRPOCase) -> None:
     flags = with_layout(flags_of(grpo_case, "many", async_checkpoints="on", keep_last_n_checkpoints=2), HSDP_2X2)
     left = run_ranks(4, f"{JOBS}:save_many", flags=flags, num_saves=30)

@@ -62,7 +62,7 @@ def one_process(grpo_case: GRPOCase) -> dict[str, Rows]:
     return grpo_case.run(run_ranks, 1, cases)
 
 
-def test_the_trajectory_is_that_of_one_plain_loop(grpo_case: GRPOCase, one_process: dict[str, Rows]) -> None:
+def test_trajectory_is_that_of_one_plain_loop(grpo_case: GRPOCase, one_process: dict[str, Rows]) -> None:
     rows = one_process["alone"]
     for step, (row, plain) in enumerate(zip(rows, plain_steps(grpo_case.model), strict=True)):
         assert {"policy_loss", "grad_norm"} <= row.keys() or step == 0  # the critic warms up
@@ -122,7 +122,7 @@ def assert_same_steps(ours: Rows, theirs: Rows) -> None:
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "zero"])
-def test_a_stopped_run_goes_on_bitwise(grpo_case: GRPOCase, backend: str) -> None:
+def test_stopped_run_goes_on_bitwise(grpo_case: GRPOCase, backend: str) -> None:
     flags: dict[str, Any] = {"num_learners_per_node": 2, "lr_scheduler_type": "linear"}
     flags |= of_stage(2) if backend == "zero" else {"optimizer": "skip_step_adamw"}
     case, num_steps = case_of(grpo_case, f"stopped_{backend}", flags), 4

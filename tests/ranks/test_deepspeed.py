@@ -11,11 +11,11 @@ from safetensors.numpy import load_file
 
 from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.ranks.launch import run_ranks
+from tests.ranks.objective_rows import write_objective_case
 from tests.ranks.shallow import write_shallow_model
-from tests.ranks.test_kto import write_labelled
-from tests.ranks.test_reward_model import write_pairs
-from tests.ranks.test_sft import write_conversations
 from tests.ranks.train_case import NUM_ROWS, STEPS_OF_AN_EPOCH, TrainCase, free_ports
+
+pytestmark = pytest.mark.extended
 
 JOB = "tests.ranks.jobs.deepspeed_runs:run"
 SAVES: dict[str, Any] = {"checkpointing_steps": 2, "async_checkpoints": "on"}
@@ -152,7 +152,7 @@ def tensors_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_reference_may_follow_the_policy(on_two: TrainCase, stage: int) -> None:
+def test_reference_may_follow_the_policy(on_two: TrainCase, stage: int) -> None:
     assert_same(on_two, f"moving_{stage}", "moving_base")
     assert on_two.trajectory("moving_base")[2] != on_two.trajectory("base")[2]
 
@@ -163,7 +163,7 @@ def test_bfloat16_trains_float32_weights_as_the_other_backend_does(on_two: Train
 
 
 @pytest.mark.parametrize("name", [*STEPPED_BY])
-def test_whose_adam_it_is_changes_no_step(on_two: TrainCase, name: str) -> None:
+def test_kernel_of_adam_changes_no_step(on_two: TrainCase, name: str) -> None:
     assert f"{STEPPED_BY[name]} takes the steps" in (on_two.folder / name / "run.log").read_text()
     assert_same(on_two, name, f"{name.partition('_')[0]}_base")
 
@@ -196,7 +196,7 @@ def test_every_objective_takes_the_same_steps(tmp_path: Path) -> None:
     of another kind, or it is gone by then.
     """
     cases = {
-        entry: objective_case(tmp_path / entry, entry, family=family)
+        entry: write_objective_case(tmp_path / entry, entry, family=family)
         for entry, family in (*(("sft", "qwen3"), ("kto", "olmo3"), ("reward_model", "llama"), ("distill", "olmo2")),)
     }
     split = of_stage(2, tensor_parallel_degree=2)
@@ -226,9 +226,9 @@ def test_every_objective_takes_the_same_steps(tmp_path: Path) -> None:
     assert_same(cases["distill"], "kept_split", "kept_base")
 
 
-def test_a_reward_model_in_bfloat16(tmp_path: Path) -> None:
+def test_reward_model_in_bfloat16(tmp_path: Path) -> None:
     """Its matrix has the dtype of all, which DeepSpeed wants, and is stepped in float32; scores are float32 as ever."""
-    case = objective_case(tmp_path, "reward_model", family="llama")
+    case = write_objective_case(tmp_path, "reward_model", family="llama")
     run([a_run(case, "base", {}, readers=1, entry="reward_model")], ranks=1)
     flags = {str(stage): of_stage(stage, **BFLOAT16) for stage in (2, 3)}
     flags["adapters"] = of_stage(2, **BFLOAT16, **LORA)
@@ -243,23 +243,7 @@ def test_a_reward_model_in_bfloat16(tmp_path: Path) -> None:
             assert row["loss"] == pytest.approx(other["loss"], rel=2e-2)
 
 
-def objective_case(folder: Path, entry: str, *, family: str) -> TrainCase:
-    rows, own = folder / "rows.jsonl", dict[str, Any](max_train_steps=STEPS_OF_AN_EPOCH)
-    model = write_shallow_model(folder / "model", family=family, tie=entry == "sft")
-    if entry == "kto":
-        write_synthetic_preferences(folder / "pairs.jsonl", num_rows=NUM_ROWS, seed=1)
-        write_labelled(folder / "pairs.jsonl", rows)
-    elif entry == "reward_model":
-        write_pairs(rows, num_rows=NUM_ROWS, seed=1)
-        own["max_seq_length"] = 448
-    else:
-        write_conversations(rows, num_rows=NUM_ROWS, seed=1)
-    if entry == "distill":
-        own["teacher_model_name_or_path"] = write_shallow_model(folder / "teacher", family=family, seed=1)
-    return TrainCase(model=model, rows=rows, folder=folder, own_flags=own)
-
-
-def test_a_broken_gradient_is_no_step(dpo: TrainCase) -> None:
+def test_broken_gradient_is_no_step(dpo: TrainCase) -> None:
     stages = {f"broken_{stage}": of_stage(stage) for stage in (0, 2, 3)}
     stages["broken_in_bfloat16"] = of_stage(1, **BFLOAT16)
     runs = [a_run(dpo, name, flags, readers=2, does="break") for name, flags in stages.items()]
@@ -275,7 +259,7 @@ def stopped_after(case: TrainCase, name: str, stopped: str, *, step: int = 2) ->
     shutil.copytree(case.folder / name / f"step{step}", case.folder / stopped / f"step{step}")
 
 
-def test_a_stopped_run_resumes_bitwise_and_elsewhere(on_two: TrainCase, on_four: TrainCase) -> None:
+def test_stopped_run_resumes_bitwise_and_elsewhere(on_two: TrainCase, on_four: TrainCase) -> None:
     """The same ranks and stage: bitwise. From four ranks to two under another stage: the same steps."""
     same = {"0": of_stage(0), "2": of_stage(2), "moving_3": of_stage(3, **MOVES)}
     same |= {"adapters_dropout": of_stage(3, **DROPOUT)}

@@ -69,7 +69,7 @@ def test_every_stage_takes_the_steps_of_one_process(
         assert_same_trajectory(rows, one_process[name.partition("_")[0]])
 
 
-def test_one_device_takes_the_steps_of_one_process(grpo_case: GRPOCase, one_process: dict[str, Rows]) -> None:
+def test_single_device_takes_the_steps_of_one_process(grpo_case: GRPOCase, one_process: dict[str, Rows]) -> None:
     flags = of_stage(2, single_gpu_mode=True, **WAYS["minibatches"])
     assert_same_trajectory(run(grpo_case, 1, {"one_device": flags})["one_device"], one_process["minibatches"])
 
@@ -123,7 +123,7 @@ def differing(
     return of_receiver
 
 
-def test_a_stopped_run_goes_on_bitwise(grpo_case: GRPOCase) -> None:
+def test_stopped_run_goes_on_bitwise(grpo_case: GRPOCase) -> None:
     flags = of_stage(2, num_learners_per_node=2, lr_scheduler_type="linear", **WAYS["minibatches"])
     case = grpo_case.case("stopped", flags=flags)
     num_steps = 4

@@ -154,7 +154,7 @@ def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-def test_what_is_there_before_the_step(measured: Measured, name: str) -> None:
+def test_plan_counts_the_bytes_that_are_there_before_the_step(measured: Measured, name: str) -> None:
     """State, gradients, the buckets that wait and second copies: never more than planned, and not much less."""
     planned = measured.planned(name)
     expected = sum(planned.state_bytes()) + planned.held(0)[BUFFERS]
@@ -188,7 +188,7 @@ def test_sums_of_what_is_exchanged(measured: Measured, name: str) -> None:
             assert least <= issued[kind] <= most, f"rank {rank}, {kind}"
 
 
-def test_what_engines_are_sent(measured: Measured, name: str) -> None:
+def test_plan_counts_the_bytes_that_engines_are_sent(measured: Measured, name: str) -> None:
     """All of it, in buckets; of adapters also alone."""
     planned, found = measured.planned(name), measured.by_case[name][0]
     has_adapters = planned.shape.adapters is not None

@@ -12,8 +12,9 @@ import transformers
 from open_instruct.families import FAMILIES
 from tests.ranks.launch import RanksFailed
 from tests.ranks.launch import run_ranks as start
+from tests.ranks.objective_rows import write_conversations
 from tests.ranks.shallow import write_shallow_model
-from tests.ranks.test_sft import sums_of_transformers, write_conversations
+from tests.ranks.test_sft import sums_of_transformers
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
 
 pytestmark = pytest.mark.extended
@@ -57,7 +58,7 @@ def test_every_layout_takes_the_same_steps(case: TrainCase, run_ranks: Callable[
     assert all(moved)
 
 
-def test_a_first_loss_of_real_conversations_is_that_of_transformers(case: TrainCase) -> None:
+def test_first_loss_of_real_conversations_is_that_of_transformers(case: TrainCase) -> None:
     write_conversations(case.folder / "conversations.jsonl", num_rows=NUM_ROWS, seed=1)
     sft = replace(case, rows=case.folder / "conversations.jsonl", own_flags={"max_train_steps": 1})
     command = sft.command("sft", per_device_train_batch_size=NUM_ROWS)

@@ -58,7 +58,7 @@ def command_of(dpo_case: TrainCase) -> Callable[..., Command]:
     return with_flags
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adamw_8bit", marks=pytest.mark.extended)])
 def test_killed_run_resumes_bitwise_in_bfloat16(
     dpo_case: TrainCase, command_of: Callable[..., Command], optimizer: str
 ) -> None:
@@ -80,6 +80,7 @@ def test_killed_run_resumes_bitwise_in_bfloat16(
         assert sorted(path.name for path in (dpo_case.folder / name).glob("step*")) == ["step10", "step12"]
 
 
+@pytest.mark.extended
 def test_damaged_newest_checkpoint_is_gone_around_bitwise(
     dpo_case: TrainCase, command_of: Callable[..., Command]
 ) -> None:
@@ -100,7 +101,8 @@ def test_damaged_newest_checkpoint_is_gone_around_bitwise(
     assert sorted(path.name for path in run.glob("step*")) == ["step2", "step4", "step4-damaged"]
 
 
-def test_a_run_that_has_ended_may_go_on(dpo_case: TrainCase, command_of: Callable[..., Command]) -> None:
+@pytest.mark.extended
+def test_ended_run_goes_on_when_it_is_given_more_steps(dpo_case: TrainCase, command_of: Callable[..., Command]) -> None:
     """With the learning rate of the longer run, which is told."""
     two, four = (command_of(ranks=1, max_train_steps=steps) for steps in (2, 4))
     finish(start(two("ended"), ranks=1))
@@ -115,6 +117,7 @@ def test_a_run_that_has_ended_may_go_on(dpo_case: TrainCase, command_of: Callabl
     assert refused.returncode == 2 and "--max_train_steps was 4, is 2" in output
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("optimizer", "number", "exit_code"),
     [
@@ -145,6 +148,7 @@ def test_terminated_run_resumes_bitwise_in_float32(
     assert dpo_case.weights_digest(stopped) == dpo_case.weights_digest(undisturbed)
 
 
+@pytest.mark.extended
 def test_run_of_four_ranks_resumes_on_two(dpo_case: TrainCase, command_of: Callable[..., Command]) -> None:
     on_four = command_of(ranks=4, batch=1, fsdp_shard_degree=2)
     on_two = command_of(ranks=2, batch=1)

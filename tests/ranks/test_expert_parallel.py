@@ -68,7 +68,7 @@ def test_replicas_of_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> N
     assert_same(one_process, runs)
 
 
-def test_a_run_goes_on_with_experts_split_or_not(one_process: TrainCase, run_ranks: RunRanks) -> None:
+def test_run_goes_on_with_experts_split_or_not(one_process: TrainCase, run_ranks: RunRanks) -> None:
     gathered: dict[str, Any] = {}
     first = {"split": SPLIT, "to be gathered": SPLIT, "to be split": gathered}
     then = {"split": SPLIT, "to be gathered": gathered, "to be split": SPLIT, "undisturbed": SPLIT}

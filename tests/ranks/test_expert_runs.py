@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from open_instruct.errors import InputError
+from tests.ranks.objective_rows import write_conversations
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_deepspeed import JOB as EITHER_JOB
 from tests.ranks.test_deepspeed import a_run, of_stage
-from tests.ranks.test_sft import write_conversations
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
 
 pytestmark = pytest.mark.extended
@@ -62,7 +62,7 @@ def runs(case: TrainCase) -> TrainCase:
 
 
 @pytest.mark.parametrize("name", ["accumulated", "single", "fsdp", "context", "hsdp", "zero_1", "zero_3"])
-def test_a_layout_changes_nothing(runs: TrainCase, name: str) -> None:
+def test_layout_changes_nothing(runs: TrainCase, name: str) -> None:
     expected = runs.trajectory("base")
     assert expected[-1][0] < expected[0][0] - 1e-3
     for ours, theirs in zip(runs.trajectory(name), expected, strict=True):
@@ -70,13 +70,13 @@ def test_a_layout_changes_nothing(runs: TrainCase, name: str) -> None:
     assert all(1 < row["router/max_load"] < 4 and 1 < row["router/entropy"] < 2.08 for row in runs.metrics(name))
 
 
-def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(runs: TrainCase) -> None:
+def test_resumed_run_is_bitwise_the_one_that_was_not_stopped(runs: TrainCase) -> None:
     assert runs.trajectory("stopped") == runs.trajectory("fsdp")
     assert runs.weights_digest("stopped") == runs.weights_digest("fsdp")
 
 
 @pytest.mark.parametrize("name", ["base", "fsdp", "zero_3", "lora"])
-def test_a_checkpoint_is_exported_as_the_run_exports(runs: TrainCase, name: str) -> None:
+def test_checkpoint_is_exported_as_the_run_exports(runs: TrainCase, name: str) -> None:
     assert runs.is_exported_again(name)
 
 
@@ -87,7 +87,7 @@ def test_adapters_stand_beside_attention_alone(runs: TrainCase) -> None:
     assert "q_proj" in names
 
 
-def test_the_balance_loss_is_learned_beside_the_objective(
+def test_balance_loss_is_learned_beside_the_objective(
     case: TrainCase, tmp_path: Path, run_ranks: Callable[..., list[Any]]
 ) -> None:
     """SFT on one process and on two. A step's is the mean over its microbatches; here all rows are alike."""
@@ -118,7 +118,7 @@ def test_the_balance_loss_is_learned_beside_the_objective(
         ({"packing": False}, None),
     ],
 )
-def test_what_experts_cannot_do_is_refused(
+def test_flags_that_experts_cannot_follow_are_refused(
     case: TrainCase, run_ranks: Callable[..., list[Any]], flags: dict[str, Any], words: str | None
 ) -> None:
     ranks = flags.get("tensor_parallel_degree", 1)

@@ -105,7 +105,7 @@ def our_lines(said: str) -> list[str]:
 
 class TestLostRanks:
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_a_killed_rank_is_named(self, dpo_case: TrainCase, rank: int) -> None:
+    def test_killed_rank_is_named(self, dpo_case: TrainCase, rank: int) -> None:
         out = dpo_case.folder / f"killed_{rank}"
         command = dpo_case.command(out.name, ranks=3, batch=1, max_train_steps=MANY_STEPS, checkpointing_steps=2)
         with running(start(command, ranks=3)) as process:
@@ -122,7 +122,7 @@ class TestLostRanks:
         assert "Run the same command again to go on from the last checkpoint" in lines[0]
         assert "gloo" not in said and "Connection closed" not in said
 
-    def test_a_stopped_rank_is_named_within_two_minutes(self, dpo_case: TrainCase) -> None:
+    def test_stopped_rank_is_named_within_two_minutes(self, dpo_case: TrainCase) -> None:
         assert peers.SILENT_S < 120
         silence = {"open_instruct.parallel.peers:SILENT_S": 8.0}  # for as long as that, but not as long as in earnest
         out = dpo_case.folder / "stopped_rank"
@@ -150,7 +150,7 @@ class TestSignals:
         return process.returncode, said
 
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
-    def test_before_anything_is_there(self, dpo_case: TrainCase, number: int, code: int) -> None:
+    def test_signal_before_the_first_step_leaves_nothing(self, dpo_case: TrainCase, number: int, code: int) -> None:
         out = dpo_case.folder / f"early_{number}"
         heeding = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # whatever the tests do
         with running(start_python(dpo_case.command(out.name), **heeding)) as process:
@@ -162,7 +162,7 @@ class TestSignals:
         assert "There is no checkpoint yet: the same command, given again, starts from the beginning." in said
         assert "Traceback" not in said
 
-    def test_in_the_reference_pass(self, dpo_case: TrainCase) -> None:
+    def test_signal_in_the_reference_pass_ends_the_run(self, dpo_case: TrainCase) -> None:
         rows = dpo_case.folder / "many_rows.jsonl"
         write_synthetic_preferences(rows, num_rows=6000, seed=2)
         out = dpo_case.folder / "in_reference"
@@ -173,7 +173,7 @@ class TestSignals:
         assert "Traceback" not in said
         assert not (out / "run.lease").exists()
 
-    def test_of_torchrun_in_the_reference_pass(self, dpo_case: TrainCase) -> None:
+    def test_signal_to_torchrun_in_the_reference_pass_ends_the_run(self, dpo_case: TrainCase) -> None:
         rows = dpo_case.folder / "more_rows.jsonl"
         write_synthetic_preferences(rows, num_rows=6000, seed=3)
         out = dpo_case.folder / "in_reference_of_two"
@@ -205,14 +205,14 @@ class TestFullDisk:
         yield disk
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
-    def test_everything_lies_on_it(self, dpo_case: TrainCase, small_disk: Path) -> None:
+    def test_disk_of_the_whole_run_fills(self, dpo_case: TrainCase, small_disk: Path) -> None:
         out = small_disk / "out"
         command = dpo_case.command("unused", checkpointing_steps=2)
         command[command.index("--output_dir") + 1] = str(out)
         said = said_by(start(command))
         self.check(said)
 
-    def test_it_is_full_from_the_start(self, dpo_case: TrainCase, small_disk: Path) -> None:
+    def test_disk_that_is_full_from_the_start_is_refused(self, dpo_case: TrainCase, small_disk: Path) -> None:
         with suppress(OSError), (small_disk / "other").open("wb") as other:
             other.write(bytes(2 << 20))
         out = small_disk / "out"
@@ -220,7 +220,7 @@ class TestFullDisk:
         command[command.index("--output_dir") + 1] = str(out)
         self.check(said_by(start(command)))
 
-    def test_it_fills_between_two_checkpoints(self, dpo_case: TrainCase) -> None:
+    def test_disk_that_fills_between_two_checkpoints_leaves_the_first(self, dpo_case: TrainCase) -> None:
         """As a quota does: files may not grow beyond what the rows of some steps take."""
         out = dpo_case.folder / "quota"
 
@@ -242,7 +242,7 @@ class TestFullDisk:
         assert not [line for line in said.splitlines() if line.startswith(("Traceback", "--- Logging error"))], said
 
 
-def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(dpo_case: TrainCase) -> None:
+def test_second_run_in_the_folder_is_refused_and_the_first_goes_on(dpo_case: TrainCase) -> None:
     out = dpo_case.folder / "two_runs"
     command = dpo_case.command(out.name, max_train_steps=MANY_STEPS)
     with running(start(command)) as first:

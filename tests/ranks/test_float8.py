@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from tests.ranks.launch import run_ranks
+from tests.ranks.objective_rows import write_conversations
 from tests.ranks.shallow import write_shallow_model
-from tests.ranks.test_sft import JOB, write_conversations
+from tests.ranks.test_sft import JOB
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
 
 pytestmark = pytest.mark.extended

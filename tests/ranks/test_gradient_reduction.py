@@ -30,7 +30,9 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("num_ranks", CASES)
-def test_they_are_the_same(dpo_case: TrainCase, run_ranks: RunRanks, tmp_path: Path, num_ranks: int) -> None:
+def test_point_of_reduction_changes_no_step(
+    dpo_case: TrainCase, run_ranks: RunRanks, tmp_path: Path, num_ranks: int
+) -> None:
     commands = []
     for name, flags in CASES[num_ranks].items():
         if "model_name_or_path" in flags:

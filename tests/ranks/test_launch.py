@@ -12,11 +12,11 @@ def test_results_come_back_in_rank_order(run_ranks):
     assert {result["num_nodes"] for result in results} == {"2"}
 
 
-def test_a_failing_rank_ends_all_and_shows_its_error(run_ranks):
+def test_failing_rank_ends_all_and_shows_its_error(run_ranks):
     with pytest.raises(RanksFailed, match=r"rank 1 ---[\s\S]*rank one says no"):
         run_ranks(2, "tests.ranks.jobs.launching:one_rank_raises")
 
 
-def test_a_hang_is_killed_and_shows_where(run_ranks):
+def test_hang_is_killed_and_shows_where(run_ranks):
     with pytest.raises(RanksFailed, match=r"did not finish in 3 s[\s\S]*in hang"):
         run_ranks(2, "tests.ranks.jobs.launching:hang", timeout_s=3)

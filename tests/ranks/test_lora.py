@@ -85,7 +85,7 @@ def adapter_of(case: TrainCase, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_changes_nothing(runs: dict[str, TrainCase], layout: str) -> None:
+def test_layout_changes_nothing(runs: dict[str, TrainCase], layout: str) -> None:
     case = runs["olmo2"]
     expected = case.trajectory("alone")
     assert expected[0][0] == pytest.approx(0.6931472, abs=1e-6)  # the reference is the policy without adapters
@@ -102,7 +102,7 @@ def test_a_layout_changes_nothing(runs: dict[str, TrainCase], layout: str) -> No
         assert (ours - theirs[name]).norm() <= 1e-2 * theirs[name].norm()
 
 
-def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(runs: dict[str, TrainCase]) -> None:
+def test_resumed_run_is_bitwise_the_one_that_was_not_stopped(runs: dict[str, TrainCase]) -> None:
     """What is left out of an adapter's inputs is drawn alike, also where blocks are computed again."""
     case = runs["olmo2"]
     assert case.trajectory("resumed")[-2:] == case.trajectory("whole")[-2:]
@@ -111,7 +111,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(runs: dict[str, T
         assert torch.equal(adapter_of(case, "resumed")[name], values)
 
 
-def test_a_run_goes_on_with_other_ranks_or_from_its_adapter(runs: dict[str, TrainCase]) -> None:
+def test_run_goes_on_with_other_ranks_or_from_its_adapter(runs: dict[str, TrainCase]) -> None:
     case = runs["olmo2"]
     # Its first loss is not that of a model that is its own reference: that one has no adapter.
     assert case.trajectory("again")[0][0] < 0.65
@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_other_ranks_or_from_its_adapter(runs: dict[str, Trai
     assert config["shard_degree"] == 4
 
 
-def test_a_checkpoint_holds_no_frozen_weight(runs: dict[str, TrainCase]) -> None:
+def test_checkpoint_holds_no_frozen_weight(runs: dict[str, TrainCase]) -> None:
     folder = runs["olmo2"].folder / "alone"
     index = json.loads((folder / "step5" / "index.json").read_text())["tensors"]
     assert index
@@ -161,7 +161,7 @@ def model_with_adapter(folder: Path, adapter: Path) -> Transformer:
 
 
 @torch.no_grad()
-def test_a_reward_models_head_is_saved_with_its_adapter(runs: dict[str, TrainCase]) -> None:
+def test_reward_models_head_is_saved_with_its_adapter(runs: dict[str, TrainCase]) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForSequenceClassification
 
@@ -178,7 +178,7 @@ def test_a_reward_models_head_is_saved_with_its_adapter(runs: dict[str, TrainCas
     assert (folder / "adapter" / template).read_text() == (folder / "hf_model" / template).read_text()
 
 
-def test_a_run_goes_on_from_no_adapter_of_other_weights(runs: dict[str, TrainCase], tmp_path: Path) -> None:
+def test_run_goes_on_from_no_adapter_of_other_weights(runs: dict[str, TrainCase], tmp_path: Path) -> None:
     case = runs["olmo2"]
     other = replace(case, model=write_shallow_model(tmp_path / "other", family="olmo2", seed=1), folder=tmp_path)
     folder = case.folder / "alone" / "adapter"

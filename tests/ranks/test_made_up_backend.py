@@ -25,7 +25,9 @@ def run(words: list[str], environment: dict[str, str]) -> subprocess.CompletedPr
     )
 
 
-def test_it_takes_the_steps_of_the_others_stops_and_goes_on(dpo_case: TrainCase, environment: dict[str, str]) -> None:
+def test_third_backend_takes_the_steps_of_the_others_and_resumes(
+    dpo_case: TrainCase, environment: dict[str, str]
+) -> None:
     own, moving = {"backend": "plain", "checkpointing_steps": 3}, {"ref_policy_update_freq": 2, "alpha": 0.5}
     of_fsdp2: dict[str, dict[str, object]] = {"of_fsdp2": {}, "moves_of_fsdp2": moving}
     commands = [dpo_case.command(name, single_gpu_mode=True, **flags) for name, flags in of_fsdp2.items()]
@@ -56,7 +58,7 @@ def test_it_takes_the_steps_of_the_others_stops_and_goes_on(dpo_case: TrainCase,
         ({"backend": "plain", "param_dtype": "bfloat16"}, "--backend plain computes in float32, not bfloat16"),
     ],
 )
-def test_what_it_cannot_do_is_refused(
+def test_third_backend_refuses_flags_that_it_cannot_follow(
     dpo_case: TrainCase, environment: dict[str, str], flags: dict[str, str], said: str
 ) -> None:
     done = run(dpo_case.command("refused", **flags), environment)

@@ -88,7 +88,7 @@ def test_two_ranks_train_it_to_a_model(case: TrainCase) -> None:
     assert "--height was 4.0, is 5.0" in said
 
 
-def test_its_flags_are_refused_and_told_of_as_those_of_any_command(case: TrainCase) -> None:
+def test_flags_of_an_objective_of_ones_own_are_refused_and_explained(case: TrainCase) -> None:
     code, said = run(case, case.command("bad", strength=-1, heigth=2))
     assert code == 2
     assert "--heigth" in said and "--height" in said
@@ -109,7 +109,7 @@ def train(case: TrainCase, *words: str | Path) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=case.folder, capture_output=True, text=True, timeout=200, check=False)
 
 
-def test_a_flag_names_one_that_no_registry_knows(case: TrainCase) -> None:
+def test_flag_names_one_that_no_registry_knows(case: TrainCase) -> None:
     named = ["--objective", case.folder / "mine.py:PULL"]
     done = train(case, *named, *case.command("named", batch=2, max_train_steps=1))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -128,7 +128,7 @@ def test_a_flag_names_one_that_no_registry_knows(case: TrainCase) -> None:
         (["--objective", "mine.py:bind"], "--objective mine.py:bind is no objective"),
     ],
 )
-def test_what_is_no_objective_is_refused(case: TrainCase, words: list[str], told: str) -> None:
+def test_object_that_is_no_objective_is_refused(case: TrainCase, words: list[str], told: str) -> None:
     refused = train(case, *words)
     assert refused.returncode == 2 and told in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -15,7 +15,7 @@ CASES = {
 }
 
 
-def test_a_step_on_shards_is_torchs_on_whole_matrices(run_ranks: Any) -> None:
+def test_step_on_shards_is_torchs_on_whole_matrices(run_ranks: Any) -> None:
     results = run_ranks(4, "tests.ranks.jobs.muon:each", cases=list(CASES))
     for index, (case, rows_of_kinds) in enumerate(CASES.items()):
         for rank, (rows, *are_same) in enumerate(of_rank[index] for of_rank in results):

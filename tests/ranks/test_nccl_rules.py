@@ -75,13 +75,13 @@ def one_missing(notes: Notes) -> None:
         (one_missing, "its members call None and broadcast"),
     ],
 )
-def test_what_breaks_a_rule_is_told(plant: Any, told: str, notes: Notes) -> None:
+def test_broken_rule_is_reported(plant: Any, told: str, notes: Notes) -> None:
     broken = deepcopy(notes)
     plant(broken)
     assert any(told in breach for breach in breaches(broken))
 
 
-def test_a_call_that_nccl_would_not_take_is_noted() -> None:
+def test_call_that_nccl_would_not_take_is_noted() -> None:
     device, notes = OnDevice(), []
     make = device.made_by(torch.empty)
 

@@ -68,7 +68,7 @@ def program(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_script", [True, False], ids=["script", "torchrun"])
-def test_a_launch_on_one_node_listens_on_loopback_alone(
+def test_launch_on_one_node_listens_on_loopback_alone(
     program: Path, monkeypatch: pytest.MonkeyPatch, is_script: bool
 ) -> None:
     if is_script:
@@ -87,7 +87,7 @@ def test_a_launch_on_one_node_listens_on_loopback_alone(
     assert {address for addresses in report["listening"].values() for address in addresses} <= LOOPBACK
 
 
-def test_a_process_alone_keeps_no_store(tmp_path: Path) -> None:
+def test_process_alone_keeps_no_store(tmp_path: Path) -> None:
     program = tmp_path / "alone.py"
     program.write_text(ALONE)
     done = launch(program, sys.executable)

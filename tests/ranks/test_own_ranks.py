@@ -24,7 +24,7 @@ def start(command: list[str], *, ignored: Sequence[int] = ()) -> Forked:
     return programs.start(words, ignored=ignored)
 
 
-def test_they_train_as_those_of_torchrun_do(dpo_case: TrainCase) -> None:
+def test_ranks_of_a_command_train_as_those_of_torchrun_do(dpo_case: TrainCase) -> None:
     said = said_by(process := start(dpo_case.command("own_ranks", ranks=2, max_train_steps=2)))
     assert process.returncode == 0, said
     torchrun = [*programs.TORCHRUN, "--rdzv_backend", "loopback", "--nproc_per_node", "2"]
@@ -36,7 +36,7 @@ def test_they_train_as_those_of_torchrun_do(dpo_case: TrainCase) -> None:
     assert all("rows are cut to --max_seq_length" in line for line in warnings), said
 
 
-def test_what_they_refuse_is_the_last_word_and_exit_code_2(dpo_case: TrainCase, tmp_path: Path) -> None:
+def test_refusal_of_a_rank_is_the_last_word_and_exit_code_2(dpo_case: TrainCase, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{}\n{"prompt": "Name a prime.", "chosen": "Two.", "rejected": "Ten."}\n')
     said = said_by(process := start(dpo_case.command("own_refused", ranks=2, mixer_list=[rows, "1.0"])))
@@ -50,7 +50,7 @@ def test_what_they_refuse_is_the_last_word_and_exit_code_2(dpo_case: TrainCase, 
     [(signal.SIGHUP, 129, ()), (signal.SIGTERM, 143, (signal.SIGHUP, signal.SIGINT))],
     ids=["hangup", "below nohup"],
 )
-def test_a_stop_ends_them_behind_a_checkpoint(
+def test_stop_ends_ranks_behind_a_checkpoint(
     dpo_case: TrainCase, number: signal.Signals, exit_code: int, ignored: Sequence[int]
 ) -> None:
     out = dpo_case.folder / f"own_stopped_{exit_code}"
@@ -92,7 +92,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(dpo_case: TrainCase) -> None:
     assert not (out / "run.lease").exists()
 
 
-def test_one_that_is_killed_is_named_once_and_the_code_is_1(dpo_case: TrainCase) -> None:
+def test_killed_rank_is_named_once_and_the_code_is_1(dpo_case: TrainCase) -> None:
     out = dpo_case.folder / "own_killed"
     command = dpo_case.command(out.name, ranks=2, batch=1, max_train_steps=MANY_STEPS)
     with running(start(command)) as process:
@@ -105,7 +105,7 @@ def test_one_that_is_killed_is_named_once_and_the_code_is_1(dpo_case: TrainCase)
     assert line == said.splitlines()[-1] and line.startswith("dpo.py: rank 1 (host "), said
 
 
-def test_all_that_are_killed_at_once_are_told_of_by_the_command(dpo_case: TrainCase) -> None:
+def test_ranks_that_are_all_killed_are_reported_by_the_command(dpo_case: TrainCase) -> None:
     out = dpo_case.folder / "own_all_killed"
     command = dpo_case.command(out.name, ranks=2, batch=1, max_train_steps=MANY_STEPS)
     with running(start(command)) as process:

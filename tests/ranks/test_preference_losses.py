@@ -63,7 +63,7 @@ def assert_same_trajectory(case: TrainCase, name: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-def test_it_starts_where_a_policy_is_its_reference(one_process: TrainCase, name: str) -> None:
+def test_loss_starts_where_a_policy_is_its_reference(one_process: TrainCase, name: str) -> None:
     (row,) = one_process.metrics(f"first_{name}")
     flags = EXO if name == "exo_pair" else {}
     first_loss = bind(PreferenceLossSection(loss_type=name, **flags)).first_loss
@@ -79,7 +79,7 @@ def test_cutting_does_not_matter(one_process: TrainCase, name: str, cut: str) ->
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_learns(one_process: TrainCase, name: str) -> None:
+def test_loss_falls(one_process: TrainCase, name: str) -> None:
     losses = [loss for loss, _ in one_process.trajectory(f"{name}_base")]
     assert min(losses) < losses[0]  # each step has rows of its own, and some are harder
     evaluations = (one_process.folder / f"{name}_base" / "eval.jsonl").read_text().splitlines()
@@ -87,7 +87,7 @@ def test_it_learns(one_process: TrainCase, name: str) -> None:
     assert after["eval/loss"] < before["eval/loss"]
 
 
-def test_a_sum_of_losses_tells_each_of_them(one_process: TrainCase) -> None:
+def test_sum_of_losses_tells_each_of_them(one_process: TrainCase) -> None:
     for row in one_process.metrics("mixed_base"):
         parts = {name: row[f"loss/{name}"] for name in ("dpo", "bco_pair", "sft")}
         assert row["loss"] == pytest.approx(0.8 * parts["dpo"] + 0.2 * parts["bco_pair"] + parts["sft"], rel=1e-6)

@@ -13,9 +13,9 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.lora.files import PREFIX, WEIGHTS_NAME
 from open_instruct.models.nf4 import dequantized, quantized
 from tests.ranks.launch import run_ranks as start
+from tests.ranks.objective_rows import write_conversations
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_lora import LORA
-from tests.ranks.test_sft import write_conversations
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
 
 pytestmark = pytest.mark.extended
@@ -47,7 +47,7 @@ def runs(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> Train
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_changes_nothing(runs: TrainCase, layout: str) -> None:
+def test_layout_changes_nothing(runs: TrainCase, layout: str) -> None:
     expected = runs.trajectory("alone")
     assert expected[0][0] == pytest.approx(math.log(2), abs=1e-6)  # the reference is the same base without adapters
     assert expected[-1][0] < 0.68
@@ -55,7 +55,7 @@ def test_a_layout_changes_nothing(runs: TrainCase, layout: str) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(runs: TrainCase) -> None:
+def test_resumed_run_is_bitwise_the_one_that_was_not_stopped(runs: TrainCase) -> None:
     assert runs.trajectory("resumed")[-2:] == runs.trajectory("alone")[-2:]
     assert runs.weights_digest("resumed") == runs.weights_digest("alone")
 
@@ -67,7 +67,7 @@ def test_shards_are_in_4_bits_what_the_whole_is(runs: TrainCase, name: str) -> N
 
 
 @torch.no_grad()
-def test_the_export_is_the_base_of_4_bits_with_the_adapter(runs: TrainCase) -> None:
+def test_export_is_the_base_of_4_bits_with_the_adapter(runs: TrainCase) -> None:
     from transformers import AutoModelForCausalLM
 
     base = CheckpointFiles.open(runs.model)
@@ -86,7 +86,7 @@ def test_the_export_is_the_base_of_4_bits_with_the_adapter(runs: TrainCase) -> N
     assert len(rounded) == 2 * 7 and len(adapter) == 2 * 3 * 2
 
 
-def test_it_learns_what_beside_the_base_itself_is_learned(runs: TrainCase, tmp_path: Path) -> None:
+def test_adapter_learns_the_same_beside_the_rounded_base_in_full_precision(runs: TrainCase, tmp_path: Path) -> None:
     """SFT of a model that has learned something, on two ranks: the losses of the 41st to 50th step."""
     rows = tmp_path / "rows.jsonl"
     write_conversations(rows, num_rows=4 * NUM_ROWS, seed=1)

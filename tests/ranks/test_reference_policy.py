@@ -52,7 +52,7 @@ def results(layout: str, grpo_case: GRPOCase) -> dict[str, list[Rows]]:
     return {name: [rows[index] for rows in of_ranks] for index, name in enumerate(cases)}
 
 
-def test_the_first_step_does_not_feel_the_reference(results: dict[str, list[Rows]]) -> None:
+def test_first_step_does_not_feel_the_reference(results: dict[str, list[Rows]]) -> None:
     for with_reference, without in zip(results["frozen"], results["no_reference"], strict=True):
         assert with_reference[0]["kl"] == pytest.approx(0, abs=1e-6)
         for name in ("loss", "policy_loss", "grad_norm"):
@@ -61,7 +61,7 @@ def test_the_first_step_does_not_feel_the_reference(results: dict[str, list[Rows
         assert all(row["reference_is_start"] for row in with_reference)
 
 
-def test_a_full_update_makes_the_reference_the_policy(results: dict[str, list[Rows]]) -> None:
+def test_full_update_makes_the_reference_the_policy(results: dict[str, list[Rows]]) -> None:
     for rows in results["replaced"]:
         assert [row["reference"] == row["policy"] for row in rows] == [False, True, False, True]
         assert rows[0]["reference_is_start"] and rows[2]["reference"] == rows[1]["reference"]
@@ -70,7 +70,7 @@ def test_a_full_update_makes_the_reference_the_policy(results: dict[str, list[Ro
 
 
 @pytest.mark.parametrize("kind", ["frozen", "moved"])
-def test_a_resumed_run_is_bitwise_the_undisturbed_one(results: dict[str, list[Rows]], kind: str) -> None:
+def test_resumed_run_is_bitwise_the_undisturbed_one(results: dict[str, list[Rows]], kind: str) -> None:
     for undisturbed, first, rest in zip(results[kind], results[f"{kind}/first"], results[f"{kind}/rest"], strict=True):
         assert [row["step"] for row in rest] == [4]
         assert first + rest == undisturbed

@@ -106,7 +106,7 @@ def assert_same_step(report: dict[str, Any], *, loss_abs: float = 1e-8) -> None:
 
 
 @pytest.mark.parametrize(("name", "step"), [("first", 1), ("second", 2)])
-def test_the_runs_own_settings_give_the_recorded_numbers(replays: Replays, name: str, step: int) -> None:
+def test_runs_own_settings_give_the_recorded_numbers(replays: Replays, name: str, step: int) -> None:
     report, printed = replays.reports[name], replays.printed[name]
     assert report["recorded"] == json.loads((replays.plain / "metrics.jsonl").read_text().splitlines()[step - 1])
     assert_same_step(report)
@@ -118,14 +118,14 @@ def test_the_runs_own_settings_give_the_recorded_numbers(replays: Replays, name:
     assert loss[1:] == [f"{report[column]['loss']:.6g}" for column in ("recorded", "recomputed")]
 
 
-def test_a_run_of_two_ranks_with_optimizer_and_reference_in_its_checkpoints(replays: Replays) -> None:
+def test_run_of_two_ranks_with_optimizer_and_reference_in_its_checkpoints(replays: Replays) -> None:
     report = replays.reports["moving"]
     # Ranks add up in another order, and in the loss advantages of both signs nearly cancel.
     assert_same_step(report, loss_abs=1e-7)
     assert report["recorded"]["kl"] > 1e-4
 
 
-def test_a_run_on_deepspeed_is_replayed_on_it(replays: Replays) -> None:
+def test_run_on_deepspeed_is_replayed_on_it(replays: Replays) -> None:
     """From its own checkpoints, and under another loss in the same process."""
     report = replays.reports["zero"]
     assert report["weights"]["are_the_steps_own"]
@@ -134,7 +134,7 @@ def test_a_run_on_deepspeed_is_replayed_on_it(replays: Replays) -> None:
     assert report["changed"]["grad_norm"] != pytest.approx(report["recomputed"]["grad_norm"], rel=1e-3)
 
 
-def test_another_loss_gives_other_numbers_and_the_run_is_left_alone(replays: Replays) -> None:
+def test_replay_with_another_loss_gives_other_numbers_and_leaves_the_run_alone(replays: Replays) -> None:
     assert replays.was_left_alone
     report = replays.reports["other"]
     assert_same_step(report)
@@ -169,12 +169,12 @@ def test_given_weights_are_taken_as_they_are(replays: Replays, grpo_case: GRPOCa
     assert report["recomputed"]["lr"] == pytest.approx(report["recorded"]["lr"])
 
 
-def test_the_command(replays: Replays) -> None:
+def test_command_prints_what_the_function_returns(replays: Replays) -> None:
     said = said_by(["replay", str(replays.plain), "--step", "9"], exit_code=2)
     assert "step9.parquet does not exist" in said and "there are traces of steps 1, 2, 3" in said
 
 
-def test_the_command_of_the_docs(replays: Replays, tmp_path: Path) -> None:
+def test_command_of_the_docs_runs(replays: Replays, tmp_path: Path) -> None:
     """It says of these runs what the page shows of others."""
     page = REPOSITORY / "docs" / "replay.md"
     program, *words = next(commands_of(page)).split()

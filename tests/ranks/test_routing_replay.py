@@ -54,7 +54,7 @@ def test_cutting_does_not_matter(one_process: dict[str, Rows], cut: str) -> None
     assert_same(one_process[cut], one_process["base"])
 
 
-def test_another_choice_is_another_step(one_process: dict[str, Rows]) -> None:
+def test_step_differs_when_experts_do(one_process: dict[str, Rows]) -> None:
     base, own = one_process["base"][0], one_process["own choice"][0]
     assert base["grad_norm"] != pytest.approx(own["grad_norm"], rel=1e-3)
     assert base["router/replayed"] > 0.9 and 0.5 < base["router/differing"] < 1

@@ -12,22 +12,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from open_instruct.run.alarms import LATER_SHARE
-from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.ranks import programs
 from tests.ranks.launch import run_ranks as start
+from tests.ranks.objective_rows import write_conversations
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase, free_ports
 
+pytestmark = pytest.mark.extended
+
 RunRanks = Callable[..., list[Any]]
 JOB = "tests.ranks.jobs.train_runs:run_each"
-
-
-def write_conversations(path: Path, *, num_rows: int, seed: int) -> None:
-    """Conversations of unequal length, some of several turns, some with a system turn."""
-    write_synthetic_preferences(path, num_rows=num_rows, seed=seed)
-    rows = [json.loads(line)["chosen"] for line in path.read_text().splitlines()]
-    assert {sum(turn["role"] == "assistant" for turn in row) for row in rows} == {1, 2}
-    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
 
 
 def read(path: Path) -> list[dict[str, float]]:
@@ -81,7 +75,7 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
     assert_same(one_process, "fsdp_2", "tensor_2")
 
 
-def test_a_slow_rank_is_told_of_once(one_process: TrainCase, run_ranks: RunRanks) -> None:
+def test_slow_rank_is_told_of_once(one_process: TrainCase, run_ranks: RunRanks) -> None:
     """Also one of a tensor group, whose ranks wait for each other within every layer; and one whose rows come late."""
     window, flags = 5, {"max_train_steps": 10, "eval_steps": 0}
     commands = [
@@ -107,15 +101,6 @@ def test_a_slow_rank_is_told_of_once(one_process: TrainCase, run_ranks: RunRanks
     run_ranks(2, job, commands=shared, ports=free_ports(1), slow_rank=1, window=window, on_one_host=True)
     row = one_process.metrics("shares_cores")[window - 1]
     assert "slowest_loader" in row and "slowest_learner" not in row
-
-
-def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
-    commands = [
-        one_process.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2, batch=1),
-        one_process.command("fsdp_4_padded", ranks=4, packing=False),
-    ]
-    run_ranks(4, JOB, commands=commands, ports=free_ports(2), entry="sft")
-    assert_same(one_process, "hsdp_2x2", "fsdp_4_padded")
 
 
 def sums_of_transformers(case: TrainCase, *, max_seq_length: int) -> list[tuple[int, float, int]]:
@@ -153,13 +138,13 @@ def sums_of_transformers(case: TrainCase, *, max_seq_length: int) -> list[tuple[
     return sums
 
 
-def test_the_loss_is_that_of_transformers_on_the_replies(one_process: TrainCase) -> None:
+def test_loss_is_that_of_transformers_on_the_replies(one_process: TrainCase) -> None:
     sums = sums_of_transformers(one_process, max_seq_length=192)
     (first,) = one_process.metrics("whole_data")
     assert first["loss"] == pytest.approx(sum(loss for _, loss, _ in sums) / sum(n for *_, n in sums), rel=1e-5)
 
 
-def test_a_batch_of_rows_that_conversations_fill(one_process: TrainCase, run_ranks: RunRanks) -> None:
+def test_batch_of_rows_that_conversations_fill(one_process: TrainCase, run_ranks: RunRanks) -> None:
     """Each step is the mean over the replies in its rows, on any number of ranks; an epoch has all conversations."""
     sums = sums_of_transformers(one_process, max_seq_length=512)
     filled: list[list[int]] = []
@@ -204,7 +189,7 @@ def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
         assert {name: row[name] for name in scored} == scored
 
 
-def test_a_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
+def test_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
     """Stopped by what ends it: two of the three steps, with a schedule that does not know the length.
 
     Nor do held-out rows, scored after every step of the one and around the other, change what is learned.

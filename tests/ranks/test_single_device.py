@@ -56,14 +56,14 @@ def test_small_updates_are_not_lost(trained: TrainCase) -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16_single", "bf16_single_full"])
-def test_it_is_the_run_of_float32_shards(trained: TrainCase, name: str) -> None:
+def test_run_on_one_device_is_that_of_float32_shards(trained: TrainCase, name: str) -> None:
     for ours, theirs in zip(trained.trajectory(name), trained.trajectory("bf16_sharded"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
     ours, theirs = (exported(trained.folder / run / "hf_model") for run in (name, "bf16_sharded"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)
 
 
-def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(trained: TrainCase) -> None:
+def test_resumed_run_is_bitwise_the_run_that_was_not_stopped(trained: TrainCase) -> None:
     assert trained.trajectory("bf16_resumed") == trained.trajectory("bf16_single")
     assert trained.weights_digest("bf16_resumed") == trained.weights_digest("bf16_single")
 

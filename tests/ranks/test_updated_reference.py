@@ -40,11 +40,11 @@ def assert_same(case: TrainCase, name: str, other: str) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
-def test_one_that_is_never_due_is_the_cached_one(runs: TrainCase) -> None:
+def test_reference_that_is_never_due_is_the_cached_one(runs: TrainCase) -> None:
     assert_same(runs, "never_due", "cached")
 
 
-def test_one_that_is_the_policy_sees_no_difference(runs: TrainCase) -> None:
+def test_reference_that_is_the_policy_sees_no_difference(runs: TrainCase) -> None:
     losses = [loss for loss, _ in runs.trajectory("always_the_policy")]
     assert losses == pytest.approx([math.log(2)] * 4, abs=1e-6)
 
@@ -57,11 +57,11 @@ def test_half_an_update_halves_what_is_seen(runs: TrainCase) -> None:
     assert before["eval/rewards/margin"] == 0 < after["eval/rewards/margin"]
 
 
-def test_the_cut_does_not_matter(runs: TrainCase) -> None:
+def test_cut_does_not_matter(runs: TrainCase) -> None:
     assert_same(runs, "half_cut", "half")
 
 
-def test_it_is_resumed_bitwise(runs: TrainCase) -> None:
+def test_reference_is_resumed_bitwise(runs: TrainCase) -> None:
     assert runs.trajectory("half_resumed") == runs.trajectory("half")
     assert runs.weights_digest("half_resumed") == runs.weights_digest("half")
     index = json.loads((runs.folder / "half_cut" / "step3" / "index.json").read_text())

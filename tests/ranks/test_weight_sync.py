@@ -124,7 +124,7 @@ def test_receivers_get_what_an_export_holds(run_ranks, models, tmp_path, num_lea
         ("gloo", "abandoned", "engine 1 died"),
     ],
 )
-def test_who_is_missing_is_named_on_every_side(run_ranks, models, tmp_path, backend, missing_at, complaint):
+def test_missing_process_is_named_on_every_side(run_ranks, models, tmp_path, backend, missing_at, complaint):
     results = run_ranks(
         4,
         f"{JOB}:go_missing",
@@ -142,7 +142,7 @@ def test_who_is_missing_is_named_on_every_side(run_ranks, models, tmp_path, back
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_whoever_is_killed_every_receiver_has_exactly_one_version(run_ranks, backend):
+def test_every_receiver_has_exactly_one_version_when_a_process_is_killed(run_ranks, backend):
     """A hundred versions of what has changed on each way, and kills in every phase that there is."""
     seed = 7
     (kills,) = run_ranks(1, f"{KILLS_JOB}:syncs", num_syncs=100, backend=backend, seed=seed)

@@ -95,6 +95,7 @@ def check_export(out: Path, source: Path, dtype: torch.dtype, logits: list[list[
         torch.testing.assert_close(torch.tensor(logits), expected, atol=1e-5, rtol=1e-5)
 
 
+EXTENDED = pytest.mark.extended
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 IMPORTS: dict[int, list[tuple[str, Any]]] = {
@@ -132,7 +133,7 @@ IMPORTS: dict[int, list[tuple[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", IMPORTS)
+@pytest.mark.parametrize("num_ranks", [pytest.param(each, marks=EXTENDED if each < 4 else ()) for each in IMPORTS])
 def test_import_then_export_is_the_identity(run_ranks, checkpoints, tmp_path, num_ranks):
     cases = [
         {
@@ -158,6 +159,7 @@ def test_import_then_export_is_the_identity(run_ranks, checkpoints, tmp_path, nu
         assert {result["fingerprint"] for result in results} == {alone}
 
 
+@EXTENDED
 def test_dtypes_and_chunks_do_not_matter(run_ranks, checkpoints, tmp_path):
     folder, computing_in_bf16 = checkpoints["olmo2_fp32"], {**FSDP_2, "compute_dtype": "bfloat16"}
     cases = [
@@ -171,6 +173,7 @@ def test_dtypes_and_chunks_do_not_matter(run_ranks, checkpoints, tmp_path):
     check_export(tmp_path / "1", folder, torch.float32, None)  # master weights, not the bf16 ones computed with
 
 
+@EXTENDED
 def test_damaged_data_is_one_error_on_all_ranks(run_ranks, checkpoints, tmp_path):
     nan, head = tmp_path / "nan", tmp_path / "head"
     for folder in (nan, head):
@@ -187,6 +190,7 @@ def test_damaged_data_is_one_error_on_all_ranks(run_ranks, checkpoints, tmp_path
     assert "lm_head.weight" in first[1] and "tie_word_embeddings" in first[1]
 
 
+@EXTENDED
 def test_failed_export_leaves_the_earlier_one(run_ranks, checkpoints, tmp_path):
     folder, out = checkpoints["llama_fp32"], tmp_path / "runs" / "hf_model"
     arguments = {"folder": str(folder), "out": str(out), "layout": FSDP_2, "break_disk_on": 1}
@@ -235,7 +239,7 @@ def test_interrupted_swap_is_undone_by_the_next_export(tmp_path):
     assert list(partial_folder_of(out).iterdir()) == []
 
 
-def test_a_chosen_chat_template_is_the_one_that_tokenizers_find(checkpoints, tmp_path):
+def test_chosen_chat_template_is_the_one_that_tokenizers_find(checkpoints, tmp_path):
     from transformers import AutoTokenizer
 
     folder = checkpoints["llama_fp32"]

@@ -18,7 +18,7 @@ JOB = "tests.ranks.jobs.train_runs:run_each"
 STEPS: dict[str, Any] = {"max_train_steps": 2, "batch": 2, "lr_scheduler_type": "constant", "max_grad_norm": 0.01}
 
 
-def test_they_are_the_same(dpo_case: TrainCase, run_ranks: RunRanks) -> None:
+def test_shards_on_the_host_learn_the_same_to_the_bit(dpo_case: TrainCase, run_ranks: RunRanks) -> None:
     experts = write_shallow_model(dpo_case.folder / "experts", family="qwen3_moe")
     tied = write_shallow_model(dpo_case.folder / "tied", family="qwen3")
     ways: dict[str, dict[str, Any]] = {
