@@ -2,12 +2,13 @@
 
     python -m pytest -p tests.core_seconds tests/ranks
 
-A worker of pytest adopts the orphans of its descendants, so that a process counts where its parent is gone too: what a
-test has used is how far the sum over the worker's tree, of the living and of what they have reaped, has grown.
+A worker of pytest adopts the orphans of its descendants, and looks at its whole tree four times a second: a process
+counts with what it had used when it was last seen. Parents cannot be asked, as Ray's raylet reaps without counting.
 """
 
 import ctypes
 import os
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Generator
 from pathlib import Path
@@ -16,35 +17,47 @@ from typing import Any
 import pytest
 
 PR_SET_CHILD_SUBREAPER = 36
+SAMPLES_EVERY_S = 0.25
 NUM_SHOWN = 40
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
+_ticks: dict[tuple[int, int], int] = {}
+"""By process and the moment of its start: what it has used, without its children."""
+_sampling = threading.Lock()
 _spent: Counter[str] = Counter()
 
 
 def pytest_configure() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    threading.Thread(target=_sample_for_ever, daemon=True).start()
+
+
+def _sample_for_ever() -> None:
+    while True:
+        tree_core_seconds()
+        threading.Event().wait(SAMPLES_EVERY_S)
 
 
 def tree_core_seconds() -> float:
-    """Of this process and all below it, by clock ticks of 10 ms."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
+    """Of this process and all that were ever seen below it, by clock ticks of 10 ms."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    found: dict[int, tuple[int, int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue  # it has ended
         pid = int(stat.parent.name)
-        parents[pid] = int(fields[1])
-        ticks[pid] = sum(map(int, fields[11:15]))
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for pid, parent in parents.items():
-        children[parent].append(pid)
+        children[int(fields[1])].append(pid)
+        found[pid] = int(fields[19]), int(fields[11]) + int(fields[12])
     tree = [os.getpid()]
     for pid in tree:
         tree += children[pid]
-    return sum(ticks.get(pid, 0) for pid in tree) / TICKS_PER_S
+    with _sampling:
+        for pid in tree:
+            start, ticks = found[pid]
+            _ticks[pid, start] = ticks
+        return sum(_ticks.values()) / TICKS_PER_S
 
 
 @pytest.hookimpl(wrapper=True)
