@@ -14,7 +14,7 @@ from open_instruct.data.chat_templates import ChatTemplate
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
 from open_instruct.data.report import DataReport
-from open_instruct.data.sft_rows import SFTBuilder, parse_sft_row
+from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import objective_named
@@ -116,22 +116,6 @@ def test_a_prompt_that_fills_the_length_is_left_out(load: Load, tmp_path: Path) 
     assert (len(dataset), report.filtered) == (1, {"prompt_too_long": 1})
     with pytest.raises(InputError, match=r"no conversation of 2 rows is left .* the shortest prompt alone has 18 tok"):
         load(rows, "1.0", max_seq_length=18)
-
-
-@pytest.mark.parametrize(
-    ("messages", "kind", "told"),
-    [
-        (turns("a", " ", "c", "d"), "empty_reply", "turn 2: the reply is empty"),
-        (turns("a"), "roles_out_of_order", "'messages'"),
-        ([*turns("a"), *({**reply, "weight": 0} for reply in turns("b", roles="a"))], "nothing_learned", "weight 0"),
-        ([], "not_messages", "empty list"),
-    ],
-)
-def test_malformed_rows(messages: list[Message], kind: str, told: str) -> None:
-    with pytest.raises(MalformedRow) as caught:
-        parse_sft_row({"messages": messages})
-    assert caught.value.kind == kind
-    assert told in caught.value.reason
 
 
 def test_bad_rows_name_file_and_line(load: Load, tmp_path: Path) -> None:

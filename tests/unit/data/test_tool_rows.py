@@ -11,7 +11,6 @@ from open_instruct.cli import main
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import ChatTemplate, template_text
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import conversation_of
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.prompts import PromptBuilder
 from open_instruct.data.row_builder import RowBuilder
@@ -229,27 +228,6 @@ def test_what_a_template_would_drop_is_refused(tokenizer: Any, text: str, row: A
     with pytest.raises(MalformedRow) as caught:
         texts(SFTBuilder, row, tokenizer, text)
     assert caught.value.kind == "template" and told in caught.value.reason, caught.value.reason
-
-
-@pytest.mark.parametrize(
-    ("messages", "kind", "told"),
-    [
-        ([ASKED, calling("no JSON")], "bad_tools", "turn 2: a call in 'tool_calls' needs a name"),
-        ([ASKED, DONE | {"tool_calls": [{"function": {"arguments": {}}}]}], "bad_tools", "needs a name"),
-        ([ASKED, DONE | {"tool_calls": 3}], "bad_tools", "needs a name"),
-        ([calling({}) | {"role": "user"}, DONE], "bad_tools", "turn 1: calls of tools in a turn that is no assis"),
-        ([ASKED, DONE | {"function_calls": {"add": 1}}], "bad_message", "'function_calls' must be text, not an object"),
-        ([ASKED, calling({"a": "\ud83d"})], "not_unicode", "'tool_calls' has half of a surrogate pair"),
-        ([ASKED, answered(), DONE], "roles_out_of_order", "turn 2: the role is 'tool' where 'assistant' should"),
-        ([ASKED, DONE, answered(), ASKED, DONE], "roles_out_of_order", "where 'assistant' or 'tool' should follow"),
-        ([ASKED, calling({}), answered()], "roles_out_of_order", "the last turn is 'tool', it must be 'assistant'"),
-        ([ASKED, DONE | {"content": "", "tool_calls": []}], "empty_reply", "is empty"),
-    ],
-)
-def test_malformed_tools(messages: Any, kind: str, told: str) -> None:
-    with pytest.raises(MalformedRow) as caught:
-        conversation_of({"messages": messages})
-    assert caught.value.kind == kind and told in caught.value.reason, caught.value.reason
 
 
 def test_an_environment_has_its_own_tools(tokenizer: Any) -> None:
