@@ -81,7 +81,9 @@ def fit(
     try:
         given, texts = _named(objective, rows if prompts is None else prompts, reward, Path(output_dir))
         if twice := sorted(given.keys() & flags.keys()):
-            raise InputError(f"{', '.join(twice)}: rows and reward say that; leave it out", kind="conflict")
+            raise InputError(
+                f"{', '.join(twice)}: rows and reward say that; leave it out", kind="conflict", flag=twice[0]
+            )
         with _keeping(texts):
             config: Any = parse(objective.config_class, _words(given | {"output_dir": output_dir} | flags))
             code = _run(config, objective, callbacks)
@@ -148,10 +150,10 @@ def _named(objective: Objective, rows: Any, reward: Any, folder: Path) -> tuple[
         try:
             texts[folder / ROWS] = "".join(f"{json.dumps(row)}\n" for row in rows)
         except (TypeError, ValueError) as error:
-            raise InputError(f"rows: they cannot be written as JSON: {error}", kind="bad_row") from None
+            raise InputError(f"rows: they cannot be written as JSON: {error}", kind="bad_row", flag="rows") from None
         flags[rows_flag] = [folder / ROWS, 1.0]
     if reward is not None and objective is not GRPO:
-        raise InputError("reward: GRPO alone has one; leave it out", kind="conflict")
+        raise InputError("reward: GRPO alone has one; leave it out", kind="conflict", flag="reward")
     if callable(reward):
         texts[folder / REWARD] = file_with(reward)
         flags["verifier"] = [f"{folder / REWARD}:{reward.__name__}"]

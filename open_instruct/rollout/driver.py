@@ -250,6 +250,7 @@ class Listener:
                 f"callbacks: {name} has {', '.join(sorted(own))}, which nothing would call: the learners of a GRPO run "
                 f"are processes of their own; here {CALLED} alone is called, after every step",
                 kind="own_code",
+                flag="callbacks",
             )
         self._callback = callback
 

@@ -16,7 +16,7 @@ import yaml
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
-from tests.house.test_docs_commands import commands_of
+from tests.docs.pages import commands_of
 from tests.waiting import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]

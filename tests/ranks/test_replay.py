@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.house.test_docs_commands import commands_of
+from tests.docs.pages import commands_of
 from tests.ranks import programs
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import REPOSITORY, run_ranks

@@ -14,7 +14,7 @@ from open_instruct.report.page import report_page
 from open_instruct.report.plan_command import html_page
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.run_directory import RunDirectory
-from tests.house.test_docs_commands import REPOSITORY
+from tests.docs.pages import REPOSITORY
 from tests.unit.planning import test_plan_command
 from tests.unit.report import test_report
 

@@ -12,7 +12,7 @@ import pytest
 from open_instruct.metric_table import entry_of, in_order, metric_table
 from open_instruct.report.charts import series_of
 from open_instruct.run.metrics_log import step_words
-from tests.house.test_docs_commands import REPOSITORY
+from tests.docs.pages import REPOSITORY
 
 FAMILIES = (
     "rewards|logps|time|rho|logprob_diff|staleness|sequence_length|tokens_per_second|verifier|eval|loss|slowest_\\w+"
