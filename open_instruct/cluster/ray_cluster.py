@@ -168,7 +168,7 @@ def refuse_imported_ray() -> None:
         raise InputError(
             "ray was imported in this process before a run began, and has settled then with which token it talks: "
             "restart the process (the notebook's kernel), and import ray after the first run, or not at all",
-            kind="remote",
+            kind="machine",
         )
 
 

@@ -53,15 +53,18 @@ def file_with(function: Callable[..., Any]) -> str:
         text = ABOVE + textwrap.dedent(inspect.getsource(function.__code__))
         file = compile(text, "reward.py", "exec")
     except (AttributeError, OSError, SyntaxError) as error:
-        raise InputError(f"reward: {name} has no source of its own ({error}); {way_out}", kind="own_code") from error
+        raise InputError(
+            f"reward: {name} has no source of its own ({error}); {way_out}", kind="own_code", flag="reward"
+        ) from error
     if name not in file.co_names:
-        raise InputError(f"reward: {name} is not what its source defines; {way_out}", kind="own_code")
+        raise InputError(f"reward: {name} is not what its source defines; {way_out}", kind="own_code", flag="reward")
     own = function.__globals__
     if missing := sorted(each for each in _names_read(file) if each in own or not hasattr(builtins, each)):
         raise InputError(
             f"reward: {name} uses {', '.join(missing)}, which the function alone does not have: import or define that "
             f"inside it; or {way_out}",
             kind="own_code",
+            flag="reward",
         )
     return text
 

@@ -298,7 +298,7 @@ def refused(rows, **arguments):
     try:
         fit(DPO, rows, **{"model_name_or_path": "tiny", "output_dir": "bad", "max_seq_length": 128} | arguments)
     except InputError as error:
-        print("REFUSED", error.kind, error.flag, "|", str(error).splitlines()[0].partition(":")[0])
+        print("REFUSED", error.kind, error.flag, "|", str(error).splitlines()[0])
 
 refused([{"chosen": 1}])
 refused(rows, max_seq_length=1)
@@ -318,7 +318,7 @@ def refused_grpo(rows=prompts, **arguments):
     try:
         fit(GRPO, rows, **{"model_name_or_path": "tiny", "output_dir": "bad", "reward": short} | arguments)
     except InputError as error:
-        print("REFUSED", error.kind, error.flag, "|", str(error).splitlines()[0].partition(":")[0])
+        print("REFUSED", error.kind, error.flag, "|", str(error).splitlines()[0])
 refused_grpo(reward=lambda completions: [len(prompts)])
 refused_grpo(reward="maths")
 refused_grpo(num_samples_per_prompt_rollout=1)
@@ -362,7 +362,24 @@ def test_page_for_notebooks_trains_as_a_program_and_names_refused_arguments(tmp_
     assert not (tmp_path / "bad").exists()
     assert [path.read_text() for path in (tmp_path / "own").iterdir()] == ["mine", "mine"]
     refused = [line.split()[1:3] for line in done.stdout.splitlines() if line.startswith("REFUSED")]
-    assert refused == [["?", "?"]], done.stdout
+    assert refused == [
+        ["bad_row", "columns"],
+        ["out_of_range", "max_seq_length"],
+        ["bad_row", "rows"],
+        ["other_run", "None"],
+        ["other_run", "None"],
+        ["conflict", "mixer_list"],
+        ["conflict", "reward"],
+        ["own_code", "reward"],
+        ["bad_value", "verifier"],
+        ["conflict", "num_samples_per_prompt_rollout"],
+        ["conflict", "verifier"],
+        ["bad_row", "columns"],
+        ["bad_value", "report_to"],
+        ["own_code", "callbacks"],
+        ["other_run", "None"],
+        ["machine", "None"],
+    ], done.stdout
     assert "AGAIN again/hf_model" in done.stdout and "HELD OUT" in done.stdout
     left = {path.name: path.read_bytes() for path in (tmp_path / "again" / "hf_model").iterdir()}
     assert hub.files == {"me/again": left} and hub.cards[0].encode() == left["README.md"]
