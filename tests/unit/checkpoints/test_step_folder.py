@@ -12,8 +12,8 @@ import pytest
 
 from open_instruct.checkpoints import step_folder
 from open_instruct.checkpoints.step_folder import DAMAGED, MANIFEST, Damaged, Manifest
-from open_instruct.errors import InputError
 from open_instruct.models.box_files import write_hashed
+from tests.refusals import refused
 
 FILES = {"index.json": b"{}", "rank0.json": b"[]", "rank0.safetensors": b"weights", "rank1.json": b"[1]"}
 
@@ -193,7 +193,7 @@ def test_another_format_is_damage(tmp_path: Path) -> None:
     assert [path.name for path in step_folder.candidates(tmp_path)] == ["step4"]
     with pytest.raises(Damaged, match=r"step4/checkpoint\.json is missing"):
         step_folder.read_manifest(tmp_path / "step4")
-    with pytest.raises(InputError, match=r"step4 is a checkpoint of OLMo-core's own.*--model_name_or_path"):
+    with refused("bad_checkpoint", "model_name_or_path", "4"):
         step_folder.refuse_another_format(tmp_path)
     # Beside one that can be read it is only damage.
     save(tmp_path, 2)

@@ -25,6 +25,7 @@ from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.objectives.sft import SFTConfig
 from open_instruct.parallel.layout_command import LayoutFlags
 from open_instruct.users_code import load_named
+from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SECTIONS = ("every", "dpo", "sft", "grpo", "reward_model")
@@ -101,7 +102,7 @@ class TestCommandLine:
         assert refusal(*words) == f"{words[0]} holds a null byte or one that is not UTF-8; give text"
 
     def test_all_missing_flags_are_listed(self) -> None:
-        with pytest.raises(InputError, match=r"missing: --model_name_or_path, --mixer_list, --output_dir"):
+        with refused("missing_flag", "model_name_or_path", "--mixer_list", "--output_dir"):
             parse(DPOConfig, [])
 
     def test_a_flag_with_a_bad_value_is_not_missing_too(self) -> None:
@@ -115,7 +116,7 @@ class TestCommandLine:
 
     @pytest.mark.parametrize("words", [["rows.jsonl"], ["-x", "1"], ["1.0", "--beta", "2"]])
     def test_words_before_the_first_flag_are_refused(self, words: list[str]) -> None:
-        with pytest.raises(InputError, match=f"'{words[0]}': expected a flag"):
+        with refused("stray_word", "name", f"{words[0]}"):
             parse(DPOConfig, [*words, *REQUIRED])
 
     @given(st.lists(st.one_of(st.text(), st.sampled_from(["--beta", "--packing", "--mixer_list", "x=", "1"]))))
@@ -127,12 +128,12 @@ class TestCommandLine:
 class TestUpstreamFlags:
     def test_a_flag_without_use_is_refused_where_nothing_lists_it(self) -> None:
         for elsewhere, words in ((LayoutFlags, []), (DPOConfig, REQUIRED)):
-            with pytest.raises(InputError, match="--hf_repo_url has no use here: --hub_model_id says"):
+            with refused("foreign_flag", "hf_repo_url", "--hub_model_id"):
                 parse(elsewhere, [*words, "--hf_repo_url", "u"])
 
     def test_a_command_hears_its_own_sentence(self) -> None:
         assert parse(GRPOConfig, [*GRPO_REQUIRED, "--eval_steps", "3"]).evaluation.local_eval_every == 3
-        with pytest.raises(InputError, match="--num_learners_per_node"):
+        with refused("foreign_flag", "num_processes", "--num_learners_per_node"):
             parse(GRPOConfig, [*GRPO_REQUIRED, "--num_processes", "3"])
 
     @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ class TestUpstreamFlags:
     def test_without_a_reference_policy_is_beta_0(self) -> None:
         for words in ("--load_ref_policy false", "--load_ref_policy false --beta 0.0", "--beta 0 --no_load_ref_policy"):
             assert parse(GRPOConfig, [*GRPO_REQUIRED, *words.split()]).loss.beta == 0
-        with pytest.raises(InputError, match="--beta and --load_ref_policy both say what --beta is here"):
+        with refused("repeated_flag", "beta", "--load_ref_policy"):
             parse(GRPOConfig, [*GRPO_REQUIRED, "--beta", "0.1", "--load_ref_policy", "false"])
 
     @pytest.mark.parametrize("section", SECTIONS)
@@ -285,12 +286,12 @@ class TestYaml:
     def test_a_folder_is_no_file(self, tmp_path: Path) -> None:
         folder = tmp_path / "folder.yaml"
         folder.mkdir()
-        with pytest.raises(InputError, match="cannot be read"):
+        with refused("unreadable_file", None):
             parse(DPOConfig, [str(folder)])
 
     def test_only_one_file(self, tmp_path: Path) -> None:
         path = yaml_file(tmp_path, "")
-        with pytest.raises(InputError, match="there can be only one"):
+        with refused("stray_word", None):
             parse(DPOConfig, [path, path])
 
 

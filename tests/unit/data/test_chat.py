@@ -15,7 +15,7 @@ from open_instruct.data.chat_templates import ChatTemplate, built_in_templates, 
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.errors import InputError
+from tests.refusals import refused
 from tests.unit.token_data import chat_format, encoded, marked, turns
 
 CHATML = ["<|im_start|>", "<|im_end|>"]
@@ -236,15 +236,15 @@ def test_a_file_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
     assert form.template.name == str(file)
     assert form.render(turns("q"), said("yes")) == ("<user>q<assistant>", (f"yes{EOS}",))
     file.write_text("{% for m in messages %}")
-    with pytest.raises(InputError, match=r"mine\.jinja chat template, line 1"):
+    with refused("bad_value", None, "mine.jinja", "1"):
         choose_chat_template(tokenizer, str(file))
     file.write_text("<|im_start|>{{ messages }}")
-    with pytest.raises(InputError, match=r"mine\.jinja needs <\|im_start\|>, which the tokenizer does not have"):
+    with refused("conflict", "chat_template_name", "mine.jinja", "im_start"):
         choose_chat_template(make_tokenizer([]), str(file))
     file.write_bytes(b"\xff")
-    with pytest.raises(InputError, match=r"mine\.jinja: cannot be read as UTF-8 text"):
+    with refused("unreadable_file", "chat_template_name", "mine.jinja", "8"):
         choose_chat_template(tokenizer, str(file))
-    with pytest.raises(InputError, match=r"mind\.jinja: no such file\. Did you mean .*mine\.jinja\?"):
+    with refused("missing_file", "chat_template_name", "mind.jinja", "mine.jinja"):
         choose_chat_template(tokenizer, str(tmp_path / "mind.jinja"))
 
 
@@ -255,24 +255,22 @@ def test_a_bos_token_may_be_written_before_any_template() -> None:
         assert choose_chat_template(tokenizer, name).text == text
         rendered, _ = ChatFormat(tokenizer, template).render(turns("?"), ())
         assert rendered == tokenizer.bos_token + own(tokenizer, text).render(turns("?"), ())[0]
-    with pytest.raises(InputError, match="--add_bos: llama3 chat template begins with the bos token itself"):
+    with refused("conflict", "add_bos", "3"):
         choose_chat_template(tokenizer, "llama3", add_bos=True)
     tokenizer.bos_token = None
-    with pytest.raises(InputError, match="--add_bos: the tokenizer has no bos token"):
+    with refused("conflict", "add_bos"):
         choose_chat_template(tokenizer, "tulu", add_bos=True)
 
 
 def test_choices_that_are_refused(tokenizer: Any) -> None:
-    with pytest.raises(
-        InputError, match=r"'tulip' is not a template; did you mean tulu\? Use one of llama3, .*simple_chat, .* chatml"
-    ):
+    with refused("bad_value", "chat_template_name", "'tulip'", "3", "simple_chat"):
         choose_chat_template(tokenizer, "tulip")
-    with pytest.raises(InputError, match=r"no chat template: choose one by --chat_template_name \(llama3, .*tulu"):
+    with refused("bad_value", "chat_template_name", "3"):
         choose_chat_template(tokenizer, None)
-    with pytest.raises(InputError, match=r"chatml needs <\|im_start\|>, <\|im_end\|>, which the tokenizer does not"):
+    with refused("conflict", "chat_template_name", "im_start", "im_end"):
         choose_chat_template(make_tokenizer([]), "chatml")
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(InputError, match="simple_chat needs eos_token"):
+    with refused("conflict", "chat_template_name", "simple_chat", "eos_token"):
         choose_chat_template(bare, "simple_chat")
 
 
@@ -288,9 +286,9 @@ def test_fingerprint_covers_vocabulary_and_template(tokenizer: Any) -> None:
 
 
 def test_tokenizers_are_loaded_or_refused(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--verifier: .*/nope: there is no such folder"):
+    with refused("missing_file", "verifier", "/nope"):
         load_tokenizer(str(tmp_path / "nope"), flag="--verifier")
-    with pytest.raises(InputError, match=r"has no tokenizer\.json"):
+    with refused("bad_model", "tokenizer_name_or_path", "tokenizer.json"):
         load_tokenizer(str(tmp_path))
     tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(str(tmp_path))
@@ -298,16 +296,16 @@ def test_tokenizers_are_loaded_or_refused(tokenizer: Any, tmp_path: Path) -> Non
     assert chat_format(loaded, "tulu").fingerprint == chat_format(tokenizer, "tulu").fingerprint
     (tmp_path / "tokenizer_config.json").unlink()
     assert load_tokenizer(str(tmp_path))("the reply")["input_ids"] == tokenizer("the reply")["input_ids"]
-    with pytest.raises(InputError, match="is a file"):
+    with refused("bad_model", "tokenizer_name_or_path", "file"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
     whole = (tmp_path / "tokenizer.json").read_bytes()
     (tmp_path / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match=r"cannot be loaded|not JSON"):
+    with refused("unreadable_file"):
         load_tokenizer(str(tmp_path))
     spaced = make_tokenizer([])
     spaced.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     spaced.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(InputError, match="does not keep a text as it is"):
+    with refused("bad_model", "tokenizer_name_or_path", "not keep"):
         load_tokenizer(str(tmp_path))
 
 

@@ -25,6 +25,7 @@ from open_instruct.errors import InputError
 from open_instruct.records import Completion, Prompt
 from open_instruct.sandbox import sandbox as sandbox_module
 from open_instruct.sandbox.sandbox import START, Sandbox
+from tests.refusals import refused
 from tests.unit.data.test_chat import CHATML, make_tokenizer
 from tests.unit.fake_rollouts import grpo_config
 
@@ -194,9 +195,9 @@ class TestAdapters:
             "def shop(stock=2):\n    return Shop()\n\nclass Shop:\n    def buy(self): ...\n"
         )
         assert callable(factory_named(f"{tmp_path / 'mine.py'}:shop", origin="--environment mine.py:shop"))
-        with pytest.raises(InputError, match=r"did you mean.*counter"):
+        with refused("bad_value", "environment"):
             factory_named("countr", origin="--environment countr")
-        with pytest.raises(InputError, match="cannot be loaded"):
+        with refused("own_code", "environment"):
             factory_named(f"{tmp_path / 'mine.py'}:nothing", origin="--environment mine.py:nothing")
 
     @pytest.mark.parametrize(

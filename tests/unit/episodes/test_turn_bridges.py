@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import ChatTemplate, built_in_templates, choose_chat_template
 from open_instruct.episodes.bridge import Conversation, TurnTemplate
-from open_instruct.errors import InputError
+from tests.refusals import refused
 from tests.unit.data.test_chat import CHATML, EOS, LLAMA3, make_tokenizer
 
 # Templates that write no end of a turn behind a reply, so that an engine would never stop there.
@@ -168,7 +168,7 @@ def test_a_template_that_says_nothing_of_the_next_turn_is_refused(tokenizer: Pre
     only_last = ChatTemplate(name="own", text="{{ messages[-1].content + eos_token + 'Answer:' }}")
     talk = Conversation(TurnTemplate(ChatFormat(tokenizer, only_last)), [{"role": "user", "content": "What?"}], [])
     talk.reply(tokenizer(f"yes{EOS}", add_special_tokens=False)["input_ids"])
-    with pytest.raises(InputError, match="--chat_template_name"):
+    with refused("bad_value", "chat_template_name"):
         talk.answer([{"role": "user", "content": "again"}])
 
 

@@ -17,7 +17,6 @@ from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.vllm_core import VLLMCore
 from open_instruct.episodes.conversations import _Walked
-from open_instruct.errors import InputError
 from open_instruct.learner.model import forward
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.learner.model.routing import balance, noted_routers
@@ -39,6 +38,7 @@ from open_instruct.records import (
 from open_instruct.rollout.checked_run import open_rollout_run
 from tests.fleet.grpo_case import GRPOCase, write_prompts
 from tests.ranks.shallow import write_shallow_model
+from tests.refusals import refused
 from tests.unit.fake_engine import request
 from tests.unit.small_models import CPU, new_model
 
@@ -203,7 +203,7 @@ def test_a_model_without_experts_is_refused_before_anything_is_started(tmp_path:
     model = write_shallow_model(tmp_path / "model", family="qwen3", is_narrow=False)
     prompts = write_prompts(tmp_path / "prompts.jsonl", 2)
     case = GRPOCase(model=model, prompts=prompts, output_dir=tmp_path / "out", flags={"routing_replay": "on"})
-    with pytest.raises(InputError, match=r"--routing_replay on: the model in .* has no experts; use off"):
+    with refused("conflict", "routing_replay", "on"):
         open_rollout_run(parse(GRPOConfig, case.command()[1:])).__enter__()
 
 

@@ -42,6 +42,7 @@ from open_instruct.run.metrics_log import MetricsLog, build_trackers
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.toys.tiny import SIZES, tiny_config
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 
@@ -325,7 +326,7 @@ class TestRunDirectory:
     def test_a_file_is_no_folder(self, tmp_path: Path) -> None:
         file = tmp_path / "out"
         file.write_text("")
-        with pytest.raises(InputError, match=r"--output_dir .*out cannot be written"):
+        with refused("unreadable_file", "output_dir", "out cannot"):
             RunDirectory(path=file).create()
 
     def test_a_second_evaluation_replaces_the_first(self, tmp_path: Path) -> None:

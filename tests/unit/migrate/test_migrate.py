@@ -15,11 +15,11 @@ from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.suites.upstream_flags import upstream_defaults, upstream_table
-from open_instruct.errors import InputError
 from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, read_launch
 from open_instruct.migrate.migration import Migration, migrate
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.objectives.registry import objective_named
+from tests.refusals import refused
 
 DPO = "--model_name_or_path m --mixer_list rows.jsonl 1.0 --max_seq_length 512"
 SFT = "--model_name_or_path m --dataset_mixer_list rows.jsonl 1.0 --max_seq_length 512"
@@ -226,5 +226,5 @@ class TestCommand:
     def test_a_yaml_file_that_is_no_mapping_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "list.yaml"
         path.write_text("- 1\n")
-        with pytest.raises(InputError, match="expected lines of 'flag: value'"):
+        with refused("unreadable_file", None, "'flag: value'"):
             read_launch("dpo", [str(path)])

@@ -19,6 +19,7 @@ from open_instruct.run.opened import made_ready
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.whole_file import replace_text
+from tests.refusals import refused
 
 LAYOUT = ShardLayout(gpus_per_node=(2,), shard_degree=2, num_replicas=1)
 
@@ -96,10 +97,10 @@ def test_a_damaged_layout_blocks_no_later_start(tmp_path: Path, content: str) ->
 
 def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     config = with_checkpoint(tmp_path)
-    with pytest.raises(InputError, match="global batch"):
+    with refused("other_run", "output_dir", "global batch"):
         start(config, ShardLayout(gpus_per_node=(4,), shard_degree=4, num_replicas=1))
     (tmp_path / "config.yaml").write_text("")
-    with pytest.raises(InputError, match=r"config\.yaml.*Remove that file"):
+    with refused("unreadable_file", "model_name_or_path", "config.yaml"):
         start(config)
 
 
@@ -141,7 +142,7 @@ def test_what_stands_in_a_files_place_is_named_and_not_waited_for(
 def test_a_file_that_is_called_like_a_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "step3").touch()
     (tmp_path / "step_by_step").touch()  # the user's own
-    with pytest.raises(InputError, match="step3 is a file, and a run has the folder of a checkpoint there: move"):
+    with refused("other_run", None, "step3 is a file"):
         RunDirectory(path=tmp_path).create()
 
 

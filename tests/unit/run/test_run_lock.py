@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from filelock import SoftFileLease
 
-from open_instruct.errors import InputError
 from open_instruct.run import run_lock
 from open_instruct.run.run_lock import locked
+from tests.refusals import refused
 
 HOLD = """
 import os, sys, time
@@ -84,7 +84,7 @@ def test_a_second_run_is_told_who_holds_the_folder(
         if is_stopped:  # it lives, and cannot renew its lease
             process.send_signal(signal.SIGSTOP)
             time.sleep(1.5)
-        with pytest.raises(InputError, match=rf"in use by process {process.pid} on .*another --output_dir"):
+        with refused("other_run", "output_dir", f"{process.pid}"):
             locked(tmp_path, say=print).__enter__()
         assert held_by(tmp_path) == process.pid
 
@@ -139,7 +139,7 @@ def test_a_living_holder_on_another_machine_refuses(
 
     there = threading.Thread(target=renew)
     there.start()
-    with pytest.raises(InputError, match="process 4711 on node7"):
+    with refused("other_run", "output_dir", "4711"):
         locked(tmp_path, say=print).__enter__()
     has_ended.set()
     there.join()
@@ -147,7 +147,7 @@ def test_a_living_holder_on_another_machine_refuses(
 
 def test_without_locks_the_lease_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_locks(monkeypatch)
-    with holder(tmp_path) as process, pytest.raises(InputError, match=f"process {process.pid}"):
+    with holder(tmp_path) as process, refused("other_run", "output_dir", f"{process.pid}"):
         locked(tmp_path, say=print).__enter__()
     said: list[str] = []
     with locked(tmp_path, say=said.append):

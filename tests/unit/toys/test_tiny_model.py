@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from open_instruct.cli import main
-from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.errors import EXIT_INPUT
 from open_instruct.families import FAMILIES
 from open_instruct.models.family import transformer_config
 from open_instruct.models.hf.hf_config import load_hf_config
@@ -24,6 +24,7 @@ from open_instruct.toys.tiny import (
     train_tokenizer,
     write_tiny_model,
 )
+from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -153,6 +154,6 @@ def test_bad_arguments_end_with_one_line_and_code_2(
 
 
 def test_bad_arguments_of_the_function(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--size huge: unknown; choose from tiny, mini, small, base"):
+    with refused("bad_value", "size", "huge"):
         write_tiny_model(tmp_path / "model", family="llama", size="huge")
     assert not (tmp_path / "model").exists()

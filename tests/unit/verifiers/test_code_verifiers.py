@@ -16,7 +16,7 @@ import yaml
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import RewardSection
-from open_instruct.errors import InputError, RunError
+from open_instruct.errors import RunError
 from open_instruct.parallel.processes import has_ended
 from open_instruct.records import Check
 from open_instruct.rollout.checked_run import open_rollout_run
@@ -26,6 +26,7 @@ from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers import code as code_module
 from open_instruct.verifiers.code import Code, CodeStdio, asked_value, program_of
 from open_instruct.verifiers.pool import VerifierPool
+from tests.refusals import refused
 from tests.unit.scored import score
 
 CHEATS = yaml.safe_load(Path(__file__).with_name("cheats.yaml").read_text())
@@ -289,7 +290,7 @@ class TestRun:
     @pytest.mark.parametrize("name", ["code", "code_stdio", "python"])
     def test_a_wall_that_is_missing_stops_it(self, name: str, opened: Callable[..., str]) -> None:
         missing = "without the wall around files a program gets out"
-        with pytest.raises(InputError, match=f"{missing}.*--code_sandbox auto"):
+        with refused("machine", "code_sandbox", "auto", f"{missing}"):
             opened(name, has_walls=False)
         said = opened(name, "--code_sandbox", "auto", has_walls=False)
         assert missing in said and "these walls stand: network" in said

@@ -21,6 +21,7 @@ from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.judge import CACHE_FILE, JUDGE_COSTS, JUDGE_PROMPTS, parse_rubrics
 from open_instruct.verifiers.pool import Outcome, VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
+from tests.refusals import refused
 from tests.unit.scored import completion_of
 from tests.unit.verifiers.judge_stub import Answer, Stub, judge_stub
 
@@ -245,10 +246,17 @@ def test_a_server_that_does_not_know_the_form_is_asked_without(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"), [(401, "AuthenticationError"), (404, "NotFoundError"), (400, "BadRequestError")]
+    ("answer", "reason"),
+    [
+        (401, ("remote", "llm_judge_model", "AuthenticationError")),
+        (404, ("remote", "llm_judge_model", "NotFoundError")),
+        (400, ("remote", "llm_judge_model", "BadRequestError")),
+    ],
 )
-def test_a_judge_that_can_never_answer_is_refused_at_the_start(answer: int, reason: str, tmp_path: Path) -> None:
-    with judge_stub(lambda body: answer) as stub, pytest.raises(InputError, match=reason) as caught:
+def test_a_judge_that_can_never_answer_is_refused_at_the_start(
+    answer: int, reason: tuple[Any, ...], tmp_path: Path
+) -> None:
+    with judge_stub(lambda body: answer) as stub, refused(*reason) as caught:
         Judged(stub, tmp_path, llm_judge_max_retries=0)
     assert "--llm_judge_model mine" in str(caught.value) and "--llm_judge_url" in str(caught.value)
     assert KEY not in str(caught.value)
@@ -257,15 +265,15 @@ def test_a_judge_that_can_never_answer_is_refused_at_the_start(answer: int, reas
 def test_a_run_with_nobody_to_ask_is_refused(tmp_path: Path) -> None:
     with judge_stub(lambda body: "Yes") as stub:
         pass
-    with pytest.raises(InputError, match="APIConnectionError"):
+    with refused("remote", "llm_judge_model", "APIConnectionError"):
         Judged(stub, tmp_path, llm_judge_max_retries=0)
-    with pytest.raises(InputError, match="add --llm_judge_model"):
+    with refused("missing_flag", "llm_judge_model"):
         known_verifiers(RewardSection())["rubric"].begin_run(tmp_path)
 
 
 def test_a_cache_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / CACHE_FILE).write_text("something else" * 100)
-    with judge_stub(lambda body: "Yes") as stub, pytest.raises(InputError, match="--cache_dir"):
+    with judge_stub(lambda body: "Yes") as stub, refused("unreadable_file", "cache_dir", "cache"):
         Judged(stub, tmp_path)
 
 
@@ -306,7 +314,7 @@ def test_a_run_begins_with_a_first_question_if_a_prompt_names_a_judge(tmp_path: 
         judge = ["--llm_judge_model", "mine", "--llm_judge_url", stub.url]
         begin("string_f1", *judge)
         assert not stub.bodies
-        with pytest.raises(InputError, match="add --llm_judge_model"):
+        with refused("missing_flag", "llm_judge_model"):
             begin("general-quality", "--overwrite_output_dir")
         begin("general-quality", *judge, "--overwrite_output_dir")
         assert len(stub.bodies) == 1 and (tmp_path / "cache" / CACHE_FILE).exists()
