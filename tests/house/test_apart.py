@@ -58,23 +58,23 @@ def test_home_and_tmpdir_are_empty_and_the_checkout_is_there(checkout: Path) -> 
     assert done.stdout.split() == [".git", ".gitignore", "file"]
 
 
-def test_the_exit_code_is_the_commands_own(checkout: Path) -> None:
+def test_exit_code_is_the_commands_own(checkout: Path) -> None:
     assert run(checkout, "exit 7").returncode == 7
 
 
-def test_a_file_left_in_the_checkout_fails(checkout: Path) -> None:
+def test_file_left_in_the_checkout_fails(checkout: Path) -> None:
     done = run(checkout, "touch here; mkdir __pycache__; touch __pycache__/a.pyc")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("/checkout/here")
 
 
-def test_what_the_demos_leave_in_their_folder_may_stay(checkout: Path) -> None:
+def test_files_of_the_demos_may_stay(checkout: Path) -> None:
     (checkout / ".gitignore").write_text("demo_output/\n")
     assert run(checkout, "mkdir demo_output; touch demo_output/model").returncode == 0
     assert run(checkout, "mkdir output; touch output/model").returncode == 1
 
 
-def test_a_process_that_was_left_fails_and_is_ended(checkout: Path) -> None:
+def test_process_that_was_left_fails_and_is_ended(checkout: Path) -> None:
     done = run(checkout, "sleep 55 >/dev/null 2>&1 & echo $!")
     assert done.returncode == 1
     assert "sleep 55" in done.stderr
@@ -82,7 +82,7 @@ def test_a_process_that_was_left_fails_and_is_ended(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "/var/tmp", "/dev/shm"])
-def test_a_file_left_in_a_folder_of_all_fails_and_is_not_seen_outside(checkout: Path, folder: str) -> None:
+def test_file_left_in_a_folder_of_all_fails_and_is_not_seen_outside(checkout: Path, folder: str) -> None:
     if not walled(checkout):
         pytest.skip("no mount namespaces here")
     name = f"{folder}/left-{os.getpid()}"
@@ -92,7 +92,7 @@ def test_a_file_left_in_a_folder_of_all_fails_and_is_not_seen_outside(checkout: 
     assert not Path(name).exists()
 
 
-def test_the_true_home_is_read_only(checkout: Path) -> None:
+def test_true_home_is_read_only(checkout: Path) -> None:
     if not walled(checkout):
         pytest.skip("no mount namespaces here")
     done = run(checkout, "touch /usr/local/share/left", home="/usr/local/share")

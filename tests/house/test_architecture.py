@@ -38,12 +38,12 @@ def has(tree: ast.Module, dotted: str) -> bool:
 
 
 @pytest.mark.parametrize(("file", "name"), sorted(set(PLACE.findall(PAGE.read_text(encoding="utf-8")))))
-def test_what_it_names_exists(file: str, name: str) -> None:
+def test_functions_that_the_page_names_exist(file: str, name: str) -> None:
     assert has(ast.parse((PACKAGE / file).read_text(encoding="utf-8")), name)
 
 
 @pytest.mark.parametrize("title", WAYS)
-def test_a_way_is_as_long_as_it_says_and_not_too_long(title: str) -> None:
+def test_way_is_as_long_as_it_says_and_not_too_long(title: str) -> None:
     text = section(title)
     steps = re.findall(r"^(\d+)\. `([\w/]+\.py):", text, re.M)
     files = [file for _, file in steps]
@@ -53,13 +53,13 @@ def test_a_way_is_as_long_as_it_says_and_not_too_long(title: str) -> None:
     assert said is not None and int(said[1]) == len(files) <= WAYS[title]
 
 
-def test_the_picture_has_every_room() -> None:
+def test_picture_has_every_room() -> None:
     drawn = set(re.findall(r"^ (\w+) ", section("The house"), re.M))
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert rooms <= drawn and drawn <= rooms | {"entries", "ground"}
 
 
-def test_the_picture_stands_on_the_floors_that_are_held() -> None:
+def test_picture_stands_on_the_floors_that_are_held() -> None:
     from tests.house.test_house import FLOORS
 
     drawn = re.findall(r"^ (\w+) ", section("The house"), re.M)[1:-1]

@@ -94,7 +94,7 @@ class TestFile:
     def test_flags_are_good(self, path: Path) -> None:
         assert KINDS[path.parent.name].validate(read(path)) == []
 
-    def test_the_launch_command_starts_this_file(self, path: Path) -> None:
+    def test_launch_command_starts_this_file(self, path: Path) -> None:
         _, ours = launch_words(path)
         assert ours[0] == str(path.relative_to(REPOSITORY))
         assert KINDS[path.parent.name].validate(read(path, *ours[1:])) == []
@@ -102,13 +102,13 @@ class TestFile:
 
 @pytest.mark.parametrize("path", TORCHRUN_FILES, ids=name_of)
 class TestTorchrunFile:
-    def test_the_global_batch_is_what_the_header_says(self, path: Path) -> None:
+    def test_global_batch_is_what_the_header_says(self, path: Path) -> None:
         optim = read(path).optim
         world = layout_of(path).data_parallel_world_size
         num_rows = optim.per_device_train_batch_size * optim.gradient_accumulation_steps * world
         assert num_rows == int(header(path)[f"global_batch_{units_of(path.parent.name)}"])
 
-    def test_the_launch_command_names_these_nodes(self, path: Path) -> None:
+    def test_launch_command_names_these_nodes(self, path: Path) -> None:
         (_, *launcher), ours = launch_words(path)
         if launcher == [path.parent.name]:
             assert [int(read(path, *ours[1:]).parallel.num_processes)] == nodes(path)
@@ -120,7 +120,7 @@ class TestTorchrunFile:
 
 @pytest.mark.parametrize("path", GRPO_FILES, ids=name_of)
 class TestGRPOFile:
-    def test_the_steps_are_what_the_header_says(self, path: Path) -> None:
+    def test_steps_are_what_the_header_says(self, path: Path) -> None:
         config, words = read(path), header(path)
         assert config.num_completions_per_step == int(words["completions_per_step"])
         assert config.num_steps == int(words["num_steps"])
@@ -136,7 +136,7 @@ class TestGRPOFile:
             num <= gpus for num, gpus in zip(sorted(learners), sorted(nodes(path))[-len(learners) :], strict=True)
         )
 
-    def test_the_launch_command_names_these_nodes(self, path: Path) -> None:
+    def test_launch_command_names_these_nodes(self, path: Path) -> None:
         launcher, ours = launch_words(path)
         if len(nodes(path)) == 1:
             assert launcher == ["python"]
@@ -149,13 +149,13 @@ class TestGRPOFile:
 FOR_GPUS = [path for path in FILES if "device_memory_gib" in header(path)]
 
 
-def test_those_for_gpus_name_models_whose_shape_a_plan_knows() -> None:
+def test_configs_for_gpus_name_models_that_a_plan_knows() -> None:
     """The tiny ones name folders that a demo leaves beside them, or has not left yet."""
     assert [path for path in FILES if is_built_in(model_of(path))] == FOR_GPUS
 
 
 @pytest.mark.parametrize("path", FOR_GPUS, ids=name_of)
-def test_the_plan_fits_with_room(path: Path) -> None:
+def test_plan_fits_with_room(path: Path) -> None:
     memory_gib = header(path)["device_memory_gib"]
     gpu = "h100" if memory_gib == "80" else f"memory_gib={memory_gib}"
     words = [path.parent.name, str(path), "--gpus_per_node", *map(str, nodes(path)), "--gpu", gpu]

@@ -38,7 +38,7 @@ def test_every_pod_gets_what_the_launcher_reads_and_finds_the_first_one() -> Non
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
 
 
-def test_the_job_runs_a_config_of_ours_with_flags_that_we_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_runs_a_config_of_ours_with_flags_that_we_have(monkeypatch: pytest.MonkeyPatch) -> None:
     _, job = kubernetes()
     spec = job["spec"]
     (container,) = spec["template"]["spec"]["containers"]
@@ -53,7 +53,7 @@ def test_the_job_runs_a_config_of_ours_with_flags_that_we_have(monkeypatch: pyte
     assert layout_of(config.parallel, gpus_per_node).world_size == sum(gpus_per_node)
 
 
-def test_the_image_is_made_by_the_installer_and_in_either_build() -> None:
+def test_image_is_made_by_the_installer_and_in_either_build() -> None:
     text = (REPOSITORY / "Dockerfile").read_text()
     (tag,) = re.findall(r"^FROM python:(3\.\d+)", text, flags=re.MULTILINE)
     assert f"{tag} " in INSTALLER[: INSTALLER.index("set -euo")]
@@ -65,7 +65,7 @@ def test_the_image_is_made_by_the_installer_and_in_either_build() -> None:
     assert all(re.search(rf"^\s+cpu \| cuda\b|\b{build}\b", INSTALLER, re.MULTILINE) for build in builds)
 
 
-def test_nothing_that_was_made_here_goes_into_the_image() -> None:
+def test_image_has_no_files_made_in_the_checkout() -> None:
     left_out = set((REPOSITORY / ".dockerignore").read_text().split())
     made = {line.strip("/") for line in (REPOSITORY / ".gitignore").read_text().split()} - {"*.egg-info", "__pycache__"}
     assert made | {".git"} <= left_out

@@ -46,7 +46,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("faked")
 class TestReport:
     @pytest.mark.parametrize("suite", SUITES)
-    def test_one_that_fails_or_hangs_leaves_the_others(self, suite: str, tmp_path: Path) -> None:
+    def test_failing_or_hanging_check_leaves_the_others(self, suite: str, tmp_path: Path) -> None:
         assert program.main([f"--{suite}", "--rehearse", "--out", str(tmp_path)]) == 1
         report = json.loads((tmp_path / "gpu_check.json").read_text())
         assert report["is_rehearsal"] and report["num_gpus"] == SUITES[suite].num_gpus
@@ -69,7 +69,7 @@ class TestReport:
         states = [check["state"] for check in json.loads((tmp_path / "gpu_check.json").read_text())["checks"]]
         assert states == ["passed", "not run", "not run", "not run"]
 
-    def test_without_time_the_rest_is_not_run(self, tmp_path: Path) -> None:
+    def test_checks_are_not_run_without_time(self, tmp_path: Path) -> None:
         assert program.main(["--rehearse", "--out", str(tmp_path), "--limit_s", "0"]) == 0
         checks = json.loads((tmp_path / "gpu_check.json").read_text())["checks"]
         assert {check["state"] for check in checks} == {"not run"}
@@ -82,7 +82,7 @@ class TestReport:
             (["--node"], 4, "--one"),
         ],
     )
-    def test_without_gpus(
+    def test_gpu_check_is_refused_without_gpus(
         self,
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
@@ -97,13 +97,13 @@ class TestReport:
         assert told in line
         assert not (tmp_path / "out").exists()
 
-    def test_a_check_of_the_other_suite_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_check_of_the_other_suite_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             program.main(["--node", "--only", "waits"])
         assert ended.value.code == 2
         assert "no check waits of --node" in capsys.readouterr().err
 
-    def test_a_missing_package_is_named(
+    def test_missing_package_is_named(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         (tmp_path / "needy_package.py").write_text("import package_that_is_nowhere")
@@ -121,7 +121,7 @@ def test_every_check_is_there() -> None:
     assert listed == {f"gpu_check.{path.parent.name}.{path.stem}" for path in paths}
 
 
-def test_a_run_whose_plan_is_off_fails_its_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_whose_plan_is_off_fails_its_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from gpu_check.checks import throughput
 
     planned = iter((10.6, 13.0, 13.0, 9.4))
@@ -146,9 +146,7 @@ class TestNode:
     @pytest.mark.parametrize(
         ("last_norm", "is_well"), [(2.0, True), (2.0 + 1e-4, True), (2.01, False), (float("nan"), False)]
     )
-    def test_a_layout_follows_one_rank(
-        self, findings: Findings, tmp_path: Path, last_norm: float, is_well: bool
-    ) -> None:
+    def test_layout_follows_one_rank(self, findings: Findings, tmp_path: Path, last_norm: float, is_well: bool) -> None:
         from gpu_check.node import layouts
 
         write_steps(tmp_path / layouts.ONE_RANK, [(0.69, 3.0), (0.60, 2.0)])
@@ -157,7 +155,7 @@ class TestNode:
         assert [told.partition(":")[0] for told in findings.failures] == ([] if is_well else ["TP"])
 
     @pytest.mark.parametrize("again", [1.0, 2.0])
-    def test_a_resumed_run_is_the_one_never_stopped(self, findings: Findings, tmp_path: Path, again: float) -> None:
+    def test_resumed_run_is_the_one_never_stopped(self, findings: Findings, tmp_path: Path, again: float) -> None:
         """Where two equal runs differ, one that was resumed need only be near."""
         import torch
         from gpu_check.same_run import judge_resumed
@@ -216,7 +214,7 @@ class TestNode:
         ("name", "planned", "mfu", "num_failures"),
         [("compiled", 13.0, 0.4, 0), ("compiled", 9.0, 0.2, 2), ("uncompiled", 10.6, 0.2, 1), ("uncompiled", 10, 0, 0)],
     )
-    def test_a_plan_and_the_speed(
+    def test_plan_and_the_speed(
         self, findings: Findings, name: str, planned: float, mfu: float, num_failures: int
     ) -> None:
         from gpu_check.node.seven_b import judge
@@ -231,7 +229,7 @@ def write_steps(folder: Path, steps: Sequence[tuple[float, float]]) -> None:
     (folder / "metrics.jsonl").write_text("\n".join(rows))
 
 
-def test_a_wait_is_laid_to_the_line_of_the_package_that_asked() -> None:
+def test_wait_is_laid_to_the_line_of_the_package_that_asked() -> None:
     from gpu_check.host_waits import WARNED, counted_host_waits
 
     from open_instruct.losses import logprobs
@@ -255,7 +253,7 @@ def test_a_wait_is_laid_to_the_line_of_the_package_that_asked() -> None:
         ("580.1", None, False),
     ],
 )
-def test_a_driver_that_is_too_old_is_told(driver: str | None, cuda: str | None, is_bad: bool) -> None:
+def test_driver_that_is_too_old_is_told(driver: str | None, cuda: str | None, is_bad: bool) -> None:
     from gpu_check.checks.versions import driver_problem
 
     assert (driver_problem(driver, cuda) is not None) == is_bad

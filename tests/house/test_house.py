@@ -253,7 +253,7 @@ class TestFiles:
     def test_no_drawer_for_everything(self) -> None:
         assert not those(FILES, lambda path: path.stem in ("utils", "util", "helpers", "misc", "common"))
 
-    def test_a_config_has_a_type(self) -> None:
+    def test_config_has_a_type(self) -> None:
         def is_without(node: ast.AST) -> bool:
             is_config = isinstance(node, ast.arg) and node.arg == "config"
             return is_config and node.annotation is not None and ast.unparse(node.annotation) == "Any"
@@ -266,7 +266,7 @@ class TestFiles:
     def test_checkers_are_silenced_by_name_only(self) -> None:
         assert not those(FILES, lambda path: re.search(r"# type: ignore(?!\[)|# noqa(?!: )", text_of(path)))
 
-    def test_some_never_load_torch(self) -> None:
+    def test_rooms_without_torch_never_load_it(self) -> None:
         without = [*(PACKAGE / "config").glob("*.py"), *(PACKAGE / name for name in WITHOUT_TORCH)]
         assert not those(without, lambda path: libraries_of(path) & HEAVY_LIBRARIES)
 
@@ -422,7 +422,7 @@ class TestFlags:
         assert flags_of(command.config_class).keys() - read == set()
 
     @pytest.mark.parametrize("command", commands_with_flags(), ids=lambda command: command.script)
-    def test_what_a_flag_is_read_with_is_a_flag_beside_it(self, command: Any) -> None:
+    def test_condition_of_a_flag_is_a_flag_beside_it(self, command: Any) -> None:
         flags = flags_of(command.config_class)
         for flag in flags.values():
             if flag.read_with:
@@ -430,16 +430,16 @@ class TestFlags:
                 values = {*flag.read_with.split()[1:]}
                 assert values <= {*flags[flag.other].choices, OWN, ">0"}, flag.name
 
-    def test_the_page_of_upstreams_flags_is_up_to_date(self) -> None:
+    def test_page_of_upstreams_flags_is_up_to_date(self) -> None:
         page = (REPOSITORY / "docs" / "upstream.md").read_text(encoding="utf-8")
         assert set(upstream_page.default_differences()) == set(upstream_page.upstream_reasons())
         assert page == upstream_page.page(), "run: python scripts/upstream_page.py > docs/upstream.md"
 
-    def test_the_page_of_flags_is_up_to_date(self) -> None:
+    def test_page_of_flags_is_up_to_date(self) -> None:
         page = (REPOSITORY / "docs" / "flags.md").read_text(encoding="utf-8")
         assert page == markdown(commands_with_flags()), "run: python scripts/flags_page.py > docs/flags.md"
 
-    def test_the_page_of_metrics_is_up_to_date(self) -> None:
+    def test_page_of_metrics_is_up_to_date(self) -> None:
         page = (REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8")
         assert page == metrics_page.markdown(), "run: python scripts/metrics_page.py > docs/metrics.md"
 

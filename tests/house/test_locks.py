@@ -55,7 +55,7 @@ def test_every_dependency_has_an_upper_bound() -> None:
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_a_build_has_each_dependency_once_and_inside_its_bounds(build: str) -> None:
+def test_build_has_each_dependency_once_and_inside_its_bounds(build: str) -> None:
     pins = [entry for lock in BUILDS[build] for entry in entries(lock)]
     versions = dict(pins)
     assert len(versions) == len(pins)
@@ -66,14 +66,14 @@ def test_a_build_has_each_dependency_once_and_inside_its_bounds(build: str) -> N
 
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("extra", ["wandb", "deepspeed", "float8"])
-def test_an_extra_goes_into_either_build(extra: str, build: str) -> None:
+def test_extra_goes_into_either_build(extra: str, build: str) -> None:
     of_extra = dict(entries(extra))
     versions = {name: version for lock in BUILDS[build] for name, version in entries(lock)}
     assert_inside(project_requirements(extra), of_extra | versions)
     assert [name for name in of_extra if versions.get(name, of_extra[name]) != of_extra[name]] == []
 
 
-def test_the_builds_agree_with_the_installer() -> None:
+def test_builds_agree_with_the_installer() -> None:
     named = dict(re.findall(r"(?m)^([A-Z]+)_VERSION=(\S+)", (REPOSITORY / "scripts" / "install.sh").read_text()))
     assert dict(entries("torch_cpu")) == {"torch": f"{named['TORCH']}+cpu"}
     assert dict(entries("torch_cuda"))["torch"] == named["TORCH"]
@@ -91,14 +91,14 @@ def test_vllm_on_a_cpu_has_what_it_needs_and_nothing_of_cuda() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(LOCKS.iterdir()), ids=lambda path: path.name)
-def test_a_lock_names_no_place(path: Path) -> None:
+def test_lock_names_no_place(path: Path) -> None:
     """What is installed is settled by hash; where it is looked for is the configuration of pip where it runs."""
     assert path.stem in {"wandb", "deepspeed", "float8", *(lock for locks in BUILDS.values() for lock in locks)}
     assert list(entries(path.stem))
     assert not re.search(r"://|--(?!hash=)|@|/(?:opt|home|root|tmp)\b", path.read_text())
 
 
-def test_the_installer_asks_for_the_platforms_of_the_locks(lock: ModuleType) -> None:
+def test_installer_asks_for_the_platforms_of_the_locks(lock: ModuleType) -> None:
     installer = (REPOSITORY / "scripts" / "install.sh").read_text()
     minors = sorted({platform.minor for platform in lock.PLATFORMS})
     assert f"(3, {minors[0]}) <= sys.version_info < (3, {minors[-1] + 1})" in installer
@@ -133,7 +133,7 @@ def both(python: str) -> list[str]:
 EVERYWHERE = [*both("cp311-cp311"), *both("cp312-cp312"), *both("cp313-cp313")]
 
 
-def test_a_pin_has_the_wheels_of_every_platform_and_no_others(lock: ModuleType) -> None:
+def test_pin_has_the_wheels_of_every_platform_and_no_others(lock: ModuleType) -> None:
     others = [
         "some-1.0-cp311-cp311-win_amd64.whl",
         "some-1.0-cp311-cp311-macosx_11_0_arm64.whl",
@@ -151,7 +151,7 @@ def test_a_pin_has_the_wheels_of_every_platform_and_no_others(lock: ModuleType) 
     assert str(lock.pin_of(package(local))) == f"some==1.0 \\\n    --hash=sha256:{local}"
 
 
-def test_what_is_published_as_sources_alone_is_pinned_by_those(lock: ModuleType) -> None:
+def test_packages_of_sources_alone_are_pinned_by_sources(lock: ModuleType) -> None:
     sources = {"url": "https://files.test/a/deepspeed-1.0.tar.gz", "hashes": {"sha256": "of sources"}}
     pin = lock.pin_of(package(name="deepspeed", sdist=sources))
     assert (pin.marker, pin.hashes) == ("", ("of sources",))
@@ -159,7 +159,7 @@ def test_what_is_published_as_sources_alone_is_pinned_by_those(lock: ModuleType)
     assert set(re.findall(r"--no-binary (\S+)", installer)) == lock.FROM_SOURCE
 
 
-def test_a_platform_without_a_wheel_is_an_error(lock: ModuleType) -> None:
+def test_platform_without_a_wheel_is_an_error(lock: ModuleType) -> None:
     with pytest.raises(SystemExit, match=r"some 1\.0 has no wheel for Platform\(minor=13, machine='aarch64'\)"):
         lock.pin_of(package(*(name for name in EVERYWHERE if name != both("cp313-cp313")[0])))
 

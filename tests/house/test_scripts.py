@@ -71,7 +71,7 @@ def stubs(tmp_path: Path) -> Stubs:
 
 
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
-def test_the_shell_can_parse_it(script: Path) -> None:
+def test_shell_can_parse_it(script: Path) -> None:
     parsed = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
     assert (parsed.returncode, parsed.stderr) == (0, "")
     assert "set -euo pipefail" in script.read_text()
@@ -158,7 +158,7 @@ def add_slurm(stubs: Stubs) -> None:
     stubs.add("srun", "shift 2", 'for id in 0 1; do SLURM_NODEID=$id "$@" || exit; done')
 
 
-def test_the_readmes_commands_for_several_nodes(stubs: Stubs) -> None:
+def test_readmes_commands_for_several_nodes(stubs: Stubs) -> None:
     """As they stand there; sbatch does what Slurm does once it has the nodes."""
     by_hand, by_slurm = (line for line in commands_of(REPOSITORY / "README.md") if "scripts/launch_" in line)
     add_slurm(stubs)
@@ -567,7 +567,7 @@ def test_install_where_the_locks_have_no_wheels_goes_by_bounds_and_says_so(
     assert "by no hash: scripts/locks serves CPython 3.11 to 3.13" in done.stdout
 
 
-def test_a_deepspeed_that_cannot_be_built_is_left_out(stubs: Stubs, fake_venv: Path) -> None:
+def test_deepspeed_that_cannot_be_built_is_left_out(stubs: Stubs, fake_venv: Path) -> None:
     fails = """if [[ $* == *deepspeed* ]]; then [[ $DS_ACCELERATOR == cpu ]] && exit 1; fi; [[ $* != *"(3, 14)"* ]]"""
     stubs.add("python", fails, folder=fake_venv / "bin")
     done = run_install(stubs, fake_venv, MACHINE="riscv64")

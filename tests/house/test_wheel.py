@@ -35,7 +35,7 @@ def run(installed: Path, *words: str, folder: Path) -> str:
     return subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def test_it_has_every_file_of_the_package(installed: Path) -> None:
+def test_wheel_has_every_file_of_the_package(installed: Path) -> None:
     package = REPOSITORY / "open_instruct"
     wanted = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
     wanted |= {Path("configs", path.relative_to(REPOSITORY / "configs")) for path in REPOSITORY.glob("configs/*/*")}
@@ -44,7 +44,7 @@ def test_it_has_every_file_of_the_package(installed: Path) -> None:
     assert (installed / package.name / "py.typed").is_file()
 
 
-def test_a_new_user_gets_a_model_and_settings_and_a_plan_from_it(installed: Path, tmp_path: Path) -> None:
+def test_new_user_gets_a_model_and_settings_and_a_plan_from_it(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(run(installed, "configs", "dpo/tiny_cpu", folder=tmp_path))
     run(installed, "tiny-model", "model", "--family", "olmo2", folder=tmp_path)
     plan = run(

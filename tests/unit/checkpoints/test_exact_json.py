@@ -48,7 +48,7 @@ def bits(value: Any) -> Any:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_value_comes_back_as_it_was(value: Any) -> None:
+def test_value_comes_back_as_it_was(value: Any) -> None:
     assert bits(from_json(json.loads(json.dumps(to_json(value))))) == bits(value)
 
 
@@ -63,7 +63,7 @@ class MyInt(int):
 @pytest.mark.parametrize(
     "value", [Colour.RED, MyInt(3), {1, 2}, b"raw", object(), np.array([object()]), [{"a": print}]]
 )
-def test_what_could_only_be_guessed_at_is_refused(value: Any) -> None:
+def test_exact_json_refuses_values_it_could_only_guess(value: Any) -> None:
     with pytest.raises(TypeError, match="a checkpoint cannot hold a"):
         to_json(value)
 
@@ -81,6 +81,6 @@ def test_what_could_only_be_guessed_at_is_refused(value: Any) -> None:
         {"dict": [[{"dict": []}, 1]]},
     ],
 )
-def test_what_was_not_written_by_us_is_an_error_and_nothing_else(told: Any) -> None:
+def test_exact_json_raises_its_error_for_any_foreign_text(told: Any) -> None:
     with pytest.raises((ValueError, KeyError, TypeError, AttributeError, SafetensorError)):
         from_json(told)

@@ -83,7 +83,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 @pytest.mark.parametrize("save_every", [1, 2, 4])
-def test_the_optimizer_counts_and_a_checkpoint_does_not(device: Device, tmp_path: Path, save_every: int) -> None:
+def test_optimizer_counts_and_a_checkpoint_does_not(device: Device, tmp_path: Path, save_every: int) -> None:
     """The optimizer's kernels run on when the step returns; the next one waits for them, or a checkpoint does."""
     speeds: list[float] = []
     loop = FakeLoop(device, tmp_path, Cadence(num_steps=4, save_every=save_every))
@@ -106,7 +106,7 @@ def test_checkpoints_that_last_and_those_that_do_not(
     assert loop.saved == [step for step in range(1, 11) if cadence.saves_after(step)]
 
 
-def test_a_step_of_grpo_ends_with_its_optimizer() -> None:
+def test_step_of_grpo_ends_with_its_optimizer() -> None:
     """What is next, the weights' way to the engines, would wait for it, and take its time for its own."""
     device = Device()
 

@@ -37,7 +37,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_whole_one(tmp_path: Path) -> None:
+def test_whole_one(tmp_path: Path) -> None:
     folder = save(tmp_path, 4)
     manifest = step_folder.read_manifest(folder)
     assert (manifest.step, manifest.num_ranks, manifest.start_model) == (4, 2, "ab")
@@ -45,7 +45,7 @@ def test_a_whole_one(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step4"] and step_folder.latest_step(tmp_path) == 4
 
 
-def test_the_newest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
+def test_newest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
     for step in (10, 2, 9):
         save(tmp_path, step)
     (tmp_path / "step99").mkdir()  # the user's own
@@ -55,7 +55,7 @@ def test_the_newest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
     assert step_folder.latest_step(tmp_path / "gone") is None and step_folder.find_checkpoints(tmp_path / "gone") == []
 
 
-def test_a_copy_under_another_name_is_damaged(tmp_path: Path) -> None:
+def test_copy_under_another_name_is_damaged(tmp_path: Path) -> None:
     shutil.copytree(save(tmp_path, 4), tmp_path / "step9")
     with pytest.raises(Damaged, match="step9 is a copy of another checkpoint, that of step 4"):
         step_folder.read_manifest(tmp_path / "step9")
@@ -97,7 +97,7 @@ def test_any_byte_of_the_manifest_counts(tmp_path: Path) -> None:
     "content",
     [b"", b"[]", b"{}", b"null", b"[" * 100_000, b"\xff", b'{"checkpoint": 1, "xxh3": 2}'],
 )
-def test_a_manifest_that_is_none(tmp_path: Path, content: bytes) -> None:
+def test_manifest_that_is_none(tmp_path: Path, content: bytes) -> None:
     folder = save(tmp_path, 4)
     (folder / MANIFEST).write_bytes(content)
     with pytest.raises(Damaged, match="is not what was written"):
@@ -105,7 +105,7 @@ def test_a_manifest_that_is_none(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "..", "", "a/b"])
-def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str) -> None:
+def test_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 4)
     content: dict[str, Any] = json.loads((folder / MANIFEST).read_text())["checkpoint"]
     content["files"][name] = {"num_bytes": 1, "xxh3": "0"}
@@ -115,7 +115,7 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str
         step_folder.read_manifest(folder)
 
 
-def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+def test_step_folder_opens_files_only(tmp_path: Path) -> None:
     folder = save(tmp_path, 4)
     (folder / "rank0.json").unlink()
     os.mkfifo(folder / "rank0.json")  # whoever opens it waits for a writer
@@ -130,7 +130,7 @@ CALLS = [(os, "fsync"), (Path, "replace"), (Path, "mkdir"), (step_folder.shutil,
 
 
 @pytest.mark.parametrize("step", [6, 4])  # a new one; one that takes the place of the newest
-def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+def test_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """The process ends before the n-th call that changes the disk, for every n until the save gets through."""
     for n in range(100):
         folder = tmp_path / str(n)
@@ -187,7 +187,7 @@ def test_damaged_ones_lose_their_name_and_nothing_else(tmp_path: Path) -> None:
         )
 
 
-def test_another_format_is_damage(tmp_path: Path) -> None:
+def test_step_folder_of_another_format_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "step4" / "train").mkdir(parents=True)  # OLMo-core's own
     (tmp_path / "step6").mkdir()
     assert [path.name for path in step_folder.candidates(tmp_path)] == ["step4"]
@@ -200,7 +200,7 @@ def test_another_format_is_damage(tmp_path: Path) -> None:
     step_folder.refuse_another_format(tmp_path)
 
 
-def test_a_checkpoint_removed_meanwhile_is_passed_over(tmp_path: Path) -> None:
+def test_checkpoint_removed_meanwhile_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "step1").mkdir()
     (tmp_path / "step1" / "file").touch()
     stops = threading.Event()

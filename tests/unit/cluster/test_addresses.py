@@ -37,7 +37,7 @@ def test_loopback_only_where_everything_is_on_one_host(
     assert way == way_on_cpus
 
 
-def test_the_interface_of_an_address() -> None:
+def test_interface_of_an_address() -> None:
     assert interface_of(LOOPBACK) == LOOPBACK_INTERFACE
     assert interface_of("203.0.113.77") is None  # nobody's: kept for documents
 
@@ -64,13 +64,13 @@ class TestProcessEnvironment:
         assert own_environment["GLOO_SOCKET_IFNAME"] == "bond0"
         assert own_environment["NCCL_SOCKET_IFNAME"] == "=bond0"  # and not every one whose name begins so
 
-    def test_on_one_host_all_stays_on_loopback(self, own_environment: dict[str, str]) -> None:
+    def test_addresses_stay_on_loopback_on_one_host(self, own_environment: dict[str, str]) -> None:
         take_environment({}, meeting_address=LOOPBACK)
         assert own_environment["GLOO_SOCKET_IFNAME"] == LOOPBACK_INTERFACE
         assert own_environment["NCCL_SOCKET_IFNAME"] == f"={LOOPBACK_INTERFACE}"
 
     @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-    def test_what_a_node_sets_for_itself_stays(self, own_environment: dict[str, str], name: str) -> None:
+    def test_environment_of_a_node_is_kept(self, own_environment: dict[str, str], name: str) -> None:
         own_environment |= {name: "max_split_size_mb:128", "NCCL_SOCKET_IFNAME": "ib0", "RANK": "7"}
         given = allocator_environment(on_gpus=True, hands_over_memory=False)
         take_environment({**given, "RANK": "1"}, meeting_address=LOOPBACK)
@@ -93,7 +93,7 @@ class TestProcessEnvironment:
             ("expandable_segments:False", "expandable_segments:False"),
         ],
     )
-    def test_a_nodes_memory_does_not_grow_either_where_it_is_handed_over(
+    def test_nodes_memory_does_not_grow_either_where_it_is_handed_over(
         self,
         own_environment: dict[str, str],
         capsys: pytest.CaptureFixture[str],
@@ -115,7 +115,7 @@ class TestProcessEnvironment:
         assert allocator_environment(on_gpus=False, hands_over_memory=False) == {}
 
 
-def test_a_store_listens_where_it_is_told_to() -> None:
+def test_store_listens_where_it_is_told_to() -> None:
     import psutil
 
     before = {connection.laddr for connection in psutil.Process().net_connections()}

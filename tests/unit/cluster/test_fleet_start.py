@@ -71,7 +71,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return start
 
 
-def test_an_engine_waits_for_the_learner_whose_device_it_shares(started: Any) -> None:
+def test_engine_waits_for_the_learner_whose_device_it_shares(started: Any) -> None:
     """vLLM takes its share of what it finds free."""
     it = started("--single_gpu_mode")
     assert it.events[:3] == ["learners begin", "learners are ready", "engine begins"]
@@ -81,7 +81,7 @@ def test_an_engine_waits_for_the_learner_whose_device_it_shares(started: Any) ->
     assert STAYS.items() <= it.engines[0][1].items()
 
 
-def test_elsewhere_they_start_side_by_side_and_the_learners_memory_grows(started: Any) -> None:
+def test_engines_start_beside_learners_whose_memory_grows_on_other_devices(started: Any) -> None:
     """Engines of several GPUs hand buffers over to each other's processes, which could not map it."""
     it = started("--num_learners_per_node", "2", "--vllm_num_engines", "2")
     assert it.events[:4] == ["learners begin", "engine begins", "engine begins", "learners are ready"]
@@ -93,7 +93,7 @@ def test_elsewhere_they_start_side_by_side_and_the_learners_memory_grows(started
 
 
 @pytest.mark.parametrize("flags", ["--vllm_num_engines 2", "--single_gpu_mode"])
-def test_what_engines_leave_out_of_a_shells_settings_is_said_once(
+def test_settings_of_the_shell_that_engines_drop_are_named_once(
     started: Any, monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:128")
@@ -103,7 +103,7 @@ def test_what_engines_leave_out_of_a_shells_settings_is_said_once(
 
 
 @pytest.mark.parametrize("asked", [None, "there", "not there"])
-def test_a_folder_for_weights_is_there_as_long_as_the_fleet(started: Any, tmp_path: Path, asked: str | None) -> None:
+def test_folder_for_weights_is_there_as_long_as_the_fleet(started: Any, tmp_path: Path, asked: str | None) -> None:
     (tmp_path / "there").mkdir()
     within = tmp_path / (asked or "")
     there: list[list[str]] = []
@@ -126,7 +126,7 @@ def test_a_folder_for_weights_is_there_as_long_as_the_fleet(started: Any, tmp_pa
     assert not (tmp_path / "weight_sync").exists() and not list((tmp_path / "there").iterdir())
 
 
-def test_on_a_cpu_nothing_of_this(started: Any) -> None:
+def test_memory_settings_are_left_alone_on_a_cpu(started: Any) -> None:
     it = started(on_gpus=False)
     assert "PYTORCH_CUDA_ALLOC_CONF" not in it.learners["environment"]
     ((settings, environment),) = it.engines
@@ -136,7 +136,7 @@ def test_on_a_cpu_nothing_of_this(started: Any) -> None:
 
 
 @pytest.mark.parametrize(("flags", "is_held"), [("--use_lora", False), ("--use_lora --lora_sync adapter", True)])
-def test_an_engine_holds_the_adapter_where_it_is_sent_alone(started: Any, flags: str, is_held: bool) -> None:
+def test_engine_holds_the_adapter_where_it_is_sent_alone(started: Any, flags: str, is_held: bool) -> None:
     it = started(*flags.split(), on_gpus=False)
     ((settings, _),) = it.engines
     assert settings.adapter == (it.learners["arguments"]["config"].lora if is_held else None)
@@ -152,7 +152,7 @@ def test_an_engine_holds_the_adapter_where_it_is_sent_alone(started: Any, flags:
         ("--async_steps 0 --vllm_num_engines 2 --vllm_tensor_parallel_size 2", None, 2),
     ],
 )
-def test_what_computes_at_once_has_its_part_of_the_cores(
+def test_processes_that_compute_at_once_share_the_cores(
     started: Any, monkeypatch: pytest.MonkeyPatch, flags: str, of_learners: int | None, of_engines: int
 ) -> None:
     """Two threads for each of two processes on two cores took three times as long as one each."""

@@ -52,7 +52,7 @@ def model() -> Iterator[Path]:
     path.unlink()
 
 
-def test_nothing_stays_of_a_killed_driver_but_what_is_not_its_own(tmp_path: Path, model: Path) -> None:
+def test_watchdog_ends_only_what_a_killed_driver_started(tmp_path: Path, model: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     driver = subprocess.Popen(
@@ -75,7 +75,7 @@ def test_nothing_stays_of_a_killed_driver_but_what_is_not_its_own(tmp_path: Path
     assert model.read_bytes() == b"weights"
 
 
-def test_a_process_that_wrote_over_its_environment_ends_with_the_session(tmp_path: Path) -> None:
+def test_process_that_wrote_over_its_environment_ends_with_the_session(tmp_path: Path) -> None:
     """As Ray's agents do when they name themselves; the one that began the session has ended by then."""
     renamed = "import subprocess; print(subprocess.Popen(['sleep', '600'], env={}).pid, flush=True); input()"
     driver = f"""

@@ -152,7 +152,7 @@ def test_bad_flags(stderr_of: Callable[..., str], flags: dict[str, Any], told: s
     assert told in stderr_of(**flags)
 
 
-def test_a_folder_continues_only_its_own_run(
+def test_folder_continues_only_its_own_run(
     stderr_of: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stderr_of(exit_code=0)
@@ -168,7 +168,7 @@ def test_a_folder_continues_only_its_own_run(
     assert "step1/rank0.safetensors is not what was written" in told and "--overwrite_output_dir" in told
 
 
-def test_a_start_model_that_was_changed_in_place(good: Path, tmp_path: Path, stderr_of: Callable[..., str]) -> None:
+def test_start_model_that_was_changed_in_place(good: Path, tmp_path: Path, stderr_of: Callable[..., str]) -> None:
     model = tmp_path / "model"
     shutil.copytree(good / "model", model)
     stderr_of(exit_code=0, model_name_or_path=model)
@@ -195,7 +195,7 @@ def test_a_start_model_that_was_changed_in_place(good: Path, tmp_path: Path, std
     "names",
     [("train/rank0.pt", "model_and_optim/.metadata", ".metadata.json"), (".metadata", "__0_0.distcp")],
 )
-def test_a_checkpoint_of_olmo_core(stderr_of: Callable[..., str], tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_checkpoint_of_olmo_core(stderr_of: Callable[..., str], tmp_path: Path, names: tuple[str, ...]) -> None:
     """Who has trained with OLMo-core may give its folder: nothing removes what took long to make."""
     theirs = tmp_path / "out" / "step1"
     for name in names:
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_olmo_core(stderr_of: Callable[..., str], tmp_path: Path
     ],
     ids=["link", "dangling", "file"],
 )
-def test_where_no_export_can_go_no_training_starts(
+def test_training_does_not_start_when_no_export_can_be_written(
     stderr_of: Callable[..., str], tmp_path: Path, name: str, put: Callable[[Path], Any], told: str
 ) -> None:
     place = tmp_path / "out" / name
@@ -226,7 +226,7 @@ def test_where_no_export_can_go_no_training_starts(
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
-def test_a_mount_or_a_folder_that_cannot_be_written_takes_no_export(
+def test_mount_or_a_folder_that_cannot_be_written_takes_no_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "not" / "yet" / "there"
@@ -236,7 +236,7 @@ def test_a_mount_or_a_folder_that_cannot_be_written_takes_no_export(
     assert "is a mount" in str(replacing_problem(Path("/proc")))
 
 
-def test_a_checkpoint_that_cannot_be_written(
+def test_checkpoint_that_cannot_be_written(
     stderr_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync, synced = os.fsync, []
@@ -257,7 +257,7 @@ def test_a_checkpoint_that_cannot_be_written(
     assert any(path.name == "rank0.safetensors" for path in synced)
 
 
-def test_a_learning_rate_that_breaks_the_weights(stderr_of: Callable[..., str], tmp_path: Path) -> None:
+def test_learning_rate_that_breaks_the_weights(stderr_of: Callable[..., str], tmp_path: Path) -> None:
     """The loss and the gradient of the only step are finite; what is broken is what comes of it."""
     told = stderr_of(exit_code=1, learning_rate=1e30, warmup_ratio=0.0)
     assert "some weights are not finite, or larger than" in told.splitlines()[-1]

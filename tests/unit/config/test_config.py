@@ -59,7 +59,7 @@ def yaml_refusal(tmp_path: Path, text: str) -> str:
 
 
 class TestCommandLine:
-    def test_the_minimal_command_takes_every_default(self) -> None:
+    def test_minimal_command_takes_every_default(self) -> None:
         config = config_of()
         assert config.model.model_name_or_path == "model"
         assert config.data.mixer_list == ["rows.jsonl", "1.0"]
@@ -89,7 +89,7 @@ class TestCommandLine:
         assert len(resume_conflicts(as_flat_dict(config) | {"beta": 0.03}, config)) == 1
 
     @pytest.mark.parametrize("text", ["loss_type: dpo\n", "loss_type: [dpo]\n", "loss_type:\n- dpo\n"])
-    def test_one_loss_is_a_word_however_it_is_spelled(self, tmp_path: Path, text: str) -> None:
+    def test_single_loss_is_one_word_in_every_spelling(self, tmp_path: Path, text: str) -> None:
         config = parse(DPOConfig, [yaml_file(tmp_path, text)])
         assert config.loss.loss_type == "dpo"
         write_config(config, tmp_path / "config.yaml")
@@ -105,7 +105,7 @@ class TestCommandLine:
         with refused("missing_flag", "model_name_or_path", "--mixer_list", "--output_dir"):
             parse(DPOConfig, [])
 
-    def test_a_flag_with_a_bad_value_is_not_missing_too(self) -> None:
+    def test_flag_with_a_bad_value_is_not_missing_too(self) -> None:
         with pytest.raises(InputError) as caught:
             parse(DPOConfig, ["--model_name_or_path", "--mixer_list", "a", "1.0", "--output_dir", "o"])
         assert "missing" not in str(caught.value)
@@ -126,12 +126,12 @@ class TestCommandLine:
 
 
 class TestUpstreamFlags:
-    def test_a_flag_without_use_is_refused_where_nothing_lists_it(self) -> None:
+    def test_flag_without_use_is_refused_where_nothing_lists_it(self) -> None:
         for elsewhere, words in ((LayoutFlags, []), (DPOConfig, REQUIRED)):
             with refused("foreign_flag", "hf_repo_url", "--hub_model_id"):
                 parse(elsewhere, [*words, "--hf_repo_url", "u"])
 
-    def test_a_command_hears_its_own_sentence(self) -> None:
+    def test_command_hears_its_own_sentence(self) -> None:
         assert parse(GRPOConfig, [*GRPO_REQUIRED, "--eval_steps", "3"]).evaluation.local_eval_every == 3
         with refused("foreign_flag", "num_processes", "--num_learners_per_node"):
             parse(GRPOConfig, [*GRPO_REQUIRED, "--num_processes", "3"])
@@ -148,7 +148,7 @@ class TestUpstreamFlags:
         assert parse(DPOConfig, [*REQUIRED[:2], *REQUIRED[5:], *words.split()]).data.mixer_list == mixer_list
 
     @pytest.mark.parametrize("words", [["--push_to_hub", "false"], ["--no_push_to_hub"], ["--hf_repo_id", "none"]])
-    def test_what_launches_of_upstream_end_with_asks_for_no_upload(self, words: list[str]) -> None:
+    def test_upstream_launches_ask_for_no_upload(self, words: list[str]) -> None:
         assert parse(DPOConfig, [*REQUIRED, *words], unneeded=[]) == config_of()
 
     @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ class TestUpstreamFlags:
             *("--no_load_balancing_loss", "--oe_eval_tasks a,b", "--deepspeed_config_file ds.conf"),
         ],
     )
-    def test_those_that_are_not_needed_are_left_out_and_told_of(self, words: str) -> None:
+    def test_flags_without_use_are_left_out_and_named(self, words: str) -> None:
         told: list[str] = []
         assert parse(DPOConfig, [*REQUIRED, *words.split()], unneeded=told) == config_of()
         (line,) = told
@@ -178,7 +178,7 @@ class TestUpstreamFlags:
             parse(GRPOConfig, [*GRPO_REQUIRED, *words.split()])
         assert never not in str(caught.value)
 
-    def test_without_a_reference_policy_is_beta_0(self) -> None:
+    def test_beta_is_0_without_a_reference_policy(self) -> None:
         for words in ("--load_ref_policy false", "--load_ref_policy false --beta 0.0", "--beta 0 --no_load_ref_policy"):
             assert parse(GRPOConfig, [*GRPO_REQUIRED, *words.split()]).loss.beta == 0
         with refused("repeated_flag", "beta", "--load_ref_policy"):
@@ -193,7 +193,7 @@ class TestUpstreamFlags:
             assert set(named) <= known, name
             assert entry.ours is None or entry.ours in known, name
 
-    def test_a_yaml_key_means_the_same(self, tmp_path: Path) -> None:
+    def test_yaml_key_means_the_same(self, tmp_path: Path) -> None:
         told: list[str] = []
         text = "dpo_beta: 3\nwith_tracking: true\ncheckpointing_steps: epoch\nlogging_steps: 1\n"
         config = parse(DPOConfig, [yaml_file(tmp_path, text)], unneeded=told)
@@ -221,7 +221,7 @@ class TestYaml:
         assert config.data.eval_mixer_list == ["a.jsonl", "1.0", "b.jsonl", "2"]
         assert config.loss.beta == 5.0
 
-    def test_the_command_line_replaces_and_completes_the_file(self, tmp_path: Path) -> None:
+    def test_command_line_replaces_and_completes_the_file(self, tmp_path: Path) -> None:
         path = yaml_file(tmp_path, "beta: 5\nreport_to: [wandb]\npacking: false\n")
         config = parse(DPOConfig, [path, "--beta", "2", "--report_to", "--packing"])
         assert (config.loss.beta, config.logging.report_to, config.data.packing) == (2.0, [], True)
@@ -257,7 +257,7 @@ class TestYaml:
         for part in parts:
             assert part in message
 
-    def test_a_word_is_a_list_of_one_and_null_an_empty_list(self, tmp_path: Path) -> None:
+    def test_word_is_a_list_of_one_and_null_an_empty_list(self, tmp_path: Path) -> None:
         config = parse(DPOConfig, [yaml_file(tmp_path, "report_to: wandb\neval_mixer_list: null\n")])
         assert (config.logging.report_to, config.data.eval_mixer_list) == (["wandb"], [])
 
@@ -276,14 +276,14 @@ class TestYaml:
         ],
         ids=range(9),
     )
-    def test_what_is_no_flat_mapping_is_refused(self, tmp_path: Path, content: bytes | None, told: str) -> None:
+    def test_yaml_that_is_no_flat_mapping_is_refused(self, tmp_path: Path, content: bytes | None, told: str) -> None:
         path = tmp_path / "bad.yaml"
         if content is not None:
             path.write_bytes(content)
         with pytest.raises(InputError, match=re.escape(f"{path}{told}")):
             parse(DPOConfig, [str(path)])
 
-    def test_a_folder_is_no_file(self, tmp_path: Path) -> None:
+    def test_folder_is_no_file(self, tmp_path: Path) -> None:
         folder = tmp_path / "folder.yaml"
         folder.mkdir()
         with refused("unreadable_file", None):
@@ -378,7 +378,7 @@ def values_of(flag: Flag) -> st.SearchStrategy[Any]:
 
 
 class TestSavedConfig:
-    def test_a_saved_config_is_the_config(self, tmp_path: Path) -> None:
+    def test_saved_config_is_the_config(self, tmp_path: Path) -> None:
         config = config_of("--beta", "5", "--report_to", "wandb", "--max_train_steps", "7", "--exp_name", "1.0")
         path = tmp_path / "config.yaml"
         write_config(config, path, {"versions": {"torch": "2.13.0"}, "git": "abc\ndef", "world_size": 4})
@@ -413,7 +413,7 @@ class TestSavedConfig:
         write_config(config, path)
         assert parse(DPOConfig, [str(path)]) == config
 
-    def test_an_old_file_survives_a_failed_write(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_old_file_survives_a_failed_write(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / "config.yaml"
         write_config(config_of(), path)
 
@@ -448,7 +448,7 @@ class TestResume:
         return resume_conflicts(as_flat_dict(config_of(*before)), config_of(*after), worlds=worlds)
 
     @pytest.mark.parametrize("name", flags_that_are("same"))
-    def test_another_identity_is_another_run(self, name: str) -> None:
+    def test_run_with_another_identity_is_not_continued(self, name: str) -> None:
         config = config_with(name)
         saved = as_flat_dict(config) | {name: "something else"}
         conflicts = resume_conflicts(saved, config)
@@ -456,11 +456,11 @@ class TestResume:
         assert conflicts[0].startswith(f"--{name} was something else, is ")
 
     @pytest.mark.parametrize("name", flags_that_are("free"))
-    def test_what_is_free_may_change(self, name: str) -> None:
+    def test_free_flags_may_change_when_a_run_resumes(self, name: str) -> None:
         config = config_with(name)
         assert resume_conflicts(as_flat_dict(config) | {name: "something else"}, config) == []
 
-    def test_the_global_batch_must_stay(self) -> None:
+    def test_global_batch_must_stay(self) -> None:
         batch = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]
         assert self.conflicts(batch, batch, (4, 2)) == [
             "the global batch was 32 rows (2 x 4 x 4 data-parallel ranks), is 16 rows (2 x 4 x 2 data-parallel ranks); "
@@ -485,7 +485,7 @@ class TestResume:
             ("--max_train_steps 10", "", "--num_epochs 5", []),
         ],
     )
-    def test_the_length_sets_the_schedule(self, both: str, before: str, after: str, conflicts: list[str]) -> None:
+    def test_length_sets_the_schedule(self, both: str, before: str, after: str, conflicts: list[str]) -> None:
         assert self.conflicts([*both.split(), *before.split()], [*both.split(), *after.split()]) == conflicts
 
     @pytest.mark.parametrize(
@@ -501,23 +501,23 @@ class TestResume:
             (["--max_train_steps", "10"], ["--max_train_steps", "20", "--seed", "1"], 1),
         ],
     )
-    def test_a_run_that_had_ended_may_become_longer(
+    def test_run_that_had_ended_may_become_longer(
         self, before: list[str], after: list[str], num_conflicts: int
     ) -> None:
         conflicts = resume_conflicts(as_flat_dict(config_of(*before)), config_of(*after), ended_after=10)
         assert len(conflicts) == num_conflicts
 
-    def test_a_trailing_slash_is_the_same_folder(self) -> None:
+    def test_trailing_slash_is_the_same_folder(self) -> None:
         saved = as_flat_dict(config_of())
         saved["model_name_or_path"] = "./model/"
         assert resume_conflicts(saved, config_of()) == []
 
-    def test_a_flag_that_the_saved_run_did_not_know_is_passed_over(self) -> None:
+    def test_flag_that_the_saved_run_did_not_know_is_passed_over(self) -> None:
         saved = as_flat_dict(config_of())
         del saved["beta"], saved["gradient_accumulation_steps"]
         assert resume_conflicts(saved, config_of("--beta", "7")) == []
 
-    def test_the_refusal_lists_conflicts_and_ways_out(self) -> None:
+    def test_refusal_lists_conflicts_and_ways_out(self) -> None:
         saved = as_flat_dict(config_of())
         refuse_conflicts(saved, config_of())
         with pytest.raises(InputError) as caught:
@@ -527,7 +527,7 @@ class TestResume:
             assert part in message
 
 
-def test_the_flag_vocabulary_covers_every_field() -> None:
+def test_flag_vocabulary_covers_every_field() -> None:
     sections = [field.name for field in fields(DPOConfig)]
     assert {flag.section for flag in flags_of(DPOConfig).values()} == set(sections)
     flag = flags_of(DPOConfig)["max_train_steps"]

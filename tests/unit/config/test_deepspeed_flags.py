@@ -51,7 +51,7 @@ def test_every_stage_goes_with_float32_and_all_but_the_first_with_bfloat16(stage
 
 
 @pytest.mark.parametrize("words", ["--zero_stage 2", "--backend olmo_core --deepspeed_zpg 8"])
-def test_under_fsdp2_they_are_not_needed_and_said_so_in_one_line(words: str) -> None:
+def test_zero_flags_are_named_as_unread_under_fsdp2(words: str) -> None:
     (line,) = validate_dpo(config_of(words, stage=None))
     assert "FSDP2 shards all that is trained" in line and "read only with --backend deepspeed" in line
 
@@ -70,7 +70,7 @@ def test_both_entries_of_grpo_take_either_backend() -> None:
             assert validate_grpo(config) == [] and config.parallel.backend == backend
 
 
-def test_a_run_with_the_defaults_works_and_so_does_one_on_a_single_gpu() -> None:
+def test_run_with_the_defaults_works_and_so_does_one_on_a_single_gpu() -> None:
     for given in ([], ["--single_gpu_mode", "--deepspeed_stage", "2"], ["--single_gpu_mode", "--deepspeed_stage", "3"]):
         config = parse(GRPOFastConfig, [*GRPO_REQUIRED, *given])
         assert validate_grpo(config) == []
@@ -120,7 +120,7 @@ def test_second_copies_below_stage_3_are_not_made_and_said_so() -> None:
     assert layout_of(config.parallel, [2]).world_size == 2  # whatever would divide them
 
 
-def test_a_refused_run_of_grpo_starts_nothing(
+def test_refused_run_of_grpo_starts_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Neither for its flags and layout, nor where there is no DeepSpeed that will do."""
@@ -154,7 +154,7 @@ def test_all_ranks_share_on_whichever_nodes_they_are() -> None:
         layout_of(config_of("--deepspeed_zpg 3", 3).parallel, [4, 4])
 
 
-def test_its_configuration_has_the_scaling_and_the_clipping_that_are_exact() -> None:
+def test_deepspeed_configuration_scales_and_clips_exactly() -> None:
     settings = settings_of("--max_grad_norm 0.5 --param_dtype float32")
     assert settings["gradient_accumulation_steps"] == settings["train_micro_batch_size_per_gpu"] == 1
     assert settings["managed_gradient_accumulation"] is False
@@ -200,7 +200,7 @@ def with_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None
 
 # Compared as strings, 0.9.5 would be newer than 0.19.8 and 0.100.0 older.
 @pytest.mark.parametrize("version", [None, "0.9.5", "0.18.8+cu128", "0.19.7", "0.20.0", "0.100.0"])
-def test_another_version_is_refused(
+def test_deepspeed_of_another_version_is_refused(
     version: str | None, with_version: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from open_instruct.learner.deepspeed import library
@@ -217,7 +217,7 @@ def test_another_version_is_refused(
         library._loaded()
 
 
-def test_a_driver_asks_for_the_version_alone(with_version: Callable[[str | None], None]) -> None:
+def test_driver_asks_for_the_version_alone(with_version: Callable[[str | None], None]) -> None:
     """Its learners load the library."""
     with_version("0.19.7")
     words = ["--model_name_or_path", "m", "--dataset_mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
@@ -226,7 +226,7 @@ def test_a_driver_asks_for_the_version_alone(with_version: Callable[[str | None]
 
 
 @pytest.mark.parametrize("version", ["0.19.8", "0.19.10", "0.19.8+unknown"])
-def test_the_versions_that_were_asked_for_will_do(version: str, with_version: Callable[[str | None], None]) -> None:
+def test_versions_that_were_asked_for_will_do(version: str, with_version: Callable[[str | None], None]) -> None:
     with_version(version)
     refuse_unfit()
 
@@ -245,7 +245,7 @@ class TestAdam:
             (CUDA, True, "CPUAdam", "DeepSpeedCPUAdam"),
         ],
     )
-    def test_it_is_that_of_the_device_that_holds_the_states(
+    def test_optimizer_is_built_for_the_device_of_its_states(
         self, device: torch.device, adam_offload: bool, adam: Any, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from open_instruct.learner.deepspeed import zero
@@ -270,7 +270,7 @@ class TestAdam:
             "DeepSpeed's FusedAdam cannot be compiled here (RuntimeError: no nvcc); PyTorch's AdamW takes the steps"
         ]
 
-    def test_what_its_builder_raises_is_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_error_of_the_builder_is_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from open_instruct.learner.deepspeed.zero import building_problem, deepspeed
 
         def load(builder: object) -> None:
@@ -282,7 +282,7 @@ class TestAdam:
         assert building_problem("FusedAdam") is None
 
 
-def test_nothing_is_said_of_a_compiler_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_is_not_mentioned_when_nothing_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from open_instruct.learner.deepspeed.zero import uncompiled
 
     def warnings(config: DPOConfig) -> list[str]:

@@ -43,7 +43,7 @@ def words(run: Path, **given: object) -> list[str]:
 
 
 @pytest.mark.parametrize("given", [{}, {"model_name_or_path": "a/hub-name"}, {"mixer_list": "a/hub-name 1.0"}])
-def test_what_will_do_passes(run: Path, given: dict[str, str]) -> None:
+def test_first_look_accepts_what_will_do(run: Path, given: dict[str, str]) -> None:
     look_at(parse(DPOConfig, words(run, **given)))
 
 
@@ -67,7 +67,7 @@ def test_what_will_do_passes(run: Path, given: dict[str, str]) -> None:
         ({"chat_template_name": "tuluu"}, "--chat_template_name 'tuluu' is not a template"),
     ],
 )
-def test_what_is_not_there(run: Path, given: dict[str, str], part: str) -> None:
+def test_first_look_refuses_what_is_not_there(run: Path, given: dict[str, str], part: str) -> None:
     config = parse(DPOConfig, words(run, **{name: value.format(run=run) for name, value in given.items()}))
     with pytest.raises(InputError) as refused:
         look_at(config)
@@ -90,7 +90,7 @@ def test_prompts_and_teachers_of_grpo_are_looked_for_too(run: Path) -> None:
         ("{% generation %}{{ messages }}{% endgeneration %}", False),  # a tag that transformers adds
     ],
 )
-def test_a_template_that_cannot_be_parsed(run: Path, text: str, is_refused: bool) -> None:
+def test_template_that_cannot_be_parsed(run: Path, text: str, is_refused: bool) -> None:
     template = run / "mine.jinja"
     template.write_text(text)
     config = parse(DPOConfig, words(run, chat_template_name=template))
@@ -101,7 +101,7 @@ def test_a_template_that_cannot_be_parsed(run: Path, text: str, is_refused: bool
         look_at(config)
 
 
-def test_it_loads_no_torch_and_leaves_no_folder(run: Path) -> None:
+def test_first_look_loads_no_torch_and_leaves_no_folder(run: Path) -> None:
     done = run_dpo(*words(run, model_name_or_path=run / "out"))
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].endswith(f"did you mean {run}/out/hf_model?")

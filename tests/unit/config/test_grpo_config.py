@@ -20,7 +20,7 @@ def refusal(*words: str) -> str:
     return str(caught.value)
 
 
-def test_a_minimal_command_is_good() -> None:
+def test_minimal_command_is_good() -> None:
     config = config_of(
         *HELD_OUT,
         *["--num_learners_per_node", "2", "--vllm_num_engines", "1", "--num_unique_prompts_rollout", "8"],

@@ -25,14 +25,14 @@ REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0"
         ("4", {"WORLD_SIZE": "4"}, 8, None),  # a rank itself
     ],
 )
-def test_who_starts_ranks(
+def test_ranks_are_started_by_launcher_or_command(
     asked: str | None, environ: dict[str, str], num_gpus: int, number: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_num_gpus", lambda: num_gpus)
     assert num_to_start(asked, environ) == number
 
 
-def test_the_layout_is_checked_for_the_ranks_that_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layout_is_checked_for_the_ranks_that_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert entry._check_nodes(RanksSection(num_processes="6", fsdp_shard_degree=3)) == 6
     with pytest.raises(InputError, match="--fsdp_shard_degree 4 does not divide 6 learner GPUs"):
@@ -40,12 +40,12 @@ def test_the_layout_is_checked_for_the_ranks_that_will_be(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("asked", ["0", "-1", "many", "1.5", "1025"])
-def test_a_number_of_processes_that_cannot_be(asked: str) -> None:
+def test_number_of_processes_that_cannot_be(asked: str) -> None:
     with pytest.raises(InputError, match=f"--num_processes {asked}: takes 'auto', or a whole number from 1 to"):
         validate_dpo(parse(DPOConfig, [*REQUIRED, f"--num_processes={asked}"]))
 
 
-def test_a_launcher_that_started_another_number() -> None:
+def test_launcher_that_started_another_number() -> None:
     for asked in (None, "auto", "2"):
         refuse_other_number(asked, 2)
     with pytest.raises(InputError, match="--num_processes 4: this run was started on 1 process of this machine"):

@@ -11,12 +11,12 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 import losses_page
 
 
-def test_its_tables_are_up_to_date() -> None:
+def test_tables_of_the_losses_page_are_up_to_date() -> None:
     text = losses_page.PAGE.read_text(encoding="utf-8")
     assert text == losses_page.page(text), "run: python scripts/losses_page.py"
 
 
-def test_it_names_the_defaults() -> None:
+def test_losses_page_names_the_defaults() -> None:
     text = losses_page.PAGE.read_text(encoding="utf-8")
     for default in (PreferenceLossSection().loss_type, PolicyLossSection().loss_fn):
         assert f"default is `{default}`" in text

@@ -83,7 +83,7 @@ def test_careful_replies_are_right_and_hasty_ones_seldom(rows: tuple[Rows, Rows,
     assert sum(reply == answer for answer, reply in hasty) < 0.1 * len(hasty)
 
 
-def test_the_same_arguments_write_the_same_bytes(tmp_path: Path) -> None:
+def test_same_arguments_write_the_same_bytes(tmp_path: Path) -> None:
     for name, seed in (("one", 0), ("two", 0), ("other", 1)):
         write_arithmetic(tmp_path / name, num_sft_rows=20, num_prompts=20, num_held_out=20, seed=seed)
     for file in (f"{name}.jsonl" for name in FILES):
@@ -99,7 +99,7 @@ def test_replies_fit_into_24_tokens(rows: tuple[Rows, Rows, Rows]) -> None:
     assert max(document.responses[0].start for document in documents) <= 24
 
 
-def test_what_cannot_be_written(tmp_path: Path) -> None:
+def test_arithmetic_refuses_what_it_cannot_write(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="hold out between 0 and 2,047"):
         write_arithmetic(tmp_path, num_sft_rows=1, num_prompts=1, num_held_out=3000, seed=0)
     (tmp_path / "file").write_text("")

@@ -204,7 +204,7 @@ def test_templates_that_hide_the_reply_are_a_reason(tokenizer: Any, template: st
     assert caught.value.kind == "template"
 
 
-def test_a_tokenizer_that_loses_text_is_a_reason() -> None:
+def test_tokenizer_that_loses_text_is_a_reason() -> None:
     lossy = Tokenizer(models.WordLevel({"<unk>": 0, "yes": 1, EOS: 2}, unk_token="<unk>"))
     lossy.pre_tokenizer = pre_tokenizers.Whitespace()
     form = own(PreTrainedTokenizerFast(tokenizer_object=lossy, eos_token=EOS), TURNS + ASK)
@@ -214,7 +214,7 @@ def test_a_tokenizer_that_loses_text_is_a_reason() -> None:
     assert caught.value.kind == "tokenizer"
 
 
-def test_the_day_does_not_matter_nor_does_white_space_after_the_end_of_a_turn(
+def test_day_does_not_matter_nor_does_white_space_after_the_end_of_a_turn(
     tokenizer: Any,
 ) -> None:
     dated = "{% if date_string is not defined %}{{ strftime_now('%d %b %Y') }}{% else %}{{ date_string }}{% endif %}"
@@ -229,7 +229,7 @@ def test_the_day_does_not_matter_nor_does_white_space_after_the_end_of_a_turn(
 # --- choosing -------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
+def test_file_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text(TURNS + ASK + "{{ eos_token if not add_generation_prompt }}\n")
     form = chat_format(tokenizer, str(file))
@@ -248,7 +248,7 @@ def test_a_file_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
         choose_chat_template(tokenizer, str(tmp_path / "mind.jinja"))
 
 
-def test_a_bos_token_may_be_written_before_any_template() -> None:
+def test_bos_token_may_be_written_before_any_template() -> None:
     tokenizer = make_tokenizer(LLAMA3, chat_template=TURNS + ASK)
     for name, text in ((None, TURNS + ASK), ("tulu", template_text("tulu"))):
         template = choose_chat_template(tokenizer, name, add_bos=True)

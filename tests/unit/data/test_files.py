@@ -230,7 +230,7 @@ def test_rows_of_a_table_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("header", ["", "a,a\n", "a,,b\n1,2,3\n"])
-def test_a_table_needs_names(tmp_path: Path, header: str) -> None:
+def test_table_needs_names(tmp_path: Path, header: str) -> None:
     with refused("bad_row", "mixer_list", "rows.csv"):
         open_rows(str(write(tmp_path / "rows.csv", header)))
 
@@ -306,7 +306,7 @@ def one_text_of_many_rows(path: Path, *, num_rows: int, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_text_that_many_rows_have_is_unpacked_for_few_at_a_time(
+def test_text_that_many_rows_have_is_unpacked_for_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     path, num_bytes, num_rows = tmp_path / f"rows.{kind}", 2**20, 200
@@ -327,7 +327,7 @@ def test_a_text_that_many_rows_have_is_unpacked_for_few_at_a_time(
 # --- folders --------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_files(tmp_path: Path) -> None:
+def test_folder_of_files(tmp_path: Path) -> None:
     write(tmp_path / "b.json", json.dumps(ROWS[2:3]))
     write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS[:2]))
     write(tmp_path / "more" / "c.csv", "prompt,n\nq,3\n")
@@ -347,7 +347,7 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
     assert open_rows(str(tmp_path)).fingerprint != before
 
 
-def test_a_folder_without_rows(tmp_path: Path) -> None:
+def test_folder_without_rows(tmp_path: Path) -> None:
     with refused("missing_file", "mixer_list"):
         open_rows(str(tmp_path))
     write(tmp_path / "model.safetensors", "")

@@ -59,7 +59,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "{{ 'x' * 2**26 }}",
     ],
 )
-def test_what_a_template_cannot_do_makes_bad_rows(
+def test_template_that_fails_makes_bad_rows(
     tokenizer: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -73,7 +73,7 @@ def test_what_a_template_cannot_do_makes_bad_rows(
 
 
 @pytest.mark.parametrize("text", ["{% for %}", "{{ 1 | no_such_filter }}", "{% if x %}", "{{ '" + "{" * 50])
-def test_a_template_that_does_not_parse_is_refused_with_its_line(
+def test_template_that_does_not_parse_is_refused_with_its_line(
     tokenizer: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", text)
@@ -213,7 +213,7 @@ def test_any_trace_is_read_or_refused(tmp_path: Path) -> None:
         ("checks", '[{"verifier": "x"}]', "ground_truth"),
     ],
 )
-def test_a_trace_says_what_is_wrong_with_it(tmp_path: Path, name: str, value: Any, told: str) -> None:
+def test_trace_says_what_is_wrong_with_it(tmp_path: Path, name: str, value: Any, told: str) -> None:
     rows = trace_rows()
     rows[1][name] = rows[0][name] = value
     write_trace(tmp_path, rows)
@@ -221,7 +221,7 @@ def test_a_trace_says_what_is_wrong_with_it(tmp_path: Path, name: str, value: An
         read_traces(tmp_path, 1)
 
 
-def test_a_trace_of_another_vocabulary_is_refused() -> None:
+def test_trace_of_another_vocabulary_is_refused() -> None:
     completion = Completion(
         token_ids=(5, 900), logprobs=(-0.1, -0.2), versions=(0, 0), text="4", finish_reason="stop", seed=0
     )

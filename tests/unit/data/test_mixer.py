@@ -87,6 +87,6 @@ def test_every_row_comes_equally_often_or_once_more(amount: float | int, num_row
 
 
 @given(num_rows=st.integers(1, 90), counts=st.tuples(st.integers(1, 90), st.integers(1, 90)), seed=st.integers(0, 9))
-def test_a_smaller_amount_takes_a_subset(num_rows: int, counts: tuple[int, int], seed: int) -> None:
+def test_smaller_amount_takes_a_subset(num_rows: int, counts: tuple[int, int], seed: int) -> None:
     few, many = (Counter(select_rows(entry(count), num_rows, seed).tolist()) for count in sorted(counts))
     assert few <= many

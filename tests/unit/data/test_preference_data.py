@@ -53,7 +53,7 @@ def numbered(path: Path, count: int) -> Path:
 # --- tokenised pairs ------------------------------------------------------------------------------------
 
 
-def test_a_pair_by_hand(load: Load, tokenizer: Any, tmp_path: Path) -> None:
+def test_pair_by_hand(load: Load, tokenizer: Any, tmp_path: Path) -> None:
     dataset, report = load(write_rows(tmp_path / "rows.jsonl", pair("hi", "hello", "no")), "1.0")
     chosen, rejected = dataset[0]
     prompt = "<|user|>\nhi\n<|assistant|>\n"
@@ -97,7 +97,7 @@ def test_mixture_in_order_with_repeats(load: Load, tmp_path: Path) -> None:
     assert len(dataset.token_ids_T) < sum(distinct.values()), "repeats and prompts are stored once"
 
 
-def test_a_change_of_the_mixture_keeps_the_keys_of_rows(load: Load, tmp_path: Path) -> None:
+def test_change_of_the_mixture_keeps_the_keys_of_rows(load: Load, tmp_path: Path) -> None:
     one, two = numbered(tmp_path / "one.jsonl", 40), write_rows(tmp_path / "two.jsonl", pair("other", "a", "b"))
     half, _ = load(one, "0.5")
     more, _ = load(two, "1.0", one, "0.75")
@@ -173,7 +173,7 @@ def test_bad_rows_stop_with_the_first_few_and_the_count(load: Load, bad_file: Pa
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_same_reason_is_given_once(load: Load, tmp_path: Path) -> None:
+def test_same_reason_is_given_once(load: Load, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", *({"text": f"Hello {i} " + "o" * 99, "n": i} for i in range(30)), b"[]")
     with pytest.raises(InputError) as caught:
         load(path, "1.0", on_bad_row="skip")
@@ -298,7 +298,7 @@ def test_everything_that_matters_is_in_the_cache_key(load: Load, tokenizer: Any,
     ],
     ids=["half", "one byte short", "empty", "one bit flipped", "header length", "too long", "no header"],
 )
-def test_a_damaged_cache_file_is_built_again(
+def test_damaged_cache_file_is_built_again(
     load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
 ) -> None:
     rows = numbered(tmp_path / "rows.jsonl", 9)
@@ -317,7 +317,7 @@ def test_a_damaged_cache_file_is_built_again(
     assert path.read_bytes() == whole
 
 
-def test_a_crash_while_writing_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_while_writing_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "deep" / "a.safetensors"
     write_arrays(path, {"x": np.arange(5)}, {"note": "first"})
 

@@ -85,17 +85,17 @@ def test_verifiers_and_ground_truths_pair_up(keys: dict[str, Any], checks: list[
 
 
 @pytest.mark.parametrize("said", [None, "", "[]", [], {}, {"env_configs": [], "max_steps": None}, [{"env_name": None}]])
-def test_a_column_of_environments_that_says_nothing_is_nothing(said: Any) -> None:
+def test_column_of_environments_that_says_nothing_is_nothing(said: Any) -> None:
     messages, *_ = parse_prompt_row(row("q") | {"env_config": said, "tools": said}, VERIFIERS)
     assert messages[-1]["content"] == "q"
 
 
-def test_an_answer_behind_the_question_is_left_out() -> None:
+def test_answer_behind_the_question_is_left_out() -> None:
     messages, *_ = parse_prompt_row(row("?", messages=turns(*"suaua", roles="suaua")), VERIFIERS)
     assert [message["content"] for message in messages] == ["s", "u", "a", "u"]
 
 
-def test_a_verifier_that_fails_over_a_ground_truth_refuses_the_row() -> None:
+def test_verifier_that_fails_over_a_ground_truth_refuses_the_row() -> None:
     class Picky(Passthrough):
         def check_ground_truth(self, ground_truth: Any) -> None:
             ground_truth["key"]
@@ -107,7 +107,7 @@ def test_a_verifier_that_fails_over_a_ground_truth_refuses_the_row() -> None:
 
 
 class TestRowsThatNameNoVerifier:
-    def test_those_of_the_flag_judge_them(self) -> None:
+    def test_verifiers_of_the_flag_judge_rows_that_name_none(self) -> None:
         _, checks, _ = parse_prompt_row({"question": "q", "ground_truth": "4"}, VERIFIERS, judges=["gsm8k"])
         assert checks == (Check(verifier="gsm8k", ground_truth="4"),)
         _, checks, _ = parse_prompt_row(
@@ -117,7 +117,7 @@ class TestRowsThatNameNoVerifier:
         _, (check,), _ = parse_prompt_row(row("q", verifier="string_matcher"), VERIFIERS, judges=["gsm8k"])
         assert check.verifier == "string_matcher"
 
-    def test_the_flag_takes_names_classes_and_folders(self, tmp_path: Path) -> None:
+    def test_flag_takes_names_classes_and_folders(self, tmp_path: Path) -> None:
         own = tmp_path / "mine.py"
         own.write_text(
             "from open_instruct.verifiers.verifier import Verifier\n"
@@ -144,7 +144,7 @@ class TestRowsThatNameNoVerifier:
 # --- the data set ---------------------------------------------------------------------------------------
 
 
-def test_a_verifier_may_stand_in_for_another(load: Load, tmp_path: Path) -> None:
+def test_verifier_may_stand_in_for_another(load: Load, tmp_path: Path) -> None:
     path = write_rows(
         tmp_path / "p.jsonl", row("q", verifier="Math_DAPO"), row("r", ["1", "x"], ["string_matcher", "math_dapo"])
     )
@@ -155,7 +155,7 @@ def test_a_verifier_may_stand_in_for_another(load: Load, tmp_path: Path) -> None
     assert sorted(names) == [["gsm8k"], ["string_matcher", "gsm8k"]]
 
 
-def test_a_system_prompt_replaces_the_rows_own(load: Load, tmp_path: Path) -> None:
+def test_system_prompt_replaces_the_rows_own(load: Load, tmp_path: Path) -> None:
     with_system = row("q", messages=turns("be long", "q", roles="su"))
     path = write_rows(tmp_path / "p.jsonl", row("q"), with_system)
     prompts, _ = load(path, "1.0", system_prompt="be brief")
@@ -164,7 +164,7 @@ def test_a_system_prompt_replaces_the_rows_own(load: Load, tmp_path: Path) -> No
     assert not any("be brief" in prompt.text for prompt in load(path, "1.0")[0]), "the cache knows them apart"
 
 
-def test_what_flags_change_of_rows(tmp_path: Path) -> None:
+def test_flags_change_rows_of_prompts(tmp_path: Path) -> None:
     required = ["--model_name_or_path", "m", "--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "out"]
     file = tmp_path / "system.txt"
     file.write_text("  be brief\n")
@@ -182,7 +182,7 @@ def test_what_flags_change_of_rows(tmp_path: Path) -> None:
         validate_grpo(parse(GRPOConfig, [*required, "--remap_verifier", "a"]))
 
 
-def test_a_prompt_by_hand(load: Load, tokenizer: Any, tmp_path: Path) -> None:
+def test_prompt_by_hand(load: Load, tokenizer: Any, tmp_path: Path) -> None:
     dataset, report = load(write_rows(tmp_path / "rows.jsonl", row("hi", "5")), "1.0")
     text = "<|bos|><|user|>\nhi\n<|assistant|>\n"
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -196,7 +196,7 @@ def test_a_prompt_by_hand(load: Load, tokenizer: Any, tmp_path: Path) -> None:
         dataset[1]
 
 
-def test_a_prompt_has_the_tokens_of_a_supervised_row(load: Load, tokenizer: Any, tmp_path: Path) -> None:
+def test_prompt_has_the_tokens_of_a_supervised_row(load: Load, tokenizer: Any, tmp_path: Path) -> None:
     asked = turns("Be brief.", "What is 2 + 3?", "5", "And 4 + 4? ✓", roles="suau")
     path = write_rows(tmp_path / "rows.jsonl", row("?", messages=asked))
     dataset, _ = load(path, "1.0", max_prompt_token_length=200)
@@ -243,9 +243,7 @@ def test_parquet_rows_are_the_same_prompts(load: Load, tmp_path: Path) -> None:
     assert from_table.fingerprint == from_lines.fingerprint
 
 
-def test_the_cache_is_not_asked_where_anything_differs(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_is_not_asked_where_anything_differs(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = numbered(tmp_path / "rows.jsonl", 4)
     dataset, report = load(rows, "2.5")
     counts = Counter(prompt.checks[0].ground_truth for prompt in dataset)
@@ -268,7 +266,7 @@ def test_the_cache_is_not_asked_where_anything_differs(
     assert not load(rows, "2.5")[1].from_cache
 
 
-def test_the_fingerprint_covers_prompts_and_checks(load: Load, tmp_path: Path) -> None:
+def test_fingerprint_covers_prompts_and_checks(load: Load, tmp_path: Path) -> None:
     others = [row("s"), row("r", "2"), row("r", weight=2)]
     mixtures = [[row("q"), row("r")], [row("r"), row("q")], *([row("q"), other] for other in others)]
     fingerprints = set()
@@ -321,7 +319,7 @@ def test_excluded_prompts_do_not_come_again(dataset: Prompts) -> None:
 
 
 @pytest.mark.parametrize("num_before", [0, 3, 5, 12])
-def test_a_resumed_stream_goes_on(dataset: Prompts, num_before: int) -> None:
+def test_resumed_stream_goes_on(dataset: Prompts, num_before: int) -> None:
     stream = PromptStream(dataset, seed=7)
     asked(stream, num_before)
     stream.exclude(1)
@@ -332,7 +330,7 @@ def test_a_resumed_stream_goes_on(dataset: Prompts, num_before: int) -> None:
     assert [stream.next() for _ in range(17)] == [resumed.next() for _ in range(17)]
 
 
-def test_a_state_of_other_prompts_or_another_seed_is_refused(load: Load, dataset: Prompts, tmp_path: Path) -> None:
+def test_state_of_other_prompts_or_another_seed_is_refused(load: Load, dataset: Prompts, tmp_path: Path) -> None:
     state = PromptStream(dataset, seed=0).state_dict()
     with pytest.raises(InputError, match=r"seed 0, this run has 1: give --seed 0"):
         PromptStream(dataset, seed=1).load_state_dict(state)
@@ -356,7 +354,7 @@ def test_a_state_of_other_prompts_or_another_seed_is_refused(load: Load, dataset
         ({"env_config": {"env_configs": []}, "tools": []}, None, None),
     ],
 )
-def test_a_row_names_what_answers_its_replies(
+def test_row_names_what_answers_its_replies(
     keys: dict[str, Any], default: str | None, expected: tuple[str, dict[str, Any]] | None
 ) -> None:
     """As open-instruct's rows do, in any of its three forms; Arrow fills missing keys with empty values."""
@@ -367,7 +365,7 @@ def test_a_row_names_what_answers_its_replies(
     assert found == expected
 
 
-def test_what_names_verifiers_and_environments_is_known_from_all_rows_read_once(
+def test_names_of_verifiers_and_environments_come_from_one_reading_of_rows(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = write_rows(

@@ -78,7 +78,7 @@ def test_turns_end_to_end_are_the_conversation(name: str) -> None:
     assert chat.ends_turn(pieces[1]) and chat.ends_turn(pieces[3])
 
 
-def test_a_template_that_rewrites_an_earlier_reply_is_refused(tokenizer: Any) -> None:
+def test_template_that_rewrites_an_earlier_reply_is_refused(tokenizer: Any) -> None:
     text = (
         "{% for m in messages %}<{{ m['role'] }}>"
         "{{ '<think></think>' if m['role'] == 'assistant' and loop.last }}{{ m['content'] }}{% endfor %}"
@@ -110,7 +110,7 @@ def test_cut_on_the_right_after_the_last_token_that_is_learned(
     assert ("1 row cut to --max_seq_length" in report.lines()) == (num_tokens < 44)
 
 
-def test_a_prompt_that_fills_the_length_is_left_out(load: Load, tmp_path: Path) -> None:
+def test_prompt_that_fills_the_length_is_left_out(load: Load, tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", turns("a" * 200, "b"), turns("a", "b"))
     dataset, report = load(rows, "1.0")
     assert (len(dataset), report.filtered) == (1, {"prompt_too_long": 1})

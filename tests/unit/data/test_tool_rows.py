@@ -141,7 +141,7 @@ def oracle(tokenizer: Any, name: str, messages: list[Any] = NATIVE, **more: Any)
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("row", [OPENAI, IN_TEXT, IN_OLMOS_FORM], ids=["openai", "in text", "olmo"])
-def test_a_conversation_is_what_transformers_writes_and_replies_alone_are_learned(
+def test_conversation_is_what_transformers_writes_and_replies_alone_are_learned(
     tokenizer: Any, name: str, row: Any
 ) -> None:
     pieces = texts(SFTBuilder, row, tokenizer, TEMPLATES[name])
@@ -160,7 +160,7 @@ def test_a_conversation_is_what_transformers_writes_and_replies_alone_are_learne
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_pair_of_calls_and_a_prompt_that_ends_with_a_tools_answer(tokenizer: Any, name: str) -> None:
+def test_pair_of_calls_and_a_prompt_that_ends_with_a_tools_answer(tokenizer: Any, name: str) -> None:
     other = calling({"a": 3})
     pair = {"chosen": [*NATIVE[:2], calling(ARGUMENTS)], "rejected": [*NATIVE[:2], other], "tools": [TOOL]}
     prompt, chosen, rejected = texts(PreferenceBuilder, pair, tokenizer, TEMPLATES[name])
@@ -181,12 +181,12 @@ def test_a_pair_of_calls_and_a_prompt_that_ends_with_a_tools_answer(tokenizer: A
     assert asked == oracle(tokenizer, name, NATIVE[:4], add_generation_prompt=True).replace("Be kind.", "Be brief.")
 
 
-def test_without_a_system_turn_olmo_gets_one_with_the_functions(tokenizer: Any) -> None:
+def test_olmo_gets_a_system_turn_with_the_functions_when_it_has_none(tokenizer: Any) -> None:
     prompt, *_ = texts(SFTBuilder, {"messages": NATIVE[1:], "tools": [TOOL]}, tokenizer, TEMPLATES["olmo"])
     assert prompt.startswith(f"<|im_start|>system\n <functions>{json.dumps([TOOL])}</functions><|im_end|>")
 
 
-def test_the_form_of_a_template_is_found_in_its_text() -> None:
+def test_form_of_a_template_is_found_in_its_text() -> None:
     openai, own = {"tools", "tool_calls"}, {"functions", "function_calls"}
     expected: dict[str, tuple[str, set[str]]] = {
         "qwen": ("tool", openai),
@@ -224,13 +224,13 @@ ONLY_NAMED = QWEN.replace("(tool | tojson)", "''")
         (QWEN, {"messages": [ASKED, DONE | {"function_calls": "add(1)"}]}, "cannot write 'function_calls'"),
     ],
 )
-def test_what_a_template_would_drop_is_refused(tokenizer: Any, text: str, row: Any, told: str) -> None:
+def test_tool_content_that_a_template_drops_is_refused(tokenizer: Any, text: str, row: Any, told: str) -> None:
     with pytest.raises(MalformedRow) as caught:
         texts(SFTBuilder, row, tokenizer, text)
     assert caught.value.kind == "template" and told in caught.value.reason, caught.value.reason
 
 
-def test_an_environment_has_its_own_tools(tokenizer: Any) -> None:
+def test_environment_has_its_own_tools(tokenizer: Any) -> None:
     own: dict[str, Any] = {"known_verifiers": {}, "max_prompt_token_length": 999, "known_environments": {"counter"}}
     builder = PromptBuilder(form(tokenizer, OLMO), on_bad_row="error", environment="counter", **own)
     for row, told in (
@@ -243,7 +243,7 @@ def test_an_environment_has_its_own_tools(tokenizer: Any) -> None:
     assert builder.render({"messages": NATIVE[:4]}).texts[0].count("<|im_start|>environment") == 1
 
 
-def test_the_preview_shows_such_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preview_shows_such_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_tokenizer(CHATML, chat_template=QWEN).save_pretrained(tmp_path / "model")
     rows = write_rows(tmp_path / "rows.jsonl", IN_TEXT, IN_OLMOS_FORM)
     assert (

@@ -100,7 +100,7 @@ class TestGenerate:
         poll_all(engine, MAX_NUM_SEQS + 3)
         assert max(call[1] for call in core.calls if call[0] == "step") == MAX_NUM_SEQS
 
-    def test_a_request_that_cannot_be_is_refused_and_no_other(self, engine: Engine) -> None:
+    def test_request_that_cannot_be_is_refused_and_no_other(self, engine: Engine) -> None:
         too_long = request(1, prompt_length=MAX_PROMPT_LENGTH + 1)
         engine.begin({5: too_long, 6: request(6)})
         assert poll_all(engine, 1).keys() == {6}
@@ -110,7 +110,9 @@ class TestGenerate:
 
 
 class TestPoll:
-    def test_what_ends_while_it_tells_is_told_next(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_completion_that_ends_during_a_report_is_in_the_next(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         ended = engine._ended
 
         def ended_after_a_poll(outcomes: Any) -> None:
@@ -131,26 +133,26 @@ class TestPoll:
 
 
 class TestCancel:
-    def test_of_what_runs_aborts_it(self, engine: Engine, core: FakeCore) -> None:
+    def test_cancelling_a_running_request_aborts_it(self, engine: Engine, core: FakeCore) -> None:
         with held_after(engine, core, 1, *(request(key, num_tokens=10) for key in range(2))):
             engine.cancel([0])
         assert poll_all(engine, 1).keys() == {1}
         assert [call for call in core.calls if call[0] == "abort"] == [("abort", 0)]
         assert not engine.poll(0.02)
 
-    def test_of_what_waits_never_begins_it(self, engine: Engine, core: FakeCore) -> None:
+    def test_cancelling_a_waiting_request_never_begins_it(self, engine: Engine, core: FakeCore) -> None:
         with held_after(engine, core, 0, *(request(key) for key in range(MAX_NUM_SEQS + 2))):
             engine.cancel([MAX_NUM_SEQS])
         assert poll_all(engine, MAX_NUM_SEQS + 1).keys() == {*range(MAX_NUM_SEQS), MAX_NUM_SEQS + 1}
         assert len([call for call in core.calls if call[0] == "add"]) == MAX_NUM_SEQS + 1
 
-    def test_of_what_is_done_tells_nothing_of_it(self, engine: Engine) -> None:
+    def test_cancelling_a_finished_request_reports_nothing(self, engine: Engine) -> None:
         engine.begin({1: request(1)})
         eventually(lambda: engine._outcomes)
         engine.cancel([1])
         assert not engine.poll(0.02)
 
-    def test_of_the_last_ends_a_drain(self, engine: Engine, core: FakeCore) -> None:
+    def test_cancelling_the_last_request_ends_a_drain(self, engine: Engine, core: FakeCore) -> None:
         with held_after(engine, core, 1, request(1, num_tokens=50)):
             updating = meanwhile(engine.begin_update, True)
             engine.cancel([1])
@@ -173,7 +175,7 @@ class TestUpdate:
         first = names.index("start_update")
         assert names[first : first + 4] == ["start_update", "receive_weights", "finish_update", "weights_changed"]
 
-    def test_what_is_on_its_way_is_taken_in_before_the_weights_change(self, engine: Engine, core: FakeCore) -> None:
+    def test_engine_takes_in_async_steps_before_new_weights(self, engine: Engine, core: FakeCore) -> None:
         """A step that vLLM has scheduled ahead is of the old weights, and is told as such."""
         core.is_ahead = True
         with held_after(engine, core, 1, request(1, num_tokens=2), request(2, num_tokens=9)):
@@ -186,7 +188,7 @@ class TestUpdate:
         engine.finish_update(1)
         assert poll_all(engine, 1)[2].versions == (0,) * 2 + (1,) * 7
 
-    def test_with_drain_no_completion_is_of_two_versions(self, engine: Engine, core: FakeCore) -> None:
+    def test_completions_have_one_version_when_engines_drain(self, engine: Engine, core: FakeCore) -> None:
         for version in range(1, 6):
             engine.begin({number: request(number, num_tokens=7) for number in range(40 * version - 40, 40 * version)})
             update(engine, version, drain=True)
@@ -217,14 +219,14 @@ class TestUpdate:
         update(engine, 6)
         assert poll_all(engine, 1)[1].versions == (0, 0, 6, 6)
 
-    def test_the_channel_is_opened_at_the_workers(self, engine: Engine, core: FakeCore) -> None:
+    def test_channel_is_opened_at_the_workers(self, engine: Engine, core: FakeCore) -> None:
         engine.open_channel({"port": 1})
         assert core.calls == [("open_channel", {"port": 1})]
 
 
 class TestFailure:
     @pytest.mark.parametrize("error", [OSError("no memory"), SystemExit(3)], ids=["error", "exit"])
-    def test_of_a_step_fails_all_who_wait_and_all_who_come(
+    def test_failure_of_a_step_fails_waiting_and_later_requests(
         self, engine: Engine, core: FakeCore, error: BaseException
     ) -> None:
         core.hold()
@@ -249,12 +251,12 @@ class TestFailure:
                 call()
         eventually(lambda: core.is_closed)
 
-    def test_of_beginning_a_request_is_the_engines(self, engine: Engine, core: FakeCore) -> None:
+    def test_failure_to_begin_a_request_ends_the_engine(self, engine: Engine, core: FakeCore) -> None:
         core.failures["add"] = OSError("no memory")
         with pytest.raises(RunError, match="the engine failed: OSError: no memory"):
             generate(engine, request(1), request(2))
 
-    def test_of_a_control_call_that_ends_processes_reaches_its_caller(self, engine: Engine, core: FakeCore) -> None:
+    def test_failure_of_a_control_call_reaches_its_caller(self, engine: Engine, core: FakeCore) -> None:
         core.failures["receive_weights"] = SystemExit(3)
         receiving = meanwhile(engine.receive_weights)
         with pytest.raises(RunError, match="SystemExit"):
@@ -262,7 +264,7 @@ class TestFailure:
         with pytest.raises(RunError, match="SystemExit"):
             engine.pid()
 
-    def test_of_the_construction_is_raised_as_it_is(self) -> None:
+    def test_failure_of_the_construction_is_raised_as_it_is(self) -> None:
         def broken(settings: object) -> FakeCore:
             raise OSError("no such model")
 
@@ -286,7 +288,7 @@ class TestShutdown:
 
 
 class TestHealth:
-    def test_a_step_that_lasts_too_long_is_a_failure(self, core: FakeCore) -> None:
+    def test_step_that_lasts_too_long_is_a_failure(self, core: FakeCore) -> None:
         hasty = FleetSection(engine_timeout_s=0.05)  # type: ignore[arg-type]
         engine = Engine(replace(SETTINGS, fleet=hasty), make_core=lambda settings: core)
         time.sleep(0.1)

@@ -34,10 +34,10 @@ class TestMemory:
             ("(1.2 GiB KV cache is needed, which is larger", True, "raise --vllm_kv_cache_mib, or lower"),
         ],
     )
-    def test_it_is_told_in_our_flags(self, words: str, has_cache_size: bool, remedy: str) -> None:
+    def test_memory_error_of_vllm_names_our_flags(self, words: str, has_cache_size: bool, remedy: str) -> None:
         assert remedy in refusal_of_memory(words, SETTINGS, has_cache_size=has_cache_size)
 
-    def test_another_error_is_none_of_memory(self) -> None:
+    def test_other_errors_of_vllm_are_no_memory_errors(self) -> None:
         assert refusal_of_memory("the model has no such layer", SETTINGS, has_cache_size=False) is None
 
 
@@ -66,7 +66,7 @@ class Config:
         (-1, "Refusing.Config: Of below 0 there is none; change the flag that this is about"),
     ],
 )
-def test_what_pydantic_refuses_at_a_start_is_one_sentence(stage: int, words: str) -> None:
+def test_refusal_by_pydantic_is_one_sentence(stage: int, words: str) -> None:
     with pytest.raises(InputError) as refused:
         ActorHost().construct(Refusing, {"stage": stage})
     assert str(refused.value) == words
@@ -100,7 +100,9 @@ class TestBatching:
             ({"vllm_max_num_batched_tokens": 511}, ("out_of_range", "vllm_max_num_batched_tokens", "511", "512")),
         ],
     )
-    def test_what_cannot_be_on_a_cpu_is_refused(self, flags: dict[str, object], message: tuple[Any, ...]) -> None:
+    def test_engine_settings_of_cuda_are_refused_on_a_cpu(
+        self, flags: dict[str, object], message: tuple[Any, ...]
+    ) -> None:
         with refused(*message):
             Batching.of(FleetSection(**flags), on_cuda=False, max_model_len=512)
 
@@ -113,7 +115,7 @@ def test_vllms_model_runner_is_chosen_before_vllm_is_imported(runner: str, on_cu
     assert engine_environment(on_cuda, runner).get("VLLM_USE_V2_MODEL_RUNNER") == variable
 
 
-def test_a_cpu_has_no_second_runner() -> None:
+def test_cpu_has_no_second_runner() -> None:
     with refused("machine", "vllm_runner", "v2", "1"):
         engine_environment(False, "v2")
 
@@ -132,7 +134,7 @@ def test_options_of_an_engine_follow_its_device(on_cuda: bool, expected: dict[st
 
 class TestAdapter:
     @pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (16, 16), (17, 32), (300, 320), (512, 512)])
-    def test_an_engine_has_room_for_its_rank(self, rank: int, room: int) -> None:
+    def test_engine_has_room_for_its_rank(self, rank: int, room: int) -> None:
         options = adapter_options(LoRASection(use_lora=True, lora_r=rank, lora_target_modules=["q_proj", "up_proj"]))
         assert options["max_lora_rank"] == room
         assert options["lora_target_modules"] == ["q_proj", "up_proj"]
@@ -160,7 +162,7 @@ class TestProbe:
             check_temperature(WARM, dict(WARM))
 
 
-def test_an_engine_rounds_the_model_only_where_vllm_has_the_plugin_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_rounds_the_model_only_where_vllm_has_the_plugin_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     in_4_bits = replace(SETTINGS, adapter=LoRASection(use_lora=True, use_qlora=True), dtype_of_scales="float32")
     assert load_options(replace(in_4_bits, adapter=LoRASection(use_lora=True))) == load_options(SETTINGS)
     monkeypatch.setenv("VLLM_PLUGINS", "another,open_instruct_nf4")

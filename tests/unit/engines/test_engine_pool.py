@@ -121,7 +121,7 @@ def assert_all_fail(futures: list[Future[Completion]], sentence: str) -> None:
             future.result(TIMEOUT_S)
 
 
-def test_a_slow_engine_is_known_by_its_own_requests(two: Pool) -> None:
+def test_slow_engine_is_known_by_its_own_requests(two: Pool) -> None:
     step = two.made[1].core.step
 
     def slowed() -> Any:
@@ -136,7 +136,7 @@ def test_a_slow_engine_is_known_by_its_own_requests(two: Pool) -> None:
 
 
 class TestRequests:
-    def test_of_an_episode_go_to_its_engine_unless_that_is_much_busier(self, two: Pool) -> None:
+    def test_requests_of_an_episode_go_to_its_engine_unless_it_is_busier(self, two: Pool) -> None:
         two.hold()
         home = Home()
         two.submit(0)  # so that the other engine is the idlest
@@ -149,7 +149,7 @@ class TestRequests:
         # 7 are more than twice 1 and 4; 8 are not more than twice 2 and 4.
         assert [len(engine.requests) for engine in two.made] == [2, 8]
 
-    def test_of_an_episode_go_on_elsewhere_when_its_engine_is_lost(self, two: Pool) -> None:
+    def test_requests_of_an_episode_move_when_its_engine_is_lost(self, two: Pool) -> None:
         gate = two.gate("make")
         home = Home(engine=1)
         two.made[1].kill()
@@ -168,12 +168,12 @@ class TestRequests:
         two.submit(6, 7, num_tokens=1)
         assert [len(engine.requests) for engine in two.made] == [3, 5]
 
-    def test_one_that_cannot_be_fails_alone(self, one: Pool) -> None:
+    def test_impossible_request_fails_alone(self, one: Pool) -> None:
         refused = one.pool.submit(request(1, prompt_length=MAX_PROMPT_LENGTH + 1))
         assert_all_fail([refused], "request 1/0 cannot be generated: the prompt is too long")
         assert texts(one.submit(2, 2)) == answers(2, 2)
 
-    def test_what_hangs_on_an_answer_may_ask_again(self, one: Pool) -> None:
+    def test_callback_of_an_answer_may_ask_again(self, one: Pool) -> None:
         second: Future[Future[Completion]] = Future()
         one.submit(1)[0].add_done_callback(lambda _: second.set_result(one.submit(2)[0]))
         assert texts([second.result(TIMEOUT_S)]) == answers(2)
@@ -219,7 +219,7 @@ class TestDeath:
         assert one.restarts == [("make", 0), ("restart", 0)]
         assert one.said == ["engine 0 was lost during poll; starting it again (1 of 3 restarts)"]
 
-    def test_the_other_engine_goes_on_meanwhile(self, two: Pool) -> None:
+    def test_other_engine_goes_on_meanwhile(self, two: Pool) -> None:
         two.hold()
         may_be_made = two.gate("make")
         futures = two.submit(*range(6))
@@ -232,7 +232,7 @@ class TestDeath:
         eventually(lambda: ("restart", 0) in two.restarts)
         eventually(lambda: texts(two.submit(9, 10)) == answers(9, 10) and two.made[2].requests)
 
-    def test_an_engine_that_fails_or_answers_nonsense_is_started_again(self, one: Pool) -> None:
+    def test_engine_that_fails_or_answers_nonsense_is_started_again(self, one: Pool) -> None:
         one.made[0].core.failures["step"] = OSError("out of memory")
         assert texts(one.submit(1)) == answers(1)
         one.made[1].core.hold()
@@ -241,7 +241,7 @@ class TestDeath:
         assert "the engine failed: OSError: out of memory" in one.said[0]
         assert one.said[1].startswith("engine 0 could not be asked")
 
-    def test_an_engine_that_hangs_in_a_step_is_started_again_and_an_idle_one_is_not(
+    def test_engine_that_hangs_in_a_step_is_started_again_and_an_idle_one_is_not(
         self, pool_of: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(engine_pool, "POLL_WAIT_S", 0.2)
@@ -268,7 +268,7 @@ class TestDeath:
         assert dying.num_in_flight() == 0
 
     @pytest.mark.parametrize("error", [RunError("no place"), OSError("no place")], ids=["known", "unknown"])
-    def test_an_engine_that_cannot_be_made_or_does_not_take_its_weights_is_tried_again(
+    def test_engine_that_cannot_be_made_or_does_not_take_its_weights_is_tried_again(
         self, one: Pool, error: Exception
     ) -> None:
         def fail() -> None:
@@ -282,7 +282,7 @@ class TestDeath:
         assert one.made[1].is_killed
 
     @pytest.mark.parametrize("max_restarts", [0, 1])
-    def test_the_last_one_fails_all_who_wait_and_all_who_come(
+    def test_last_one_fails_all_who_wait_and_all_who_come(
         self, pool_of: Callable[..., Pool], max_restarts: int
     ) -> None:
         pool = pool_of(1, max_restarts=max_restarts)
@@ -312,7 +312,7 @@ class TestClose:
         assert all(engine.is_killed and not engine.was_closed for engine in two.made)  # they hang
         assert not two.restarts
 
-    def test_an_engine_puts_its_things_away_before_it_is_killed(self, two: Pool) -> None:
+    def test_engine_puts_its_things_away_before_it_is_killed(self, two: Pool) -> None:
         two.pool.close()
         assert all(engine.is_killed and engine.was_closed for engine in two.made)
 
@@ -340,7 +340,7 @@ class TestCallAll:
         assert two.pool.results(calls) == [None, None]
         assert [engine.core.calls for engine in two.made] == [[("open_channel", {"n": n})] for n in range(2)]
 
-    def test_who_is_silent(self, two: Pool) -> None:
+    def test_silent_engines_are_named(self, two: Pool) -> None:
         assert two.pool.silent() == set()
         assert len(two.pool.pids()) == 2
         may_be_made = two.gate("make")

@@ -55,13 +55,13 @@ class TestBuiltIn:
         ("expression", "value"),
         [("2 + 3", "5"), ("(3+4)*12", "84"), ("7/2", "3.5"), ("-2 * -3", "6"), ("7 // 2 % 2", "1"), ("1e3", "1000")],
     )
-    def test_the_calculator_computes(self, expression: str, value: str) -> None:
+    def test_calculator_computes(self, expression: str, value: str) -> None:
         assert Calculator().calculate(expression) == value
 
     @pytest.mark.parametrize(
         "expression", ["2 ** 9", "print(1)", "1e30 * 2", "9" * 300, "True + 1", "x", "1/0", "(" * 99]
     )
-    def test_the_calculator_computes_nothing_else(self, expression: str) -> None:
+    def test_calculator_computes_nothing_else(self, expression: str) -> None:
         opening, (turn,) = played(Calculator(), {}, [calls("calculate", expression=expression)])
         assert opening.messages is None and opening.tools[0]["function"]["name"] == "calculate"
         assert "Error" in turn.messages[0]["content"] and not turn.done
@@ -86,7 +86,7 @@ class TestBuiltIn:
         _, turns = played(Python(), {}, [calls("python", code="while True: pass")])
         assert "The interpreter took more than" in turns[0].messages[0]["content"]
 
-    def test_a_counter_is_brought_to_its_target(self) -> None:
+    def test_counter_is_brought_to_its_target(self) -> None:
         up = calls("increment")
         opening, turns = played(Counter(), {"target": 2}, [up, up, calls("decrement"), up, calls("submit")])
         assert opening.messages is not None and "Reach 2" in opening.messages[-1]["content"]
@@ -98,14 +98,14 @@ class TestBuiltIn:
         _, (turn,) = played(Counter(), {"target": 1}, [often])
         assert turn.done and turn.rewards == {"counter": pytest.approx(0.9)}, "it is won once"
 
-    def test_a_number_is_guessed(self) -> None:
+    def test_number_is_guessed(self) -> None:
         guesses = [calls("guess", number=number) for number in (1, 90, "50")]
         _, turns = played(GuessNumber(), {"number": 50}, guesses)
         assert ["low" in turns[0].messages[0]["content"], "high" in turns[1].messages[0]["content"]] == [True, True]
         assert turns[0].rewards["guessnumber"] == pytest.approx(1 - 49 / 99)
         assert turns[2].done and turns[2].rewards == {"guessnumber": 1.0}
 
-    def test_a_word_is_guessed(self) -> None:
+    def test_word_is_guessed(self) -> None:
         said = [Reply(text=f"<guess>{word}</guess>") for word in ("crate", "eerie", "crane")]
         _, turns = played(Wordle(), {"word": "crane"}, said)
         assert "G G G X G" in turns[0].messages[0]["content"]
@@ -159,7 +159,7 @@ class TestAdapters:
         ("begins_with", "shown"),
         [(("go", {"seed": 1}), "go"), (("go", "on"), None), (("go",), None), (("go", {}, 1), None)],
     )
-    def test_a_reset_gives_one_text(self, begins_with: tuple[Any, ...], shown: str | None) -> None:
+    def test_reset_gives_one_text(self, begins_with: tuple[Any, ...], shown: str | None) -> None:
         """With a dict beside it, as gymnasium's; of another tuple a part would be shown, and the rest lost."""
 
         class Starts(Shop):
@@ -173,7 +173,7 @@ class TestAdapters:
         opening, _ = played(Starts(), {}, [])
         assert opening.messages == [{"role": "user", "content": f"What is 2 + 3?\n\n{shown}"}]
 
-    def test_a_tool_names_its_arguments_as_it_likes(self) -> None:
+    def test_tool_names_its_arguments_as_it_likes(self) -> None:
         class Plots:
             def plot(self, function: str) -> str:
                 """Plots a function.
@@ -186,7 +186,7 @@ class TestAdapters:
         _, (turn,) = played(Plots(), {}, [calls("plot", function="x + 1")])
         assert turn.messages == [{"role": "tool", "content": "x + 1 is plotted"}]
 
-    def test_what_is_none_of_the_kinds_is_refused(self) -> None:
+    def test_environment_of_no_known_kind_is_refused(self) -> None:
         with pytest.raises(TypeError, match="is no environment"):
             make_environment(object, {"messages": [USER]})
 
@@ -224,7 +224,7 @@ def blocks_of_the_page() -> list[str]:
     return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_the_environments_of_the_page_work() -> None:
+def test_environments_of_the_page_work() -> None:
     """What the page says of one's own tool, game and environment, run from the page."""
     page: dict[str, Any] = {}
     for block in blocks_of_the_page():
@@ -315,7 +315,7 @@ def decoded(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
 
 
 class TestEpisodes:
-    def test_what_was_sampled_is_learned_and_nothing_else(
+    def test_episode_learns_sampled_tokens_only(
         self, ask: Callable[..., Asked], tokenizer: PreTrainedTokenizerFast
     ) -> None:
         completion, requests = ask(Calculator, [f"{CALL}<|im_end|>", "It is 5.<|im_end|>"])
@@ -356,7 +356,7 @@ class TestEpisodes:
         assert completion.replies[-1].stop == len(completion.token_ids)  # a bridge to nowhere is not kept
         assert len(requests) == len(completion.replies) <= 4
 
-    def test_a_reply_that_is_cut_is_still_answered(self, ask: Callable[..., Asked]) -> None:
+    def test_reply_that_is_cut_is_still_answered(self, ask: Callable[..., Asked]) -> None:
         completion, requests = ask(Wordle, ["<guess>cra", "ne</guess><|im_end|>"], turn_length=5, max_turns=2)
         assert [request.sampling.max_tokens for request in requests] == [5, 5]
         assert completion.episode is not None and completion.episode.status == "done"  # two moves that are none
@@ -411,7 +411,7 @@ class TestEpisodes:
         assert completion.episode is not None and completion.episode.status == "env_error"
         assert completion.episode.problem == "RuntimeError: SystemExit: 3"
 
-    def test_a_fault_of_the_sandbox_is_no_answer_to_the_policy(
+    def test_fault_of_the_sandbox_is_no_answer_to_the_policy(
         self, ask: Callable[..., Asked], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         no_walls = "from open_instruct.sandbox.server import Walls\nWalls.put_up = None\nmain("
@@ -423,7 +423,9 @@ class TestEpisodes:
         assert completion.episode is not None and completion.episode.status == "env_error" and len(requests) == 1
         assert "EnvironmentFault: the sandbox ran no program" in completion.episode.problem
 
-    def test_what_is_given_up_is_closed(self, ask: Callable[..., Asked], tokenizer: PreTrainedTokenizerFast) -> None:
+    def test_environment_of_an_abandoned_episode_is_closed(
+        self, ask: Callable[..., Asked], tokenizer: PreTrainedTokenizerFast
+    ) -> None:
         closed = threading.Event()
 
         class Waits(Counter):

@@ -141,7 +141,7 @@ def of_settings(program: str, **settings: Any) -> str:
     return json.dumps({"transport": "stdio", "command": command, "args": [*args, "stdio"], **settings})
 
 
-def test_one_tool_of_a_server_beside_others(program: str) -> None:
+def test_tool_of_a_server_works_beside_others(program: str) -> None:
     section = EnvironmentSection(
         tools=["calculator", "generic_mcp"],
         tool_call_names=["calculate", "plus"],
@@ -153,7 +153,7 @@ def test_one_tool_of_a_server_beside_others(program: str) -> None:
     assert [each["function"]["name"] for each in opening.tools] == ["calculate", "plus"]
 
 
-def test_a_call_that_is_late_leaves_the_session_to_others(program: str) -> None:
+def test_call_that_is_late_leaves_the_session_to_others(program: str) -> None:
     section = EnvironmentSection(tools=["generic_mcp"], tool_configs=[of_settings(program, timeout=2.0)])
     first, late, count = said(
         known_environments(section)["tools"], calls("add", a=1), calls("hang"), calls("num_calls")
@@ -166,7 +166,7 @@ def test_tools_at_an_address(address: str) -> None:
     check_sums(factory_named(f"mcp:{address}", origin="--environment"))
 
 
-def test_a_run_starts_it_once_for_its_tools(tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_starts_it_once_for_its_tools(tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The look at the flags needs its name alone, which is refused if it is none."""
     tiny = write_tiny_model(tmp_path / "tiny", family="olmo2")
     rows = tmp_path / "rows.jsonl"
@@ -182,7 +182,7 @@ def test_a_run_starts_it_once_for_its_tools(tmp_path: Path, program: str, monkey
         assert run.environments is not None and listed == [f"{program} stdio"]
 
 
-def test_a_server_that_dies_costs_its_episode_and_is_started_anew(program: str) -> None:
+def test_server_that_dies_costs_its_episode_and_is_started_anew(program: str) -> None:
     lost, after, count = said(
         factory_named(f"mcp:{program} stdio", origin=""), calls("die"), calls("add", a=1), calls("num_calls")
     )
@@ -199,12 +199,12 @@ def test_a_server_that_dies_costs_its_episode_and_is_started_anew(program: str) 
         ("http://127.0.0.1:9/mcp", "ConnectError"),
     ],
 )
-def test_a_server_that_is_not_there_is_refused(where: str, told: str) -> None:
+def test_server_that_is_not_there_is_refused(where: str, told: str) -> None:
     with pytest.raises(InputError, match=rf"--environment mcp:.*no MCP server answers.*{told}" if where else told):
         begin_run(factory_named(f"mcp:{where}", origin=f"--environment mcp:{where}"))
 
 
-def test_an_episode_calls_them_and_a_lost_server_is_no_fault_of_the_policy(
+def test_episode_calls_them_and_a_lost_server_is_no_fault_of_the_policy(
     ask: Any,  # noqa: F811
     tokenizer: Any,  # noqa: F811
     program: str,

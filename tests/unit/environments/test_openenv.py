@@ -120,7 +120,7 @@ def played(url: str, *episodes: list[Reply], **row: Any) -> list[tuple[Opening, 
 
 
 @pytest.mark.parametrize("server", ["text"], indirect=True)
-def test_a_game_is_played_in_texts(server: Server) -> None:
+def test_game_is_played_in_texts(server: Server) -> None:
     move = Reply(text="on")
     (opening, turns), (_, others) = played(server.url, [move, move, move], [move], target=3, level="hard")
     assert opening.messages == [{"role": "user", "content": "What is 2 + 3?\n\nGo."}] and not opening.tools
@@ -136,7 +136,7 @@ def test_a_game_is_played_in_texts(server: Server) -> None:
 
 
 @pytest.mark.parametrize("server", ["move"], indirect=True)
-def test_an_action_of_another_form_is_a_tool(server: Server) -> None:
+def test_action_of_another_form_is_a_tool(server: Server) -> None:
     replies = [calls("act", column=3), calls("act", column="left"), calls("act", column=4, fast=True)]
     ((opening, turns),) = played(server.url, replies)
     (tool,) = opening.tools
@@ -150,7 +150,7 @@ def test_an_action_of_another_form_is_a_tool(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("server", "said"), [("text", "break"), ("text", "hang up")], indirect=["server"])
-def test_a_fault_of_the_server_is_no_fault_of_the_policy(
+def test_fault_of_the_server_is_no_fault_of_the_policy(
     server: Server,
     said: str,
     ask: Callable[..., Asked],  # noqa: F811
@@ -164,7 +164,7 @@ def test_a_fault_of_the_server_is_no_fault_of_the_policy(
 
 
 @pytest.mark.parametrize("server", ["mcp", "move", "prose"], indirect=True)
-def test_what_cannot_be_had_is_refused(server: Server) -> None:
+def test_openenv_server_without_answer_is_refused(server: Server) -> None:
     if server.kind == "prose":
         with pytest.raises(InputError, match="no OpenEnv server answers"):
             played(server.url)

@@ -163,7 +163,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("settings", "replies"), CASES)
-def test_an_episode_is_the_rollout_of_the_library(name: str, settings: dict[str, Any], replies: list[Reply]) -> None:
+def test_episode_is_the_rollout_of_the_library(name: str, settings: dict[str, Any], replies: list[Reply]) -> None:
     turns, reward = played(f"{name}:{json.dumps(settings)}", replies, row())
     expected, expected_reward = by_its_own_loop(settings, replies, row())
     assert reward == expected_reward
@@ -171,7 +171,7 @@ def test_an_episode_is_the_rollout_of_the_library(name: str, settings: dict[str,
     assert len(expected) - len(turns) == (replies[-1].text == "5" and settings["kind"] == "higher")
 
 
-def test_the_page_makes_prompts_of_its_rows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_makes_prompts_of_its_rows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = (block for block in blocks_of_the_page() if block.startswith("# rows.py"))
     exec(compile(block.replace('"NAME"', '"tasks-of-the-test"'), "rows.py", "exec"), {})
     columns = json.loads(capsys.readouterr().out)
@@ -179,13 +179,13 @@ def test_the_page_makes_prompts_of_its_rows(name: str, capsys: pytest.CaptureFix
     assert answered_by is not None and played(name, [Reply(text="5")], {**columns, **answered_by.columns})[1] == 1.125
 
 
-def test_a_group_of_tasksets_is_played_by_the_row_s_task(name: str) -> None:
+def test_group_of_tasksets_is_played_by_the_row_s_task(name: str) -> None:
     word = f'{name}:{{"kind": "group"}}'
     assert played(word, [Reply(text="5")], row(task="single"))[1] == 1.0
     assert played(word, [Reply(text="3")], row(task="higher"))[0][-1]["content"] == "Higher."
 
 
-def test_an_episode_that_is_cut_lets_go_of_what_it_holds(name: str) -> None:
+def test_episode_that_is_cut_lets_go_of_what_it_holds(name: str) -> None:
     columns = row()
     held: list[str] = []
     columns["info"] = Held(let_go=held)
@@ -210,7 +210,7 @@ def test_rewards_that_compare_completions_are_a_fault_that_says_so(name: str) ->
         played(f'{name}:{{"kind": "compared"}}', [Reply(text="5")], row())
 
 
-def test_a_reward_that_exits_does_so_for_its_own_episode_alone(name: str) -> None:
+def test_reward_that_exits_does_so_for_its_own_episode_alone(name: str) -> None:
     with pytest.raises(SystemExit):
         played(f'{name}:{{"kind": "exits"}}', [Reply(text="5")], row())
     assert played(f'{name}:{{"kind": "single"}}', [Reply(text="5")], row())[1] == 1.0
@@ -231,6 +231,6 @@ def test_ctrl_c_stays_with_the_run(name: str) -> None:
         ('verifiers:tasks-of-the-test:{"kind": "completion"}', "SingleTurnEnv is none of turns of chat"),
     ],
 )
-def test_what_cannot_be_played_is_refused(name: str, word: str, says: str) -> None:
+def test_taskset_that_cannot_be_played_is_refused(name: str, word: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
         played(word, [], row())

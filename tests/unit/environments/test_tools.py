@@ -122,7 +122,7 @@ class TestWeb:
             ({"code": 422, "message": "no such page"}, "Jina API error: no such page"),
         ],
     )
-    def test_a_page_is_read(self, answer: Any, said: str, web: Web) -> None:
+    def test_page_is_read(self, answer: Any, said: str, web: Web) -> None:
         web.answers = [answer]
         assert answered(calls("jina_browse", url=" http://a.org/b c?d=e "), environment="jina_browse") == said
         method, path, headers, _ = web.asked[0]
@@ -140,7 +140,7 @@ class TestWeb:
             ({"success": False, "error_message": "gone"}, "Crawl4AI error: gone"),
         ],
     )
-    def test_a_page_is_crawled(self, answer: Any, said: str, web: Web) -> None:
+    def test_page_is_crawled(self, answer: Any, said: str, web: Web) -> None:
         web.answers = [{"results": [answer]}]
         settings = '{"max_content_length": 8, "timeout": 20, "include_html": true}'
         call = calls("crawl4ai_browse", url="http://a.org")
@@ -151,7 +151,7 @@ class TestWeb:
         assert (settings["page_timeout"], settings["cache_mode"]) == (19000, "enabled")
         assert settings["exclude_domains"] == ["bad.org", "worse.org"] and settings["exclude_external_links"] is True
 
-    def test_a_fault_of_the_query_is_told_to_the_policy_and_one_of_the_service_is_none_of_its_own(
+    def test_fault_of_the_query_is_told_to_the_policy_and_one_of_the_service_is_none_of_its_own(
         self,
         web: Web,
         ask: Callable[..., Asked],  # noqa: F811
@@ -188,7 +188,7 @@ class TestSearch:
         (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, CORPUS)))
         return str(tmp_path / "corpus.jsonl")
 
-    def test_the_best_passages_come_first(self, corpus: str) -> None:
+    def test_best_passages_come_first(self, corpus: str) -> None:
         flags: dict[str, Any] = {"environment": "search", "search_corpus": corpus}
         assert answered(calls("search", query="bats that hear at night"), **flags).split("\n\n") == [
             CORPUS[2]["text"],
@@ -201,7 +201,7 @@ class TestSearch:
         (tool,), (turn,) = played([call], tools=["search"], tool_call_names=["look_up"], tool_configs=[settings])
         assert turn.messages[0]["content"] == "7 Owls\nOw…" and tool["parameters"]["required"] == ["query"]
 
-    def test_a_folder_of_texts_is_a_corpus(self, tmp_path: Path) -> None:
+    def test_folder_of_texts_is_a_corpus(self, tmp_path: Path) -> None:
         (tmp_path / "more").mkdir()
         (tmp_path / "more" / "b.md").write_text("Whales sing.")
         (tmp_path / "a.txt").write_text("Owls hunt.")
@@ -218,7 +218,9 @@ class TestSearch:
             ("x", ("bad_row", "search_corpus", "not JSON")),
         ],
     )
-    def test_without_one_it_is_refused(self, content: str | None, told: tuple[Any, ...], tmp_path: Path) -> None:
+    def test_search_without_a_corpus_is_refused(
+        self, content: str | None, told: tuple[Any, ...], tmp_path: Path
+    ) -> None:
         (tmp_path / "corpus.jsonl").write_text(content or "")
         corpus = None if content is None else str(tmp_path / "corpus.jsonl")
         with refused(*told):
@@ -257,7 +259,7 @@ class TestToolSet:
         "tool_configs": ['{"timeout": 30}', "{}", "{}"],
     }
 
-    def test_they_share_an_episode_under_names_of_their_own(self, web: Web) -> None:
+    def test_tools_share_an_episode_under_their_names(self, web: Web) -> None:
         web.answers = [{"organic": [{"snippet": "found"}]}]
         both = Reply(text="", calls=(*calls("search", query="x").calls, *calls("throw_it").calls))
         replies = [calls("code", code="x = 2; x"), calls("code", code="x + 1"), both, Reply(text="done")]
@@ -271,7 +273,7 @@ class TestToolSet:
         with pytest.raises(ValueError, match=r"none of the row's tools is there: .*unknown.*; there are code, search"):
             played([], row={"tools": ["unknown"]}, **self.FLAGS)
 
-    def test_a_call_ends_after_its_own_time(self) -> None:
+    def test_call_ends_after_its_own_time(self) -> None:
         said = answered(calls("python", code="while True: pass"), tools=["python"], tool_configs=['{"timeout": 0.5}'])
         assert "took more than 0.5 s" in said
 
@@ -310,11 +312,11 @@ class TestToolSet:
             ([f"{__file__}:Dice", f"{__file__}:RedDice"], "RedDice has a tool of the same name as another"),
         ],
     )
-    def test_what_no_set_of_tools_can_hold_is_refused(self, tools: list[str], told: str) -> None:
+    def test_impossible_set_of_tools_is_refused(self, tools: list[str], told: str) -> None:
         with pytest.raises(TypeError, match=told):
             played([], row={"word": "crane"}, tools=tools)
 
-    def test_a_run_is_refused_without_the_key_before_it_starts(
+    def test_run_is_refused_without_the_key_before_it_starts(
         self, web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
         model = write_tiny_model(tmp_path / "model", family="olmo2")

@@ -50,7 +50,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_call_is_read_with_its_arguments(form: str) -> None:
+def test_call_is_read_with_its_arguments(form: str) -> None:
     assert tool_calls(GOOD[form], form, NAMES) == CALL
     assert [call.name for call in tool_calls(TWO[form], form, NAMES)] == ["now", "calc"]
 
@@ -62,13 +62,13 @@ def test_text_without_a_call_calls_nothing(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_was_only_thought_is_no_call(form: str) -> None:
+def test_reasoning_is_no_tool_call(form: str) -> None:
     assert tool_calls(f"<think>{GOOD[form]}</think>\n4", form, NAMES) == ()
     assert tool_calls(f"<think>hm</think>\n{GOOD[form]}", form, NAMES) == CALL
 
 
 @pytest.mark.parametrize(("form", "text", "why"), BAD)
-def test_a_call_that_cannot_be_read_is_an_error(form: str, text: str, why: str) -> None:
+def test_call_that_cannot_be_read_is_an_error(form: str, text: str, why: str) -> None:
     with pytest.raises(ToolCallError, match=why):
         tool_calls(text, form, NAMES)
 
@@ -96,7 +96,7 @@ def mutated(draw: st.DrawFn) -> tuple[str, str]:
 
 
 @given(mutated())
-def test_whatever_is_written_a_call_is_of_a_known_tool_with_an_object(case: tuple[str, str]) -> None:
+def test_parsed_call_names_a_known_tool_with_an_object(case: tuple[str, str]) -> None:
     form, text = case
     try:
         calls = tool_calls(text, form, NAMES)
@@ -124,7 +124,7 @@ def vllms() -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_what_counts_as_a_call_counts_for_vllm_too(form: str, vllms: dict[str, Any]) -> None:
+def test_calls_are_those_that_vllm_parses(form: str, vllms: dict[str, Any]) -> None:
     """The oracle. It is more lenient: what ours refuse, it may take."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 

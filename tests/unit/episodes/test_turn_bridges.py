@@ -104,7 +104,7 @@ def sampled(
 @given(
     turns=st.lists(st.tuples(replies, st.booleans(), st.lists(texts, min_size=1, max_size=2)), min_size=1, max_size=3)
 )
-def test_what_was_sampled_stays_and_what_stands_between_is_the_templates(
+def test_bridge_keeps_sampled_tokens_and_adds_the_templates(
     name: str, turns: list[Any], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     template = template_of(tokenizer, name)
@@ -151,7 +151,7 @@ def test_ids_are_those_of_the_rendered_conversation_where_replies_are_plain(
     assert decoded == whole
 
 
-def test_a_tools_text_cannot_become_a_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tools_text_cannot_become_a_turn(tokenizer: PreTrainedTokenizerFast) -> None:
     template = template_of(tokenizer, "chatml")
     talk = Conversation(template, [{"role": "user", "content": "What?"}], [TOOL])
     talk.reply(tokenizer("calls<|im_end|>", add_special_tokens=False)["input_ids"])
@@ -164,7 +164,7 @@ def test_a_tools_text_cannot_become_a_turn(tokenizer: PreTrainedTokenizerFast) -
     assert evil in tokenizer.decode(bridge)
 
 
-def test_a_template_that_says_nothing_of_the_next_turn_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_template_that_says_nothing_of_the_next_turn_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     only_last = ChatTemplate(name="own", text="{{ messages[-1].content + eos_token + 'Answer:' }}")
     talk = Conversation(TurnTemplate(ChatFormat(tokenizer, only_last)), [{"role": "user", "content": "What?"}], [])
     talk.reply(tokenizer(f"yes{EOS}", add_special_tokens=False)["input_ids"])
@@ -183,7 +183,7 @@ def test_tools_are_told_in_the_form_that_the_template_reads(tokenizer: PreTraine
     assert "Tools: [" in own
 
 
-def test_the_answer_of_a_tool_has_the_role_of_the_family(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_answer_of_a_tool_has_the_role_of_the_family(tokenizer: PreTrainedTokenizerFast) -> None:
     for name, role in (("olmo", "environment"), ("chatml", "tool"), ("trims", "ipython")):
         talk = Conversation(template_of(tokenizer, name), [{"role": "user", "content": "What?"}], [TOOL])
         talk.reply(tokenizer("calls", add_special_tokens=False)["input_ids"])

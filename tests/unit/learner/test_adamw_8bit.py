@@ -37,7 +37,7 @@ def trained(build: Any, num_steps: int = 20, saves_at: int | None = None) -> tup
 
 
 @pytest.mark.parametrize("chunk", [2**22, 1024])
-def test_it_is_torchaos(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adamw_8bit_equals_that_of_torchao(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose step is compiled, with a compiler that may not be there."""
     torchao = pytest.importorskip("torchao.optim")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
@@ -87,7 +87,7 @@ def test_moments_of_the_host_visit_the_device(has_codes: bool) -> None:
         torch.testing.assert_close(here, trained(torch.optim.AdamW)[0], rtol=1e-5, atol=1e-6)
 
 
-def test_it_learns_what_adamw_learns_with_a_quarter_of_the_state() -> None:
+def test_adamw_8bit_learns_as_adamw_with_a_quarter_of_its_state() -> None:
     """Fifty steps over one row of a tiny model."""
     hf_config = tiny_config("olmo2", SIZES["tiny"], vocab_size=512, tie=False)
     losses, state_bytes = {}, {}

@@ -32,7 +32,7 @@ def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("built-ahead")}
 
 
-def test_the_next_is_built_while_the_caller_is_busy_and_no_more() -> None:
+def test_next_is_built_while_the_caller_is_busy_and_no_more() -> None:
     build = Built()
     for item, value in zip(range(5), built_ahead(build, range(100)), strict=False):
         assert value == 10 * item
@@ -47,7 +47,7 @@ def test_all_come_in_order() -> None:
     assert list(built_ahead(Built(), [])) == []
 
 
-def test_an_error_is_raised_where_its_item_is_asked_for() -> None:
+def test_error_is_raised_where_its_item_is_asked_for() -> None:
     others = threads()  # of tests before this one
     values = built_ahead(Built(), [11, 12, 13, 14])
     assert [next(values), next(values)] == [110, 120]
@@ -56,7 +56,7 @@ def test_an_error_is_raised_where_its_item_is_asked_for() -> None:
     assert threads() <= others
 
 
-def test_it_leaves_no_thread_where_it_is_closed_before_its_end() -> None:
+def test_loader_ahead_leaves_no_thread_when_closed_early() -> None:
     others = threads()
     values = built_ahead(Built(), range(100))
     next(values)
@@ -93,7 +93,7 @@ def test_packs_stay_together_and_each_row_is_seen_once_an_epoch(join_as: JoinAs,
     assert all(any(set(pack) <= batch for batch in microbatches) for pack in packs)
 
 
-def test_a_loader_that_goes_on_gives_what_was_not_given_out(join_as: JoinAs) -> None:
+def test_loader_that_goes_on_gives_what_was_not_given_out(join_as: JoinAs) -> None:
     """Not what follows the step that was built ahead when the state was saved."""
     join_as(0, 1)
 

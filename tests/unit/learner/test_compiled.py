@@ -177,7 +177,7 @@ def test_blocks_are_compiled_around_what_ranks_exchange_of_a_row(alone: DeviceMe
     assert versions_of_blocks(model) == 1
 
 
-def test_the_end_of_compiling_is_said_and_counted(
+def test_end_of_compiling_is_said_and_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "MAX_VERSIONS", 1)
@@ -194,7 +194,7 @@ def test_the_end_of_compiling_is_said_and_counted(
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)], indirect=True)
-def test_what_the_compiler_differentiates_and_writes_is_the_same(request: pytest.FixtureRequest) -> None:
+def test_compiled_blocks_give_the_same_gradients(request: pytest.FixtureRequest) -> None:
     """One block, and the head's loss; kernels take their time."""
     if "inductor" in request.node.name and shutil.which("g++") is None:
         pytest.skip("no C++ compiler here")

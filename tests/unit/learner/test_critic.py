@@ -107,7 +107,7 @@ def test_microbatches_of_conversations_are_not_computed() -> None:
     ]
 
 
-def test_a_step_without_completions_leaves_the_critic_alone() -> None:
+def test_step_without_completions_leaves_the_critic_alone() -> None:
     critic = critic_of()
     (filled,) = critic.with_advantages([update_of([WRITTEN], [])])
     assert of_critic(filled).counts["rows"] == 0
@@ -116,7 +116,7 @@ def test_a_step_without_completions_leaves_the_critic_alone() -> None:
         assert outputs.loss == 0 and outputs.metrics.keys() == {"loss"}
 
 
-def test_a_checkpoint_without_a_critic_is_refused() -> None:
+def test_checkpoint_without_a_critic_is_refused() -> None:
     names = dict.fromkeys(["model.a", "optim.a", "critic.model.a", "critic.optim.a"])
     own = critics(Metadata(state_dict_metadata=names))  # type: ignore[arg-type]
     assert [*own.state_dict_metadata] == ["model.a", "optim.a"]

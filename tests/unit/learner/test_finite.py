@@ -107,7 +107,7 @@ def weights_of(module: ObjectiveTrainModule) -> torch.Tensor:
         ("skip_step_adamw", {"loss": math.inf}, r"the loss is inf \(in a microbatch with row 0 of the .*\) at step 3"),
     ],
 )
-def test_a_step_that_is_not_finite_is_not_taken(
+def test_step_that_is_not_finite_is_not_taken(
     tmp_path: Path, optimizer: str, broken: dict[str, float], told: str
 ) -> None:
     module = module_of(optimizer, tmp_path)
@@ -119,7 +119,7 @@ def test_a_step_that_is_not_finite_is_not_taken(
     assert torch.equal(weights_of(module), before)
 
 
-def test_of_the_rows_of_a_step_those_of_the_broken_microbatch_are_named(tmp_path: Path) -> None:
+def test_rows_of_the_broken_microbatch_are_named(tmp_path: Path) -> None:
     class OfRows(Summed):
         def microbatch_loss(self, batch: Batch, counts: Any) -> LossOutputs:
             value = torch.tensor(math.nan if 7 in batch.row_ids else 1.0)
@@ -132,7 +132,7 @@ def test_of_the_rows_of_a_step_those_of_the_broken_microbatch_are_named(tmp_path
         module_of("adamw", tmp_path, OfRows).policy.forward_backward(StepBatch(microbatches=batches, counts=counts))
 
 
-def test_a_skip_step_optimizer_leaves_out_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
+def test_skip_step_optimizer_leaves_out_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
     module, undisturbed = (module_of("skip_step_adamw", tmp_path) for _ in range(2))
     assert isinstance(module.optim, SkipStepOptimizer)
     take_step(module)
@@ -197,7 +197,7 @@ def test_adapters_are_looked_at_where_ranks_hold_ranges_of_them(tmp_path: Path) 
         check_weights(model, what="it", folder=tmp_path)
 
 
-def test_what_is_told_of_the_last_checkpoint_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_last_checkpoint_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpoints.last_checkpoint(tmp_path) == "This run has no checkpoint"
     monkeypatch.setattr(checkpoints.step_folder, "latest_step", lambda folder: 40)
     assert f"{tmp_path}/step40, is from before" in checkpoints.last_checkpoint(tmp_path)

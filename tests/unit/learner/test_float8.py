@@ -19,7 +19,7 @@ from tests.unit.small_models import CPU, new_model
 GPU = torch.device("cuda", 0)
 
 
-def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model("olmo2")
     assert float8_config("off", model=model, device=GPU) is None
     monkeypatch.setattr(float8, "find_spec", lambda name: None)
@@ -45,7 +45,7 @@ def test_recipes_are_those_of_torchao(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["olmo2", "qwen3", "llama"])
-def test_without_float8_a_model_is_what_it_was(family: str) -> None:
+def test_model_is_unchanged_without_float8(family: str) -> None:
     pytest.importorskip("torchao")
     model = new_model(family).bfloat16()
     batch = pack_documents([*group(9, (5, 6), seed=1), *group(13, (7, 4), seed=2)])
@@ -64,7 +64,7 @@ def test_without_float8_a_model_is_what_it_was(family: str) -> None:
     assert 0 < off < 0.2
 
 
-def test_the_first_loss_may_be_further_from_that_of_the_reference_without_float8() -> None:
+def test_first_loss_may_be_further_from_that_of_the_reference_without_float8() -> None:
     def first_loss_is(loss: float, *, fp8_enabled: bool) -> None:
         policy: Any = SimpleNamespace(
             loss=SimpleNamespace(first_loss=0.69, remedy="look"),

@@ -49,7 +49,7 @@ class TestCompiling:
             ({}, {"fsdp_num_replicas": 2}, CUDA, works, True),
         ],
     )
-    def test_it_is_the_default_where_it_was_shown_to_be_right(
+    def test_kernel_is_the_default_where_it_is_exact(
         self,
         memory: dict[str, Any],
         degrees: dict[str, int],
@@ -76,7 +76,7 @@ class TestCompiling:
         with refused("machine", None, f"{flag}"):
             compiles(MemorySection(**memory), layout=resolve_layout([2]), device=CUDA)
 
-    def test_a_sum_is_compiled_to_find_out(self) -> None:
+    def test_sum_is_compiled_to_find_out(self) -> None:
         def refuses(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
             raise RuntimeError("no C compiler\nanywhere")
 
@@ -94,7 +94,7 @@ class TestCompiling:
 
 
 @pytest.mark.parametrize(("words", "is_compiled"), [([], True), (["--no_compile_model"], False)])
-def test_by_default_one_gpu_computes_in_bfloat16_and_compiled(
+def test_one_gpu_computes_in_bfloat16_and_compiled_by_default(
     words: list[str], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
@@ -122,7 +122,7 @@ def test_by_default_one_gpu_computes_in_bfloat16_and_compiled(
         ("bfloat16", CUDA, is_broken, False, None),
     ],
 )
-def test_what_leaves_speed_unused_is_warned_of_once(
+def test_unused_speed_is_warned_of_once(
     param_dtype: str,
     device: torch.device,
     problem: Any,
@@ -159,7 +159,7 @@ def test_what_leaves_speed_unused_is_warned_of_once(
         ("olmo3", [], CUDA, False, None),
     ],
 )
-def test_what_runs_the_gated_delta_rule_is_said(
+def test_kernel_of_the_gated_delta_rule_is_named(
     family: str,
     flags: list[str],
     device: torch.device,
@@ -206,7 +206,7 @@ class TestFlashAttention3:
             ((10, 0), True, "bfloat16", None),
         ],
     )
-    def test_where_it_is_taken(
+    def test_kernel_is_taken_on_supported_devices(
         self,
         capability: tuple[int, int],
         has_package: bool,
@@ -227,14 +227,14 @@ class TestFlashAttention3:
         assert FA3 in torch_attention.list_flash_attention_impls()
         assert kernels.choose_attention(CPU, param_dtype="bfloat16") is None and not pretended
 
-    def test_it_is_left_out_where_pytorch_knows_none(
+    def test_kernel_is_left_out_when_pytorch_has_none(
         self, monkeypatch: pytest.MonkeyPatch, pretended: list[str]
     ) -> None:
         monkeypatch.setattr(torch_attention, "list_flash_attention_impls", list)
         assert kernels.choose_attention(CUDA, param_dtype="bfloat16") is None and not pretended
 
     @pytest.mark.parametrize("error", [RuntimeError, ImportError])
-    def test_it_is_left_out_if_pytorch_does_not_take_it(
+    def test_kernel_is_left_out_when_pytorch_refuses_it(
         self, error: type[Exception], monkeypatch: pytest.MonkeyPatch, pretended: list[str]
     ) -> None:
         def register() -> Any:
@@ -246,7 +246,7 @@ class TestFlashAttention3:
         assert torch_attention.current_flash_attention_impl() is None
 
     @pytest.mark.parametrize(("off", "is_kept"), [(1e-3, True), (0.1, False), (float("nan"), False), (None, False)])
-    def test_it_stays_if_a_trial_gives_the_same(
+    def test_kernel_stays_when_a_trial_gives_the_same(
         self, off: float | None, is_kept: bool, monkeypatch: pytest.MonkeyPatch, pretended: list[str]
     ) -> None:
         """Without a number the trial fails, as with kernels that take other arguments."""
@@ -264,6 +264,6 @@ class TestFlashAttention3:
         assert said.endswith("TypeError: fwd takes others") is (off is None)
         assert pretended == (["registered"] if is_kept else ["registered", "removed"])
 
-    def test_a_trial_has_output_and_gradients(self) -> None:
+    def test_trial_has_output_and_gradients(self) -> None:
         values = kernels.trial(CPU)
         assert values.shape == (256 * 64 * (4 + 4 + 2 + 2),) and values.isfinite().all()

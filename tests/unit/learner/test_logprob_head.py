@@ -61,7 +61,7 @@ def test_only_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("max_kept_bytes", "products"), [(0, 6), (2 * 3 * 4 * VOCAB_SIZE, 4), (1 << 30, 3)])
-def test_a_chunk_that_is_kept_needs_no_second_product(
+def test_chunk_that_is_kept_needs_no_second_product(
     max_kept_bytes: int, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three chunks of three positions."""

@@ -101,7 +101,7 @@ def are_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> boo
 
 
 @pytest.mark.parametrize("fields", LAYERS_OF_MODELS.values(), ids=LAYERS_OF_MODELS)
-def test_an_equal_choice_changes_no_bit_in_whichever_order_it_is_told(fields: dict[str, object]) -> None:
+def test_equal_choice_changes_no_bit_in_whichever_order_it_is_told(fields: dict[str, object]) -> None:
     model, packed = new_model("qwen3_moe", **fields), packed_of()
     before = loss_and_gradients(model, packed)
     told = own_choice(model, packed).view(-1, NUM_LAYERS, TOP_K).flip(-1).flatten(1)
@@ -133,7 +133,7 @@ def test_weights_and_the_routers_gradient_are_those_of_the_told_experts_in_the_f
     torch.testing.assert_close(gradient, layer.router.weight.grad, rtol=1e-4, atol=1e-5 * largest)
 
 
-def test_a_token_of_which_nothing_is_told_has_its_own_experts() -> None:
+def test_token_of_which_nothing_is_told_has_its_own_experts() -> None:
     ((_, layer), *_) = layers_of(new_model("qwen3_moe"))
     x_TD = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
     own = layer(x_TD)
@@ -157,7 +157,7 @@ def test_blocks_that_are_computed_again_have_the_same_experts() -> None:
     assert not are_equal(gradients[0], loss_and_gradients(model, packed_of()))
 
 
-def test_a_rank_that_has_a_part_of_a_row_has_the_experts_of_that_part() -> None:
+def test_rank_that_has_a_part_of_a_row_has_the_experts_of_that_part() -> None:
     packed = replace(packed_of(), routes_TR=other_experts(14))
     context = SimpleNamespace(part_of=lambda num_tokens: slice(7, num_tokens))
     with patch.object(forward, "context_of", lambda model: context):
@@ -165,7 +165,7 @@ def test_a_rank_that_has_a_part_of_a_row_has_the_experts_of_that_part() -> None:
     assert torch.equal(own.routes_TR, packed.routes_TR[7:])
 
 
-def test_what_is_counted_of_it() -> None:
+def test_routing_replay_counts_replayed_tokens() -> None:
     """One token is told its own experts in another order, one others, one others as probable, and one nothing."""
     model = new_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, num_hidden_layers=1)
     apart, alike = [3.0, 2, 1, 0], [1.0, 1, 1, 1]
@@ -185,7 +185,7 @@ def test_what_is_counted_of_it() -> None:
     assert counted["router/max_load"] == tokens.max() / 2
 
 
-def test_a_frozen_model_chooses_its_own_experts_and_the_policy_before_the_step_does_not() -> None:
+def test_frozen_model_chooses_its_own_experts_and_the_policy_before_the_step_does_not() -> None:
     model = new_model("qwen3_moe")
     policy = Policy.__new__(Policy)
     policy.__dict__ |= {"backend": MagicMock(), "device": CPU, "model": model, "loss": MagicMock(temperature=1.0)}
@@ -199,7 +199,7 @@ def test_a_frozen_model_chooses_its_own_experts_and_the_policy_before_the_step_d
     assert not torch.allclose(of_plain[OLD_TOKENS], of_replayed[OLD_TOKENS])
 
 
-def test_a_model_without_experts_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+def test_model_without_experts_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     model = write_shallow_model(tmp_path / "model", family="qwen3", is_narrow=False)
     prompts = write_prompts(tmp_path / "prompts.jsonl", 2)
     case = GRPOCase(model=model, prompts=prompts, output_dir=tmp_path / "out", flags={"routing_replay": "on"})
@@ -239,7 +239,7 @@ class TestPacking:
         assert {batch.packed.routes_TR.shape[1] for batch in batches} == {2}
         assert sum(int((batch.packed.routes_TR >= 0).any(dim=1).sum()) for batch in batches) == 3
 
-    def test_without_any_there_is_nothing(self) -> None:
+    def test_batch_has_no_routes_when_none_were_recorded(self) -> None:
         samples = [self.sample(0, [1, 2, 3, 4], is_told=False)]
         (step,) = plan_steps_of_ranks(samples, num_ranks=1, max_tokens_per_microbatch=40, num_mini_batches=1)
         assert rollout_minibatches(step)[0].microbatches[0].packed.routes_TR is None
@@ -249,7 +249,7 @@ def told(values: Sequence[int]) -> bytes:
     return np.array(values, dtype=np.int16).tobytes()
 
 
-def test_an_episode_keeps_for_each_token_what_it_was_sampled_with() -> None:
+def test_episode_keeps_for_each_token_what_it_was_sampled_with() -> None:
     """The last request was fed all tokens before it, maybe to newer weights."""
     walked = _Walked(request(0), adds_rewards=False)
     walked.begin([1, 2], [], is_own=False)
@@ -303,7 +303,7 @@ class TestEngine:
         return SimpleNamespace(request_id="5", prompt_token_ids=[1] * num_prompt, outputs=[output])
 
     @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
-    def test_what_vllm_tells_on_a_gpu_is_taken_as_it_is(self, core: VLLMCore, dtype: str) -> None:
+    def test_routes_of_vllm_on_a_gpu_are_taken_as_they_are(self, core: VLLMCore, dtype: str) -> None:
         core._notes_routes = False
         core.weights_changed(1)
         asked = self.asked(1, told=np.array([[[200, 3]], [[0, 255]]], dtype=dtype))
@@ -311,12 +311,12 @@ class TestEngine:
         core._engine.collective_rpc.assert_not_called()
 
     @pytest.mark.parametrize("num_told", [0, 3, 5])
-    def test_a_completion_whose_experts_are_not_all_told_is_refused(self, core: VLLMCore, num_told: int) -> None:
+    def test_completion_whose_experts_are_not_all_told_is_refused(self, core: VLLMCore, num_told: int) -> None:
         self.says(core, *range(num_told))
         with pytest.raises(RuntimeError, match=f"of {num_told} tokens, not 4: use --routing_replay off"):
             core._completion_of(self.asked(3))
 
-    def test_nothing_told_on_a_gpu_is_refused_too(self, core: VLLMCore) -> None:
+    def test_missing_routes_on_a_gpu_are_refused(self, core: VLLMCore) -> None:
         core._notes_routes = False
         with pytest.raises(RuntimeError, match="of 0 tokens, not 4"):
             core._completion_of(self.asked(3))

@@ -41,7 +41,7 @@ def test_parts_add_up_and_are_read_once(host_clock: HostClock) -> None:
     assert clock.read() == {}
 
 
-def test_the_pace_of_a_rank_is_that_of_its_head(host_clock: HostClock) -> None:
+def test_pace_of_a_rank_is_that_of_its_head(host_clock: HostClock) -> None:
     """Also where hooks before and behind it wait for others."""
 
     class Head(torch.nn.Module):
@@ -83,7 +83,7 @@ class Event:
         return 500.0 * (other.number - self.number)
 
 
-def test_a_device_that_is_not_done_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_that_is_not_done_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     clock = StepClock(GPU)
     for part in ("forward", "backward", "optimizer"):

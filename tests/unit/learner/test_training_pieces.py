@@ -102,7 +102,7 @@ class TestMetrics:
         assert metric.weight == slots
         assert metric.value == pytest.approx(1 - int(pairs.num_tokens.sum()) / slots)
 
-    def test_a_resumed_file_keeps_rows_up_to_its_step(self, tmp_path: Path) -> None:
+    def test_resumed_file_keeps_rows_up_to_its_step(self, tmp_path: Path) -> None:
         file = MetricsLog(tmp_path / "metrics.jsonl")
         for step in range(1, 5):
             file.write({"step": step, "loss": 0.5})
@@ -143,7 +143,7 @@ class TestReferenceCache:
         cache.write()
         return cache
 
-    def test_another_mixture_finds_its_rows(self, tmp_path: Path) -> None:
+    def test_cached_logprobs_are_found_by_another_mixture(self, tmp_path: Path) -> None:
         again = RowCache(self.fill(tmp_path, make_pairs(6)).path)
         pairs = make_pairs(6)
         order = [5, 1, 1]
@@ -172,7 +172,7 @@ class TestReferenceCache:
         assert all(opened(**other).missing(make_pairs(1)) == [0] for other in others)
         assert len({opened(**other).path for other in others}) == len(others)
 
-    def test_a_damaged_file_counts_as_empty(self, tmp_path: Path) -> None:
+    def test_damaged_file_counts_as_empty(self, tmp_path: Path) -> None:
         cache = self.fill(tmp_path, make_pairs(3))
         cache.path.write_bytes(cache.path.read_bytes()[:40])
         again = RowCache(cache.path)
@@ -224,7 +224,7 @@ class TestOptimizers:
         torch.testing.assert_close(model["norm"].weight.detach(), torch.full((2,), 0.75))
 
     @pytest.mark.parametrize("saved", [torch.tensor(3.0), 3.0], ids=["today's", "plain numbers"])
-    def test_the_window_of_skipped_steps_is_read_from_older_checkpoints_too(self, saved: Any) -> None:
+    def test_window_of_skipped_steps_is_read_from_older_checkpoints_too(self, saved: Any) -> None:
         optimizer = HostSkipStepAdamW([torch.nn.Parameter(torch.ones(2))])
         SkipStepHistory(optimizer).load_state_dict({"losses": [saved], "grad_norms": [saved]})
         optimizer.latest_loss = optimizer.latest_grad_norm = torch.tensor(1.0)
@@ -293,13 +293,13 @@ class TestMemory:
         return config.modules
 
     @pytest.mark.parametrize("family", ["olmo2", "qwen3", "llama"])
-    def test_the_default_is_all_six_parts_of_every_block(self, family: str) -> None:
+    def test_default_is_all_six_parts_of_every_block(self, family: str) -> None:
         parts = ("attention", "attention_norm", "attention_residual_stream")
         parts += tuple(part.replace("attention", "feed_forward") for part in parts)
         of_blocks = [f"blocks.{layer}.{part}" for layer in range(SIZES["tiny"]["num_hidden_layers"]) for part in parts]
         assert sorted(self.selected(family=family)) == sorted(of_blocks)
 
-    def test_a_star_stops_at_dots_and_parts_of_what_is_named_are_left_out(self) -> None:
+    def test_star_stops_at_dots_and_parts_of_what_is_named_are_left_out(self) -> None:
         layers = range(SIZES["tiny"]["num_hidden_layers"])
         assert self.selected("blocks.*.attention.w_q") == [f"blocks.{i}.attention.w_q" for i in layers]
         assert self.selected("blocks.*.attention.w_*", "blocks.*.attention") == [
@@ -307,7 +307,7 @@ class TestMemory:
         ]
 
     @pytest.mark.parametrize("pattern", ["blocks.*.mlp", "blocks.*.w_q", "*_norm", "feed_forward"])
-    def test_a_pattern_that_names_nothing_is_refused(self, pattern: str) -> None:
+    def test_pattern_that_names_nothing_is_refused(self, pattern: str) -> None:
         with pytest.raises(
             InputError, match=re.escape(f"{pattern}: the model has no module") + r".*blocks\.\*\.attention,"
         ):
@@ -323,13 +323,13 @@ class TestRunDirectory:
         RunDirectory(path=tmp_path).remove_earlier_run()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_by_step"]
 
-    def test_a_file_is_no_folder(self, tmp_path: Path) -> None:
+    def test_file_is_no_folder(self, tmp_path: Path) -> None:
         file = tmp_path / "out"
         file.write_text("")
         with refused("unreadable_file", "output_dir", "out cannot"):
             RunDirectory(path=file).create()
 
-    def test_a_second_evaluation_replaces_the_first(self, tmp_path: Path) -> None:
+    def test_second_evaluation_replaces_the_first(self, tmp_path: Path) -> None:
         directory = RunDirectory(path=tmp_path)
         for step, score in ((0, 0.4), (8, 0.5), (8, 0.6)):
             directory.write_evaluation({"step": step, "score": score})
@@ -425,7 +425,7 @@ def test_number_of_steps() -> None:
     assert [shape.num_steps_per_epoch(num_samples, layout=layout) for num_samples in (1, 8, 16, 17)] == [1, 1, 2, 3]
 
 
-def test_a_gpus_memory_is_its_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_memory_is_its_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peaks of the run so far: nobody resets them, so that several updates' are those of the last."""
     stats = {"allocated_bytes.all.peak": 3 * 2**30, "reserved_bytes.all.peak": 5 * 2**30, "num_alloc_retries": 2}
     stats |= {"allocated_bytes.all.current": 1, "reserved_bytes.all.current": 1, "num_ooms": 9}

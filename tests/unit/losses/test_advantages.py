@@ -117,7 +117,7 @@ def test_every_way_has_a_formula() -> None:
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_the_formula(name: str) -> None:
+def test_formula(name: str) -> None:
     for seed in range(8):
         groups = [*random_groups(seed), same(4, 1.0, 1.0), same(3, 0.0, 0.0)]
         ours = advantages_of(groups, name, FLAGS)
@@ -126,14 +126,14 @@ def test_the_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FORMULAS if name != "gae"])
-def test_nothing_to_prefer_is_exactly_zero(name: str) -> None:
+def test_advantages_are_zero_when_rewards_are_equal(name: str) -> None:
     for groups in ([], [same(1, 1.0, 1.0)], [same(4, 0.0, 0.0), same(3, 0.0, 0.0)], [same(3, 0.1 * 3, 1.0)]):
         ours = advantages_of(groups, name, FLAGS)
         assert all(value == 0.0 for of_group in ours for value in of_group)
 
 
 @pytest.mark.parametrize("normalization", ["standard", "centered"])
-def test_a_rounding_error_is_no_signal(normalization: Literal["standard", "centered"]) -> None:
+def test_rounding_error_is_no_signal(normalization: Literal["standard", "centered"]) -> None:
     """0.1 * 3 is not 0.3 in floating point, and the difference must not be divided by itself."""
     for rewards in ([], [1.0], [0.0, 0.0], [0.1 * 3, 0.3]):
         assert not has_signal(rewards)

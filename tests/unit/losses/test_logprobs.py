@@ -43,7 +43,7 @@ def test_float64_stays_float64() -> None:
     assert sums.dtype == torch.float64 and sums.item() == -0.1
 
 
-def test_the_order_of_tokens_does_not_show_in_the_sum() -> None:
+def test_order_of_tokens_does_not_show_in_the_sum() -> None:
     logprobs = -10.0 * torch.rand(4096, generator=torch.Generator().manual_seed(0))
     ids = torch.zeros(4096, dtype=torch.long)
     forward, _ = sum_by_sequence(logprobs, ids, 1)

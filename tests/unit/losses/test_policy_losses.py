@@ -232,7 +232,7 @@ def test_delta_bounds_the_ratio_where_no_other_clip_does(spread: float) -> None:
         assert (unbounded.abs() > DELTA * given.advantages_N.abs()).any() == (spread > 1)
 
 
-def test_a_token_without_an_advantage_is_not_clipped() -> None:
+def test_token_without_an_advantage_is_not_clipped() -> None:
     """It has no gradient to take."""
     given = inputs(3, spread=2.0)
     without = dataclasses.replace(given, advantages_N=torch.where(given.sequence_ids_N == 1, 0.0, given.advantages_N))
@@ -242,7 +242,7 @@ def test_a_token_without_an_advantage_is_not_clipped() -> None:
     assert outputs(given, section("dapo")).is_clipped_N[given.sequence_ids_N == 1].any()
 
 
-def test_a_clip_covers_what_it_says() -> None:
+def test_clip_covers_what_it_says() -> None:
     """The share of clipped tokens, where it is not that of the plain clip."""
     given = inputs(3, spread=2.0)
     marked_N = outputs(given, section("clip_cov")).is_clipped_N
@@ -272,12 +272,12 @@ def two_completions(ratios: list[float]) -> PolicyLossInputs:
     # The geometric mean of completion 0's ratios, 0.94, lies inside the range; completion 1's is its only ratio.
     [("dapo", [0, 1, 0, 1]), ("grpo", [0, 1, 0, 1]), ("gspo", [0, 0, 0, 1]), ("cispo", [0, 1, 0, 0]), ("gpg", [0] * 4)],
 )
-def test_which_tokens_are_clipped(kind: str, is_clipped: list[int]) -> None:
+def test_clipped_tokens_have_no_gradient(kind: str, is_clipped: list[int]) -> None:
     assert outputs(two_completions([1.1, 1.5, 0.5, 0.5]), section(kind)).is_clipped_N.tolist() == is_clipped
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
-def test_on_policy_the_gradient_is_that_of_reinforce(kind: str) -> None:
+def test_gradient_equals_reinforce_on_policy(kind: str) -> None:
     given = two_completions([1.0] * 4)
     losses = outputs(given, section(kind))
     (gradient_N,) = torch.autograd.grad(losses.losses_N.sum(), given.logprobs_N)
@@ -312,7 +312,7 @@ token_lists = st.integers(1, 6).flatmap(
 
 @settings(max_examples=30)
 @drawn(completions=st.lists(token_lists, min_size=2, max_size=4), kind=st.sampled_from(sorted(POLICY_LOSSES)))
-def test_the_sum_does_not_depend_on_the_split(completions: list, kind: str) -> None:
+def test_sum_does_not_depend_on_the_split(completions: list, kind: str) -> None:
     def total(chosen: list) -> float:
         ratios = [r for ratios, _ in chosen for r in ratios]
         given = PolicyLossInputs(

@@ -256,7 +256,7 @@ def test_divergences(name: str, kind: str) -> None:
     assert not outputs.rewards_2P.any()
 
 
-def test_a_sum_of_losses_is_weighted() -> None:
+def test_sum_of_losses_is_weighted() -> None:
     def formula(pair: Pair) -> mpf:
         return mpf("0.8") * FORMULAS["dpo"](pair) + mpf("0.2") * FORMULAS["bco_pair"](pair) + FORMULAS["sft"](pair)
 

@@ -91,7 +91,7 @@ def test_rewards_and_log_probs_by_hand(
     close(outputs.logps_2P, logps)
 
 
-def test_a_loss_without_a_reference_ignores_one() -> None:
+def test_loss_without_a_reference_ignores_one() -> None:
     with_one, without = make_inputs(), make_inputs(reference_chosen=None, reference_rejected=None)
     losses_P, other_P = (preference_loss("simpo", each, beta=2.0).losses_P for each in (with_one, without))
     assert torch.equal(losses_P, other_P)
@@ -138,7 +138,7 @@ def test_loss_where_policy_is_the_reference(name: str, label_smoothing: float) -
 
 
 @pytest.mark.parametrize("name", OF_PAIRS)
-def test_one_loss_per_pair_each_from_its_own_pair_alone(name: str) -> None:
+def test_loss_of_a_pair_depends_on_that_pair_alone(name: str) -> None:
     """With (P,) times (P, T), or a mean inside, a pair's loss would depend on its neighbours."""
     together = preference_loss(name, make_inputs(), beta=0.4, gamma_beta_ratio=0.3)
     assert together.losses_P.shape == (2,)
@@ -182,7 +182,7 @@ def test_no_pairs(name: str) -> None:
     assert outputs.losses_P.sum().item() == 0.0
 
 
-def test_a_sum_of_losses_starts_at_the_weighted_sum() -> None:
+def test_sum_of_losses_starts_at_the_weighted_sum() -> None:
     first_loss = dpo.bind(PreferenceLossSection(loss_type=["dpo", "hinge"], loss_weights=[0.5, 2.0])).first_loss
     assert callable(first_loss) and first_loss({}) == pytest.approx(0.5 * math.log(2.0) + 2.0)
     assert dpo.bind(PreferenceLossSection(loss_type=["dpo", "sft"])).first_loss is None
@@ -207,7 +207,7 @@ def test_flags_that_cannot_work_are_refused_by_name(name: str, flags: dict[str, 
 
 
 @pytest.mark.parametrize("name", REFERENCE_BASED)
-def test_a_missing_reference_is_never_taken_for_zero(name: str) -> None:
+def test_missing_reference_is_never_taken_for_zero(name: str) -> None:
     with pytest.raises(AssertionError, match="reference"):
         preference_loss(name, make_inputs(reference_chosen=None, reference_rejected=None), beta=0.1)
 

@@ -124,7 +124,7 @@ def test_advantages_and_returns_are_those_of(program: Callable[[Padded], Estimat
         torch.testing.assert_close(ours_N + case.packed(case.values_SL), case.packed(returns_SL), **CLOSE)
 
 
-def test_a_completion_does_not_see_those_packed_beside_it() -> None:
+def test_completion_does_not_see_those_packed_beside_it() -> None:
     for case in cases("ragged"):
         rows = zip(case.values_SL, case.rewards_SL, case.mask_SL, strict=True)
         alone = [
@@ -134,7 +134,7 @@ def test_a_completion_does_not_see_those_packed_beside_it() -> None:
         torch.testing.assert_close(case.ours(), torch.cat(alone), rtol=1e-12, atol=1e-12)
 
 
-def test_without_discount_an_advantage_is_the_reward_less_the_value() -> None:
+def test_advantage_is_reward_less_value_without_discount() -> None:
     """In float32 too, over a completion of ten thousand tokens, the sum has no drift."""
     values_N = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     rewards_N = torch.zeros_like(values_N)
@@ -184,7 +184,7 @@ def test_whitened_as_by_verl_and_trl_over_all_ranks() -> None:
             torch.testing.assert_close(theirs_N, openrlhf_N, **CLOSE)
 
 
-def test_one_token_or_equal_ones_are_whitened_to_nothing() -> None:
+def test_whitening_gives_zero_for_equal_advantages() -> None:
     for given_N in (torch.tensor([3.0]), torch.full((5,), 0.1)):
         torch.testing.assert_close(whitened(given_N, given_N), torch.zeros_like(given_N), rtol=0, atol=1e-6)
 
@@ -211,7 +211,7 @@ def openrlhfs_value_loss(
     return 0.5 * (losses_SL * mask_SL).sum() / mask_SL.sum()
 
 
-def test_the_loss_of_values_and_its_gradient() -> None:
+def test_loss_of_values_and_its_gradient() -> None:
     for seed, case in enumerate(cases("turns")):
         chance = torch.Generator().manual_seed(seed)
         values_SL = torch.randn(case.values_SL.shape, generator=chance, dtype=torch.float64, requires_grad=True)

@@ -47,7 +47,7 @@ def grpo_config(words: str) -> GRPOConfig:
 
 
 class TestDefaults:
-    def test_those_of_dpo_that_differ_are_told_and_set(self) -> None:
+    def test_differing_defaults_of_dpo_are_set_and_named(self) -> None:
         migration = of("dpo", DPO)
         assert not migration.refused
         assert {name: tuple(both.values()) for name, both in migration.defaults.items()} == {
@@ -61,7 +61,7 @@ class TestDefaults:
         config = parse(DPOConfig, migration.arguments)
         assert (config.optim.learning_rate, config.optim.warmup_ratio, config.data.packing) == (2e-5, 0.1, False)
 
-    def test_those_of_grpo_that_differ_are_told_and_set(self) -> None:
+    def test_differing_defaults_of_grpo_are_set_and_named(self) -> None:
         defaults = of("grpo", GRPO).defaults
         expected = {
             "beta": (0.05, 0.0),
@@ -77,14 +77,14 @@ class TestDefaults:
         config = grpo_config("")
         assert (config.loss.beta, config.rollout.async_steps, config.reward.verification_reward) == (0.05, 8, 10.0)
 
-    def test_a_flag_that_is_given_has_no_default(self) -> None:
+    def test_flag_that_is_given_has_no_default(self) -> None:
         assert "warmup_ratio" not in of("dpo", f"{DPO} --warmup_ratio 0.1").defaults
 
     def test_upstream_has_one_beta_and_we_one_for_each_loss(self) -> None:
         assert "beta" not in of("dpo", f"{DPO} --loss_type dpo_norm").defaults
         assert of("dpo", f"{DPO} --loss_type dpo").defaults["beta"] == {"upstream": 5.0, "here": 0.1}
 
-    def test_the_two_trainers_of_sft_have_their_own(self) -> None:
+    def test_two_trainers_of_sft_have_their_own(self) -> None:
         assert of("sft", SFT).defaults["num_epochs"] == {"upstream": 2, "here": 1}
         other = of("sft", f"open_instruct/olmo_core_finetune.py {DPO}")
         assert other.defaults["num_epochs"] == {"upstream": 3, "here": 1}
@@ -112,7 +112,7 @@ def cases(kind: str) -> list[tuple[Any, ...]]:
 
 class TestFlags:
     @pytest.mark.parametrize(("launch", "words", "expected"), cases("same"))
-    def test_they_mean_the_same_here(self, launch: str, words: str, expected: dict[str, Any]) -> None:
+    def test_translated_flags_keep_their_meaning(self, launch: str, words: str, expected: dict[str, Any]) -> None:
         migration = beside_needed(launch, words)
         assert migration.refused == {}
         config_class = objective_named(launch.split()[-1]).config_class
@@ -120,14 +120,14 @@ class TestFlags:
         assert {name: values[name] for name in expected} == expected
 
     @pytest.mark.parametrize(("launch", "words", "flag"), cases("dropped"))
-    def test_those_that_change_nothing_are_dropped_with_the_reason(self, launch: str, words: str, flag: str) -> None:
+    def test_flags_without_effect_are_dropped_with_a_reason(self, launch: str, words: str, flag: str) -> None:
         migration = beside_needed(launch, words)
         assert migration.refused == {}
         assert migration.dropped[flag]
         assert f"--{flag}" not in migration.arguments
 
     @pytest.mark.parametrize(("launch", "words", "expected"), cases("refused"))
-    def test_those_that_cannot_be_had_are_refused_with_the_reason(
+    def test_flags_without_counterpart_are_refused_with_a_reason(
         self, launch: str, words: str, expected: dict[str, str]
     ) -> None:
         migration = beside_needed(launch, words)
@@ -157,14 +157,14 @@ class TestFlags:
             ("--deepspeed_stage 2 --optimizer muon", ""),  # which it does not take
         ],
     )
-    def test_a_launch_on_deepspeed_may_be_one_here(self, words: str, deepspeed: str) -> None:
+    def test_launch_on_deepspeed_may_be_one_here(self, words: str, deepspeed: str) -> None:
         migration = beside_needed("grpo", words)
         assert not migration.refused and "--backend" not in migration.arguments
         expected = f"--backend deepspeed {deepspeed}".split() if deepspeed else []
         assert migration.deepspeed == expected
         validate_grpo(parse(GRPOConfig, [*migration.arguments, *expected]))
 
-    def test_a_number_of_rows_becomes_an_amount(self) -> None:
+    def test_number_of_rows_becomes_an_amount(self) -> None:
         words = "--model_name_or_path m --max_seq_length 8 --max_train_samples 500"
         for rows in ("--dataset_name rows", "--mixer_list rows 1.0", "--dataset_mixer_list rows 1.0"):
             migration = of("dpo", f"{words} {rows}")
@@ -172,7 +172,7 @@ class TestFlags:
         refused = of("dpo", f"{words} --mixer_list a 1.0 b 1.0").refused
         assert "--mixer_list NAME COUNT" in refused["max_train_samples"]
 
-    def test_a_mixture_in_yaml_becomes_a_list(self, tmp_path: Path) -> None:
+    def test_mixture_in_yaml_becomes_a_list(self, tmp_path: Path) -> None:
         path = tmp_path / "run.yaml"
         path.write_text("model_name_or_path: m\nmax_seq_length: 8\ndataset_mixer:\n  a: 1.0\n  b: 500\n")
         assert "--mixer_list a 1.0 b 500" in " ".join(of("sft", str(path)).arguments)
@@ -180,7 +180,7 @@ class TestFlags:
 
 
 class TestCommand:
-    def test_a_whole_line_of_a_launcher_may_be_given(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_whole_line_of_a_launcher_may_be_given(self, capsys: pytest.CaptureFixture[str]) -> None:
         line = f"accelerate launch --num_processes 8 open_instruct/dpo_tune_cache.py {DPO} --push_to_hub false && ls"
         assert main(["migrate-args", "dpo", "--", *line.split()]) == 0
         told = capsys.readouterr().out
@@ -209,13 +209,13 @@ class TestCommand:
             (["dpo", "none.yaml"], "none.yaml: no such file"),
         ],
     )
-    def test_what_is_no_launch_is_refused(
+    def test_text_that_is_no_launch_is_refused(
         self, words: list[str], part: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert main(["migrate-args", *words]) == 2
         assert part in capsys.readouterr().err
 
-    def test_it_answers_without_torch(self) -> None:
+    def test_migrate_args_loads_no_torch(self) -> None:
         program = (
             "import sys; from open_instruct.cli import main; "
             f"code = main(['migrate-args', 'grpo', '--', *{GRPO.split()}]); "
@@ -223,7 +223,7 @@ class TestCommand:
         )
         assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
 
-    def test_a_yaml_file_that_is_no_mapping_is_refused(self, tmp_path: Path) -> None:
+    def test_yaml_file_that_is_no_mapping_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "list.yaml"
         path.write_text("- 1\n")
         with refused("unreadable_file", None, "'flag: value'"):

@@ -56,15 +56,15 @@ def test_each_leads_to_a_flag_that_exists(name: str, hint: str | list[str]) -> N
         ("grpo", "algorithm.gamma", "gamma"),
     ],
 )
-def test_what_a_newcomer_types(command: str, name: str, ours: str) -> None:
+def test_flag_of_another_suite_is_answered_with_ours(command: str, name: str, ours: str) -> None:
     assert refusal(command, name) == f"--{name} is called --{ours} here"
 
 
-def test_a_hint_is_of_this_command_alone() -> None:
+def test_hint_is_of_this_command_alone() -> None:
     assert refusal("dpo", "num_generations").startswith("--num_generations is not a flag")
 
 
-def test_a_file_of_settings_has_hints_too(tmp_path: Any) -> None:
+def test_file_of_settings_has_hints_too(tmp_path: Any) -> None:
     file = tmp_path / "theirs.yaml"
     file.write_text("base_model: tiny\n")
     with refused("unknown_flag", "base_model", "theirs.yaml", "1", "model_name_or_path"):

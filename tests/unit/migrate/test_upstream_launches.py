@@ -48,12 +48,12 @@ def test_words_are_what_a_shell_would_give(text: str, words: tuple[str, ...]) ->
     assert words_of(text) == [words]
 
 
-def test_what_only_names_a_script_is_no_launch() -> None:
+def test_mention_of_a_script_is_no_launch() -> None:
     text = "# python open_instruct/dpo.py\necho open_instruct/dpo.py\nit='don'''t'\ncat <<'end\n"
     assert words_of(text) == []
 
 
-def test_the_table_counts_what_is_the_same_and_why_not(tmp_path: Path) -> None:
+def test_table_counts_what_is_the_same_and_why_not(tmp_path: Path) -> None:
     rows = "--model_name_or_path m --mixer_list r 1.0 --max_seq_length 8"
     (tmp_path / "a.sh").write_text(
         f"python open_instruct/dpo.py {rows}\npython open_instruct/dpo.py {rows} --load_in_8bit\n"

@@ -101,7 +101,7 @@ def test_documents_do_not_see_each_other(family: str) -> None:
 
 # Layers of our own have no other backend.
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.delta is None])
-def test_without_documents_it_is_the_stock_backend(family: str) -> None:
+def test_attention_without_documents_equals_the_stock_backend(family: str) -> None:
     model = random_model(family)
     stock = transformer_config(hf_config(family)).build(init_device="cpu")
     for block in stock.blocks.values():
@@ -142,7 +142,7 @@ def test_layers_share_the_tables_of_their_positions() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("left", [-1, 6])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_on_a_gpu_it_is_what_it_is_on_a_cpu(dtype: torch.dtype, left: int) -> None:
+def test_attention_on_a_gpu_equals_that_on_a_cpu(dtype: torch.dtype, left: int) -> None:
     lengths = LENGTHS["mixed"]
     window_size = (left, 0) if left >= 0 else (-1, -1)
     backend = SegmentAttention(head_dim=16, n_heads=4, n_kv_heads=2, window_size=window_size)

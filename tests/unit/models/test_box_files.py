@@ -78,7 +78,7 @@ def test_each_box_is_written_once_and_the_work_is_shared() -> None:
     assert list(index) == sorted(WHOLE) and share_out(of_ranks) == index
 
 
-def test_a_file_is_safetensors_and_the_same_every_time(tmp_path: Path) -> None:
+def test_file_is_safetensors_and_the_same_every_time(tmp_path: Path) -> None:
     for name in ("a", "b"):
         written = write_tensors(tmp_path / name, WHOLE)
         content = (tmp_path / name).read_bytes()
@@ -114,7 +114,7 @@ def change(index: Mapping[str, Any], name: str, **values: Any) -> dict[str, Any]
         (lambda index: change(index, "norm", boxes=[[0, [0], [4]]]), "does not hold 'norm' as the index says"),
     ],
 )
-def test_another_model_is_told_apart_before_anything_is_filled(tmp_path: Path, edit: Any, told: str) -> None:
+def test_other_model_is_refused_before_anything_is_filled(tmp_path: Path, edit: Any, told: str) -> None:
     index = edit(write(tmp_path, "hsdp_2x2"))
     parts = parts_of("one", 0, fill=1)
     with pytest.raises(ValueError, match=told):

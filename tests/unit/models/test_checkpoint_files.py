@@ -27,7 +27,7 @@ Q_PROJ, Q_BIAS = (f"model.layers.0.self_attn.q_proj.{kind}" for kind in ("weight
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 
 
-def test_a_thread_that_saves_is_on_its_callers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_that_saves_is_on_its_callers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new thread is on GPU 0: what it calls there would make a context of every rank on that one."""
     done: list[object] = []
     main = threading.main_thread()
@@ -113,7 +113,7 @@ def test_empty_tensors_are_read(tmp_path):
     assert files.read("empty", (slice(0, 0), slice(0, 3))).shape == (0, 3)
 
 
-def test_what_holds_no_weights(tmp_path):
+def test_folder_without_weights_is_refused(tmp_path):
     is_refused(tmp_path / "nowhere", "nowhere", "not a folder")
     is_refused(tmp_path, SINGLE_NAME, INDEX_NAME)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
@@ -220,13 +220,13 @@ EXPERTS = "model.layers.0.mlp.experts"
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 4), (5000, 2, 4), (10**6, 0, 4), (4, 4)])
-def test_a_tensor_that_packs_no_experts_is_itself(tmp_path, shape):
+def test_tensor_that_packs_no_experts_is_itself(tmp_path, shape):
     name = f"{EXPERTS}.gate_up_proj"
     files = CheckpointFiles.open(write_single(tmp_path, {name: torch.zeros(shape)}))
     assert files.shapes == {name: shape}
 
 
-def test_an_expert_that_is_there_twice(tmp_path):
+def test_expert_that_is_there_twice(tmp_path):
     packed, alone = f"{EXPERTS}.down_proj", f"{EXPERTS}.1.down_proj.weight"
     write_single(tmp_path, {packed: torch.zeros(2, 4, 3), alone: torch.ones(4, 3)})
     is_refused(tmp_path, "twice", packed, alone)
@@ -294,7 +294,7 @@ def test_names_agree_with_olmo_core(family, tie):
     assert (HEAD in dict(names).values()) is not tie
 
 
-def test_the_names_that_transformers_saves_are_read(tmp_path):
+def test_names_that_transformers_saves_are_read(tmp_path):
     """Those of Olmo-Hybrid's norms, and of the text part of a Qwen 3.5 that sees."""
     tensors = {
         "model.layers.0.attention_layer_norm.weight": torch.ones(2),

@@ -72,7 +72,7 @@ def documents_of(lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> list[li
     return seen
 
 
-def test_a_walk_is_the_one_in_its_docstring() -> None:
+def test_walk_is_the_one_in_its_docstring() -> None:
     walk = walk_on_device((6, 3, 2, 3), (0, 4, 6, 0), 2, CPU)
     chunks = [range(4), range(4, 6), range(6, 8), range(8, 9), range(9, 11), range(11, 14)]
     assert [[token for token in each if token < 14] for each in walk.tokens_NC.tolist()] == [*map(list, chunks)]
@@ -87,7 +87,7 @@ def test_a_walk_is_the_one_in_its_docstring() -> None:
 
 
 @pytest.mark.parametrize(("lengths", "prefixes"), ROWS.values(), ids=ROWS.keys())
-def test_in_chunks_it_is_what_it_is_token_by_token(lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> None:
+def test_delta_rule_in_chunks_equals_token_by_token(lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> None:
     inputs = random_inputs(sum(lengths))
     ours = by_chunks(inputs, walk_on_device(lengths, prefixes, 3, CPU))
     for length, seen in zip(lengths, documents_of(lengths, prefixes), strict=True):
@@ -164,7 +164,7 @@ WHOLE = {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}
         ({}, ("bad_model", None, "linear_value_head_dim")),
     ],
 )
-def test_a_shape_that_no_layer_has_is_refused(fields: dict[str, Any], named: tuple[Any, ...]) -> None:
+def test_shape_that_no_layer_has_is_refused(fields: dict[str, Any], named: tuple[Any, ...]) -> None:
     usual = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
     with refused(*named):
         delta_shape(usual | fields, "config.json", is_fused=False)
@@ -179,7 +179,7 @@ def test_a_shape_that_no_layer_has_is_refused(fields: dict[str, Any], named: tup
         (torch.bfloat16, 0, False, False),
     ],
 )
-def test_on_cuda_the_kernel_is_called_where_it_can_be(
+def test_delta_rule_calls_the_kernel_on_cuda(
     dtype: torch.dtype, prefix: int, has_fla: bool, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the borders of documents that have tokens, one tensor for all layers; never for a prefix."""
@@ -242,7 +242,7 @@ FOR_A_CPU = "--vllm_dtype bfloat16 --no_vllm_enable_prefix_caching"
         ("qwen3", "", False, False, None),
     ],
 )
-def test_what_engines_cannot_do_is_refused_before_they_start(
+def test_model_that_engines_cannot_run_is_refused_before_they_start(
     family: str, flags: str, has_torchvision: bool, on_gpu: bool, named: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = "--model_name_or_path m --dataset_mixer_list rows.jsonl 1.0 --output_dir out"
@@ -254,7 +254,7 @@ def test_what_engines_cannot_do_is_refused_before_they_start(
         checked_run.check_engine(config, hf_config)
 
 
-def test_an_engine_on_a_cpu_takes_heads_of_some_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_on_a_cpu_takes_heads_of_some_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     words = f"--model_name_or_path m --dataset_mixer_list rows.jsonl 1.0 --output_dir out {FOR_A_CPU}"
     config = parse(GRPOConfig, words.split())
     monkeypatch.setattr(checked_run, "find_spec", lambda name: name)

@@ -84,7 +84,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, fields: dict[
         )
 
 
-def test_the_balance_loss_is_that_of_transformers() -> None:
+def test_balance_loss_is_that_of_transformers() -> None:
     """Its value, and the gradient of both losses together; padding behind the documents has no part in it."""
     config = hf_config("qwen3_moe", mlp_only_layers=[1], output_router_logits=True, router_aux_loss_coef=0.7)
     reference = hf_model(config)

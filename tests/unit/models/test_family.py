@@ -318,14 +318,12 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_what_is_not_supported_is_refused_by_name(
-    config: transformers.PretrainedConfig, named: tuple[Any, ...]
-) -> None:
+def test_unsupported_field_is_refused_by_name(config: transformers.PretrainedConfig, named: tuple[Any, ...]) -> None:
     with refused(*named):
         transformer_config(config)
 
 
-def test_a_config_survives_the_way_through_the_file_in_either_spelling(tmp_path: Path) -> None:
+def test_config_survives_the_way_through_the_file_in_either_spelling(tmp_path: Path) -> None:
     """Checkpoints saved before transformers 5 have `rope_theta` and `rope_scaling` at the top."""
     nested = hf_config("olmo3", rope_parameters={"full_attention": YARN, "sliding_attention": DEFAULT_ROPE})
     nested.save_pretrained(tmp_path)
@@ -354,7 +352,7 @@ def test_a_config_survives_the_way_through_the_file_in_either_spelling(tmp_path:
         (None, ("missing_file", None, "config.json")),
     ],
 )
-def test_a_damaged_config_file_is_named(tmp_path: Path, content: bytes | None, problem: tuple[Any, ...]) -> None:
+def test_damaged_config_file_is_named(tmp_path: Path, content: bytes | None, problem: tuple[Any, ...]) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with refused(*problem):
@@ -370,7 +368,7 @@ def test_paths_that_are_no_folder_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("init_device", ["meta", "cpu"])
-def test_a_fresh_model_is_poisoned_until_it_is_loaded(init_device: str) -> None:
+def test_fresh_model_is_poisoned_until_it_is_loaded(init_device: str) -> None:
     model = build_model(hf_config("llama", tie_word_embeddings=True), init_device=init_device)
     assert {parameter.device.type for parameter in model.parameters()} == {init_device}
     model.init_weights(device=CPU)
@@ -393,7 +391,7 @@ def test_a_fresh_model_is_poisoned_until_it_is_loaded(init_device: str) -> None:
     }
 
 
-def test_the_names_of_a_checkpointed_model_are_plain() -> None:
+def test_names_of_a_checkpointed_model_are_plain() -> None:
     model = build_model(hf_config("llama"))
     names = [name for name, _ in model.named_parameters()]
     model.apply_activation_checkpointing("full")

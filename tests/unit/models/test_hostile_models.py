@@ -83,7 +83,7 @@ def opened(folder: Path, *words: str) -> Any:
     return open_pretrained(config, folder / "x")
 
 
-def test_the_chat_template_is_the_one_that_was_there_at_the_start(good: Path, tmp_path: Path) -> None:
+def test_chat_template_is_the_one_that_was_there_at_the_start(good: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages[0]['content'] }}")
     pretrained = opened(good / "llama", "--chat_template_name", str(file))
@@ -205,7 +205,7 @@ def test_headers_that_json_allows_and_sense_does_not(
 @pytest.mark.parametrize(
     "place", ["../outside.safetensors", "{folder}/outside.safetensors", "sub/in.safetensors", ".."]
 )
-def test_an_index_names_files_beside_it_alone(good: Path, tmp_path: Path, place: str) -> None:
+def test_index_names_files_beside_it_alone(good: Path, tmp_path: Path, place: str) -> None:
     folder = copy_of(good / "indexed", tmp_path)
     first = "model-00001-of-00002.safetensors"
     shutil.copyfile(good / "indexed" / first, tmp_path / "outside.safetensors")
@@ -310,7 +310,7 @@ def test_fields_that_name_code_are_left_out(good: Path, tmp_path: Path, monkeypa
         ),
     ],
 )
-def test_what_is_refused_says_what_and_where(
+def test_refused_field_is_named_with_its_file(
     good: Path, tmp_path: Path, file_name: str, old: str, new: str, told: tuple[Any, ...]
 ) -> None:
     folder = copy_of(good / "llama", tmp_path)
@@ -327,7 +327,7 @@ def test_what_is_refused_says_what_and_where(
 @pytest.mark.parametrize(
     "file_name", ["tokenizer_config.json", "chat_template.jinja", "added_tokens.json", "generation_config.json"]
 )
-def test_what_stands_in_a_files_place_is_not_read(
+def test_device_link_or_fifo_in_a_files_place_is_not_read(
     good: Path, tmp_path: Path, file_name: str, place: str | None, kind: str
 ) -> None:
     folder = copy_of(good / "llama", tmp_path)
@@ -346,7 +346,7 @@ def test_what_stands_in_a_files_place_is_not_read(
             read()
 
 
-def test_a_file_of_a_size_that_none_has_is_not_read(good: Path, tmp_path: Path) -> None:
+def test_file_of_a_size_that_none_has_is_not_read(good: Path, tmp_path: Path) -> None:
     folder = copy_of(good / "llama", tmp_path)
     with (folder / "special_tokens_map.json").open("wb") as file:
         file.truncate(2**40)  # of which the disk has nothing
@@ -354,7 +354,7 @@ def test_a_file_of_a_size_that_none_has_is_not_read(good: Path, tmp_path: Path) 
         load_tokenizer(str(folder))
 
 
-def test_a_pattern_that_makes_the_library_panic_is_told_of(good: Path, tmp_path: Path) -> None:
+def test_pattern_that_makes_the_library_panic_is_told_of(good: Path, tmp_path: Path) -> None:
     folder = copy_of(good / "llama", tmp_path)
     fields = json.loads((folder / "tokenizer.json").read_text())
     pattern = {"type": "Split", "pattern": {"Regex": "((a+)+)+$"}, "behavior": "Isolated", "invert": False}
@@ -366,7 +366,7 @@ def test_a_pattern_that_makes_the_library_panic_is_told_of(good: Path, tmp_path:
         chat.tokenize([f"{'a' * 40}b"])
 
 
-def test_a_token_that_the_model_has_no_row_for_is_refused(good: Path, tmp_path: Path) -> None:
+def test_token_that_the_model_has_no_row_for_is_refused(good: Path, tmp_path: Path) -> None:
     """Ids may have holes: as many tokens as the model has rows, and one of them far above."""
     folder = copy_of(good / "llama", tmp_path)
     fields = json.loads((folder / "tokenizer.json").read_text())

@@ -99,7 +99,7 @@ def test_only_adapters_are_trained_and_float32() -> None:
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16), name
 
 
-def test_the_matrix_of_a_score_is_trained_whole() -> None:
+def test_matrix_of_a_score_is_trained_whole() -> None:
     model = build_model(hf_config("llama"), head="score")
     adapt(model, LoRASection(), dtype=torch.bfloat16)
     whole = [name for name, each in model.named_parameters() if each.requires_grad and "lora" not in name]
@@ -108,7 +108,7 @@ def test_the_matrix_of_a_score_is_trained_whole() -> None:
 
 
 @pytest.mark.parametrize(("init", "spread"), [("kaiming", 1 / (3 * 32) ** 0.5), ("gaussian", 1 / 16)])
-def test_what_it_begins_with_is_drawn_by_name(init: Any, spread: float) -> None:
+def test_initial_adapters_are_drawn_by_name(init: Any, spread: float) -> None:
     lora = LoRASection(lora_init=init)
     first, again, other = (dict(whole_adapter(adapted(lora, seed=seed))) for seed in (0, 0, 1))
     names = [name for name in first if name.endswith("w_q.lora_A")]
@@ -118,7 +118,7 @@ def test_what_it_begins_with_is_drawn_by_name(init: Any, spread: float) -> None:
     assert not torch.equal(first[names[0]], first[names[1]])
 
 
-def test_the_scale() -> None:
+def test_scale() -> None:
     assert LoRASection(lora_r=16, lora_alpha=32).scale == 2
     assert LoRASection(lora_r=16, lora_alpha=32, use_rslora=True).scale == 8
 
@@ -167,7 +167,7 @@ UP_AND_Q = LoRASection(lora_target_modules=["up_proj", "q_proj"])
 UP_OF_5 = LoRASection(lora_r=5, lora_target_modules=["up_proj"])
 
 
-def test_an_adapter_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_adapter_is_read_as_it_was_written(tmp_path: Path) -> None:
     written, read = dict(whole_adapter(adapted(UP_AND_Q))), opened(stored(tmp_path / "adapter", UP_AND_Q), UP_AND_Q)
     assert written.keys() == read.keys()
     assert all(torch.equal(read[name], written[name]) for name in read)
@@ -184,7 +184,7 @@ def test_an_adapter_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"r": 5}, UP_OF_5, ("bad_model", "lora_target_modules", "5", "32")),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused(
+def test_adapter_that_does_not_fit_is_refused(
     changes: dict[str, Any], lora: LoRASection, problem: tuple[Any, ...], tmp_path: Path
 ) -> None:
     folder = stored(tmp_path / "adapter", UP, **changes)
@@ -192,7 +192,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
         opened(folder, lora)
 
 
-def test_what_is_no_whole_adapter_is_refused(tmp_path: Path) -> None:
+def test_incomplete_adapter_is_refused(tmp_path: Path) -> None:
     with refused("missing_file", "adapter_name_or_path", "adapter_config.json"):
         opened(tmp_path, UP)
     weights = stored(tmp_path / "cut", UP) / WEIGHTS_NAME
@@ -201,7 +201,7 @@ def test_what_is_no_whole_adapter_is_refused(tmp_path: Path) -> None:
         opened(weights.parent, UP)
 
 
-def test_the_weights_that_an_adapter_was_made_beside(tmp_path: Path) -> None:
+def test_weights_that_an_adapter_was_made_beside(tmp_path: Path) -> None:
     """Are known by what its file says of them, or else by the folder that it names."""
     for known, named, fingerprint, told in (
         ({}, tmp_path, "1", None),

@@ -59,7 +59,7 @@ def test_bytes_are_those_of_bitsandbytes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_value_is_the_nearest_level_times_its_scale(dtype: torch.dtype) -> None:
+def test_value_is_the_nearest_level_times_its_scale(dtype: torch.dtype) -> None:
     matrix = random_matrix(dtype)
     codes, scales = quantized(matrix, dtype)
     assert codes.nbytes * 2 == matrix.numel() and scales.numel() * BLOCK == matrix.numel() and scales.dtype == dtype
@@ -114,7 +114,7 @@ def with_values(lora: LoRASection, family: str) -> tuple[Any, Any]:
         ("qwen3_5_text", 3 * 6 + 7, 3 * 1 + 3),
     ],
 )
-def test_it_computes_and_learns_as_with_the_values(family: str, num_in_4_bits: int, num_adapters: int) -> None:
+def test_nf4_matrix_computes_as_its_dequantised_values(family: str, num_in_4_bits: int, num_adapters: int) -> None:
     ours, plain = with_values(LORA, family)
     in_4_bits = [module for module in ours.modules() if isinstance(module, FrozenLinear)]
     assert len(in_4_bits) == num_in_4_bits and all(module.weight is None for module in in_4_bits)
@@ -138,7 +138,7 @@ def test_it_computes_and_learns_as_with_the_values(family: str, num_in_4_bits: i
         assert torch.equal(merged[name].local, expected[name].local), name
 
 
-def test_a_layer_is_compiled_as_one_piece() -> None:
+def test_layer_is_compiled_as_one_piece() -> None:
     layer = FrozenLinear(torch.nn.Linear(128, 8).requires_grad_(False), in_4_bits=True, dtype=torch.float32)
     for parameter, values in zip(
         (layer.codes, layer.scales), quantized(torch.randn(8, 128), torch.float32), strict=True
@@ -161,7 +161,7 @@ def test_levels_are_where_it_computes_and_not_with_weights_on_the_host() -> None
     assert {(each.codes.device.type, each.pairs.device.type) for each in in_4_bits} == {("cpu", "meta")}
 
 
-def test_a_value_that_is_not_finite_is_found() -> None:
+def test_value_that_is_not_finite_is_found() -> None:
     ours, _ = with_values(LORA, "olmo2")
     name = "blocks.1.feed_forward.w3.weight"
     for bad, found in ((torch.nan, "NaN"), (-torch.inf, "inf")):
@@ -171,7 +171,7 @@ def test_a_value_that_is_not_finite_is_found() -> None:
         assert find_not_finite(ours) == {name: found}
 
 
-def test_what_cannot_be_held_so_is_refused() -> None:
+def test_matrix_that_nf4_cannot_hold_is_refused() -> None:
     with pytest.raises(InputError, match=r"attention.w_k has 32 columns, no multiple of 64; leave it out"):
         adapt(build_model(hf_config("llama")), LORA, dtype=torch.float32)
     words = "--model_name_or_path m --output_dir o --mixer_list d 1.0 --use_lora --use_qlora --tensor_parallel_degree 2"

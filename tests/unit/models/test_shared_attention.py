@@ -82,7 +82,7 @@ def test_trees_are_the_definition(of: Segments, left: int, heads: tuple[int, int
     st.sampled_from(LEFTS),
     st.sampled_from([(4, 4), (4, 2), (3, 1)]),
 )
-def test_so_are_documents_that_share_nothing(lengths: list[int], left: int, heads: tuple[int, int]) -> None:
+def test_documents_without_shared_prefix_give_the_same(lengths: list[int], left: int, heads: tuple[int, int]) -> None:
     of = Segments.of(tuple(lengths), (0,) * len(lengths), device=CPU)
     q, k, v = tensors(sum(lengths), heads=heads[0], groups=heads[1])
     torch.testing.assert_close(
@@ -130,7 +130,7 @@ def test_positions_and_keys_of_the_example() -> None:
     assert Segments.of((4, 2, 3), (0, 0, 0), device=CPU).key_index_K is None
 
 
-def test_a_prefix_is_of_what_the_segment_before_sees() -> None:
+def test_prefix_is_of_what_the_segment_before_sees() -> None:
     Segments.of((4, 2, 3), (0, 3, 5), device=CPU)
     with pytest.raises(AssertionError, match="a prefix of 6 tokens of a segment that sees 5"):
         Segments.of((4, 2, 3), (0, 3, 6), device=CPU)

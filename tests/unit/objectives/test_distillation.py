@@ -72,7 +72,7 @@ def test_values_and_gradients_are_the_papers(of_student: str, of_teacher: str) -
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_the_gradient_over_kept_tokens_is_that_of_small_differences(beta: float) -> None:
+def test_gradient_over_kept_tokens_is_that_of_small_differences(beta: float) -> None:
     torch.manual_seed(0)
     logits, teacher = torch.randn(3, 7, dtype=torch.float64, requires_grad=True), torch.randn(3, 7).double()
     kept = keep_top_k(teacher, 3, temperature=1.7).double()
@@ -80,7 +80,7 @@ def test_the_gradient_over_kept_tokens_is_that_of_small_differences(beta: float)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_student_that_equals_its_teacher_is_at_zero(dtype: torch.dtype) -> None:
+def test_student_that_equals_its_teacher_is_at_zero(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     teacher = (20 * torch.randn(5, 1000)).to(dtype).float()
     for beta in BETAS:
@@ -113,7 +113,7 @@ def test_tokens_that_cannot_happen_count_nothing() -> None:
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_the_kept_tokens_and_the_rest_are_a_distribution(beta: float) -> None:
+def test_kept_tokens_and_the_rest_are_a_distribution(beta: float) -> None:
     torch.manual_seed(0)
     logits, teacher = 3 * torch.randn(4, 20, dtype=torch.float64), 3 * torch.randn(4, 20, dtype=torch.float64)
     kept = keep_top_k(teacher, 5, temperature=2.0)
@@ -221,7 +221,7 @@ def test_heads_are_cut_to_the_tokens_that_both_have() -> None:
         torch.testing.assert_close(ours, divergence(*both, beta=0.0), rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_that_is_its_own_teacher_is_at_zero() -> None:
+def test_model_that_is_its_own_teacher_is_at_zero() -> None:
     student = random_model("qwen3")
     packed = pack_documents(DOCUMENTS)
     for words in ([], ["--kd_loss", "reverse"], ["--kd_loss", "jsd", "--kd_beta", "0.3"]):
@@ -244,7 +244,7 @@ def test_numbers_stand_beside_their_labels() -> None:
 # What is kept.
 
 
-def test_the_cache_gives_back_what_was_put_in(tmp_path: Path) -> None:
+def test_cache_gives_back_what_was_put_in(tmp_path: Path) -> None:
     from tests.unit.learner.test_training_pieces import make_pairs
 
     dataset = make_pairs(3)
@@ -287,13 +287,13 @@ def opened(folders: Path, *words: str) -> Comparison:
     return Comparison.of(teacher_of(config), student, config=config, layout=layout_of(config.parallel, (1,)))
 
 
-def test_a_padded_head_is_cut(folders: Path) -> None:
+def test_padded_head_is_cut(folders: Path) -> None:
     teacher = opened(folders, "--teacher_model_name_or_path", str(folders / "padded"))
     assert teacher.vocab_size == 300
     assert teacher.pretrained.hf_config.vocab_size == 320
 
 
-def test_another_vocabulary_is_refused_with_both_sizes(folders: Path) -> None:
+def test_teacher_of_another_vocabulary_is_refused_with_both_sizes(folders: Path) -> None:
     with pytest.raises(InputError) as refused:
         opened(folders, "--teacher_model_name_or_path", str(folders / "other"))
     told = str(refused.value)
@@ -317,7 +317,7 @@ def planned(*words: str) -> Plan:
     return plan_of(parse_request(["distill", *LARGE, "--gpus_per_node", "8", *words]).setting)
 
 
-def test_the_plan_counts_the_teacher() -> None:
+def test_plan_counts_the_teacher() -> None:
     plan, without = planned(), planned("--teacher_top_k", "64")
     shape = model_shape("allenai/OLMo-2-0325-32B")
     assert plan.workload.scorings == (Scoring(shape=shape, stands_as="teacher", num_values=0),)
@@ -368,7 +368,7 @@ def test_held_out_numbers_are_means_over_tokens() -> None:
 
 
 @pytest.mark.parametrize(("kl", "is_refused"), [(-0.01, True), (-1e-6, False)])
-def test_a_divergence_below_zero_ends_the_run(tmp_path: Path, kl: float, is_refused: bool) -> None:
+def test_divergence_below_zero_ends_the_run(tmp_path: Path, kl: float, is_refused: bool) -> None:
     settings = bind(flags().distillation)
 
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:

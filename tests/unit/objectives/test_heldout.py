@@ -44,7 +44,7 @@ def heldout_of(folder: Path, scored: list[str], *, reference_ND: np.ndarray | No
     return Heldout(rows, reference_ND, scorer, objective)
 
 
-def test_a_step_is_scored_once_and_its_numbers_are_metrics(tmp_path: Path, scored: list[str]) -> None:
+def test_step_is_scored_once_and_its_numbers_are_metrics(tmp_path: Path, scored: list[str]) -> None:
     heldout = heldout_of(tmp_path, scored)
     metrics = heldout.metrics(4)
     assert metrics.pop("time/evaluation") >= 0

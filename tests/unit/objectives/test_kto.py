@@ -104,7 +104,7 @@ class TestRows:
         own, mismatched = dataset[0]
         assert own.token_ids[: own.responses[0].start] == mismatched.token_ids[: mismatched.responses[0].start]
 
-    def test_a_pair_is_two_rows_of_which_neither_is_measured_on_the_other(
+    def test_pair_is_two_rows_of_which_neither_is_measured_on_the_other(
         self, load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
     ) -> None:
         rows = write_rows(tmp_path / "rows.jsonl", pair("p", "good", "bad"), pair("q", "fine", "poor"))
@@ -126,7 +126,7 @@ class TestRows:
         again, report = load(one, "2.0", two, "1.0")
         assert report.from_cache and again.fingerprint == dataset.fingerprint
 
-    def test_a_reply_that_only_the_cut_makes_equal_is_passed_over(
+    def test_reply_that_only_the_cut_makes_equal_is_passed_over(
         self, load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
     ) -> None:
         rows = [labelled("p" * 20, "same", True), labelled("q", "same but longer", True), labelled("r", "other", True)]
@@ -136,14 +136,14 @@ class TestRows:
         assert replies(tokenizer, dataset)[0] == ("sam", "oth")
         assert all(len(document) <= room for row in dataset for document in row)
 
-    def test_without_z0_there_is_one_document(self, load: Load, tmp_path: Path) -> None:
+    def test_kto_without_z0_has_one_document(self, load: Load, tmp_path: Path) -> None:
         rows = write_rows(tmp_path / "rows.jsonl", labelled("p", "one", True))
         dataset, _ = load(rows, "1.0", form=UnpairedBuilder)
         assert [len(row) for row in dataset] == [1] and dataset.values(0).tolist() == [1.0]
         for loss_type, form in (("kto", MismatchedBuilder), ("apo_zero_unpaired", UnpairedBuilder)):
             assert KTO.rows_of(config_of(loss_type=loss_type)) is form
 
-    def test_one_distinct_reply_is_refused(self, load: Load, tmp_path: Path) -> None:
+    def test_kto_refuses_rows_with_one_distinct_reply(self, load: Load, tmp_path: Path) -> None:
         rows = write_rows(tmp_path / "rows.jsonl", *(labelled(f"p{i}", "yes", True) for i in range(3)))
         with refused("bad_row", "loss_type", "rows.jsonl", "3", "apo_zero_unpaired"):
             load(rows, "1.0")
@@ -177,7 +177,7 @@ class TestRows:
         dataset, report = load(rows, "1.0", on_bad_row="skip")
         assert len(dataset) == 2 and report.bad == {kind: 1}
 
-    def test_the_rows_of_its_page_are_rows(self, load: Load, tmp_path: Path) -> None:
+    def test_rows_of_its_page_are_rows(self, load: Load, tmp_path: Path) -> None:
         page = (Path(__file__).parents[3] / "docs" / "kto.md").read_text(encoding="utf-8")
         *single, of_pair = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL))
         assert [parse_labelled_row(row)[1] for row in single] == [True, False]
@@ -185,7 +185,7 @@ class TestRows:
         other, _ = load(write_rows(tmp_path / "pairs.jsonl", of_pair), "1.0")
         assert one.keys_N32.tolist() == other.keys_N32.tolist()
 
-    def test_a_bad_pair_is_named_by_its_line(self, load: Load, tmp_path: Path) -> None:
+    def test_bad_pair_is_named_by_its_line(self, load: Load, tmp_path: Path) -> None:
         rows = write_rows(tmp_path / "rows.jsonl", pair("p", "one", "two"), pair("q", "same", "same"))
         with refused("bad_row", "on_bad_row", "rows.jsonl", "2"):
             load(rows, "1.0")
@@ -241,7 +241,7 @@ class TestLoss:
                 np.testing.assert_allclose(losses_R.detach(), [value for value, _ in expected], rtol=1e-5, atol=1e-6)
                 np.testing.assert_allclose(ratios_R.grad, [slope for _, slope in expected], rtol=1e-5, atol=1e-6)
 
-    def test_without_z0_it_is_apo_zero(self) -> None:
+    def test_kto_without_z0_is_apo_zero(self) -> None:
         ratios_R = torch.randn(50, generator=torch.Generator().manual_seed(0)) * 30
         labels_R = torch.arange(50) % 2 == 0
         theirs_R = torch.where(labels_R, 1 - torch.sigmoid(0.1 * ratios_R), torch.sigmoid(0.1 * ratios_R))
@@ -311,7 +311,7 @@ def each_of(score: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class TestStep:
-    def test_it_is_the_papers_loss_of_the_whole_batch_however_it_is_cut(
+    def test_kto_loss_is_the_papers_for_any_microbatches(
         self, policy: torch.nn.Module, load: Load, tmp_path: Path
     ) -> None:
         dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *ROWS), "1.0")
@@ -368,7 +368,7 @@ class TestStep:
         assert sorted(seen) == sorted(len(own) for own, _ in dataset)
 
     @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
-    def test_the_first_loss_is_known(self, policy: torch.nn.Module, load: Load, tmp_path: Path, loss_type: str) -> None:
+    def test_first_loss_is_known(self, policy: torch.nn.Module, load: Load, tmp_path: Path, loss_type: str) -> None:
         flags = {"loss_type": loss_type, "desirable_weight": 2, "undesirable_weight": 3}
         form = KTO.rows_of(config_of(**flags))
         dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *ROWS), "1.0", form=form)
@@ -383,7 +383,7 @@ class TestStep:
         with pytest.raises(RunError, match=r"the first loss is .* has 1.187500: the reference log-probs do not belong"):
             step_of(policy, dataset, tmp_path, reference_ND=elsewhere_ND, **run)
 
-    def test_a_reply_within_rounding_of_the_reference_is_not_above_it(
+    def test_reply_within_rounding_of_the_reference_is_not_above_it(
         self, policy: torch.nn.Module, load: Load, tmp_path: Path
     ) -> None:
         dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *ROWS), "1.0")
@@ -392,9 +392,7 @@ class TestStep:
             metrics, _ = step_of(policy, dataset, tmp_path, reference_ND=reference_ND, microbatches=microbatches)
             assert metrics["rewards/accuracy"] == 3 / 8  # that of "nothing is desirable"
 
-    def test_a_class_that_is_not_there_has_no_metrics(
-        self, policy: torch.nn.Module, load: Load, tmp_path: Path
-    ) -> None:
+    def test_class_that_is_not_there_has_no_metrics(self, policy: torch.nn.Module, load: Load, tmp_path: Path) -> None:
         rows = [row | {"label": False} for row in ROWS]
         dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *rows), "1.0")
         metrics, gradient = step_of(
@@ -426,7 +424,7 @@ def test_held_out_rows_are_scored_without_nan(load: Load, tmp_path: Path, loss_t
 
 
 class TestChecks:
-    def test_a_global_batch_of_one_row_is_refused(self, load: Load, tmp_path: Path) -> None:
+    def test_global_batch_of_one_row_is_refused(self, load: Load, tmp_path: Path) -> None:
         dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *ROWS), "1.0")
         with refused("conflict", "loss_type", "0", "--per_device_train_batch_size"):
             check_rows(dataset, 1, config_of())
@@ -441,7 +439,7 @@ class TestChecks:
         assert check_rows(dataset, 8, config_of(desirable_weight=0.6)) == []
         assert len(check_rows(dataset, 8, config_of(desirable_weight=0.59))) == 1
 
-    def test_a_single_class(self, load: Load, tmp_path: Path) -> None:
+    def test_single_class(self, load: Load, tmp_path: Path) -> None:
         rows = write_rows(tmp_path / "rows.jsonl", labelled("p", "one", 0), labelled("q", "two", 0))
         (warning,) = check_rows(load(rows, "1.0")[0], 8, config_of())
         assert warning.startswith("all 2 rows are undesirable")
@@ -459,7 +457,7 @@ class TestChecks:
 RUN = ["kto", "--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8"]
 
 
-def test_the_plan_counts_learned_documents_and_a_pass_over_the_others() -> None:
+def test_plan_counts_learned_documents_and_a_pass_over_the_others() -> None:
     rows = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3"]
     losses = ("kto", "apo_zero_unpaired")
     with_z0, without = (plan_of(parse_request([*RUN, *rows, "--loss_type", name]).setting) for name in losses)
@@ -478,7 +476,7 @@ def test_the_plan_counts_learned_documents_and_a_pass_over_the_others() -> None:
     assert with_z0.time.compute_s == pytest.approx(without.time.compute_s * 4 / 3, rel=0.02)
 
 
-def test_its_prompts_may_be_planned_as_shared() -> None:
+def test_prompts_of_kto_may_be_planned_as_shared() -> None:
     shared = [*RUN, "--shared_prompt_tokens", "1025", "--activation_checkpointing", "full"]
     workload = plan_of(parse_request(shared).setting).workload
     assert (workload.tokens_per_microbatch, workload.reference_pass_tokens) == (8 * 2048, 8 * (2 * 2048 - 1024))

@@ -59,13 +59,13 @@ def test_all_rows_are_scored_without_gradient_before_the_first_is_learned(tmp_pa
         torch.testing.assert_close(before, now.detach())
 
 
-def test_a_loss_of_the_whole_step_does_not_depend_on_how_it_is_cut(tmp_path: Path) -> None:
+def test_loss_of_the_whole_step_does_not_depend_on_how_it_is_cut(tmp_path: Path) -> None:
     (_, whole, whole_gradient), *cuts = (step_of(number, tmp_path) for number in (1, 2, 4))
     for _, loss, gradient in cuts:
         torch.testing.assert_close(loss, whole)
         torch.testing.assert_close(gradient, whole_gradient)
 
 
-def test_one_process_has_all_rows() -> None:
+def test_prepared_step_has_all_rows_on_one_process() -> None:
     rows = torch.arange(6.0).view(3, 2)
     assert gather_rows(rows, group=None).equal(rows)

@@ -78,7 +78,7 @@ def document(*ids: int) -> Document:
 
 @pytest.mark.parametrize("center", [0.0, 0.3])
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 50.0, 1e4])
-def test_the_loss_is_the_papers_with_its_gradient(scale: float, center: float) -> None:
+def test_loss_is_the_papers_with_its_gradient(scale: float, center: float) -> None:
     generator = np.random.default_rng(0)
     rewards, margins = generator.normal(size=(2, 64)) * scale, generator.uniform(0, 3, size=64)
     tensor = torch.tensor(rewards, dtype=torch.float32, requires_grad=True)
@@ -99,7 +99,7 @@ def test_the_loss_is_the_papers_with_its_gradient(scale: float, center: float) -
 
 @pytest.mark.parametrize("mean", [0.0, 100.0, 1000.0])
 @pytest.mark.parametrize("cut", [[5], [1, 4], [2, 0, 3]])
-def test_the_loss_of_a_batch_does_not_depend_on_its_cut(cut: list[int], mean: float) -> None:
+def test_loss_of_a_batch_does_not_depend_on_its_cut(cut: list[int], mean: float) -> None:
     rewards_2P = mean + 0.05 * torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
     margins_P = torch.arange(5.0)
     loss = bind(RewardLossSection(margin=True, center_rewards_coefficient=0.1))
@@ -125,13 +125,13 @@ def test_the_loss_of_a_batch_does_not_depend_on_its_cut(cut: list[int], mean: fl
 # The head
 
 
-def test_a_drawn_head_hangs_on_the_seed_alone(folder: Path) -> None:
+def test_drawn_head_hangs_on_the_seed_alone(folder: Path) -> None:
     first, again, other = (opened(folder, seed=seed).files.read("score.weight") for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert float(drawn_score(4096, seed=0).std()) == pytest.approx(1 / math.sqrt(4097), rel=0.05)
 
 
-def test_the_words_head_is_left_out_and_a_score_that_is_there_is_read(folder: Path, tmp_path: Path) -> None:
+def test_words_head_is_left_out_and_a_score_that_is_there_is_read(folder: Path, tmp_path: Path) -> None:
     model = scoring_model(opened(folder))
     assert torch.equal(model.lm_head.w_out.weight, drawn_score(128, seed=SEED))
     copy = copied(folder, tmp_path / "scored", score=torch.full((1, 128), 0.5))
@@ -156,14 +156,14 @@ def copied(folder: Path, to: Path, *, score: torch.Tensor | None) -> Path:
     ("score", "told"),
     [(None, ("bad_model", None, "tensor score")), (torch.zeros(2, 128), ("bad_model", None, "2", "128"))],
 )
-def test_a_folder_whose_score_will_not_do_is_refused(
+def test_folder_whose_score_will_not_do_is_refused(
     folder: Path, tmp_path: Path, score: torch.Tensor | None, told: tuple[Any, ...]
 ) -> None:
     with refused(*told):
         opened(copied(folder, tmp_path / "damaged", score=score))
 
 
-def test_a_score_is_float32_in_a_model_that_computes_in_less(folder: Path) -> None:
+def test_score_is_float32_in_a_model_that_computes_in_less(folder: Path) -> None:
     pretrained = opened(folder)
     model = scoring_model(pretrained, torch.bfloat16)
     assert model.lm_head.w_out.weight.dtype == torch.float32
@@ -177,7 +177,7 @@ def test_a_score_is_float32_in_a_model_that_computes_in_less(folder: Path) -> No
     )
 
 
-def test_a_score_depends_neither_on_padding_nor_on_packing(folder: Path) -> None:
+def test_score_depends_neither_on_padding_nor_on_packing(folder: Path) -> None:
     model = scoring_model(opened(folder))
     documents = [document(5, 6, 7, 8), document(5, 6, 9), document(11, 300, 12, 40, 41, 42)]
     alone = [float(token_logprobs(model, pack_documents([each]), device=CPU).logprobs_N.detach()) for each in documents]
@@ -205,7 +205,7 @@ def test_flags_that_cannot_work_are_refused() -> None:
         REWARD_MODEL.validate(flags("--tensor_parallel_degree", "2"))
 
 
-def test_what_transformers_could_not_open_is_refused_before_training(
+def test_reward_model_that_transformers_lacks_is_refused_before_training(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretrained, tokenizer = opened(folder), AutoTokenizer.from_pretrained(folder)
@@ -247,7 +247,7 @@ def test_margins_are_read_with_the_flag_alone(folder: Path, tmp_path: Path) -> N
     ("margin", "told"),
     [("much", "not a string"), (True, "not a boolean"), (float("nan"), "at most 1e\\+30"), (1e31, "at most 1e\\+30")],
 )
-def test_a_margin_that_is_no_number_is_a_bad_row(folder: Path, tmp_path: Path, margin: Any, told: str) -> None:
+def test_margin_that_is_no_number_is_a_bad_row(folder: Path, tmp_path: Path, margin: Any, told: str) -> None:
     with refused("bad_row", "columns", "2", "'margin'", f"{told}"):
         loaded(folder, tmp_path, [pair(), pair(margin=margin)], margin=True)
 
@@ -280,7 +280,7 @@ def rewards_of_transformers(folder: Path, texts: list[str]) -> list[float]:
         return [model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits.item() for text in texts]
 
 
-def test_the_lines_of_the_page_score_a_file(judge: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_the_page_score_a_file(judge: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `open-instruct` itself computes them, one conversation at a time."""
     rows = [{"messages": chat("a" * n, "b" * (7 * n % 11 + 1)), "id": n} for n in range(9)]
     write_rows(tmp_path / "chats.jsonl", rows)
@@ -297,7 +297,7 @@ def test_the_lines_of_the_page_score_a_file(judge: Path, tmp_path: Path, monkeyp
         assert row == before | {"score": pytest.approx(ours, abs=1e-5)}
 
 
-def test_a_verifier_gives_the_reward_of_prompt_and_completion(judge: Path) -> None:
+def test_verifier_gives_the_reward_of_prompt_and_completion(judge: Path) -> None:
     messages = chat("Is it?", "It is, surely.")
     render: Any = partial(AutoTokenizer.from_pretrained(judge).apply_chat_template, tokenize=False)
     asked = render(messages[:1], add_generation_prompt=True)
@@ -324,31 +324,31 @@ def test_a_verifier_gives_the_reward_of_prompt_and_completion(judge: Path) -> No
         ("{there},normalize", ("remote", "verifier", "config.json", "score_std")),
     ],
 )
-def test_a_verifier_that_cannot_judge_is_refused(judge: Path, settings: str, told: tuple[Any, ...]) -> None:
+def test_verifier_that_cannot_judge_is_refused(judge: Path, settings: str, told: tuple[Any, ...]) -> None:
     with refused(*told):
         known_verifiers(RewardSection(verifier=[f"reward_model:{settings.format(there=judge)}"]))
     with refused("own_code", "verifier"):
         known_verifiers(RewardSection(verifier=[f"reward_model:{judge}", f"reward_model:{judge}"]))
 
 
-def test_a_judge_of_another_chat_template_than_the_policys_is_noticed(judge: Path) -> None:
+def test_judge_of_another_chat_template_than_the_policys_is_noticed(judge: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(judge)
     own, other = (ChatFormat.choose(tokenizer, name) for name in (None, "simple_chat"))
     assert not has_other_template(judge, own) and has_other_template(judge, other)
 
 
-def test_a_causal_model_is_no_reward_model_for_a_verifier(folder: Path) -> None:
+def test_causal_model_is_no_reward_model_for_a_verifier(folder: Path) -> None:
     with refused("remote", "verifier", "num_labels"):
         known_verifiers(RewardSection(verifier=[f"reward_model:{folder}"]))
 
 
-def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
+def test_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("null")
     with refused("remote", "verifier", "config.json"):
         known_verifiers(RewardSection(verifier=[f"reward_model:{tmp_path}"]))
 
 
-def test_it_is_planned_and_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reward_model_is_planned_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8", "--json"]
     assert main(["plan", "reward_model", *words, "--activation_checkpointing", "full"]) == 0
     workload = json.loads(capsys.readouterr().out)["workload"]

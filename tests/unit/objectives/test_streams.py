@@ -145,7 +145,7 @@ def test_weights_and_coefficients() -> None:
     assert float(outputs.metrics["loss"].value) == pytest.approx(float(plain.metrics["loss"].value) + 0.5 * ce)
 
 
-def test_a_teacher_alone_pulls_each_token_by_its_distance() -> None:
+def test_teacher_alone_pulls_each_token_by_its_distance() -> None:
     samples = completions(5)
     loss = PolicyLossSection(rl_coef=0.0, teacher_model_name_or_path="t", teacher_kl_coef=3.0, rho_correction="none")
     outputs, gradient_N = loss_and_gradient(samples, loss, teacher=-0.2)
@@ -156,7 +156,7 @@ def test_a_teacher_alone_pulls_each_token_by_its_distance() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gspo", "luspo", "dapo", "vespo"])
-def test_the_estimate_is_weighted_by_the_ratio_that_is_optimised(kind: str) -> None:
+def test_estimate_is_weighted_by_the_ratio_that_is_optimised(kind: str) -> None:
     """r (e^-d - 1 + d); of gspo and its like r is the geometric mean over the completion, which pulls each token."""
     samples = completions(6)
     loss = PolicyLossSection(loss_fn=kind, rl_coef=0.0, beta=0.5, kl_importance_weighted=True, rho_correction="none")
@@ -178,7 +178,7 @@ def test_the_estimate_is_weighted_by_the_ratio_that_is_optimised(kind: str) -> N
 
 
 @pytest.mark.parametrize("estimator", ["0", "1", "2", "3"])
-def test_a_token_that_a_frozen_model_rules_out_pulls_nowhere(estimator: str) -> None:
+def test_token_that_a_frozen_model_rules_out_pulls_nowhere(estimator: str) -> None:
     samples = completions(6)
     offsets = torch.zeros(sum(len(sample.engine_logprobs) for sample in samples))
     offsets[0] = -torch.inf
@@ -327,7 +327,7 @@ def test_conversations_are_learned_where_no_completion_is() -> None:
         assert float(outputs.metrics["policy_loss"].value) == 0
 
 
-def test_a_document_of_several_turns_has_its_labels_in_order() -> None:
+def test_document_of_several_turns_has_its_labels_in_order() -> None:
     batch = rollout_batch([with_tool(completions(12, count=1)[0])])
     assert batch.values["ce_tokens"].tolist() == [0, 1] and batch.values["ce_weights"].tolist() == [1.0, 0.5]
     assert batch.values["rl_tokens"].tolist() == list(range(2, len(batch.values["advantages_N"])))
@@ -336,7 +336,7 @@ def test_a_document_of_several_turns_has_its_labels_in_order() -> None:
 # --- a loss of the user's own ------------------------------------------------------------------------
 
 
-def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+def test_loss_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     samples = completions(13)
     loss = PolicyLossSection(loss_fn=f"{tmp_path}/mine.py:squared", rho_correction="none")
@@ -350,7 +350,7 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "told"), [("missing", "cannot be loaded (AttributeError"), ("OWN", "is a int, not a function")]
 )
-def test_one_that_cannot_be_used(name: str, told: str, tmp_path: Path) -> None:
+def test_stream_that_cannot_be_used_is_refused(name: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("OWN = 3")
     with pytest.raises(InputError) as caught:
         bind(PolicyLossSection(loss_fn=f"{tmp_path}/mine.py:{name}"), temperature=1.0, response_length=20)
@@ -379,7 +379,7 @@ def test_conversations_of_a_step_depend_on_its_number_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", ["teacher", "critic"])
-def test_a_model_with_other_tokens_is_refused(tmp_path: Path, kind: Any) -> None:
+def test_model_with_other_tokens_is_refused(tmp_path: Path, kind: Any) -> None:
     """And one with fewer positions than a prompt and its completion need."""
     write_tiny_model(tmp_path / "t", family="olmo2")
     layout = ShardLayout(gpus_per_node=(1,), shard_degree=1, num_replicas=1)
@@ -395,7 +395,7 @@ def test_a_model_with_other_tokens_is_refused(tmp_path: Path, kind: Any) -> None
             open_beside(kind, str(tmp_path / "t"), student, config=config, layout=layout)
 
 
-def test_a_teacher_with_experts_is_not_asked_what_only_training_them_cannot_do(tmp_path: Path) -> None:
+def test_teacher_with_experts_is_not_asked_what_only_training_them_cannot_do(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "t", family="qwen3_moe")
     config_file = tmp_path / "t" / "config.json"
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"output_router_logits": True}))

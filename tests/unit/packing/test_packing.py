@@ -67,13 +67,13 @@ def test_padded_rows() -> None:
     assert (batch.num_sequences, batch.num_tokens) == (2, 6)
 
 
-def test_a_response_inside_a_document_is_labelled_to_its_end_and_no_further() -> None:
+def test_response_inside_a_document_is_labelled_to_its_end_and_no_further() -> None:
     middle = Document(token_ids=(1, 2, 3, 4, 5, 6), responses=(Span(start=2, stop=4),))
     assert pack_documents([middle]).labels_BT.tolist() == [[_, 3, 4, _, _, _]]
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 2), (2, 2), (2, 4), (-1, 2)])
-def test_a_response_that_cannot_be_predicted_whole_is_refused(start: int, stop: int) -> None:
+def test_response_that_cannot_be_predicted_whole_is_refused(start: int, stop: int) -> None:
     wrong = Document(token_ids=(1, 2, 3), responses=(Span(start=start, stop=stop),))
     with pytest.raises(AssertionError, match="response"):
         pack_documents([wrong])
@@ -244,7 +244,7 @@ def test_scores_follow_their_documents(packing: bool) -> None:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_batch_of_no_rows_is_one_unlabelled_document(packing: bool) -> None:
+def test_batch_of_no_rows_is_one_unlabelled_document(packing: bool) -> None:
     scores = {"reference_logps": np.zeros((3, 2), dtype=np.float32)}
     batch = collate([], (), shape=shape_of(packing=packing, pad_to_multiple_of=4), scores=scores)
     assert batch.row_ids == () and batch.values["reference_logps_S"].shape == (0,)
@@ -294,7 +294,7 @@ def test_no_pairs_still_make_one_microbatch() -> None:
     [([1, 1, 1, 1, 1], 10), ([6], 5)],
     ids=["more pairs than fit in a step", "a microbatch too small for the longest pair"],
 )
-def test_a_step_that_cannot_be_planned_is_refused(lengths: list[int], max_tokens: int) -> None:
+def test_step_that_cannot_be_planned_is_refused(lengths: list[int], max_tokens: int) -> None:
     with pytest.raises(AssertionError):
         plan_step(lengths, shape_of(max_seq_length=max_tokens, max_microbatches=2), num_ranks=2)
 
@@ -351,19 +351,19 @@ class TestEndsOfReplies:
         Document(token_ids=(4, 8, 6), responses=(Span(start=2, stop=3),), reads_ends=True),
     )
 
-    def test_one_place_a_reply(self) -> None:
+    def test_each_reply_has_one_place(self) -> None:
         assert [document.num_label_tokens for document in self.BOTH] == [2, 1]
         packed = pack_documents(self.BOTH)
         assert packed.sequence_ids_N.tolist() == [0, 0, 1]
         assert packed.kept_BK is not None and packed.kept_BK.tolist() == [[2, 4, 7]]
 
-    def test_a_padded_row_may_be_filled_up_with_a_position_that_is_read(self) -> None:
+    def test_padded_row_may_be_filled_up_with_a_position_that_is_read(self) -> None:
         longer = Document(token_ids=(1, 2, 3, 4, 5, 6), responses=(Span(start=5, stop=6),), reads_ends=True)
         padded = pack_documents([self.BOTH[0], longer], packing=False)
         assert padded.kept_BK is not None and padded.kept_BK.tolist() == [[2, 4], [5, 5]]
         assert padded.sequence_ids_N.tolist() == [0, 0, 1]
 
-    def test_a_shared_prompt_is_before_what_is_read(self) -> None:
+    def test_shared_prompt_is_before_what_is_read(self) -> None:
         pair = [
             Document(token_ids=(5, 9, 2, reply), responses=(Span(start=3, stop=4),), reads_ends=True)
             for reply in (7, 8)

@@ -57,7 +57,7 @@ def group(num_prompt: int, num_replies: Sequence[int], *, seed: int, num_alike: 
 # --- which tokens are shared ------------------------------------------------------------------------
 
 
-def test_the_row_of_the_records_example() -> None:
+def test_row_of_the_records_example() -> None:
     batch = pack_documents([document([5, 9, 2], [7]), document([5, 9, 2], [8, 3])], groups=[(0, 1)])
     assert batch.input_ids_BT.tolist() == [[5, 9, 2, 7, 2, 8, 3]]
     assert batch.labels_BT.tolist() == [[_, _, 7, _, 8, 3, _]]
@@ -78,7 +78,7 @@ def test_the_row_of_the_records_example() -> None:
         (([5, 9, 2], range(20)), ([5, 9, 2], range(11)), 13),
     ],
 )
-def test_what_documents_begin_with_is_shared(one: Any, other: Any, shared: int) -> None:
+def test_common_beginnings_of_documents_are_shared(one: Any, other: Any, shared: int) -> None:
     assert shared_prefix_length(document(*one), document(*other)) == shared
 
 
@@ -93,7 +93,7 @@ def test_learned_turns_are_shared_and_their_labels_belong_to_each() -> None:
     assert batch.sequence_ids_N.tolist() == [0] * 8 + [1] * 8
 
 
-def test_a_tree_is_walked_depth_first() -> None:
+def test_tree_is_walked_depth_first() -> None:
     turn, other_turn = [7] * 9, [8] * 9
     documents = [
         document([5, 9, 2], reply)
@@ -103,7 +103,7 @@ def test_a_tree_is_walked_depth_first() -> None:
     assert branches_of(documents, range(6)) == [(0, 0), (4, 12), (3, 11), (1, 2), (5, 11), (2, 2)]
 
 
-def test_a_prompt_of_one_token_is_not_shared() -> None:
+def test_prompt_of_one_token_is_not_shared() -> None:
     batch = pack_documents([document([5], [7]), document([5], [8])], groups=[(0, 1)])
     assert batch.prefix_lengths is None
     assert batch.document_lengths == (2, 2)
@@ -230,7 +230,7 @@ def test_groups_are_cut_only_where_ranks_would_be_idle() -> None:
 
 
 @pytest.mark.parametrize("capacity", [8400, 8440, 9000])
-def test_a_row_takes_no_more_than_was_planned(capacity: int) -> None:
+def test_row_takes_no_more_than_was_planned(capacity: int) -> None:
     """Two short replies share their prompt; beside two long ones that is little of the row, and still planned so."""
     (rows,) = rows_of_ranks(group(100, [20, 20, 4000, 4000], seed=0), 1, "auto", capacity)
     assert max(rows) <= capacity

@@ -81,7 +81,7 @@ def compare(model: Transformer, documents: list[Document], seed: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tree_computes_what_separate_rows_compute(family: str) -> None:
+def test_tree_computes_what_separate_rows_compute(family: str) -> None:
     @settings(max_examples=12, deadline=None)
     @given(trees, st.integers(0, 99))
     def check(documents: list[Document], seed: int) -> None:
@@ -91,7 +91,7 @@ def test_a_tree_computes_what_separate_rows_compute(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_so_does_the_way_of_cuda(family: str, as_on_cuda: None) -> None:
+def test_cuda_attention_over_a_tree_gives_the_same(family: str, as_on_cuda: None) -> None:
     documents = a_tree(37, depth=5, branching=3)
     together = pack_documents(documents, groups=[tuple(range(len(documents)))])
     assert together.prefix_lengths is not None and len(set(together.prefix_lengths)) > 3

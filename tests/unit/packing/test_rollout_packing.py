@@ -87,12 +87,12 @@ def test_mini_batches_do_not_depend_on_the_ranks(num_tokens: list[int], num_mini
     assert minibatches(1) == minibatches(2) == minibatches(4)
 
 
-def test_the_example_of_the_docstring() -> None:
+def test_example_of_the_docstring() -> None:
     plan = plan_rollouts(of_lengths([5, 3, 4, 2]), num_ranks=2, max_tokens_per_microbatch=6, num_mini_batches=2)
     assert plan == ((((0,),), ((2,),)), (((1,),), ((3,),)))
 
 
-def test_a_sample_that_fits_nowhere_is_our_own_mistake() -> None:
+def test_sample_that_fits_nowhere_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="do not hold a sample of 9"):
         plan_rollouts(of_lengths([3, 9]), num_ranks=1, max_tokens_per_microbatch=8, num_mini_batches=1)
 
@@ -121,7 +121,7 @@ def test_fewer_completions_than_ranks_leave_some_with_an_empty_microbatch() -> N
     assert {step.minibatches[0].counts["rows"] for step in steps} == {2}
 
 
-def test_a_step_of_nothing_is_one_empty_microbatch_everywhere() -> None:
+def test_step_of_nothing_is_one_empty_microbatch_everywhere() -> None:
     for step in steps_of([], 2, num_mini_batches=3):
         (minibatch,) = step.minibatches
         assert minibatch.microbatches == ((),)
@@ -144,7 +144,7 @@ def test_values_are_in_the_order_of_their_labels() -> None:
     assert {values.dtype for values in batch.values.values()} == {torch.float32}
 
 
-def test_an_empty_microbatch_still_has_a_document() -> None:
+def test_empty_microbatch_still_has_a_document() -> None:
     batch = rollout_batch([], pad_to_multiple_of=4)
     assert batch.packed.input_ids_BT.tolist() == [[0, 0, 0, 0]]
     assert (batch.packed.num_sequences, batch.packed.num_tokens) == (0, 0)

@@ -114,7 +114,7 @@ def test_config_is_hsdp_over_blocks(param_dtype: str) -> None:
     assert (config.param_dtype, config.reduce_dtype) == (param_dtype, DType.float32)
 
 
-def test_what_is_not_split_has_no_config() -> None:
+def test_unsplit_dimension_has_no_config() -> None:
     one_device = resolve_layout([1], single_device=True)
     assert parallel_configs(one_device) == {"dp": None, "tp": None, "cp": None}
     assert parallel_configs(resolve_layout([8]))["cp"] is None

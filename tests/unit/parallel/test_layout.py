@@ -166,7 +166,7 @@ def test_auto_never_straddles_and_no_larger_degree_could(nodes: list[int], data:
 
 
 @given(layouts())
-def test_one_flag_infers_the_other(layout: ShardLayout) -> None:
+def test_shard_degree_and_replicas_infer_each_other(layout: ShardLayout) -> None:
     model_parallel: dict[str, Any] = {
         "tensor_parallel_degree": layout.tensor_parallel_degree,
         "context_parallel_degree": layout.context_parallel_degree,
@@ -257,7 +257,7 @@ def test_every_value_an_error_offers_works(nodes: list[int], degree: int) -> Non
 
 
 @given(layouts())
-def test_a_warning_exactly_where_shard_groups_straddle(layout: ShardLayout) -> None:
+def test_warning_exactly_where_shard_groups_straddle(layout: ShardLayout) -> None:
     shard_warnings = [warning for warning in layout.warnings if warning.startswith("Shard groups straddle")]
     context_warnings = [warning for warning in layout.warnings if warning.startswith("Context groups straddle")]
     assert len(shard_warnings) == int(layout.straddles_nodes and layout.shard_degree > 1)
@@ -301,7 +301,7 @@ UNSHARDED = "The model is not sharded"
         ([8], {"fsdp_num_replicas": 8}, [UNSHARDED, "--fsdp_shard_degree 2, 4 or 8 in place of --fsdp_num_replicas"]),
     ],
 )
-def test_what_is_costly_is_warned_of(nodes: list[int], flags: dict[str, Any], parts: list[str]) -> None:
+def test_costly_layout_is_warned_of(nodes: list[int], flags: dict[str, Any], parts: list[str]) -> None:
     (warning,) = resolve_layout(nodes, **flags).warnings
     assert all(part in warning for part in parts) and len(warning) < 500
 
@@ -489,7 +489,7 @@ DOCUMENTED = re.findall(r"```console\n\$ open-instruct layout (.*?)\n(.*?)```", 
 
 
 @pytest.mark.parametrize(("arguments", "output"), DOCUMENTED)
-def test_the_page_shows_what_the_command_prints(
+def test_page_shows_what_the_command_prints(
     arguments: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(DOCUMENTED) >= 5
@@ -503,7 +503,7 @@ def test_the_page_shows_what_the_command_prints(
     ("count", "noun", "text"),
     [(1, "rank", "1 rank"), (0, "pair", "0 pairs"), (2, "reply", "2 replies"), (1234, "row", "1,234 rows")],
 )
-def test_a_count_and_its_noun(count: int, noun: str, text: str) -> None:
+def test_count_and_its_noun(count: int, noun: str, text: str) -> None:
     assert counted(count, noun) == text
 
 

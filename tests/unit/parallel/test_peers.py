@@ -74,14 +74,14 @@ def ranks(child: subprocess.Popen[bytes]) -> Ranks:
     return Ranks(child.pid)
 
 
-def test_nobody_is_lost_while_all_beat(ranks: Ranks, clock: Clock) -> None:
+def test_peers_are_not_lost_while_all_beat(ranks: Ranks, clock: Clock) -> None:
     for _ in range(30):
         assert ranks.losses() == []
         ranks.beat(0, 1, 2)
         clock.now_s += 60
 
 
-def test_a_rank_that_computes_for_long_without_a_beat_is_not_lost(ranks: Ranks, clock: Clock) -> None:
+def test_rank_that_computes_for_long_without_a_beat_is_not_lost(ranks: Ranks, clock: Clock) -> None:
     """One of this machine can be looked at: it runs."""
     ranks.losses()
     for _ in range(30):
@@ -90,7 +90,7 @@ def test_a_rank_that_computes_for_long_without_a_beat_is_not_lost(ranks: Ranks, 
         assert ranks.losses() == []
 
 
-def test_a_killed_rank_is_lost_at_once(ranks: Ranks, clock: Clock, child: subprocess.Popen[bytes]) -> None:
+def test_killed_rank_is_lost_at_once(ranks: Ranks, clock: Clock, child: subprocess.Popen[bytes]) -> None:
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet reaped
     (loss,) = ranks.losses()
@@ -99,7 +99,7 @@ def test_a_killed_rank_is_lost_at_once(ranks: Ranks, clock: Clock, child: subpro
     )
 
 
-def test_a_stopped_rank_is_lost_after_a_while(ranks: Ranks, clock: Clock, child: subprocess.Popen[bytes]) -> None:
+def test_stopped_rank_is_lost_after_a_while(ranks: Ranks, clock: Clock, child: subprocess.Popen[bytes]) -> None:
     ranks.losses()
     os.kill(child.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
@@ -112,7 +112,7 @@ def test_a_stopped_rank_is_lost_after_a_while(ranks: Ranks, clock: Clock, child:
     assert loss.sign.rank == 1 and "its process is stopped (SIGSTOP, or a debugger), for 100 s" in str(loss)
 
 
-def test_a_machine_that_is_silent_is_lost_after_a_while(ranks: Ranks, clock: Clock) -> None:
+def test_machine_that_is_silent_is_lost_after_a_while(ranks: Ranks, clock: Clock) -> None:
     ranks.losses()
     clock.now_s += 80
     assert ranks.losses() == []
@@ -121,7 +121,7 @@ def test_a_machine_that_is_silent_is_lost_after_a_while(ranks: Ranks, clock: Clo
     assert "rank 2 (host b, pid 7)" in str(loss) and "nothing was heard of it for 95 s" in str(loss)
 
 
-def test_who_left_in_order_is_not_lost(ranks: Ranks, clock: Clock, child: subprocess.Popen[bytes]) -> None:
+def test_peer_that_left_in_order_is_not_lost(ranks: Ranks, clock: Clock, child: subprocess.Popen[bytes]) -> None:
     ranks.give(replace(ranks.signs[1], last_words="dpo.py: SIGTERM"))
     ranks.give(replace(ranks.signs[2], last_words=""))
     child.kill()
@@ -130,7 +130,7 @@ def test_who_left_in_order_is_not_lost(ranks: Ranks, clock: Clock, child: subpro
     assert ranks.losses() == []
 
 
-def test_nothing_is_said_before_all_have_met() -> None:
+def test_peers_are_silent_before_all_have_met() -> None:
     assert Signs(HashStore(), range(2)).look() == []
 
 
@@ -141,7 +141,7 @@ class TestExplanations:
         yield me
         me.leave("")
 
-    def test_the_lowest_rank_that_lives_speaks(
+    def test_lowest_rank_that_lives_speaks(
         self, ranks: Ranks, me: Peers, clock: Clock, child: subprocess.Popen[bytes]
     ) -> None:
         child.kill()
@@ -152,11 +152,11 @@ class TestExplanations:
         assert other.explanation(wait_s=10) == (words, False)
         other.leave("")
 
-    def test_a_rank_that_told_why_it_ends_is_quoted(self, ranks: Ranks, me: Peers, clock: Clock) -> None:
+    def test_rank_that_told_why_it_ends_is_quoted(self, ranks: Ranks, me: Peers, clock: Clock) -> None:
         ranks.give(replace(ranks.signs[1], last_words="dpo.py: row 7 is damaged"))
         assert me.explanation(wait_s=10) == ("[rank 1] dpo.py: row 7 is damaged", True)
 
-    def test_where_all_live_it_says_what_each_does(self, ranks: Ranks, me: Peers, clock: Clock) -> None:
+    def test_timeout_names_what_each_peer_does_when_all_live(self, ranks: Ranks, me: Peers, clock: Clock) -> None:
         doing("training step 5")
         me._give()
         ranks.give(replace(ranks.signs[1], doing="training step 4"))
@@ -202,6 +202,6 @@ class TestWhatIsDone:
         other.leave("")
 
 
-def test_one_process_has_no_peers() -> None:
+def test_single_process_has_no_peers() -> None:
     peers.meet(rank=0, num_ranks=1)
     assert peers.explanation(RuntimeError("Connection closed by peer")) is None

@@ -38,7 +38,7 @@ def test_each_stage_needs_less_than_the_one_before() -> None:
     assert planned_with(3).peak.total_bytes < needed[3]
 
 
-def test_an_engine_on_the_learners_gpu_is_planned_for() -> None:
+def test_engine_on_the_learners_gpu_is_planned_for() -> None:
     words = ["grpo", "--model_name_or_path", "Qwen/Qwen3-0.6B", "--vllm_kv_cache_mib", "1024"]
     one, two = (
         plan_of(parse_request([*words, "--backend", "deepspeed", "--num_learners_per_node", "1", *more]).setting)
@@ -53,7 +53,7 @@ def test_an_engine_on_the_learners_gpu_is_planned_for() -> None:
     assert "engine" not in said("headline", one)[0] and "1 engine of 1 GPU" in said("headline", two)[0]
 
 
-def test_of_a_frozen_model_nothing_is_shared_but_under_stage_3() -> None:
+def test_frozen_model_is_sharded_under_stage_3_only() -> None:
     """Below it every rank has all of it in bfloat16, and a part of the adapters' 16 bytes and more."""
     in_stages = [dict(planned_with(stage, "--use_lora").peak.parts)["parameters"] for stage in (1, 2, 3)]
     shape = planned_with(2, "--use_lora").setting.shape
@@ -122,14 +122,14 @@ def test_all_stages_are_ranked_and_shown() -> None:
     assert [row["sharing"] for row in as_record(plan, advice)["layouts"]].count("2 1 -") == 1
 
 
-def test_a_faster_stage_is_named_where_it_fits() -> None:
+def test_faster_stage_is_named_where_it_fits() -> None:
     """Stage 2 reduces whole gradients after every microbatch, stage 1 once."""
     slow = ["--cross_node_gb_s", "1", "--gradient_accumulation_steps", "8"]
     faster = Advice(planned_with(2, *slow, gpus="8 8")).faster
     assert faster is not None and faster.text == "--deepspeed_stage 1"
 
 
-def test_a_run_says_its_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_run_says_its_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
     model = write_tiny_model(tmp_path / "model", family="olmo2", size="tiny")
     words = ["--model_name_or_path", str(model), "--backend", "deepspeed", "--deepspeed_stage", "3", "--adam_offload"]
     words += ["--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
@@ -141,7 +141,7 @@ def test_a_run_says_its_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
     assert "the run cannot fit" in refused.warning
 
 
-def test_it_asks_the_machine_once_how_many_devices_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_counts_devices_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at every bucket of gradients: a CPU is asked through a program."""
     from open_instruct.learner.deepspeed.library import deepspeed
 
@@ -156,7 +156,7 @@ def test_it_asks_the_machine_once_how_many_devices_there_are(monkeypatch: pytest
     assert accelerator.device_count() == num_devices >= 1
 
 
-def test_what_it_takes_from_deepspeed_is_its_own() -> None:
+def test_constants_of_the_plan_are_those_of_deepspeed() -> None:
     from open_instruct.learner.deepspeed.library import deepspeed
 
     theirs = deepspeed.runtime.zero.config.DeepSpeedZeroConfig()

@@ -73,13 +73,13 @@ def test_gradients_are_the_same_bit_by_bit(offloaded: Any, inputs: InputsOnHost)
     assert len(inputs._free) == SIZE["num_hidden_layers"]
 
 
-def test_nothing_is_kept_where_no_backward_follows(offloaded: Any, inputs: InputsOnHost) -> None:
+def test_inputs_are_not_kept_without_a_backward_pass(offloaded: Any, inputs: InputsOnHost) -> None:
     with torch.no_grad():
         loss_of(offloaded, 40)
     assert not inputs._kept and not inputs._free
 
 
-def test_a_pass_that_was_given_up_changes_nothing(offloaded: Any) -> None:
+def test_pass_that_was_given_up_changes_nothing(offloaded: Any) -> None:
     """Its inputs are still there when the next one's are asked for."""
     loss_of(offloaded, 40)
     with pytest.raises(RuntimeError), torch.no_grad():
@@ -91,7 +91,7 @@ def test_a_pass_that_was_given_up_changes_nothing(offloaded: Any) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_what_is_kept_where_is_as_planned(offloaded: Any, inputs: InputsOnHost) -> None:
+def test_inputs_on_host_are_as_planned(offloaded: Any, inputs: InputsOnHost) -> None:
     num_tokens = 40
     shape = shape_of_fields(HF_CONFIG.to_dict(), name="tiny", where="config.json")
     layout = resolve_layout([1], single_device=True)
@@ -119,7 +119,7 @@ def test_what_is_kept_where_is_as_planned(offloaded: Any, inputs: InputsOnHost) 
     assert not any(Moments(shape, layout, replace(workload, on_cuda=False)).on_host().values())
 
 
-def test_without_cuda_blocks_are_recomputed_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_recomputed_with_a_message_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = MemorySection(activation_checkpointing="offload")
     model = build_model(HF_CONFIG)
     for device in (CPU, torch.device("cuda")):

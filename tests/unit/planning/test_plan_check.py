@@ -68,7 +68,7 @@ def test_processes_of_a_node_share_its_memory(start: Start) -> None:
     assert said.startswith("plan: needs ") and " of 32.0 GiB for each process of a node (most in: " in said
 
 
-def test_a_run_that_surely_cannot_fit_is_refused_unless_told_to(start: Start) -> None:
+def test_run_that_surely_cannot_fit_is_refused_unless_told_to(start: Start) -> None:
     words = ["--fsdp_shard_degree", "1"]
     with pytest.raises(InputError, match=r"states alone need 17\.0 GiB.*smallest change that fits: .*--no_plan_check"):
         start(64, (4,), *words)
@@ -76,7 +76,7 @@ def test_a_run_that_surely_cannot_fit_is_refused_unless_told_to(start: Start) ->
     assert "plan: needs" in said and "warning: the run cannot fit" in said
 
 
-def test_a_plan_that_does_not_fit_is_said_in_colour_with_the_change_that_fits(
+def test_plan_that_does_not_fit_is_said_in_colour_with_the_change_that_fits(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -91,13 +91,13 @@ def test_a_plan_that_does_not_fit_is_said_in_colour_with_the_change_that_fits(
 
 
 @pytest.mark.parametrize("text", ["no json", '{"model_type": "gpt2"}', json.dumps(FIELDS | {"vocab_size": "x"})])
-def test_a_model_that_cannot_be_read_has_no_plan_and_runs_all_the_same(folder: Path, text: str) -> None:
+def test_model_that_cannot_be_read_has_no_plan_and_runs_all_the_same(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     verdict = checked(folder, memory_gib=0.001)
     assert verdict.line.startswith("plan: none (InputError: ") and not verdict.warning
 
 
-def test_so_has_one_whose_layers_differ(folder: Path) -> None:
+def test_model_with_differing_layers_has_no_plan_and_runs(folder: Path) -> None:
     """The memory of one block is taken for that of all."""
     words = ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules"]
     verdict = checked(folder, *words, "blocks.0.feed_forward", memory_gib=80)
@@ -128,7 +128,7 @@ class TestCheckpointing:
         self.memory, self.optim = chosen.memory, chosen.optim
         return self.memory.activation_checkpointing
 
-    def test_the_plan_decides(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_plan_decides(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.chosen(folder, 140) == "none"
         assert "--activation_checkpointing" not in capsys.readouterr().out
         assert self.chosen(folder, 36) == "selected_modules"
@@ -151,7 +151,7 @@ class TestCheckpointing:
         assert self.chosen(folder, 24) == "full"
         assert [each.checkpointing for each in made] == ["none", "full", *["selected_modules"] * 3]
 
-    def test_a_microbatch_is_cut_and_the_batch_stays(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_microbatch_is_cut_and_the_batch_stays(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         rows = ("--per_device_train_batch_size", "8", "--max_seq_length", "2048", "--gradient_accumulation_steps", "2")
         self.chosen(folder, 24, *rows)
         now, more = self.optim.per_device_train_batch_size, self.optim.gradient_accumulation_steps
@@ -163,13 +163,13 @@ class TestCheckpointing:
         assert self.chosen(folder, 8, *rows) == "full"
         assert (self.optim.per_device_train_batch_size, self.optim.gradient_accumulation_steps) == (1, 16)
 
-    def test_what_was_said_is_done(self, folder: Path) -> None:
+    def test_changes_of_the_plan_are_applied(self, folder: Path) -> None:
         for said in ("none", "selected_modules", "full", "offload"):
             assert self.chosen(folder, 24, "--activation_checkpointing", said) == said
         assert self.chosen(folder, 24, "--activation_memory_budget", "0.5") == "none"
         assert self.chosen(folder, 24, on_cuda=False) == "none"
 
-    def test_a_run_without_a_plan_keeps_everything(self, folder: Path) -> None:
+    def test_run_without_a_plan_keeps_everything(self, folder: Path) -> None:
         assert self.chosen(folder / "gone", 24) == "none"
 
 
@@ -185,7 +185,7 @@ class TestLauncher:
         required = ["--model_name_or_path", str(folder), "--dataset_mixer_list", "rows.jsonl", "1.0"]
         return parse(GRPOConfig, [*required, "--output_dir", str(folder), *words])
 
-    def test_this_machine(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_plan_knows_this_machine(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         config = self.config(folder, "--num_learners_per_node", "2", "2")
         directory = RunDirectory(path=tmp_path)
         _planned(config, folder, Console(speaks=True), directory)
@@ -197,7 +197,7 @@ class TestLauncher:
         with pytest.raises(InputError, match="the run cannot fit"):
             _planned(too_many, folder, Console(speaks=True), directory)
 
-    def test_another_cluster(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_plan_knows_another_cluster(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         config = self.config(folder, "--num_learners_per_node", *"1111", "--ray_address", "auto")
         _planned(config, folder, Console(speaks=True), RunDirectory(path=tmp_path))
         assert not RunDirectory(path=tmp_path).plan.exists()

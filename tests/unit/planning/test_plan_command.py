@@ -81,7 +81,7 @@ class TestRequest:
         """Flags of the data and the output folder need not be given."""
         assert requested("sft", *OLMO_7B, *words).setting.gpus_per_node == nodes
 
-    def test_the_file_of_a_run(self) -> None:
+    def test_file_of_a_run(self) -> None:
         file = str(REPOSITORY / "configs" / "dpo" / "olmo2_32b_32gpu_tp.yaml")
         plan = planned("dpo", file, "--gpus_per_node", "4x8", "--max_seq_length", "2048")
         assert (plan.layout.shard_degree, plan.layout.tensor_parallel_degree) == (8, 2)
@@ -168,13 +168,13 @@ class TestExperts:
             ("--float8_linears tensorwise", "--float8_linears: experts multiply in --param_dtype alone"),
         ],
     )
-    def test_what_cannot_train_them_is_refused(self, flags: str, words: str) -> None:
+    def test_settings_that_cannot_train_experts_are_refused(self, flags: str, words: str) -> None:
         with pytest.raises(InputError, match=words):
             planned(*EXPERTS_30B, *flags.split())
         planned(*DPO_7B, *flags.split())
 
     @pytest.mark.parametrize("flags", ["--no_packing", "--context_parallel_degree 2"])
-    def test_so_is_what_their_loss_of_balance_cannot_go_with(self, tmp_path: Path, flags: str) -> None:
+    def test_settings_without_balance_loss_are_refused(self, tmp_path: Path, flags: str) -> None:
         for balances in (True, False):
             fields = QWEN3_30B_A3B | {"output_router_logits": balances}
             (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -184,7 +184,7 @@ class TestExperts:
 
 
 class TestPlan:
-    def test_it_is_made_of_the_runs_own_layout_and_workload(self) -> None:
+    def test_plan_has_the_layout_and_workload_of_the_run(self) -> None:
         plan = planned(*DPO_7B, *FULL)
         assert (plan.layout.shard_degree, plan.layout.num_replicas) == (8, 2)
         assert plan.phases == memory_by_phase(Moments(plan.setting.shape, plan.layout, plan.workload))
@@ -209,7 +209,7 @@ class TestPlan:
 
 
 class TestSharedPrompts:
-    def test_a_pair(self) -> None:
+    def test_pair(self) -> None:
         """8 pairs of 2 x 2048 tokens, prompts of 1025: a prompt's last token is computed for each reply."""
         run = [*DPO_7B, *KEEPS_ALL]
         whole, shared = planned(*run), planned(*run, "--shared_prompt_tokens", "1025")
@@ -220,7 +220,7 @@ class TestSharedPrompts:
         assert shared.peak.total_bytes < 0.85 * whole.peak.total_bytes
         assert "24,576 tokens in a row stand for 32,768" in " ".join(page(shared).split())
 
-    def test_a_group_needs_fewer_microbatches(self) -> None:
+    def test_group_needs_fewer_microbatches(self) -> None:
         """16 prompts x 4 completions on 2 learners: 32 of 512 tokens each, 8 to a row of 4096, shared 12."""
         assert planned(*GRPO_7B, "2").workload.num_microbatches == 4
         shared = planned(*GRPO_7B, "2", "--shared_prompt_tokens", "256").workload
@@ -230,7 +230,7 @@ class TestSharedPrompts:
         assert shared.tokens_per_microbatch == 3 * 255 + 11 * 257 < shared.pack_tokens == 4096
         assert shared.row_tokens_per_microbatch == 11 * 512
 
-    def test_what_a_row_leaves_empty_takes_memory_and_no_time(self) -> None:
+    def test_padding_of_a_row_takes_memory_and_no_time(self) -> None:
         """Sequences of 512 tokens: a pack of 1,000 holds one of them, and shorter ones fill it."""
         exact, loose = (planned(*GRPO_7B, "2", "--pack_length", length) for length in ("512", "1000"))
         assert loose.time == exact.time and loose.exchanges == exact.exchanges
@@ -251,7 +251,7 @@ class TestRanking:
         assert len(ranked) == 15
         assert triples == {triple for triple in product(powers, repeat=3) if prod(triple) == 16}
 
-    def test_those_that_fit_come_first_by_speed(self) -> None:
+    def test_layouts_that_fit_are_ranked_first_by_speed(self) -> None:
         ranked = Advice(planned(*DPO_7B, *FULL, "--gpu", "memory_gib=40")).ranked
         fits = [plan.fits for plan in ranked]
         assert fits == sorted(fits, reverse=True) and 0 < sum(fits) < len(fits)
@@ -313,13 +313,13 @@ class TestPage:
             assert [line for line in text.splitlines() if len(line) > 96] == []
             assert ESCAPE not in text
 
-    def test_a_terminal_gets_colours(self) -> None:
+    def test_terminal_gets_colours(self) -> None:
         plan = planned(*DPO_7B, *FULL)
         coloured = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
         print_plan(plan, Advice(plan), coloured)
         assert ESCAPE in coloured.file.getvalue()  # type: ignore[attr-defined]
 
-    def test_without_box_characters(self) -> None:
+    def test_page_is_ascii_when_the_encoding_is(self) -> None:
         page(planned(*DPO_7B, *FULL), encoding="ascii").encode("ascii")
 
     def test_rows_are_few_and_no_exchange_is_lost(self) -> None:
@@ -359,7 +359,7 @@ class TestPage:
             ),
         ],
     )
-    def test_what_is_said_of_some(self, words: list[str], parts: list[str]) -> None:
+    def test_page_names_groups_and_devices(self, words: list[str], parts: list[str]) -> None:
         text = " ".join(page(planned(*words)).split())
         assert all(part in text for part in parts)
 
@@ -383,7 +383,7 @@ class _Tags(HTMLParser):
 
 
 class TestHtml:
-    def test_one_file_that_stands_alone(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_html_page_stands_alone(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file = tmp_path / "plan.html"
         assert main(["plan", *DPO_7B, "--html", str(file)]) == 0
         assert "Memory of one GPU" in capsys.readouterr().out
@@ -418,7 +418,7 @@ class TestHtml:
         assert "&lt;b&gt;&amp;me" in text and "<b>&me" not in text
 
 
-def test_what_auto_takes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_choice_of_auto_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     sentence, one_row = "--activation_checkpointing auto takes full", [*ONE_PAIR, "--max_seq_length", "16384"]
     assert main(["plan", *DPO_7B, *one_row]) == 0
     assert sentence in " ".join(capsys.readouterr().out.split())
@@ -486,7 +486,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"--{name} " in text
 
 
-def test_neither_torch_nor_deepspeed_is_loaded() -> None:
+def test_plan_loads_neither_torch_nor_deepspeed() -> None:
     program = (
         f"import sys; from open_instruct.cli import main; words = ['plan', *{DPO_7B!r}]; "
         "code = main(words) or main([*words, '--backend', 'deepspeed', '--deepspeed_stage', '3']); "
@@ -501,7 +501,7 @@ DOCUMENTED = re.findall(r"```console\n\$ open-instruct plan (.*?)\n(.*?)```", DO
 
 
 @pytest.mark.parametrize(("words", "output"), DOCUMENTED)
-def test_the_page_shows_what_the_command_prints(
+def test_page_shows_what_the_command_prints(
     words: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(DOCUMENTED) >= 2

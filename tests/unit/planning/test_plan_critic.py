@@ -27,7 +27,7 @@ def parts(plan: Plan, phase: str) -> dict[str, int]:
 @pytest.mark.parametrize(
     "backend", ["", STAGE + "0 --param_dtype float32", *(STAGE + stage for stage in "123"), STAGE + "2 --adam_offload"]
 )
-def test_the_policy_needs_what_it_needs_alone_and_the_critic_at_rest(backend: str) -> None:
+def test_policy_needs_what_it_needs_alone_and_the_critic_at_rest(backend: str) -> None:
     alone, both = planned(RUN + backend), planned(RUN + GAE + backend)
     assert [phase.name for phase in both.phases if phase.name != CRITIC] == [phase.name for phase in alone.phases]
     for phase in alone.phases:
@@ -40,7 +40,7 @@ def test_the_policy_needs_what_it_needs_alone_and_the_critic_at_rest(backend: st
 
 
 @pytest.mark.parametrize("backend", ["", STAGE + "2", STAGE + "3"])
-def test_the_critic_needs_what_a_model_that_scores_does(backend: str) -> None:
+def test_critic_needs_what_a_model_that_scores_does(backend: str) -> None:
     """It is planned as a run of its own, to which all else on the GPU is added."""
     plan = planned(RUN + GAE + backend)
     work, shape = plan.workload.of_critic, plan.workload.critic.shape  # type: ignore[union-attr]
@@ -58,7 +58,7 @@ def test_the_critic_needs_what_a_model_that_scores_does(backend: str) -> None:
     assert policy_bytes >= kept["parameters"] + kept["optimizer states"]
 
 
-def test_without_gradients_a_model_at_rest_has_twelve_bytes_for_each_weight() -> None:
+def test_resting_model_has_twelve_bytes_a_weight() -> None:
     """FSDP2 frees gradients at the end of a step: float32 weights and two moments of them stay, and RoPE's table."""
     plan = planned(RUN + GAE)
     rope = 2 * 4 * 8192 * 128
@@ -85,7 +85,7 @@ def _num_syncs(plan: Plan) -> int:
     return sum(exchange.axis == "sync" for exchange in plan.exchanges)
 
 
-def test_another_critic_and_no_adapters_on_it() -> None:
+def test_other_critic_has_no_adapters() -> None:
     plan = planned(RUN + GAE + " --critic_model_name_or_path allenai/OLMo-2-0425-1B --use_lora")
     shape = plan.workload.critic.shape  # type: ignore[union-attr]
     assert shape == replace(model_shape("allenai/OLMo-2-0425-1B"), scores=True, is_tied=False)
@@ -93,7 +93,7 @@ def test_another_critic_and_no_adapters_on_it() -> None:
     assert plan.setting.shape.adapters is not None
 
 
-def test_what_both_models_need_at_least_is_in_the_check_of_a_start() -> None:
+def test_check_at_start_counts_both_models() -> None:
     alone, both = planned(RUN), planned(RUN + GAE)
     assert both.state_bytes == pytest.approx(2 * alone.state_bytes, rel=0.07)
 

@@ -52,7 +52,7 @@ def planned(*words: str) -> Plan:
     return plan_of(parse_request(words).setting)
 
 
-def test_its_documents_prompts_and_reference_are_counted() -> None:
+def test_new_objective_is_planned_with_documents_prompts_and_reference() -> None:
     plain = planned("made_up", *RUN).workload
     assert (plain.algorithm, plain.tokens_per_microbatch, plain.rows.per_group) == ("made_up", 12288, 3)
     assert plain.reference_pass_tokens == 0
@@ -61,13 +61,13 @@ def test_its_documents_prompts_and_reference_are_counted() -> None:
     assert pulled.tokens_per_microbatch == 2 * (1024 + 3 * 1024) == pulled.reference_pass_tokens
 
 
-def test_it_needs_what_a_known_one_of_as_many_tokens_does() -> None:
+def test_new_objective_needs_what_a_known_one_of_equal_tokens_needs() -> None:
     mine = planned("made_up", *RUN)
     known = planned("dpo", *RUN[:-1], "3", "--loss_type", "simpo")
     assert mine.phases == known.phases and mine.exchanges == known.exchanges
 
 
-def test_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_objective_is_named_by_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "made_up", *RUN]) == 0
     assert capsys.readouterr().out.startswith("MADE_UP of allenai/OLMo-2-1124-7B (7.3B parameters) on 1 node of 8 GPUs")
     assert main(["plan", "--help"]) == 0

@@ -42,14 +42,14 @@ def planned(*words: str) -> Plan:
     ],
     ids=str,
 )
-def test_what_auto_takes(flags: list[str], same_host: bool, takes: str) -> None:
+def test_weight_sync_auto_chooses_by_dtype_and_distance(flags: list[str], same_host: bool, takes: str) -> None:
     assert parse(GRPOConfig, [*GRPO, *DATA, *flags]).choose_sync(same_host=same_host)[0] == takes
 
 
 @pytest.mark.parametrize(
     ("words", "takes"), [(NODES, "delta"), (IN_A_NODE, "dense"), (["--single_gpu_mode"], "dense")], ids=str
 )
-def test_a_plan_knows_what_auto_takes(words: list[str], takes: str) -> None:
+def test_plan_knows_what_auto_takes(words: list[str], takes: str) -> None:
     plan = planned(*words)
     assert plan.workload.sync_choice[0] == takes
     assert (SENT in dict(plan.host.parts)) == (takes == "delta")
@@ -90,18 +90,18 @@ def test_seconds_are_the_longer_of_comparing_and_travelling() -> None:
     assert len({cost.seconds for cost in fast[1:]}) == 1
 
 
-def test_a_plan_says_where_all_weights_take_no_longer() -> None:
+def test_plan_says_where_all_weights_take_no_longer() -> None:
     remedy = "--weight_sync dense"
     assert remedy in said("weight_sync", planned(*NODES))[-1]
     assert remedy not in " ".join(said("weight_sync", planned(*NODES, "--cross_node_gb_s", "0.5")))
 
 
-def test_a_plan_knows_no_seconds_of_a_folder() -> None:
+def test_plan_knows_no_seconds_of_a_folder() -> None:
     plan = planned(*NODES, "--weight_sync_backend", "files")
     assert plan.workload.num_engines and plan.syncs == ()
 
 
-def test_without_a_gpu_the_copy_is_in_the_memory_that_is_planned() -> None:
+def test_sent_copy_is_in_planned_memory_without_a_gpu() -> None:
     plan = planned(*NODES)
 
     def held(takes: str) -> int:

@@ -110,9 +110,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize("recomputed", [(), (FEED_FORWARD,), ("blocks.*.attention", NORMS), DEFAULT_MODULES])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("family", ["olmo2", "qwen3", "llama"])
-def test_a_block_is_what_it_really_keeps_and_needs(
-    family: Any, dtype: torch.dtype, recomputed: tuple[str, ...]
-) -> None:
+def test_block_is_what_it_really_keeps_and_needs(family: Any, dtype: torch.dtype, recomputed: tuple[str, ...]) -> None:
     compare_block(family, dtype, recomputed)
 
 
@@ -139,7 +137,7 @@ def test_a_block_is_what_it_really_keeps_and_needs(
         ("qwen3_moe", BFLOAT16, (), {}),
     ],
 )
-def test_so_is_another_block(
+def test_other_block_is_what_it_keeps_and_needs(
     family: Any, dtype: torch.dtype, recomputed: tuple[str, ...], adapters: dict[str, Any] | None
 ) -> None:
     lora = None if adapters is None else LoRASection(use_lora=True, lora_r=24, **adapters)
@@ -161,7 +159,7 @@ def test_blocks_of_a_model_that_remembers(family: Any, dtype: torch.dtype, recom
 
 
 @pytest.mark.parametrize(("dtype", "recomputed"), [(FLOAT32, ()), (BFLOAT16, ()), (BFLOAT16, (FEED_FORWARD,))])
-def test_so_is_a_block_whose_experts_are_split(
+def test_block_with_split_experts_is_what_it_keeps_and_needs(
     dtype: torch.dtype, recomputed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where as many rows arrive as are sent."""
@@ -257,7 +255,7 @@ def compare_block(
         ("bfloat16", 64 * 512 * 4, LoRASection(use_lora=True)),
     ],
 )
-def test_the_passes_of_a_whole_model(
+def test_passes_of_a_whole_model(
     dtype: Any, max_logits_bytes: int, lora: LoRASection | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without FSDP, and with logits in one piece or in chunks of 64 positions; in bfloat16 a copy runs the passes."""
@@ -336,7 +334,7 @@ def test_the_passes_of_a_whole_model(
     ],
     ids=lambda case: case.name,
 )
-def test_a_step_is_what_pytorch_tracks(case: Case) -> None:
+def test_step_is_what_pytorch_tracks(case: Case) -> None:
     """In a process of its own, since a process has one fake process group."""
     process = Forked(print_tracked, case)
     said, _ = process.communicate(timeout=600)
@@ -369,7 +367,7 @@ def test_keys_are_gathered_as_the_row_has_them(prefixes: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw_8bit"])
-def test_a_step_needs_what_it_really_does(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_needs_what_it_really_does(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a rank orthogonalises the largest matrix, or steps chunk by chunk; the first step makes the moments."""
     monkeypatch.setattr(eight_bit, "CHUNK_VALUES", chunk := 2**14)
     monkeypatch.setattr("open_instruct.planning.memory.state.CHUNK_BYTES", 6 * 4 * chunk)
@@ -421,7 +419,7 @@ def test_phases_are_those_of_the_run() -> None:
     assert 0.9 < in_buckets / (2 * (256 << 20) / 8) <= 1
 
 
-def test_an_adapter_that_travels_alone_is_scaled_and_fits_into_one_bucket() -> None:
+def test_adapter_that_travels_alone_is_scaled_and_fits_into_one_bucket() -> None:
     shape = adapted(model_shape("Qwen/Qwen3-8B"), LoRASection(use_lora=True, lora_r=16))
     merged, alone = (phases_of(shape, LAYOUT, replace(GRPO, sends_adapter=is_alone)) for is_alone in (False, True))
     # Rank 0's eighth of each: of float32 ones scaled ones, and bfloat16 ones in each of two buckets.
@@ -432,7 +430,7 @@ def test_an_adapter_that_travels_alone_is_scaled_and_fits_into_one_bucket() -> N
     assert merged["weight sync"]["temporaries"] == merged["export"]["temporaries"] == alone["export"]["temporaries"]
 
 
-def test_an_engine_on_the_same_device_is_counted() -> None:
+def test_engine_on_the_same_device_is_counted() -> None:
     shape = model_shape("Qwen/Qwen3-0.6B")
     shared = replace(GRPO, num_engines=1, sync_backend="ipc", shares_device=True, kv_cache_bytes=1 << 30)
     for name, parts in phases_of(shape, ALONE, shared).items():
@@ -449,7 +447,7 @@ def test_an_engine_on_the_same_device_is_counted() -> None:
         (resolve_layout([4]), False, 12 / 4),
     ],
 )
-def test_the_copy_that_checkpoints_are_written_from_is_where_they_are_written(
+def test_copy_that_checkpoints_are_written_from_is_where_they_are_written(
     layout: ShardLayout, moves: bool, bytes_a_parameter: float
 ) -> None:
     """On a GPU it is the host's; elsewhere it is in the plan once there has been a checkpoint."""

@@ -39,7 +39,7 @@ def test_attention_backwards(heads: tuple[int, int], dim: int, num_documents: in
     ("num_members", "num_in_node", "num_bytes"),
     [(1, 1, 0), (2, 2, RING), (8, 8, RING + 8 * SHARP), (16, 8, RING + 8 * SHARP), (16, 1, RING)],
 )
-def test_a_communicator(num_members: int, num_in_node: int, num_bytes: int) -> None:
+def test_communicator(num_members: int, num_in_node: int, num_bytes: int) -> None:
     assert communicator_bytes(num_members, num_in_node) == num_bytes
 
 
@@ -61,7 +61,7 @@ def test_libraries(nodes: list[int], degrees: dict[str, int], num_bytes: int) ->
     assert library_bytes(layout, sends_weights=True) == HALF_A_GIB + num_bytes + RING
 
 
-def test_a_kernel_needs_its_memory_while_it_makes_a_gradient() -> None:
+def test_kernel_needs_its_memory_while_it_makes_a_gradient() -> None:
     tape = Tape(Tensor(10, kind="source"))
     output = tape.run(10, tape.source, gradients=[Gradient(of=tape.source, num_bytes=10, kernel_bytes=1000)])
     profile = tape.profile(output)
@@ -76,7 +76,7 @@ def parts_of(*, on_cuda: bool) -> dict[str, dict[str, int]]:
     return {phase.name: dict(phase.parts) for phase in plan.phases}
 
 
-def test_a_plan_counts_it_on_cuda_alone() -> None:
+def test_plan_counts_it_on_cuda_alone() -> None:
     on_cuda, on_cpu = parts_of(on_cuda=True), parts_of(on_cuda=False)
     assert all(parts[SCRATCH] >= 64 * MIB and parts[CUDA] > HALF_A_GIB for parts in on_cuda.values())
     assert not any({SCRATCH, CUDA} & parts.keys() for parts in on_cpu.values())

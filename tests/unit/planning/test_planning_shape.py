@@ -75,7 +75,7 @@ def test_every_public_name_finds_itself() -> None:
     assert [model_shape(name).name for name in public_models()] == list(public_models())
 
 
-def test_an_unknown_name_gets_near_ones() -> None:
+def test_unknown_name_gets_near_ones() -> None:
     with refused("bad_model", None, "allenai/Olmo-3-1025-7B"):
         model_shape("allenai/Olmo-3-8B")
 
@@ -98,7 +98,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return file
 
 
-def test_a_folder_and_its_config_are_the_same_model(tmp_path: Path) -> None:
+def test_folder_and_its_config_are_the_same_model(tmp_path: Path) -> None:
     file = write_config(tmp_path)
     shape = model_shape(str(file))
     assert shape == model_shape(str(tmp_path))
@@ -140,9 +140,7 @@ PARTLY = {"rope_theta": 1e4, "partial_rotary_factor": "half"}
         ),
     ],
 )
-def test_a_config_that_is_no_shape_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: tuple[Any, ...]
-) -> None:
+def test_config_that_is_no_shape_is_refused(tmp_path: Path, changes: dict[str, Any], message: tuple[Any, ...]) -> None:
     with refused(*message):
         model_shape(str(write_config(tmp_path, **changes)))
 
@@ -155,7 +153,7 @@ def test_a_config_that_is_no_shape_is_refused(
         ("[]", ("unreadable_file", None, "JSON list")),
     ],
 )
-def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None, message: tuple[Any, ...]) -> None:
+def test_config_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None, message: tuple[Any, ...]) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with refused(*message):
@@ -212,7 +210,7 @@ def test_workload_of_streams() -> None:
     assert workload.records_entropy and workload.num_values == 2
 
 
-def test_an_engine_that_shares_the_learners_gpu_takes_its_part() -> None:
+def test_engine_that_shares_the_learners_gpu_takes_its_part() -> None:
     """A share of the GPU, or a cache of a given size with what the engine's steps take."""
 
     def beside_weights(*flags: str, on_cuda: bool = True) -> int:

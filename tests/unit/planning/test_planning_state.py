@@ -187,7 +187,7 @@ LORAS = {
         ("qwen3", True, "24 tensor 2", "all"),
     ],
 )
-def test_of_a_frozen_model_it_is_adapters_that_have_states(
+def test_frozen_model_has_states_for_adapters_only(
     join_as: JoinAs, family: str, is_tied: bool, layout_name: str, name: str
 ) -> None:
     layout, hf_config, (lora, adapters) = LAYOUTS[layout_name], config_of(family, is_tied), LORAS[name]
@@ -202,7 +202,7 @@ def test_of_a_frozen_model_it_is_adapters_that_have_states(
 
 @pytest.mark.parametrize("family", ["qwen2", "olmo_hybrid", "qwen3_5_text"])
 @pytest.mark.parametrize("layout_name", ["1", "8 as 2 replicas", "24"])
-def test_a_frozen_model_in_4_bits(join_as: JoinAs, layout_name: str, family: str) -> None:
+def test_frozen_model_in_4_bits(join_as: JoinAs, layout_name: str, family: str) -> None:
     """Some of its matrices have adapters, and the blocks are in 4 bits; 24 ranks have uneven parts."""
     layout, (lora, adapters) = LAYOUTS[layout_name], LORAS["some"]
     hf_config = config_of(family, False, {**UNEVEN, "hidden_size": 192, "intermediate_size": 320})
@@ -215,7 +215,7 @@ def test_a_frozen_model_in_4_bits(join_as: JoinAs, layout_name: str, family: str
         assert held[0] < state_bytes(shape_of(hf_config, adapters), layout, WORKLOAD, rank=rank)[0]
 
 
-def test_a_frozen_model_beside_is_what_it_holds(join_as: JoinAs) -> None:
+def test_frozen_model_beside_is_what_it_holds(join_as: JoinAs) -> None:
     """A reference policy, and a teacher of another config whose head's matrix is whole."""
     layout = LAYOUTS["24 tensor 2"]
     beside = {

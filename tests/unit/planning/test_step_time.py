@@ -56,7 +56,7 @@ def step_time(shape: ModelShape, layout: ShardLayout, workload: Workload, device
     return step_time_of(shape, layout, workload, device, exchanges=exchanges, mfu=mfu)
 
 
-def test_a_frozen_matrix_has_no_gradient_of_its_own() -> None:
+def test_frozen_matrix_has_no_gradient_of_its_own() -> None:
     """Adapters of rank 3 beside w_q of both layers: 3 x (4 + 4) numbers each."""
     frozen = replace(SHAPE, adapters=Adapters(rank=3, modules=("attention.w_q",)))
     of_adapters = 2 * 2 * 24 * 6
@@ -87,7 +87,7 @@ def test_groups_on_nodes() -> None:
     assert span_of(resolve_layout([2, 4], fsdp_shard_degree=6), "shard") == (6, True, 2)
 
 
-def test_a_group_on_two_nodes_uses_the_port_of_each_of_its_gpus() -> None:
+def test_group_on_two_nodes_uses_the_port_of_each_of_its_gpus() -> None:
     def speed(layout_flags: dict[str, int], axis: str) -> float:
         layout = resolve_layout([16, 16], **layout_flags)
         return gb_per_second(exchange_in(layout, axis, "", "all_gather", 32, 1), SLOW)  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def test_tensor_exchanges_are_waited_for() -> None:
     assert bound.step_s == bound.compute_s + bound.waiting_s
 
 
-def test_what_bounds() -> None:
+def test_step_time_names_what_bounds_it() -> None:
     def of(compute_s: float, in_node_s: float, cross_node_s: float) -> StepTime:
         return StepTime(compute_s=compute_s, in_node_s=in_node_s, cross_node_s=cross_node_s, waiting_s=0.0)
 
@@ -195,7 +195,7 @@ def test_what_bounds() -> None:
     assert (waiting.bound_by, waiting.step_s) == ("arithmetic", 4)
 
 
-def test_one_device_exchanges_nothing() -> None:
+def test_single_device_exchanges_nothing() -> None:
     assert traffic_per_step(SHAPE, ALONE, WORK) == ()
 
 

@@ -59,7 +59,7 @@ def ids_of(shown: Any, *, learned: tuple[bool, ...]) -> tuple[int, ...]:
     return tuple(token_id for token in shown.tokens if token.is_learned in learned for token_id in token.ids)
 
 
-def test_it_is_what_the_run_would_learn(model: Path, pairs: Path, tmp_path: Path) -> None:
+def test_preview_shows_what_the_run_would_learn(model: Path, pairs: Path, tmp_path: Path) -> None:
     shown = sample("dpo", model, pairs)
     load = partial(load_token_dataset, objective_named("dpo").rows, max_seq_length=2048, cache_dir=tmp_path)
     dataset, report = load_rows(load, pairs, "1.0", tokenizer=load_tokenizer(str(model)), template=None, seed=42)
@@ -78,7 +78,7 @@ def test_it_is_what_the_run_would_learn(model: Path, pairs: Path, tmp_path: Path
     assert shown.refusal is None
 
 
-def test_a_part_of_many_rows_and_what_is_cut(model: Path, pairs: Path) -> None:
+def test_part_of_many_rows_and_what_is_cut(model: Path, pairs: Path) -> None:
     shown = sample("reward_model", model, pairs, "--max_seq_length", "100", num_read=5)
     assert len(shown.lengths) == 10 and max(shown.lengths) == 100
     assert shown.limit_flag == "--max_seq_length 100"
@@ -142,7 +142,7 @@ def test_bad_rows_are_told_of_beside_the_good(model: Path, tmp_path: Path) -> No
         (["--tokenizer_name_or_path", "o/w", "--model_revision", "v2", "--tokenizer_revision", "v1"], ("o/w", "v1")),
     ],
 )
-def test_the_tokenizer_is_that_of_the_revision(
+def test_tokenizer_is_that_of_the_revision(
     pairs: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], asked: tuple[str, str | None]
 ) -> None:
     """Rows are looked for before."""
@@ -158,7 +158,7 @@ def test_the_tokenizer_is_that_of_the_revision(
         sample("dpo", Path("some/model"), pairs.with_name("gone.jsonl"), *words)
 
 
-def test_a_folder_has_no_revisions(model: Path, pairs: Path) -> None:
+def test_folder_has_no_revisions(model: Path, pairs: Path) -> None:
     with pytest.raises(InputError, match=r"--model_revision v2: .* is a folder, which has none; leave the flag out"):
         sample("dpo", model, pairs, "--model_revision", "v2")
     assert sample("dpo", model, pairs, "--model_revision", "main").rows
@@ -170,7 +170,7 @@ def printed(shown: Sample, **console: Any) -> str:
     return out.getvalue()
 
 
-def test_the_terminal_shows_what_is_learned(model: Path, pairs: Path) -> None:
+def test_terminal_shows_what_is_learned(model: Path, pairs: Path) -> None:
     shown = sample("dpo", model, pairs, num_shown=1)
     plain = printed(shown)
     assert "⟦nono" not in plain and "⟦no<|eos|>⟧" in plain and "second<|eos|>⟧" in plain
@@ -184,7 +184,7 @@ def test_the_terminal_shows_what_is_learned(model: Path, pairs: Path) -> None:
         assert "\x1b[31m" not in shown_so and "\x9b" not in shown_so and "\u202e" not in shown_so
 
 
-def test_a_note_steers_no_terminal(model: Path, tmp_path: Path) -> None:
+def test_note_steers_no_terminal(model: Path, tmp_path: Path) -> None:
     good = {"prompt": "2 + 3?", "ground_truth": "\x9b31m\u202e\ud800", "dataset": "gsm8k"}
     shown = sample("grpo", model, write_rows(tmp_path / "p.jsonl", good, {"\x9b31m\u202e": "?"}))
     assert '"\\x9b31m\\u202e' in printed(shown)
@@ -214,7 +214,7 @@ class Page(HTMLParser):
             self.marked += data
 
 
-def test_the_page_is_whole_and_runs_nothing(model: Path, pairs: Path) -> None:
+def test_page_is_whole_and_runs_nothing(model: Path, pairs: Path) -> None:
     page = Page(html_page(sample("dpo", model, pairs, num_shown=1), title="Rows"))
     assert page.open == []
     assert not {"script", "img", "link", "iframe"} & page.tags
@@ -232,7 +232,7 @@ def test_bars_count_every_document_once(lengths: list[int]) -> None:
         assert sum(first <= length < stop for length in lengths) == count
 
 
-def test_the_command_loads_no_torch(model: Path, pairs: Path, tmp_path: Path) -> None:
+def test_command_loads_no_torch(model: Path, pairs: Path, tmp_path: Path) -> None:
     """It writes the page, reads a hub copy, refuses what the run would refuse, and a run that there is not."""
     bad = write_rows(tmp_path / "bad.jsonl", {"prompt": "q", "chosen": "a", "rejected": "b"}, {"text": "x"})
     hub_copy = write_rows(tmp_path / "hub" / "train.jsonl", {"prompt": "q", "chosen": "of a hub copy", "rejected": "b"})

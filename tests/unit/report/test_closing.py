@@ -21,7 +21,7 @@ def finished(folder: Path, **architectures: Any) -> DPOConfig:
     return parse(DPOConfig, words)
 
 
-def test_it_has_what_was_learned_and_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_closing_names_results_and_next_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "out"
     config = finished(folder, architectures=["Olmo2ForCausalLM"])
     evaluations = [{"step": step, "eval/preference_accuracy": step / 4} for step in (0, 2)]
@@ -37,13 +37,13 @@ def test_it_has_what_was_learned_and_what_to_do_next(tmp_path: Path, capsys: pyt
     ]
 
 
-def test_a_judge_is_not_talked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_judge_is_not_talked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_results(finished(tmp_path / "out", architectures=["Olmo2ForSequenceClassification"]), took_s=7200)
     said = capsys.readouterr().out
     assert "time: 2.0 h" in said and "talk: " not in said
 
 
-def test_a_run_without_a_model_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_a_model_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = finished(tmp_path / "out")
     (tmp_path / "out" / "metrics.jsonl").unlink()
     print_results(config, took_s=1)

@@ -144,7 +144,7 @@ def page_of(*folders: Path, max_rollouts: int = 100) -> _Page:
 
 
 class TestPage:
-    def test_nothing_that_a_run_wrote_is_markup(self, run: Path) -> None:
+    def test_texts_of_a_run_are_escaped(self, run: Path) -> None:
         text = page.report_page([run], max_rollouts=100)
         assert "alert(1)</script>" not in text and "<img" not in text
         parsed = _Page(text)
@@ -154,7 +154,7 @@ class TestPage:
         assert [row["completion"] for row in rows[:3]] == [f"{EVIL} answer {index}" for index in range(3)]
         assert rows[0]["prompt"] == PROMPT
 
-    def test_one_script_can_run_and_nothing_is_fetched(self, run: Path) -> None:
+    def test_report_has_one_script_and_fetches_nothing(self, run: Path) -> None:
         parsed = page_of(run)
         scripts = [attributes for tag, attributes in parsed.tags if tag == "script"]
         assert [each for each in scripts if each.get("type") is None] == [{}]
@@ -212,7 +212,7 @@ class TestPage:
         assert list(differing_flags([a, b])) == [("beta", [None, 0.5])]
         assert list(differing_flags([a])) == []
 
-    def test_a_run_that_has_only_begun(self, tmp_path: Path) -> None:
+    def test_run_that_has_only_begun(self, tmp_path: Path) -> None:
         write_config(grpo_config(tmp_path), tmp_path / "config.yaml")
         words = " ".join(page_of(tmp_path).words)
         assert "No step was taken yet." in words and "the run left no plan" in " ".join(words.split()).lower()
@@ -265,7 +265,7 @@ class TestRollouts:
         assert read_rollouts(run, most=30)[1] == []
         assert read_rollouts(run, most=0) == (None, [])
 
-    def test_a_reward_that_is_no_number_is_none(self, run: Path) -> None:
+    def test_reward_that_is_no_number_is_none(self, run: Path) -> None:
         RunDirectory(path=run).write_evaluation({"step": 4, "samples": [{"reward": math.nan, "completion": "?"}]})
         assert json.loads(page_of(run).unpacked("text"))["rows"][-1]["reward"] is None
 
@@ -285,7 +285,7 @@ class TestRollouts:
 
 
 class TestHistograms:
-    def test_of_rollouts_and_ratios(self, run: Path) -> None:
+    def test_report_warns_of_rollouts_and_ratios(self, run: Path) -> None:
         titles = {each["title"].split(",")[0].split(":")[0]: each for each in shown_histograms(run)}
         lengths = titles["length of a completion"]
         assert lengths["labels"] == ["1", "2", "3"] and lengths["late"] == [pytest.approx(1 / 3, rel=1e-5)] * 3
@@ -345,12 +345,12 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 
 class TestHealth:
     @pytest.mark.parametrize("name", CASES)
-    def test_what_is_wrong_is_said_with_a_remedy(self, name: str) -> None:
+    def test_report_warns_with_a_remedy(self, name: str) -> None:
         columns, words = CASES[name]
         found = [finding for finding in said_of(rows_with(**columns)) if words in finding.text]
         assert len(found) == 1 and found[0].level != "good" and found[0].remedy
 
-    def test_of_a_good_run(self) -> None:
+    def test_report_of_a_good_run_has_no_warnings(self) -> None:
         good = {"loss": lambda step: 1 / step, "grad_norm": lambda step: 30 / step}
         assert [finding.level for finding in said_of(rows_with(**good))] == ["good"]
         of_grpo = said_of(rows_with(**good, reward=lambda step: step / 40))
@@ -404,12 +404,12 @@ class TestSeries:
         assert series["steps_in_a_point"] == 3 and series["step"][:2] == [3, 6] and series["step"][-1] == len(rows)
         assert series["columns"].keys() == {"loss"} and series["columns"]["loss"][:2] == [0.666667, 0.333333]
 
-    def test_what_is_no_number_is_a_gap(self) -> None:
+    def test_curve_has_gaps_for_values_that_are_no_numbers(self) -> None:
         rows = [{"step": 1, "a": 1 / 3, "b": True}, {"step": 2, "a": None}, {"step": 3, "a": math.inf}]
         assert series_of(rows)["columns"] == {"a": [0.333333, None, None]}
         assert series_of([]) == {"step": [], "columns": {}, "constants": {}, "steps_in_a_point": 1}
 
-    def test_what_never_moves_is_no_curve(self) -> None:
+    def test_constant_values_have_no_curve(self) -> None:
         rows = [{"step": step, "loss": 0.5, "z": step, "reward": step} for step in (1, 2)]
         series = series_of(rows)
         assert (series["constants"], list(series["columns"])) == ({"loss": 0.5}, ["reward", "z"])
@@ -417,7 +417,7 @@ class TestSeries:
 
 
 class TestCommand:
-    def test_it_writes_into_the_run_or_where_it_is_told(
+    def test_report_is_written_into_the_run_or_to_html(
         self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -439,7 +439,7 @@ class TestCommand:
             (["RUN", "--max_rollouts", "-1"], "--max_rollouts"),
         ],
     )
-    def test_what_cannot_be_is_refused(
+    def test_report_refuses_folders_without_a_run(
         self, words: list[str], said: str, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert main(["report", *(word.replace("RUN", str(run)) for word in words)]) == EXIT_INPUT
@@ -505,7 +505,7 @@ answers().then(said => console.log(JSON.stringify(said)));
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the page's script")
-def test_the_script_reads_what_the_page_has(run: Path) -> None:
+def test_script_reads_what_the_page_has(run: Path) -> None:
     parsed = page_of(run)
     script, num_starts = re.subn(r"\nstart\(\);\s*$", "\n", parsed.scripts.pop(None))
     assert num_starts == 1

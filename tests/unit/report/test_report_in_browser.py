@@ -78,7 +78,7 @@ def charts_of(tab: Tab) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
 class TestLooks:
-    def test_of_a_run_and_one_of_its_rollouts(
+    def test_page_of_a_run_shows_a_rollout(
         self, tab: Tab, run: Path, tmp_path: Path, width: int, scheme: Scheme
     ) -> None:
         opened(tab, tmp_path, report_page([run], max_rollouts=100), width=width, scheme=scheme)
@@ -98,18 +98,20 @@ class TestLooks:
         legends = tab.said('[...document.querySelectorAll("#sample .legend")].map(node => node.textContent)')
         assert legends[1] == "below 00above 0" and len(legends) == 3
 
-    def test_of_two_runs(self, tab: Tab, run: Path, other: Path, tmp_path: Path, width: int, scheme: Scheme) -> None:
+    def test_page_compares_two_runs(
+        self, tab: Tab, run: Path, other: Path, tmp_path: Path, width: int, scheme: Scheme
+    ) -> None:
         opened(tab, tmp_path, report_page([run, other], max_rollouts=9), width=width, scheme=scheme)
         check_fits(tab, width)
 
-    def test_of_a_plan(self, tab: Tab, tmp_path: Path, width: int, scheme: Scheme) -> None:
+    def test_page_shows_a_plan(self, tab: Tab, tmp_path: Path, width: int, scheme: Scheme) -> None:
         plan = test_plan_command.planned(*test_plan_command.DPO_7B)
         opened(tab, tmp_path, html_page(plan, Advice(plan)), width=width, scheme=scheme)
         check_fits(tab, width)
 
 
 class TestCurves:
-    def test_they_stand_in_groups_with_units_and_meanings(self, tab: Tab, other: Path, tmp_path: Path) -> None:
+    def test_curves_stand_in_groups_with_units_and_meanings(self, tab: Tab, other: Path, tmp_path: Path) -> None:
         opened(tab, tmp_path, report_page([other], max_rollouts=0), width=1200, height=4000)
         charts = charts_of(tab)
         groups = [chart["group"] for chart in charts.values()]

@@ -24,11 +24,11 @@ def levels_of(drawing: str) -> list[int]:
     return [sum(column) for column in zip_longest(*lines, fillvalue=0)]
 
 
-def test_the_example_in_the_docstring() -> None:
+def test_example_in_the_docstring() -> None:
     assert doctest.testmod(curves).failed == 0
 
 
-def test_a_straight_line_rises_evenly() -> None:
+def test_straight_line_rises_evenly() -> None:
     # Eight columns (after the label and " ┤") of eight levels.
     assert levels_of(draw_curve(list(map(float, range(8))), width=11, height=1)) == list(range(1, 9))
 
@@ -45,7 +45,7 @@ def test_largest_and_smallest_are_named_at_top_and_bottom() -> None:
     assert bottom.startswith(" 0.25 ┤")
 
 
-def test_a_flat_curve_is_a_level_line() -> None:
+def test_flat_curve_is_a_level_line() -> None:
     levels = levels_of(draw_curve([2.0] * 9, width=13, height=2))
     assert len(levels) == 13 - len("2 ┤") and len(set(levels)) == 1
 
@@ -55,7 +55,7 @@ def test_values_that_are_not_finite_leave_a_gap() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [math.nan], [math.inf, -math.inf]])
-def test_nothing_to_draw_says_so(values: list[float]) -> None:
+def test_terminal_curve_says_when_it_has_nothing_to_draw(values: list[float]) -> None:
     assert draw_curve(values, title="loss") == "loss\n(no values)"
 
 
@@ -65,7 +65,7 @@ def test_more_values_than_columns_are_averaged() -> None:
 
 
 @given(values=st.lists(NUMBERS, max_size=200), width=st.integers(20, 90), height=st.integers(1, 12))
-def test_it_fits_whatever_the_values(values: list[float], width: int, height: int) -> None:
+def test_terminal_curve_fits_for_any_values(values: list[float], width: int, height: int) -> None:
     lines = draw_curve(values, width=width, height=height, title="any").splitlines()
     assert all(len(line) <= width for line in lines)
     assert len(lines) == (height + 1 if any(map(math.isfinite, values)) else 2)

@@ -132,7 +132,7 @@ class TestComposition:
     @every_rule
     @settings(max_examples=8)
     @given(order=st.integers(0, 2**32), async_steps=st.integers(0, 3))
-    def test_it_is_that_of_the_plain_version(self, rules: tuple[str, ...], order: int, async_steps: int) -> None:
+    def test_order_is_that_of_the_plain_version(self, rules: tuple[str, ...], order: int, async_steps: int) -> None:
         if "--no_resampling_pass_rate" in rules:
             async_steps = 0  # tickets that are out already are still used, which the plain version has none of
         assert shuffled(order, async_steps, rules) == plainly(*rules)
@@ -140,19 +140,19 @@ class TestComposition:
     @pytest.mark.parametrize("rules", RULES[-2:], ids=" ".join)
     @settings(max_examples=6)
     @given(orders=st.tuples(st.integers(0, 2**32), st.integers(0, 2**32)), async_steps=st.integers(1, 3))
-    def test_which_completion_is_first_decides_nothing(
+    def test_order_does_not_depend_on_which_completion_is_first(
         self, rules: tuple[str, ...], orders: tuple[int, int], async_steps: int
     ) -> None:
         assert shuffled(orders[0], async_steps, rules) == shuffled(orders[1], async_steps, rules)
 
 
 class TestSeeds:
-    def test_they_are_those_of_every_python(self) -> None:
+    def test_seeds_are_those_of_every_python(self) -> None:
         # A checkpoint of today must ask with the same seeds tomorrow.
         assert sampling_seed(5, 41, 2) == 4878955774981050844
 
 
-def test_a_verifier_of_whole_groups_gets_all_completions_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifier_of_whole_groups_gets_all_completions_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[list[int]] = []
 
     def judge(reward: FakeReward, prompt: Prompt, completions: Sequence[Completion]) -> list[Verdict]:
@@ -172,7 +172,7 @@ def test_a_verifier_of_whole_groups_gets_all_completions_in_order(monkeypatch: p
 class TestResume:
     @every_rule
     @pytest.mark.parametrize("async_steps", [0, 2])
-    def test_at_any_step_goes_on_as_if_nothing_had_been(self, async_steps: int, rules: tuple[str, ...]) -> None:
+    def test_resumed_conductor_continues_at_any_step(self, async_steps: int, rules: tuple[str, ...]) -> None:
         words = ("--async_steps", f"{async_steps}", *rules)
         states, whole = [], []
         with conductor(*words) as (it, pool):
@@ -203,7 +203,7 @@ class TestResume:
 
 class TestInFlight:
     @pytest.mark.parametrize("async_steps", [0, 1, 2])
-    def test_the_next_step_goes_out_when_weights_are_published(self, async_steps: int) -> None:
+    def test_next_step_goes_out_when_weights_are_published(self, async_steps: int) -> None:
         size = NUM_PROMPTS * NUM_SAMPLES
         with conductor("--async_steps", f"{async_steps}", pool=FakePool()) as (it, pool):
             assert len(pool.requests) == (async_steps + 1) * size
@@ -229,7 +229,7 @@ class TestInFlight:
             # The oldest weights that may have made a token are exactly that old: the bound is no looser than it is.
             assert staleness == [min(step, async_steps) for step in range(7)]
 
-    def test_nothing_is_asked_for_steps_after_the_last(self) -> None:
+    def test_prompts_are_not_asked_for_steps_after_the_last(self) -> None:
         with conductor("--async_steps", "2", num_steps=4) as (it, pool):
             list(walk(it, pool, range(1, 5)))
             assert it.state_dict()["unconsumed"] == []
@@ -257,7 +257,7 @@ class TestInFlight:
 
 
 class TestSparePrompts:
-    def test_the_slowest_are_not_waited_for_and_given_up_before_they_are_stale(self) -> None:
+    def test_slowest_are_not_waited_for_and_given_up_before_they_are_stale(self) -> None:
         words = ("--num_spare_prompts", "2", "--async_steps", "0")
         with conductor(*words, pool=FakePool()) as (it, pool):
             asked = list(pool.pending)
@@ -322,7 +322,7 @@ class TestNoResampling:
         unsolved = [group.prompt.row_id for group in groups if group.prompt.row_id not in solved]
         assert min(map(unsolved.count, set(unsolved))) >= 3
 
-    def test_the_share_that_counts_as_solved(self) -> None:
+    def test_share_that_counts_as_solved(self) -> None:
         # One of two completions is right in every group, so a rate of a half excludes each row once it was asked.
         def rule(prompt: Prompt, completion: Completion) -> float:
             return float(completion.seed in first_seeds)
@@ -340,7 +340,7 @@ class TestNoResampling:
 
 
 class TestFailure:
-    def test_of_the_engines_is_passed_on_though_all_verifiers_hang(self) -> None:
+    def test_failure_of_engines_is_raised_while_verifiers_hang(self) -> None:
         came = threading.Event()
 
         def hang(prompt: Prompt, completion: Completion) -> float:
@@ -356,7 +356,7 @@ class TestFailure:
             came.set()
 
     @pytest.mark.parametrize("error", [ValueError("bad"), SystemExit("bad")], ids=["error", "exit"])
-    def test_of_a_verifier_names_the_completion(self, error: BaseException) -> None:
+    def test_failure_of_a_verifier_names_the_completion(self, error: BaseException) -> None:
         def broken(prompt: Prompt, completion: Completion) -> float:
             raise error
 
@@ -367,7 +367,7 @@ class TestFailure:
             with pytest.raises(RunError, match=message):
                 next_batch(it)
 
-    def test_of_the_learners_ends_the_wait_though_completions_arrive(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failure_of_learners_ends_the_wait_while_completions_arrive(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("open_instruct.rollout.conductor.CHECK_INTERVAL_S", 0.01)
         lost, checks = RunError("rank 1 was lost"), []
         with conductor("--async_steps", "5", pool=FakePool()) as (it, pool):
@@ -381,9 +381,7 @@ class TestFailure:
                 it.next_batch(1, check=check, timeout_s=STALL_TIMEOUT_S)
         assert caught.value is lost and len(checks) == 3
 
-    def test_of_the_learners_is_looked_for_though_groups_follow_each_other_fast(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_failure_of_learners_is_noticed_between_fast_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("open_instruct.rollout.conductor.CHECK_INTERVAL_S", 0.2)
         checked = threading.Event()
         with conductor("--async_steps", "0", pool=FakePool()) as (it, pool):
@@ -399,7 +397,7 @@ class TestFailure:
             engines.join()
         assert checked.is_set()
 
-    def test_of_nothing_arriving_names_what_is_waited_for(self) -> None:
+    def test_timeout_names_what_is_waited_for(self) -> None:
         with conductor("--async_steps", "1", pool=FakePool()) as (it, pool):
             pool.finish()
             with pytest.raises(RunError) as caught:
@@ -408,7 +406,7 @@ class TestFailure:
         assert "0.2 s while ticket 0 (row " in message
         assert "waited for 1 of its 2. Tickets up to 5 are out: 11 completions with the engines, 0 with the" in message
 
-    def test_what_arrives_after_closing_is_dropped(self) -> None:
+    def test_completion_after_closing_is_dropped(self) -> None:
         judged = []
 
         def rule(prompt: Prompt, completion: Completion) -> float:

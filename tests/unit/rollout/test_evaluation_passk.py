@@ -64,7 +64,7 @@ def test_metrics() -> None:
 @pytest.mark.parametrize(
     ("words", "num_samples"), [("--eval_pass_at_k 8", 8), ("--eval_num_samples 9 --eval_pass_at_k 8", 9)]
 )
-def test_the_number_of_completions_and_pass_at_1_need_no_flags(words: str, num_samples: int) -> None:
+def test_number_of_completions_and_pass_at_1_need_no_flags(words: str, num_samples: int) -> None:
     metrics, _, requests = evaluated(*words.split())
     assert len(requests) == num_samples * len(PROMPTS)
     assert metrics["eval/pass_at_1"] == pytest.approx(metrics["eval/reward"])
@@ -94,7 +94,7 @@ def test_every_evaluation_asks_the_same_whatever_comes_back_first() -> None:
     assert not {request.seed for request in requests} & {request.seed for request in others}
 
 
-def test_the_samples_to_show_are_those_of_the_first_prompts() -> None:
+def test_samples_to_show_are_those_of_the_first_prompts() -> None:
     _, samples, requests = evaluated()
     assert [sample["prompt"] for sample in samples] == ["prompt 0", "prompt 1", "prompt 2"]
     assert samples[0]["completion"] == f"answer {requests[0].seed}"
@@ -111,12 +111,12 @@ class FailingPool(FakePool):
         return future
 
 
-def test_a_failure_of_the_engines_is_passed_on() -> None:
+def test_failure_of_the_engines_is_passed_on() -> None:
     with pytest.raises(RunError, match="no engine is left"):
         evaluate(PROMPTS, Episodes(FailingPool(), FakeReward(coin)), config=config_of())
 
 
-def test_a_failure_of_a_verifier_is_a_failure_of_the_run() -> None:
+def test_failure_of_a_verifier_is_a_failure_of_the_run() -> None:
     def broken(prompt: Prompt, completion: Completion) -> float:
         raise ValueError("bad")
 
@@ -124,7 +124,7 @@ def test_a_failure_of_a_verifier_is_a_failure_of_the_run() -> None:
         evaluated(reward=broken)
 
 
-def test_what_never_comes_back_is_counted_and_given_up() -> None:
+def test_lost_completion_is_counted_and_given_up() -> None:
     pool = FakePool()
     with pytest.raises(RunError, match="--step_timeout_s 1: 0 of 5 completions had come back"):
         evaluate(PROMPTS, Episodes(pool, FakeReward(coin)), config=config_of("--step_timeout_s", "1"))

@@ -56,7 +56,7 @@ def drawn(view: FleetView) -> str:
     return view.console.rich.export_text()
 
 
-def test_the_numbers_of_a_step_in_words() -> None:
+def test_numbers_of_a_step_in_words() -> None:
     words = "loss -0.0123  41.3 tokens each  0.8 steps old  waited 3.0s  trained 2.5s  synced 0.1s"
     assert step_words(row(2)) == f"reward 0.250  {words}"
     assert step_words(row(2) | {"eval/reward": 0.5}) == f"reward 0.250  held-out 0.500  {words}"
@@ -75,7 +75,7 @@ class TestPlainLines:
         assert lines(view) == [words[step - 1] for step in said]
         assert [record.message for record in caplog.records] == words
 
-    def test_a_sample_is_one_line_that_steers_no_terminal(self) -> None:
+    def test_sample_is_one_line_that_steers_no_terminal(self) -> None:
         view = view_of(is_terminal=False)
         view.finished(row(2), group("x" * 100 + "What is 2 + 3?\n", HOSTILE + "y" * 500))
         (said,) = [line for line in lines(view) if "sample" in line]
@@ -83,7 +83,7 @@ class TestPlainLines:
         assert "\\r\\nso\\u202e 5yyy" in said and said.endswith("y…  its reward 0.25")
         assert len(said) < 300 and said.isprintable()
 
-    def test_a_sample_comes_now_and_then_and_another_one_each_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_sample_comes_now_and_then_and_another_one_each_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = SimpleNamespace(now=1000.0)
         monkeypatch.setattr("open_instruct.rollout.view.time.monotonic", lambda: clock.now)
         view = view_of(is_terminal=False)
@@ -119,7 +119,7 @@ class TestPanel:
         assert "1 ┤" in text and "0.125 ┤" in text  # the largest reward and the smallest
         assert max(map(len, text.splitlines())) <= width
 
-    def test_a_terminal_of_80_columns_shows_a_sample_whole(self) -> None:
+    def test_terminal_of_80_columns_shows_a_sample_whole(self) -> None:
         view = view_of(is_terminal=True, width=80)
         answer = "[red]5[/red] " + "".join(f"word{n} " for n in range(18))
         view.finished(row(2), group("What is 2 + 3?", answer))
@@ -127,7 +127,7 @@ class TestPanel:
         assert set(answer.split()) <= set(text.split())
         assert len(text.splitlines()) < 24
 
-    def test_it_is_live_and_lines_appear_above_it(self) -> None:
+    def test_fleet_view_is_live_below_printed_lines(self) -> None:
         view = view_of(is_terminal=True, width=160)
         with view.shown():
             view.finished(row(1))
@@ -139,7 +139,7 @@ class TestPanel:
         assert text.rindex("GRPO") > text.index("step 2/80")
         assert re.search(r"training, \d+ s", text)
 
-    def test_what_ends_the_run_ends_it(self) -> None:
+    def test_fleet_view_ends_with_the_run(self) -> None:
         view = view_of(is_terminal=True)
         with pytest.raises(KeyboardInterrupt), view.shown():
             raise KeyboardInterrupt

@@ -43,23 +43,23 @@ def test_silence_is_told_once_with_its_reason(groups: list[RolloutGroup], reason
     assert sum(map(len, warnings_of([groups] * MAX_SILENT_STEPS * 3))) == len(warnings)
 
 
-def test_the_reason_holds_for_all_of_the_steps() -> None:
+def test_reason_holds_for_all_of_the_steps() -> None:
     warnings = warnings_of([[CUT]] * (MAX_SILENT_STEPS - 1) + [[WRONG]])[-1]
     assert "every answer was wrong" in warnings[0]
 
 
-def test_one_group_with_a_signal_starts_the_count_anew() -> None:
+def test_group_with_a_signal_starts_the_count_anew() -> None:
     silent = [[WRONG]] * (MAX_SILENT_STEPS - 1)
     assert not any(warnings_of([*silent, [WRONG, MIXED], *silent]))
 
 
-def test_a_signal_of_completions_that_are_all_left_out_is_none() -> None:
+def test_signal_of_completions_that_are_all_left_out_is_none() -> None:
     watch = SignalWatch(CONFIG)
     *_, warnings = [watch.after_step([MIXED_CUT], num_samples=0) for _ in range(MAX_SILENT_STEPS)]
     assert "no group" in warnings[0] and "cut off" in warnings[0]
 
 
-def test_a_critic_compares_all_completions_of_a_step() -> None:
+def test_critic_compares_all_completions_of_a_step() -> None:
     watch = SignalWatch(grpo_config("--advantages", "gae"))
     steps = [[RIGHT, WRONG]] * MAX_SILENT_STEPS + [[RIGHT, RIGHT]] * MAX_SILENT_STEPS
     *before, warnings = [watch.after_step(groups, num_samples=4) for groups in steps]
@@ -76,13 +76,13 @@ def test_completions_that_are_mostly_cut_lead_to_one_warning() -> None:
     assert sum(map(len, warnings_of([[MIXED_CUT]] * 20))) == 1
 
 
-def test_some_completions_that_are_cut_are_no_matter() -> None:
+def test_few_cut_completions_give_no_warning() -> None:
     """Nor is a step of cut ones."""
     some = [[MIXED, MIXED, CUT]] * 8
     assert not any(warnings_of([[], [CUT], *some, [CUT], *some]))
 
 
-def test_a_step_whose_verdicts_all_failed_ends_the_run() -> None:
+def test_step_whose_verdicts_all_failed_ends_the_run() -> None:
     late = Verdict(reward=0.0, scores={"mine": 0.0}, problems=("mine: KeyError: 'x'",))
     broken = replace(WRONG, verdicts=(late, late))
     with pytest.raises(RunError, match=r"all 4 verdicts of a step failed.* The first: mine: KeyError: 'x'\. .*Mend"):

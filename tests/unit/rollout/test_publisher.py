@@ -169,7 +169,7 @@ def wait_until_abandoned(it: Stage) -> Callable[[], None]:
 
 
 class TestPublish:
-    def test_the_order_of_calls(self) -> None:
+    def test_order_of_calls(self) -> None:
         with stage(1) as it:
             it.publish(1)
             assert it.names() == [
@@ -179,7 +179,7 @@ class TestPublish:
             assert it.publisher.version == 1
             assert it.generates() == (1, 1, 1)
 
-    def test_an_engine_stops_for_changes_once_it_has_them_from_the_first_version_on(self) -> None:
+    def test_engine_stops_for_changes_once_it_has_them_from_the_first_version_on(self) -> None:
         with stage(1, channel=DELTA) as it:
             for version in (1, 2):
                 it.calls.clear()
@@ -191,7 +191,7 @@ class TestPublish:
                 ]
                 assert it.generates() == (version,) * 3
 
-    def test_the_channel_is_kept(self) -> None:
+    def test_channel_is_kept(self) -> None:
         with stage(2) as it:
             it.publish(1)
             it.calls.clear()
@@ -240,7 +240,7 @@ class TestThroughAFolder:
     STAGED = (SEND, "start_staging", "has_staged")
     PUT = ("receive_weights", "finish_update", "weights_changed")
 
-    def test_the_order_of_calls(self) -> None:
+    def test_order_of_calls(self) -> None:
         with stage(1, channel=FILES) as it:
             it.publish(1)
             opening = ("open_weight_channel", "join_weight_channel", "open_channel")
@@ -258,7 +258,7 @@ class TestThroughAFolder:
             it.publish(2)
             assert it.names().index("written") < it.names().index("start_staging")
 
-    def test_a_new_engine_reads_the_chain_that_is_there(self) -> None:
+    def test_new_engine_reads_the_chain_that_is_there(self) -> None:
         with stage(2, channel=FILES) as it:
             it.publish(1)
             it.calls.clear()
@@ -271,7 +271,7 @@ class TestThroughAFolder:
 
     @pytest.mark.parametrize("method", ["start_staging", "has_staged", "receive_weights"])
     @pytest.mark.parametrize("is_killed", [True, False])
-    def test_one_that_cannot_read_or_dies_of_it_has_everything_written_anew(self, method: str, is_killed: bool) -> None:
+    def test_engine_that_cannot_read_has_everything_written_anew(self, method: str, is_killed: bool) -> None:
         with stage(2, channel=FILES) as it:
             it.publish(1)
             it.calls.clear()
@@ -310,7 +310,7 @@ class TestEngineDies:
             assert other.core.version == it.made[2].core.version == 1
             assert {it.generates() for _ in range(8)} == {(1, 1, 1)}
 
-    def test_between_syncs_it_is_brought_the_weights(self) -> None:
+    def test_engine_that_joins_between_syncs_gets_the_weights(self) -> None:
         with stage(1) as it:
             it.publish(1)
             it.calls.clear()
@@ -349,7 +349,7 @@ class TestEngineDies:
             assert it.generates() == (0, 0, 0)
             assert len(it.made) == 3
 
-    def test_of_every_attempt_ends_the_sync(self) -> None:
+    def test_failure_of_every_attempt_ends_the_sync(self) -> None:
         with stage(1, max_restarts=1) as it:
             dies_in(it.made[0], "start_update")
             it.failing_restarts = [lambda engine: dies_in(engine, "start_update")] * 2
@@ -358,7 +358,7 @@ class TestEngineDies:
             with pytest.raises(RunError, match="--max_restarts 1"):
                 it.generates()
 
-    def test_of_the_next_engine_before_the_pool_has_told_of_it_ends_the_sync_too(self) -> None:
+    def test_failure_of_an_unannounced_engine_ends_the_sync(self) -> None:
         """The sync dies of an engine that the pool has made and not yet reported, which is then reported dead."""
         with stage(1, max_restarts=1) as it:
             dies_in(it.made[0], "start_update")
@@ -376,7 +376,7 @@ class TestEngineDies:
                 it.publish(1)
 
     @pytest.mark.parametrize("method", ["start_update", "receive_weights", "finish_update"])
-    def test_for_the_last_time_ends_the_sync_with_the_words_of_the_pool(self, method: str) -> None:
+    def test_last_failure_ends_the_sync_with_the_error_of_the_pool(self, method: str) -> None:
         """Nobody waits for an engine that is not started again: it was lost before this sync, and is lost within it."""
         with stage(2, max_restarts=1) as it:
             it.publish(1)
@@ -388,7 +388,7 @@ class TestEngineDies:
             with pytest.raises(RunError, match=r"^engine 0 was lost during .* one more than --max_restarts 1; give"):
                 it.publish(2)
 
-    def test_for_the_last_time_while_another_is_waited_for(self) -> None:
+    def test_last_failure_ends_the_sync_while_another_is_waited_for(self) -> None:
         """The one that is waited for is still being made when the pool gives up because of the other."""
         with stage(2, max_restarts=1) as it:
             it.may_be_made.clear()
@@ -399,7 +399,7 @@ class TestEngineDies:
             with pytest.raises(RunError, match=r"^engine 1 was lost during .* one more than --max_restarts 1; give"):
                 publishing.result(TIMEOUT_S)
 
-    def test_an_engine_that_only_missed_it_is_sent_it_again(self) -> None:
+    def test_engine_that_only_missed_it_is_sent_it_again(self) -> None:
         with stage(2) as it:
             it.made[1].core.failures["receive_weights"] = RunError("weight sync: learner 0 waited 300 s")
             it.publish(1)
@@ -409,7 +409,7 @@ class TestEngineDies:
 
 class TestLearnerDies:
     @pytest.mark.parametrize("method", ["open_weight_channel", "join_weight_channel", SEND])
-    def test_it_is_known_at_once(self, method: str) -> None:
+    def test_lost_engine_is_known_at_once(self, method: str) -> None:
         with stage(1) as it:
             it.learners.effects[method] = [raises(LearnerLost("learner rank 1 was lost"))]
             waiting = threading.Event()
@@ -422,9 +422,7 @@ class TestLearnerDies:
             it.publish(1)
             assert it.generates() == (1, 1, 1)
 
-    def test_an_engine_that_learns_of_it_late_does_not_end_the_next_channel(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_engine_that_learns_of_it_late_does_not_end_the_next_channel(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It waits for lost learners until a node's silence is an error, while new ones have opened another channel."""
         with stage(1, channel=DELTA) as it:
             abandoned: list[int] = []
@@ -443,7 +441,7 @@ class TestLearnerDies:
             publishing.result(TIMEOUT_S)
             assert abandoned == [7]
 
-    def test_an_engine_restarted_meanwhile_waits_for_the_next_publish(self) -> None:
+    def test_engine_restarted_meanwhile_waits_for_the_next_publish(self) -> None:
         with stage(1) as it:
             it.publish(3)
             it.publisher.learners_restarted()
@@ -456,7 +454,7 @@ class TestLearnerDies:
             assert future.result(TIMEOUT_S).versions == (2, 2, 2)
             assert len(it.made) == 2
 
-    def test_one_that_dies_waiting_is_started_again(self) -> None:
+    def test_engine_that_dies_waiting_is_started_again(self) -> None:
         with stage(1) as it:
             it.publisher.learners_restarted()
             it.made[0].die()
@@ -466,7 +464,7 @@ class TestLearnerDies:
             assert it.generates() == (2, 2, 2)
             assert len(it.made) == 3
 
-    def test_that_an_engine_finds_out_is_told_to_those_who_wait_for_completions(self) -> None:
+    def test_loss_found_by_an_engine_reaches_those_who_wait(self) -> None:
         with stage(2) as it:
             it.learners.effects["open_weight_channel"] = [raises(LearnerLost("learner rank 0 was lost"))]
             futures = [it.pool.submit(request(number, num_tokens=10**9)) for number in range(4)]

@@ -21,7 +21,7 @@ def learned_of(*groups: RolloutGroup, rejected: tuple[RolloutGroup, ...] = (), f
     return training_samples(batch, config=grpo_config(*flags.split()).rollout, version=4)
 
 
-def test_a_sample_is_prompt_and_completion_with_the_engines_logprobs() -> None:
+def test_sample_is_prompt_and_completion_with_the_engines_logprobs() -> None:
     learned = learned_of(MIXED)
     assert learned.samples[0] == RolloutSample(
         document=Document(token_ids=(1, 40, 2, 60, 61), responses=(Span(start=3, stop=5),)),
@@ -45,7 +45,7 @@ def test_advantages_are_centered_where_asked() -> None:
         ("--mask_truncated_completions --no_filter_zero_std_samples", ((True, False), (True, True))),
     ],
 )
-def test_what_is_left_out(flags: str, is_used: tuple[tuple[bool, ...], ...]) -> None:
+def test_samples_leave_groups_without_signal_out(flags: str, is_used: tuple[tuple[bool, ...], ...]) -> None:
     learned = learned_of(MIXED, SOLVED, flags=flags)
     assert learned.is_used == is_used
     # A truncated completion that is left out still counts in the mean of its group.
@@ -61,7 +61,7 @@ def test_what_is_left_out(flags: str, is_used: tuple[tuple[bool, ...], ...]) -> 
     assert learned.metrics["num_trained_completions"] == len(used)
 
 
-def test_what_a_critic_learns_from_is_left_out_for_no_equal_rewards() -> None:
+def test_critic_keeps_groups_with_equal_rewards() -> None:
     """Rewards go to the learner as they are, also those of groups that all got 0."""
     failed = group_of([0.0], [completion(1)], ticket=2)
     learned = learned_of(MIXED, SOLVED, failed, flags="--advantages gae")
@@ -70,7 +70,7 @@ def test_what_a_critic_learns_from_is_left_out_for_no_equal_rewards() -> None:
     assert "zero_std_fraction" not in learned.metrics
 
 
-def test_a_completion_without_tokens_is_not_trained_on() -> None:
+def test_completion_without_tokens_is_not_trained_on() -> None:
     assert learned_of(group_of([0.0, 1.0], [completion(0), completion(2)])).is_used == ((False, True),)
 
 
@@ -113,7 +113,7 @@ def test_staleness_is_of_tokens() -> None:
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (4 / 4, 2)
 
 
-def test_a_batch_in_which_nothing_is_learned() -> None:
+def test_batch_in_which_nothing_is_learned() -> None:
     learned = learned_of(SOLVED)
     assert learned.samples == ()
     assert learned.metrics["zero_std_fraction"] == 1
@@ -154,7 +154,7 @@ def test_episodes_that_begin_with_one_turn_share_it_and_learn_it_twice() -> None
     assert batch.values["advantages_N"].tolist() == pytest.approx([*[first] * 11, *[third] * 11, *[second] * 11])
 
 
-def test_what_environments_answer_may_be_learned_as_written() -> None:
+def test_answers_of_environments_may_be_learned() -> None:
     """By cross-entropy alone: the policy loss has the tokens, log-probs and counts that it has without."""
     steps = Episode(status="done", replies=(Span(start=0, stop=2), Span(start=3, stop=4)), turns=())
     ids = (50, 51, 7, 60)

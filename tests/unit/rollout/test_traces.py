@@ -90,13 +90,13 @@ def unlearned(batch: RolloutStepBatch) -> StepSamples:
 
 @settings(max_examples=60)
 @given(batch=batches())
-def test_what_was_written_comes_back_exactly(batch: RolloutStepBatch) -> None:
+def test_traces_come_back_as_written(batch: RolloutStepBatch) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_traces(Path(folder), 3, batch, unlearned(batch))
         assert read_traces(Path(folder), 3) == list(batch.groups)
 
 
-def test_an_episode_comes_back_exactly(tmp_path: Path) -> None:
+def test_episode_comes_back_exactly(tmp_path: Path) -> None:
     episode = Episode(
         status="env_error",
         replies=(Span(start=0, stop=1), Span(start=3, stop=4)),
@@ -119,7 +119,7 @@ def write(folder: Path, step: int, batch: RolloutStepBatch = BATCH) -> Path:
     return write_traces(folder, step, batch, training_samples(batch, config=CONFIG, version=step - 1))
 
 
-def test_the_columns_that_people_read(tmp_path: Path) -> None:
+def test_columns_that_people_read(tmp_path: Path) -> None:
     mixed = group_of([1.0, 0.0], [completion(2, versions=(0, 1)), completion(2)])
     batch = RolloutStepBatch(groups=(mixed, group_of([1.0, 1.0], ticket=2)), rejected=(group_of([0.0, 0.0], ticket=1),))
     rows = parquet.read_table(write(tmp_path, 2, batch)).to_pylist()
@@ -138,7 +138,7 @@ def test_the_columns_that_people_read(tmp_path: Path) -> None:
     assert (first["reward"], first["scores"]) == (1.0, '{"math": 1.0}')
 
 
-def test_a_step_that_is_taken_again_replaces_its_file(tmp_path: Path) -> None:
+def test_step_that_is_taken_again_replaces_its_file(tmp_path: Path) -> None:
     write(tmp_path, 1)
     again = RolloutStepBatch(groups=(group_of([0.0, 1.0]),))
     path = write(tmp_path, 1, again)
@@ -146,7 +146,7 @@ def test_a_step_that_is_taken_again_replaces_its_file(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["step1.parquet"]
 
 
-def test_a_step_without_a_trace_names_those_there_are(tmp_path: Path) -> None:
+def test_step_without_a_trace_names_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no traces; it had --no_save_traces, or has taken no step"):
         read_traces(tmp_path, 1)
     for step in (2, 10):
@@ -155,14 +155,14 @@ def test_a_step_without_a_trace_names_those_there_are(tmp_path: Path) -> None:
         read_traces(tmp_path, 3)
 
 
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+def test_damaged_file_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(InputError, match="cannot be read as a trace of ours"):
         read_traces(tmp_path, 1)
 
 
-def test_a_folder_that_cannot_be_written_is_a_failure_of_the_run(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written_is_a_failure_of_the_run(tmp_path: Path) -> None:
     trace_file(tmp_path, 1).parent.write_text("in the way")
     with pytest.raises(RunError, match="cannot be written"):
         write(tmp_path, 1)
@@ -204,7 +204,7 @@ def room_for_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([(True, range(1, 6)), (None, range(6, 12))], [1, 2, 3, 4, 5, 9, 10, 11]),
     ],
 )
-def test_the_steps_that_are_kept(
+def test_steps_that_are_kept(
     room_for_three: None, tmp_path: Path, starts: list[tuple[bool | None, list[int]]], left: list[int]
 ) -> None:
     for asked, steps in starts:
@@ -213,13 +213,13 @@ def test_the_steps_that_are_kept(
     assert read_traces(tmp_path, left[0]) == [MIXED]
 
 
-def test_the_newest_is_kept_however_large_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_is_kept_however_large_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("open_instruct.rollout.traces.MOST_BYTES", 1)
     take_steps(tmp_path, 1, 2)
     assert steps_in(tmp_path) == [2]
 
 
-def test_a_full_disk_ends_only_a_run_that_was_asked_for_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_ends_only_a_run_that_was_asked_for_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_half(table: Any, where: Path, **_: Any) -> None:
         where.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")

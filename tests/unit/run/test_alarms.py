@@ -36,7 +36,7 @@ def warnings_of_paces(what: str, token_s: Paces, *, before: Paces | None = None)
         ),
     ],
 )
-def test_a_slow_process_is_named_with_figures_and_a_remedy(what: str, token_s: Paces, words: str) -> None:
+def test_slow_process_is_named_with_figures_and_a_remedy(what: str, token_s: Paces, words: str) -> None:
     (warning,) = warnings_of_paces(what, token_s)
     assert warning.startswith(words)
     assert "nvidia-smi" in warning and "leave that node out" in warning
@@ -69,7 +69,7 @@ def test_two_comparisons_in_a_row_must_find_a_slow_process() -> None:
     assert warning.startswith("learner-3 takes 3.1 times")
 
 
-def test_a_learner_that_alone_waits_for_rows_leads_to_one_warning() -> None:
+def test_learner_that_alone_waits_for_rows_leads_to_one_warning() -> None:
     watch = SlownessWatch()
     all_wait, one_waits = [0.5, 0.6, 0.55], [0.02, 0.01, 0.45]
     assert [watch.after_step(slowest_loader(shares)) for shares in (all_wait, one_waits)] == [[], []]
@@ -89,7 +89,7 @@ def test_each_kind_of_slow_process_leads_to_one_warning(tmp_path: Path) -> None:
     assert log.rows()[9]["slowest_learner"] == 1.0 and log.rows()[9]["slowest_learner/times"] == pytest.approx(3)
 
 
-def test_a_warning_goes_to_the_log_where_nobody_else_listens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_goes_to_the_log_where_nobody_else_listens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         log = MetricsLog(tmp_path / "metrics.jsonl")
         for step in (10, 20):
@@ -125,7 +125,7 @@ def test_growth_leads_to_one_warning(losses: list[float], norms: list[float], wo
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_trainings_do_is_no_growth(seed: int) -> None:
+def test_usual_trainings_raise_no_alarm_of_growth(seed: int) -> None:
     draw = random.Random(seed)
     steps = range(300)
     falling = [2.5 * math.exp(-step / 60) + draw.uniform(-0.3, 0.3) for step in steps]
@@ -137,13 +137,13 @@ def test_what_trainings_do_is_no_growth(seed: int) -> None:
             assert warnings_of_growth(losses, norms) == []
 
 
-def test_a_step_that_was_left_out_counts_for_nothing() -> None:
+def test_step_that_was_left_out_counts_for_nothing() -> None:
     watch = GrowthWatch()
     rows = [{"loss": 1.0, "grad_norm": None}, {"loss": math.nan, "grad_norm": math.inf}, {"step": 3}]
     assert [watch.after_step(row) for row in rows * 20] == [None] * 60
 
 
-def test_a_run_that_goes_on_knows_how_it_began_and_warns_no_second_time(tmp_path: Path) -> None:
+def test_run_that_goes_on_knows_how_it_began_and_warns_no_second_time(tmp_path: Path) -> None:
     def write(steps: range) -> list[str]:
         warnings: list[str] = []
         log = MetricsLog(tmp_path / "metrics.jsonl", warn=warnings.append)

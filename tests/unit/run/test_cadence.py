@@ -25,7 +25,7 @@ def test_checkpoints(every: int, ephemeral: int | None, steps: list[int], lastin
     assert cadence.lasting_interval == lasting_interval
 
 
-def test_of_grpo() -> None:
+def test_cadence_of_grpo() -> None:
     required = "--model_name_or_path m --dataset_mixer_list p.jsonl 1.0 --output_dir o"
     sizes = "--total_episodes 1280 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 16"
     words = f"{required} {sizes} --checkpointing_steps 7 --ephemeral_save_interval 3".split()

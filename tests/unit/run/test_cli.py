@@ -111,7 +111,7 @@ class TestWithoutTorch:
         (["report", "gone\x9b31m\u202e\x1b[2J"], EXIT_INPUT, "", "gone\\x9b31m\\u202e\\x1b[2J holds no run"),
     ],
 )
-def test_what_a_command_says(
+def test_command_prints_its_usage(
     words: list[str], code: int, out: str, err: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(words) == code
@@ -121,7 +121,7 @@ def test_what_a_command_says(
 
 
 @pytest.mark.parametrize("words", [["--help"], ["dpo", "--help"], ["plan", "--help"]])
-def test_a_reader_that_has_read_enough_is_no_failure(words: list[str]) -> None:
+def test_reader_that_has_read_enough_is_no_failure(words: list[str]) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "open_instruct.cli", *words],
         cwd=REPOSITORY,
@@ -145,7 +145,7 @@ class TestTyped:
             (["open_instruct/dpo.py", "--beta", "0"], {TYPED: "open-instruct dpo"}, "open-instruct dpo"),
         ],
     )
-    def test_its_name(
+    def test_program_is_named_as_typed(
         self, argv: list[str], environ: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sys, "argv", argv)
@@ -160,7 +160,7 @@ class TestTyped:
             (["there/dpo.py"], "dpo.py: ", "`python there/dpo.py --help`"),
         ],
     )
-    def test_a_refusal(
+    def test_refusal(
         self,
         argv: list[str],
         says: str,
@@ -211,10 +211,10 @@ FULL_DISK = OSError(errno.ENOSPC, "No space left on device")
 
 class TestEntry:
     @pytest.mark.parametrize("code", [0, EXIT_PREEMPTED])
-    def test_the_code_of_main_is_the_exit_code(self, outcome: Outcome, code: int) -> None:
+    def test_code_of_main_is_the_exit_code(self, outcome: Outcome, code: int) -> None:
         assert outcome(result=code) == (code, "")
 
-    def test_what_was_not_needed_is_told_in_one_line(self, outcome: Outcome) -> None:
+    def test_unneeded_flags_are_named_in_one_line(self, outcome: Outcome) -> None:
         code, said = outcome("--with_tracking --hf_repo_url u --logging_steps 1 --deepspeed_stage 3")
         assert code == 0
         (line,) = [line for line in said.splitlines() if "left out" in line]
@@ -283,7 +283,7 @@ class TestEntry:
         assert waits == [entry.OTHER_RANKS_WAIT_S]
         assert not (tmp_path / "error.json").exists()
 
-    def test_the_launcher_is_left_the_message(
+    def test_launcher_is_left_the_message(
         self, tmp_path: Path, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         error_file = tmp_path / "error.json"
@@ -317,7 +317,7 @@ class TestEntry:
         log = (tmp_path / "run.log").read_text()
         assert log.startswith("earlier lines\nrank 0 failed:\nTraceback") and log.endswith("KeyError: 'lost'\n")
 
-    def test_without_a_run_directory_the_traceback_is_on_stderr(self, tmp_path: Path, outcome: Outcome) -> None:
+    def test_traceback_is_on_stderr_without_a_run_directory(self, tmp_path: Path, outcome: Outcome) -> None:
         code, said = outcome(result=KeyError("lost"), output_dir=tmp_path / "never made")
         assert code == EXIT_FAILURE and said.startswith("Traceback")
         assert "The traceback is above." in said.splitlines()[-1]
@@ -336,7 +336,7 @@ class TestEntry:
             while_handling(RuntimeError("unexpected pos 640 vs 534"), FULL_DISK),
         ],
     )
-    def test_a_full_disk_is_one_sentence_whoever_meets_it(
+    def test_full_disk_is_one_sentence_whoever_meets_it(
         self, tmp_path: Path, outcome: Outcome, error: Exception
     ) -> None:
         (tmp_path / "step20").mkdir()
@@ -346,7 +346,7 @@ class TestEntry:
         assert code == EXIT_FAILURE and "the disk is full" in line and "make room" in line
         assert f"go on from the last checkpoint, {tmp_path / 'step100'}" in line
 
-    def test_a_disk_that_holds_stderr_too_is_met_in_silence(
+    def test_disk_that_holds_stderr_too_is_met_in_silence(
         self, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with Path("/dev/full").open("w") as full:
@@ -376,7 +376,7 @@ class TestEntry:
         assert code == EXIT_FAILURE and "interrupted while" in line
         assert "the same command, given again, starts from the beginning" in line
 
-    def test_a_rank_that_fails_alone_is_heard_after_rank_0_had_its_say(
+    def test_rank_that_fails_alone_is_heard_after_rank_0_had_its_say(
         self, outcome: Outcome, monkeypatch: pytest.MonkeyPatch, waits: list[float]
     ) -> None:
         monkeypatch.setenv("RANK", "3")
@@ -405,7 +405,7 @@ UNEQUAL_NODES = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE":
         (UNEQUAL_NODES, "--fsdp_shard_degree 4", 0),  # checked once the ranks have met
     ],
 )
-def test_the_nodes_of_the_launcher_are_checked(
+def test_nodes_of_the_launcher_are_checked(
     outcome: Outcome, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], words: str, code: int
 ) -> None:
     for name, value in environ.items():
@@ -424,7 +424,7 @@ def heeded() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("number", "code"), [*EXIT_OF_SIGNAL.items()])
-def test_a_stop_that_a_library_catches_is_none_the_less_one(
+def test_stop_that_a_library_catches_is_none_the_less_one(
     number: int, code: int, heeded: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As PyTorch's C++ does, which takes whatever is raised while it imports numpy for numpy's being absent."""
@@ -447,7 +447,7 @@ class StopsWhenDeleted:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_stop_that_comes_where_nothing_can_be_raised_leaves_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_that_comes_where_nothing_can_be_raised_leaves_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> int:
         peers.doing("starting")
         del_at_once = StopsWhenDeleted()
@@ -460,7 +460,7 @@ def test_a_stop_that_comes_where_nothing_can_be_raised_leaves_no_traceback(capsy
     assert "SIGTERM while starting. " in line
 
 
-def test_what_a_library_makes_of_a_stop_is_told_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_inside_a_library_is_reported_as_a_stop(capsys: pytest.CaptureFixture[str]) -> None:
     """Functions in C may return with the stop set, of which Python makes a SystemError."""
 
     def main() -> int:
@@ -475,7 +475,7 @@ def test_what_a_library_makes_of_a_stop_is_told_as_one(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
-def test_what_the_parent_has_ignored_stays_so_and_sigterm_is_heeded(number: int, heeded: None) -> None:
+def test_ignored_signals_stay_ignored_and_sigterm_stops(number: int, heeded: None) -> None:
     """`nohup COMMAND`, and `COMMAND &` in a script."""
     signal.signal(number, signal.SIG_IGN)
 
@@ -491,7 +491,7 @@ def test_what_the_parent_has_ignored_stays_so_and_sigterm_is_heeded(number: int,
     assert signal.getsignal(number) is signal.SIG_IGN
 
 
-def test_a_second_signal_ends_at_once_but_for_a_hangup_which_comes_twice(heeded: None) -> None:
+def test_second_signal_ends_at_once_but_for_a_hangup_which_comes_twice(heeded: None) -> None:
     for number, ends in ((signal.SIGHUP, False), (signal.SIGTERM, True)):
         with (
             noting_signals(second_ends_at_once=True) as noted,

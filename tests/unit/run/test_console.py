@@ -19,7 +19,7 @@ def console_of(width: int, *, is_terminal: bool = False) -> Console:
     return console
 
 
-def test_a_warning_of_the_rows_is_one_on_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_of_the_rows_is_one_on_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
     console = console_of(100)
     with caplog.at_level(logging.INFO):
         console.report("training data", ["240 pairs", "warning: 203 of 240 rows are cut"])
@@ -30,7 +30,7 @@ def test_a_warning_of_the_rows_is_one_on_the_terminal(caplog: pytest.LogCaptureF
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
 
 
-def test_a_line_steers_no_terminal(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_line_steers_no_terminal(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     console = Console(speaks=True)
     with caplog.at_level("INFO"):
         for say in (console.say, console.warn, console.log):
@@ -40,7 +40,7 @@ def test_a_line_steers_no_terminal(capsys: pytest.CaptureFixture[str], caplog: p
     assert {record.message for record in caplog.records} == {"a\\x9bb\\u202ec\\ud800\n[red]"}
 
 
-def test_a_terminal_of_80_columns_cuts_nothing_and_splits_no_word() -> None:
+def test_terminal_of_80_columns_cuts_nothing_and_splits_no_word() -> None:
     path = "/cache" + "/folder" * 15
     said = f"a line of words that is longer than the terminal is wide, with a path in it: {path} and  two  blanks\n\tx"
     for is_terminal in (True, False):
@@ -53,7 +53,7 @@ def test_a_terminal_of_80_columns_cuts_nothing_and_splits_no_word() -> None:
         assert not is_terminal or all(len(line) <= 80 or line == path for line in lines)
 
 
-def test_the_bar_of_the_training_shows_all_numbers_in_80_columns() -> None:
+def test_bar_of_the_training_shows_all_numbers_in_80_columns() -> None:
     row = {"loss": 0.6931, "rewards/margin": 0.5, "rewards/accuracy": 0.5, "tokens_per_second": 12345}
     words = step_words(row | {"peak_memory_gib": 12.25})
     console = console_of(80, is_terminal=True)

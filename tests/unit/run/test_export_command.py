@@ -16,7 +16,7 @@ from open_instruct.run.export_command import checkpoint_of, main
 from open_instruct.run.saved_settings import read_settings
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"is not the --output_dir of a run: .*config\.yaml"):
         main([str(tmp_path), "--output_dir", str(tmp_path / "out")])
     with pytest.raises(InputError, match="the first word is the folder of a run"):
@@ -37,7 +37,7 @@ def wrote(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_settings_of_a_run_are_read_back(name: str, tmp_path: Path) -> None:
+def test_settings_of_a_run_are_read_back(name: str, tmp_path: Path) -> None:
     """Also where some flags are left out."""
     path = wrote(tmp_path, name)
     for removed in ((), ("lora_sync", "wandb_entity", "adam_epsilon", "deepspeed_zpg")):
@@ -91,7 +91,7 @@ def test_config_of_an_older_version_is_read(
     assert (command in saved.notes[0].split()) is ("command: " not in text)
 
 
-def test_what_is_no_run_of_a_command_is_refused(tmp_path: Path) -> None:
+def test_export_refuses_folders_without_a_run(tmp_path: Path) -> None:
     path = wrote(tmp_path, "sft")
     path.write_text(path.read_text().replace("command: sft", "command: mine"))
     with pytest.raises(InputError, match="is of an objective of your own, mine: give the run's command again"):
@@ -110,7 +110,7 @@ def write_step(run: Path, step: int) -> None:
     write_manifest(run / f"step{step}", Manifest(step=step, num_ranks=1, start_model="", files={}))
 
 
-def test_a_step_that_is_not_there_or_damaged_is_refused_with_those_that_are(tmp_path: Path) -> None:
+def test_step_that_is_not_there_or_damaged_is_refused_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has no checkpoint$"):
         checkpoint_of(tmp_path, "")
     for step in (3, 10):
@@ -124,7 +124,7 @@ def test_a_step_that_is_not_there_or_damaged_is_refused_with_those_that_are(tmp_
         checkpoint_of(tmp_path, "")
 
 
-def test_a_checkpoint_may_be_named_by_its_folder(tmp_path: Path) -> None:
+def test_checkpoint_may_be_named_by_its_folder(tmp_path: Path) -> None:
     words = ["--model_name_or_path", "m", "--mixer_list", "r.jsonl", "1.0", "--output_dir", str(tmp_path)]
     write_step(tmp_path, 3)
     for run in (tmp_path, tmp_path / "step7"):  # the folder of a run may have any name

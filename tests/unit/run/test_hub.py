@@ -45,7 +45,7 @@ def code_of(out: Path, *words: str, code: int = 0, folder: str = "hf_model") -> 
     return run_entry(DPOConfig, main, words, program="dpo", validate=validate_dpo)
 
 
-def test_a_model_gets_there(hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_gets_there(hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of(tmp_path / "first") == 0
     assert hub.files == {"me/first": FILES} and hub.is_private == {"me/first": False}
     assert hub.tokens == {"Bearer hf_of_a_test"} and set(hub.cards) == {FILES["README.md"].decode()}
@@ -55,13 +55,13 @@ def test_a_model_gets_there(hub: FakeHub, tmp_path: Path, capsys: pytest.Capture
     assert hub.files["us/mine"] == FILES and hub.is_private["us/mine"]
 
 
-def test_a_run_that_was_stopped_uploads_nothing(hub: FakeHub, tmp_path: Path) -> None:
+def test_run_that_was_stopped_uploads_nothing(hub: FakeHub, tmp_path: Path) -> None:
     assert code_of(tmp_path / "run", code=143) == 143
     assert hub.files == {}
 
 
 @pytest.mark.parametrize("path", ["preupload/main", "commit/main"])
-def test_an_upload_that_fails_is_told_with_what_tries_again(
+def test_upload_that_fails_is_told_with_what_tries_again(
     hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
 ) -> None:
     hub.answers[path] = 403
@@ -80,7 +80,7 @@ def test_an_upload_that_fails_is_told_with_what_tries_again(
         assert hub.files == {"me/run": FILES}
 
 
-def test_what_would_not_do_after_the_run_is_told_before_it(
+def test_upload_that_would_fail_is_refused_before_the_run(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def told_of(*words: str) -> str:
@@ -99,12 +99,12 @@ def test_what_would_not_do_after_the_run_is_told_before_it(
     assert "nobody has logged in here: run `hf auth login`, or set HF_TOKEN" in told_of()
 
 
-def test_a_name_without_an_upload_is_warned_of() -> None:
+def test_name_without_an_upload_is_warned_of() -> None:
     config = parse(DPOConfig, [*NEEDED, "--output_dir", "o", "--hub_model_id", "us/mine", "--push_to_hub", "false"])
     assert validate_dpo(config) == ["--hub_model_id us/mine is read only with --push_to_hub"]
 
 
-def test_a_card_says_what_the_run_was(tmp_path: Path) -> None:
+def test_card_says_what_the_run_was(tmp_path: Path) -> None:
     directory = RunDirectory(path=tmp_path / "run one")
     directory.create()
     config = parse(DPOConfig, [*NEEDED, "--output_dir", str(directory.path), "--beta", "3"])
@@ -128,7 +128,7 @@ def test_a_card_says_what_the_run_was(tmp_path: Path) -> None:
     assert "| eval/accuracy | 0.5 | 0.75 |" in card_of(directory, trained_by="dpo", until=4)
 
 
-def test_of_a_folder_the_card_names_nothing_on_the_hub(tmp_path: Path) -> None:
+def test_card_names_no_base_model_of_a_local_folder(tmp_path: Path) -> None:
     directory = RunDirectory(path=tmp_path)
     (tmp_path / "model").mkdir()
     words = ["--model_name_or_path", str(tmp_path / "model"), "--mixer_list", str(tmp_path / "rows.jsonl"), "1.0"]
@@ -140,7 +140,7 @@ def test_of_a_folder_the_card_names_nothing_on_the_hub(tmp_path: Path) -> None:
     assert f"An adapter of `{tmp_path / 'model'}`" in card and "## Scores" not in card
 
 
-def test_a_model_is_exported_without_a_card_where_the_settings_are_gone(tmp_path: Path) -> None:
+def test_model_is_exported_without_a_card_where_the_settings_are_gone(tmp_path: Path) -> None:
     directory = RunDirectory(path=tmp_path)
     assert card_of(directory, trained_by="dpo") is None
     for damaged in (b"\xff\xfe", b"a: [1", b"", b"[1]", b"seed: 1"):

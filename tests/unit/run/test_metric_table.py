@@ -55,14 +55,14 @@ def known(names: Iterator[str]) -> set[str]:
 
 
 class TestTable:
-    def test_it_knows_what_the_recorded_runs_wrote(self) -> None:
+    def test_metric_table_has_metrics_of_recorded_runs(self) -> None:
         runs = json.loads((REPOSITORY / "tests" / "ranks" / "recorded_runs.json").read_text(encoding="utf-8"))
         names = set(numbers_of_runs(runs))
         assert {"rewards/margin", "clip_fraction", "lr"} <= names
         assert [name for name in names if not entry_of(name).meaning] == []
 
     @pytest.mark.parametrize("names", [names_in_sources, names_in_docs])
-    def test_it_knows_what_sources_and_docs_name(self, names: Any) -> None:
+    def test_metric_table_has_metrics_of_sources_and_docs(self, names: Any) -> None:
         found = known(names())
         assert {"rewards/chosen", "eval/preference_accuracy", "sequence_length/mean", "time/sync"} & found
         assert sorted(name for name in found if not entry_of(name).meaning) == []
@@ -89,17 +89,17 @@ class TestOrder:
             *("a_mine", "mine/b"),
         ]
 
-    def test_a_number_of_ones_own_is_drawn_without_a_meaning(self) -> None:
+    def test_number_of_ones_own_is_drawn_without_a_meaning(self) -> None:
         rows = [{"step": step, "mine/b": step, "loss": 1.0 / step} for step in (1, 2)]
         assert list(series_of(rows)["columns"]) == ["loss", "mine/b"]
         assert (entry_of("mine/b").group, entry_of("mine/b").meaning) == ("Others", "")
 
-    def test_a_steps_line_has_the_followed_ones_in_its_order(self) -> None:
+    def test_steps_line_has_the_followed_ones_in_its_order(self) -> None:
         row = {"tokens_per_second": 1234.0, "rewards/accuracy": 0.5, "loss": 0.25, "rewards/margin": 0.125, "lr": 1.0}
         assert step_words(row) == "loss 0.2500  margin +0.1250  accuracy 0.50  1,234 tok/s"
         assert "accuracy" not in step_words(row | {"rewards/margin": 0})  # all are ties
 
 
-def test_the_file_has_a_line_for_each() -> None:
+def test_file_has_a_line_for_each() -> None:
     text = (Path(REPOSITORY) / "open_instruct" / "metrics.json").read_text(encoding="utf-8")
     assert len(text.splitlines()) == len(metric_table()) + 2 + 2 * len(json.loads(text))

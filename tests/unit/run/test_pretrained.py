@@ -18,7 +18,7 @@ from open_instruct.toys.tiny import write_tiny_model
 REQUIRED = ["--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out", "--model_name_or_path"]
 
 
-def test_of_the_hub_the_revision_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pretrained_takes_the_given_revision_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str, str | None]] = []
 
     def download(name: str, *, revision: str | None, **_: Any) -> str:
@@ -51,13 +51,13 @@ def test_of_the_hub_the_revision_that_was_asked_for(monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
+def test_folder_has_no_revisions(tmp_path: Path) -> None:
     assert local_folder(str(tmp_path), revision="main") == tmp_path
     with pytest.raises(InputError, match=r"--model_revision v2: .* is a folder, which has none"):
         local_folder(str(tmp_path), revision="v2")
 
 
-def test_a_revision_of_no_tokenizer_is_refused() -> None:
+def test_revision_of_no_tokenizer_is_refused() -> None:
     with pytest.raises(InputError, match="--tokenizer_revision v2 is read only with --tokenizer_name_or_path"):
         validate_dpo(parse(DPOConfig, [*REQUIRED, "m", "--tokenizer_revision", "v2"]))
 
@@ -75,7 +75,7 @@ def test_fields_that_nothing_reads_are_told_of(tmp_path: Path) -> None:
     assert warning.isprintable() and len(warning) < 400
 
 
-def test_a_model_whose_layers_are_all_dense_has_no_experts_to_split(tmp_path: Path) -> None:
+def test_model_whose_layers_are_all_dense_has_no_experts_to_split(tmp_path: Path) -> None:
     """Though its family has, and so do the fields of its config.json.."""
     folder = write_tiny_model(tmp_path / "model", family="qwen3_moe")
     fields = json.loads((folder / "config.json").read_text())

@@ -53,13 +53,13 @@ def refusal(*words: str) -> str:
     return str(caught.value)
 
 
-def test_a_replay_keeps_the_settings_of_the_run(run: Path) -> None:
+def test_replay_keeps_the_settings_of_the_run(run: Path) -> None:
     replay = asked(run)
     assert (replay.run, replay.asked.replay, replay.changes) == (run, ReplayFlags(step=3), {})
     assert replay.settings.loss.clip_higher == 0.3
 
 
-def test_what_the_plan_decided_is_done_again(run: Path) -> None:
+def test_replay_repeats_the_choices_of_the_plan(run: Path) -> None:
     """A run has written what --activation_checkpointing auto came to; without a plan everything was kept."""
     settings, directory = asked(run).settings, RunDirectory(path=run)
     assert settings.memory.activation_checkpointing == "auto"
@@ -100,7 +100,7 @@ def test_every_flag_of_the_loss_may_differ(run: Path) -> None:
             )
 
 
-def test_one_process_has_no_shards(run: Path) -> None:
+def test_replay_on_one_process_has_no_shards(run: Path) -> None:
     config = on_one_process(asked(run).settings)
     assert (config.parallel.num_learners_per_node, config.parallel.tensor_parallel_degree) == ([1], 1)
     assert config.parallel.fsdp_shard_degree is None and not config.memory.compile_model
@@ -125,11 +125,11 @@ def test_one_process_has_no_shards(run: Path) -> None:
         (["RUN", "--step", "3", "--json", "gone/x.json"], "--json gone/x.json"),
     ],
 )
-def test_what_cannot_be_asked(run: Path, words: list[str], part: str) -> None:
+def test_replay_refuses_flags_of_the_run(run: Path, words: list[str], part: str) -> None:
     assert part in refusal(*(str(run) if word == "RUN" else word for word in words))
 
 
-def test_a_run_of_another_kind(run: Path) -> None:
+def test_run_of_another_kind(run: Path) -> None:
     words = ["--model_name_or_path", "start", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", str(run)]
     write_config(parse(SFTConfig, words), run / "config.yaml", command="sft")
     assert "is not the folder of a GRPO run, which alone can be replayed" in refusal(str(run), "--step", "3")
@@ -148,7 +148,7 @@ def test_a_run_of_another_kind(run: Path) -> None:
         (9, "step4", False),
     ],
 )
-def test_the_weights_before_a_step(run: Path, step: int, checkpoint: str | None, are_the_steps_own: bool) -> None:
+def test_weights_before_a_step(run: Path, step: int, checkpoint: str | None, are_the_steps_own: bool) -> None:
     weights = weights_before(run, step, config=asked(run).settings, given=None)
     assert (weights.model, weights.are_the_steps_own) == ("start", are_the_steps_own)
     assert weights.checkpoint == (None if checkpoint is None else run / checkpoint)
@@ -162,7 +162,7 @@ def test_given_weights_overrule_checkpoints(run: Path) -> None:
     assert (weights.model, weights.checkpoint, weights.are_the_steps_own) == (str(run / "step2"), None, False)
 
 
-def test_the_row_of_a_step(tmp_path: Path) -> None:
+def test_row_of_a_step(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     assert recorded_row(file, 1) is None
     file.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n')
@@ -172,7 +172,7 @@ def test_the_row_of_a_step(tmp_path: Path) -> None:
     assert recorded_row(file, 1) is None  # cut short by a crash
 
 
-def test_the_table() -> None:
+def test_table() -> None:
     recorded, recomputed = {"loss": 0.5, "reward": 1.0}, {"loss": 0.25, "kl": 1e-7}
     lines = table({"recorded": recorded, "recomputed": recomputed, "changed": None}).splitlines()
     assert [line.split() for line in lines] == [

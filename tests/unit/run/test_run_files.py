@@ -57,7 +57,7 @@ WRITERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_full_disk_leaves_the_old_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_the_old_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = '{"step": 1}\n'
     (tmp_path / name).write_text(before)
 
@@ -71,7 +71,7 @@ def test_a_full_disk_leaves_the_old_file(name: str, tmp_path: Path, monkeypatch:
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_what_is_in_place_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_file_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     move = Path.replace
     monkeypatch.setattr(os, "fsync", lambda descriptor: events.append("sync"))
@@ -80,7 +80,7 @@ def test_what_is_in_place_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     assert events == ["sync", "move", "sync"]
 
 
-def test_what_a_killed_run_had_not_finished_goes_away(tmp_path: Path) -> None:
+def test_unfinished_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".layout.json.4711-1.partial").write_text("{")
     (tmp_path / ".hf_model.partial").mkdir()
     with_checkpoint(tmp_path)
@@ -88,14 +88,14 @@ def test_what_a_killed_run_had_not_finished_goes_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"num_replicas": "x"}'])
-def test_a_damaged_layout_blocks_no_later_start(tmp_path: Path, content: str) -> None:
+def test_damaged_layout_blocks_no_later_start(tmp_path: Path, content: str) -> None:
     config = with_checkpoint(tmp_path)
     (tmp_path / "layout.json").write_text(content)
     start(config)
     assert json.loads((tmp_path / "layout.json").read_text())["shard_degree"] == 2
 
 
-def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
+def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     config = with_checkpoint(tmp_path)
     with refused("other_run", "output_dir", "global batch"):
         start(config, ShardLayout(gpus_per_node=(4,), shard_degree=4, num_replicas=1))
@@ -120,7 +120,7 @@ OTHERS: dict[str, Any] = {
         *("plan.json", "step3"),
     ],
 )
-def test_what_stands_in_a_files_place_is_named_and_not_waited_for(
+def test_fifo_in_a_files_place_is_named_and_not_opened(
     tmp_path: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if (name, kind) == ("step3", "a folder"):
@@ -139,14 +139,14 @@ def test_what_stands_in_a_files_place_is_named_and_not_waited_for(
         assert told in line
 
 
-def test_a_file_that_is_called_like_a_checkpoint_is_named(tmp_path: Path) -> None:
+def test_file_that_is_called_like_a_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "step3").touch()
     (tmp_path / "step_by_step").touch()  # the user's own
     with refused("other_run", None, "step3 is a file"):
         RunDirectory(path=tmp_path).create()
 
 
-def test_another_stage_of_zero_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_stage_of_zero_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stage = ("--backend", "deepspeed", "--deepspeed_stage")
     start(with_checkpoint(tmp_path, *stage, "2"), speaks=True)
     assert "ZeRO" not in capsys.readouterr().out

@@ -75,7 +75,7 @@ def held_by(folder: Path) -> int | None:
 
 @pytest.mark.parametrize("has_locks", [True, False])
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_second_run_is_told_who_holds_the_folder(
+def test_second_run_is_told_who_holds_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool, has_locks: bool
 ) -> None:
     if not has_locks:
@@ -90,7 +90,7 @@ def test_a_second_run_is_told_who_holds_the_folder(
 
 
 @pytest.mark.parametrize("words", [(), ("fork",)])
-def test_a_killed_holder_blocks_nobody(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_killed_holder_blocks_nobody(tmp_path: Path, words: tuple[str, ...]) -> None:
     said: list[str] = []
     with holder(tmp_path, *words) as process:
         os.kill(process.pid, signal.SIGKILL)
@@ -100,7 +100,7 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path, words: tuple[str, ...]) -
     assert said == []  # and nobody had to wait
 
 
-def test_a_released_folder_is_free(tmp_path: Path) -> None:
+def test_released_folder_is_free(tmp_path: Path) -> None:
     for _ in range(2):
         with locked(tmp_path, say=print):
             pass
@@ -111,7 +111,7 @@ def test_a_released_folder_is_free(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hours_ahead", [-9, 9])
-def test_a_dead_holder_on_another_machine_is_watched_and_followed(tmp_path: Path, hours_ahead: int) -> None:
+def test_dead_holder_on_another_machine_is_watched_and_followed(tmp_path: Path, hours_ahead: int) -> None:
     said: list[str] = []
     record(tmp_path)
     its_time_s = time.time() + 3600 * hours_ahead
@@ -124,7 +124,7 @@ def test_a_dead_holder_on_another_machine_is_watched_and_followed(tmp_path: Path
 
 @pytest.mark.parametrize("hours_ahead", [-9, 0, 9])
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_a_living_holder_on_another_machine_refuses(
+def test_living_holder_on_another_machine_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool, hours_ahead: int
 ) -> None:
     if not has_locks:
@@ -145,7 +145,7 @@ def test_a_living_holder_on_another_machine_refuses(
     there.join()
 
 
-def test_without_locks_the_lease_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_decides_without_file_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_locks(monkeypatch)
     with holder(tmp_path) as process, refused("other_run", "output_dir", f"{process.pid}"):
         locked(tmp_path, say=print).__enter__()
@@ -155,20 +155,20 @@ def test_without_locks_the_lease_decides(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("content", ["", "{", "filelock/2", "filelock/2\npid=x\nhost=node7\nmode=lease"])
-def test_a_damaged_record_blocks_nobody(tmp_path: Path, content: str) -> None:
+def test_damaged_record_blocks_nobody(tmp_path: Path, content: str) -> None:
     record(tmp_path, content)
     os.utime(tmp_path / "run.lease", (0, 0))
     with locked(tmp_path, say=print):
         pass
 
 
-def test_the_one_whose_folder_was_taken_over_ends(tmp_path: Path) -> None:
+def test_run_whose_folder_was_taken_over_ends(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         record(tmp_path)
         assert process.wait(timeout=30) == 1
 
 
-def test_a_lease_that_cannot_be_renewed_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_that_cannot_be_renewed_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = threading.Event()
 
     def full(*arguments: Any, **named: Any) -> None:
@@ -184,7 +184,7 @@ def test_a_lease_that_cannot_be_renewed_ends_nothing(tmp_path: Path, monkeypatch
         _wait_until_renewed(tmp_path)
 
 
-def test_a_lease_that_somebody_removed_is_written_again(tmp_path: Path) -> None:
+def test_lease_that_somebody_removed_is_written_again(tmp_path: Path) -> None:
     with locked(tmp_path, say=print):
         (tmp_path / "run.lease").unlink()
         _wait_until_renewed(tmp_path)
@@ -201,7 +201,7 @@ def _wait_until_renewed(folder: Path) -> None:
         time.sleep(0.05)
 
 
-def test_on_windows_one_line_says_what_to_use() -> None:
+def test_windows_is_refused_in_one_line() -> None:
     program = "import sys; sys.modules['fcntl'] = None; import open_instruct.entry"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stderr == "open_instruct runs on Linux and macOS; on Windows, use it in WSL.\n"

@@ -109,7 +109,7 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 20) -> bool:
 @pytest.mark.usefixtures("all_walls")
 class TestEscapes:
     @pytest.mark.parametrize("name", ESCAPES)
-    def test_it_is_contained(self, name: str, sandbox: Sandbox, facts: Mapping[str, Any]) -> None:
+    def test_sandboxed_program_is_contained(self, name: str, sandbox: Sandbox, facts: Mapping[str, Any]) -> None:
         program = Template(ESCAPES[name]).safe_substitute(facts)
         compile(program, name, "exec")
         ran = run(sandbox, program, timeout_s=1 if name in NEVER_END else 20, stderr=True)
@@ -127,7 +127,7 @@ class TestEscapes:
         soft, _ = resource_limit(server.pid)
         assert soft > 64
 
-    def test_nothing_was_written_anywhere(self) -> None:
+    def test_sandboxed_programs_wrote_nothing(self) -> None:
         """Of the programs above, which come first."""
         for folder in ("/dev/shm", "/tmp", os.path.dirname(os.__file__), os.getcwd()):
             assert not [name for name in os.listdir(folder) if "zz_escape" in name]
@@ -140,7 +140,7 @@ def resource_limit(pid: int) -> tuple[int, int]:
 
 
 class TestInterpreter:
-    def test_it_keeps_its_names_and_tells_what_came_of_each_piece(self, sandbox: Sandbox) -> None:
+    def test_sandbox_session_keeps_names_and_returns_each_result(self, sandbox: Sandbox) -> None:
         with closing(sandbox.interpreter(cpu_s=20, stderr=True)) as interpreter:
 
             def told(code: str, **settings: Any) -> tuple[str, str, str]:
@@ -164,7 +164,7 @@ class TestInterpreter:
             )
             assert told("x") == ("done", "", "2")
 
-    def test_it_reads_what_it_is_given_in_every_way(self, sandbox: Sandbox) -> None:
+    def test_sandboxed_program_reads_its_input(self, sandbox: Sandbox) -> None:
         reading = "import os, sys\nprint(input(), sys.stdin.readline(), os.fstat(0).st_size)\n"
         ran = run(sandbox, f"{reading}os.lseek(0, 0, 0); open(0).read()", stdin="1 2\n3\n")
         assert (ran.output, ran.value) == ("1 2 3\n 6\n", "'1 2\\n3\\n'")
@@ -181,7 +181,7 @@ class TestInterpreter:
             ),
         ],
     )
-    def test_one_that_does_not_answer_is_of_no_more_use(self, program: str, status: str, sandbox: Sandbox) -> None:
+    def test_silent_sandbox_is_not_used_again(self, program: str, status: str, sandbox: Sandbox) -> None:
         with closing(sandbox.interpreter(cpu_s=20)) as interpreter:
             assert interpreter.run(program, timeout_s=1 if status == "late" else 20).status == status
 
@@ -197,7 +197,7 @@ class TestInterpreter:
         waiting.join(20)
         assert [each.status for each in ran] == ["died"]
 
-    def test_a_sandbox_that_was_killed_is_started_anew(self) -> None:
+    def test_sandbox_that_was_killed_is_started_anew(self) -> None:
         with closing(Sandbox()) as sandbox:
             interpreter = sandbox.interpreter(cpu_s=20)
             assert interpreter.run("1", timeout_s=20).value == "1"
@@ -210,14 +210,14 @@ class TestInterpreter:
             assert interpreter.run("1", timeout_s=20).status == "died"
             assert run(sandbox, "1 + 1").value == "2"
 
-    def test_one_that_does_not_start_is_an_error_and_is_not_left_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_sandbox_that_does_not_start_raises_and_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sandbox_module, "START", "import time; time.sleep(600)")
         monkeypatch.setattr(sandbox_module, "START_TIMEOUT_S", 0.5)
         with pytest.raises(RunError, match="did not start"):
             Sandbox().interpreter(cpu_s=20)
         assert not [each for each in psutil.Process().children() if "time.sleep(600)" in " ".join(each.cmdline())]
 
-    def test_it_ends_although_a_forked_process_holds_its_socket(self) -> None:
+    def test_sandbox_ends_while_a_fork_holds_its_socket(self) -> None:
         sandbox = Sandbox()
         sandbox.interpreter(cpu_s=20).close()
         if (holder := os.fork()) == 0:
@@ -233,7 +233,7 @@ class TestInterpreter:
 
     @pytest.mark.skipif(sys.platform != "linux", reason="limits of other processes are Linux's")
     @pytest.mark.parametrize("fault", ["processes", "descriptors", "walls"])
-    def test_a_program_that_cannot_be_started_is_the_only_one_without_an_answer(
+    def test_program_that_cannot_be_started_is_the_only_one_without_an_answer(
         self, fault: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sandbox_module, "START", START.replace("main(", f"fault = {fault!r}\n{BREAKS_SECOND}main("))
@@ -253,7 +253,7 @@ class TestInterpreter:
             assert first.run("x", timeout_s=20).value == "1" and run(sandbox, "2").value == "2"
 
     @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a child that is busy outlives the sandbox")
-    def test_nothing_outlives_a_driver_that_is_killed(self) -> None:
+    def test_sandbox_ends_with_a_killed_driver(self) -> None:
         program = (
             "from open_instruct.sandbox.sandbox import SANDBOX\n"
             "import os, time\n"
@@ -283,7 +283,7 @@ class TestWalls:
             assert ("$a2.lo32 & 0x00000200" in file.read()) is is_truncate_free
 
     @pytest.mark.usefixtures("all_walls")
-    def test_a_run_is_told_that_all_stand(self) -> None:
+    def test_run_is_told_that_all_stand(self) -> None:
         said, warned = list[str](), list[str]()
         try_walls("required", say=said.append, warn=warned.append)
         walls = "files, network, processes, signals, memory"
@@ -291,7 +291,7 @@ class TestWalls:
 
     @pytest.mark.skipif(sys.platform != "linux", reason="there is no seccomp to take Landlock away with")
     @pytest.mark.parametrize("choice", ["required", "auto"])
-    def test_one_that_is_missing_is_named(self, choice: str) -> None:
+    def test_missing_wall_is_named(self, choice: str) -> None:
         """A process whose kernel has no Landlock, because a filter of its own takes it away."""
         pytest.importorskip("pyseccomp")
         program = (
@@ -319,7 +319,7 @@ class TestWalls:
             ((said,), (warned,)) = told
             assert said.endswith("stand: network, processes, signals, memory") and missing in warned
 
-    def test_a_machine_on_which_no_program_runs_is_told_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_machine_on_which_no_program_runs_is_told_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with closing(Sandbox()) as sandbox:
             dead = sandbox.interpreter(cpu_s=1)
         monkeypatch.setattr(Sandbox, "interpreter", lambda self, **settings: dead)

@@ -59,7 +59,7 @@ def test_all_that_a_newcomer_reads_is_what_was_written(tmp_path: Path) -> None:
     assert done.stderr == "" and done.stdout.startswith("wrote a random olmo2 model") and done.stdout.count("\n") == 1
 
 
-def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
+def test_seed_decides_the_weights(tmp_path: Path) -> None:
     random_state = torch.get_rng_state()
     first, again, other = (
         (write_tiny_model(tmp_path / name, family="llama", seed=seed) / "model.safetensors").read_bytes()

@@ -76,7 +76,7 @@ class TestCode:
             ("import asyncio\nasync def f(): return 1", ["assert asyncio.run(f()) == 1"]),
         ],
     )
-    def test_what_is_right_is_1(self, program: str, tests: Any) -> None:
+    def test_right_program_scores_1(self, program: str, tests: Any) -> None:
         verifier = code()
         verifier.check_ground_truth(tests)
         assert verifier.score(f"So:\n```python\n{program}\n```", tests) == 1.0
@@ -98,7 +98,7 @@ class TestCode:
             ("", TESTS, 0.0),
         ],
     )
-    def test_a_test_that_fails_costs_itself(self, program: str, tests: list[str], rate: float) -> None:
+    def test_test_that_fails_costs_itself(self, program: str, tests: list[str], rate: float) -> None:
         verifier = code(code_max_execution_time=2)
         assert verifier.score(f"```python\n{program}\n```", tests) == pytest.approx(rate)
 
@@ -107,7 +107,7 @@ class TestCode:
         verifier = code(code_pass_rate_reward_threshold=threshold)
         assert verifier.score("```\ndef add(a, b): return a + b if a > 0 else 9\n```", TESTS) == rate
 
-    def test_a_verdict_comes_in_its_time(self) -> None:
+    def test_verdict_comes_in_its_time(self) -> None:
         """Tests that it does not reach have failed; the first two, which are quick, have passed."""
         verifier = code(code_max_execution_time=1, verifier_timeout_s=3)
         program = "```python\nimport time\ndef f(n): time.sleep(0 if n < 2 else 60); return n\n```"
@@ -121,7 +121,7 @@ class TestCode:
         assert verifier.score("```\nwhile True: pass\n```", [f"assert f({n}) == {n}" for n in range(10)]) == 0.0
         assert 3 <= time.monotonic() - began_s < 6
 
-    def test_a_pool_judges_by_them_and_leaves_nothing_behind(self) -> None:
+    def test_pool_judges_by_them_and_leaves_nothing_behind(self) -> None:
         said: list[str] = []
         flags = RewardSection(num_verifier_processes=1, verifier_timeout_s=60, code_max_execution_time=10)
         before = sandboxes()
@@ -137,7 +137,7 @@ class TestCode:
             assert started and have_ended
 
     @pytest.mark.parametrize("truth", ["assert add(1, 2) == 3", [], [3], "eJxrYEwtZgAA", None, {"a": 1}])
-    def test_what_is_no_list_of_tests_is_refused(self, truth: Any) -> None:
+    def test_ground_truth_without_a_list_of_tests_is_refused(self, truth: Any) -> None:
         with pytest.raises(ValueError, match="no list of tests"):
             code().check_ground_truth(truth)
 
@@ -176,7 +176,7 @@ class TestCodeStdio:
         assert verifier.score(f"```python\n{program}\n```", [test]) == expected
 
     @pytest.mark.parametrize("test", [{"input": "1"}, {"output": "1"}, {"input": 1, "output": "1"}, "1"])
-    def test_what_is_no_test_is_refused(self, test: Any) -> None:
+    def test_ground_truth_with_a_malformed_test_is_refused(self, test: Any) -> None:
         with pytest.raises(ValueError, match="no list of tests"):
             code(CodeStdio).check_ground_truth([test])
 
@@ -202,7 +202,7 @@ class TestServer:
             yield asked
             server.shutdown()
 
-    def test_it_is_asked_in_place_of_the_sandbox(self, asked: list[tuple[str, Any]]) -> None:
+    def test_code_api_is_asked_in_place_of_the_sandbox(self, asked: list[tuple[str, Any]]) -> None:
         (address, _) = asked.pop()
         url = f"{address}/test_program"
         assert code(code_api_url=url).score(f"```python\n{RIGHT}\n```", json.dumps(TESTS)) == pytest.approx(1 / 3)
@@ -212,7 +212,7 @@ class TestServer:
         assert (path, path_of_stdio) == ("/test_program", "/test_program_stdio")
         assert body == {"program": f"{RIGHT}\n", "tests": TESTS, "max_execution_time": 10}
 
-    def test_its_failures_are_problems(self, asked: list[tuple[str, Any]]) -> None:
+    def test_failures_of_the_code_api_are_problems(self, asked: list[tuple[str, Any]]) -> None:
         flags = RewardSection(code_api_url=f"{asked[0][0]}/broken", num_verifier_processes=1)
         with closing(VerifierPool(flags)) as pool:
             outcome = score(pool, Check(verifier="code", ground_truth=TESTS), RIGHT)
@@ -230,7 +230,7 @@ class TestServer:
         ("one `x` and ```y```", ""),
     ],
 )
-def test_the_last_block_of_python_is_the_program(completion: str, program: str) -> None:
+def test_last_block_of_python_is_the_program(completion: str, program: str) -> None:
     assert program_of(completion) == program
 
 
@@ -246,7 +246,7 @@ def test_only_the_call_of_a_test_is_seen(test: str, parts: tuple[str, str]) -> N
     assert asked_value(test) == parts
 
 
-def test_a_program_that_the_sandbox_cannot_run_is_not_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_that_the_sandbox_cannot_run_is_not_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     no_walls = "from open_instruct.sandbox.server import Walls\nWalls.put_up = None\nmain("
     monkeypatch.setattr(sandbox, "START", sandbox.START.replace("main(", no_walls))
     with closing(sandbox.Sandbox()) as broken:
@@ -288,14 +288,14 @@ class TestRun:
         return open_it
 
     @pytest.mark.parametrize("name", ["code", "code_stdio", "python"])
-    def test_a_wall_that_is_missing_stops_it(self, name: str, opened: Callable[..., str]) -> None:
+    def test_wall_that_is_missing_stops_it(self, name: str, opened: Callable[..., str]) -> None:
         missing = "without the wall around files a program gets out"
         with refused("machine", "code_sandbox", "auto", f"{missing}"):
             opened(name, has_walls=False)
         said = opened(name, "--code_sandbox", "auto", has_walls=False)
         assert missing in said and "these walls stand: network" in said
 
-    def test_it_is_told_how_long_programs_have(self, opened: Callable[..., str]) -> None:
+    def test_code_api_gets_the_time_limit(self, opened: Callable[..., str]) -> None:
         said = opened("code", "--code_sandbox", "auto")
         assert (
             "tests of a program that are not reached in 9 s (--verifier_timeout_s) have failed" in said
@@ -303,7 +303,7 @@ class TestRun:
         )
 
     @pytest.mark.parametrize("name", ["gsm8k", "code"])
-    def test_where_no_program_runs_here_no_wall_is_needed(self, name: str, opened: Callable[..., str]) -> None:
+    def test_walls_are_not_needed_with_a_code_api(self, name: str, opened: Callable[..., str]) -> None:
         said = opened(
             name, *(["--code_api_url", "http://localhost/test_program"] if name == "code" else []), has_walls=False
         )

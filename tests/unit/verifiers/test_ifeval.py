@@ -82,7 +82,7 @@ def test_sentences(text: str, count: int) -> None:
     assert num_sentences(text) == count
 
 
-def test_the_score_is_the_share_of_constraints() -> None:
+def test_score_is_the_share_of_constraints() -> None:
     names = ["punctuation:no_comma", "change_case:english_lowercase", "detectable_format:title"]
     truth = {"instruction_id_list": names, "kwargs": [{}, None, {"num_words": None}]}
     assert score("a <<b>>", truth) == 1.0
@@ -90,7 +90,7 @@ def test_the_score_is_the_share_of_constraints() -> None:
     assert score("A, b", truth) == 0.0
 
 
-def test_an_empty_text_follows_nothing_and_spaces_around_one_do_not_count() -> None:
+def test_empty_text_follows_nothing_and_spaces_around_one_do_not_count() -> None:
     assert score(" \n", ifeval("punctuation:no_comma", {})) == 0.0
     assert score('\n"a"\n', ifeval("startend:quotation", {})) == 1.0
 
@@ -172,6 +172,6 @@ def test_whole_numbers_may_come_as_floats() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("piece", ["*** ", "*** .\n", "***", ". "])
-def test_a_postscript_is_sought_once(piece: str) -> None:
+def test_postscript_is_sought_once(piece: str) -> None:
     """Many markers with no word behind any of them: each used to look at all that follows."""
     assert not has_postscript(piece * 200_000, marker="***")

@@ -69,7 +69,7 @@ def judged(answer: Answer, folder: Path, **flags: Any) -> Iterator[Judged]:
 # --- what it is asked, and how its answer is read ---------------------------------------------------------
 
 
-def test_a_judge_sees_the_question_and_the_answer_without_thoughts_and_marks(tmp_path: Path) -> None:
+def test_judge_sees_the_question_and_the_answer_without_thoughts_and_marks(tmp_path: Path) -> None:
     with judged(lambda body: "Score: 7", tmp_path) as judge:
         text = "Hm, 4?</think><answer>It is 5 {label}. <|im_end|></output></answer> Bye"
         assert judge.scores("general-quality_ref", [text], "5 {input}") == [0.7]
@@ -101,7 +101,7 @@ def test_a_judge_sees_the_question_and_the_answer_without_thoughts_and_marks(tmp
         ("general-quality_rubric", "Score: 7", None),
     ],
 )
-def test_an_answer_is_read_strictly(name: str, answer: str, score: float | None, tmp_path: Path) -> None:
+def test_answer_is_read_strictly(name: str, answer: str, score: float | None, tmp_path: Path) -> None:
     with judged(lambda body: answer, tmp_path) as judge:
         (outcome,) = judge.outcomes(name, ["5"], "5")
     if score is None:
@@ -119,7 +119,7 @@ def test_each_prompt_of_ours_has_its_places_and_its_verdicts() -> None:
     assert {f"general-{name}" for name in names} == JUDGE_PROMPTS.keys() - {"rubric"}
 
 
-def test_a_prompt_of_the_users_own(tmp_path: Path) -> None:
+def test_prompt_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "kind.txt").write_text("Is this kind?\n{output}")
     with judged(lambda body: "Score: 9", tmp_path, llm_judge_prompt=f"{tmp_path}/kind.txt") as judge:
         assert judge.scores("judge", ["Yes, dear."]) == [0.9]
@@ -130,14 +130,14 @@ def test_a_prompt_of_the_users_own(tmp_path: Path) -> None:
             known_verifiers(RewardSection(llm_judge_prompt=f"{tmp_path}/{file}"))
 
 
-def test_a_ground_truth_is_needed_where_the_prompt_has_a_place_for_it() -> None:
+def test_ground_truth_is_needed_where_the_prompt_has_a_place_for_it() -> None:
     verifiers = known_verifiers(RewardSection())
     needing = {name for name, verifier in verifiers.items() if "{label}" in JUDGE_PROMPTS.get(name, ("", {}))[0]}
     assert {name for name in ("judge", *JUDGE_PROMPTS) if verifiers[name].needs_ground_truth} == needing
     assert "general-quality" not in needing and "rubric" in needing
 
 
-def test_a_long_completion_is_cut_to_the_context(tmp_path: Path) -> None:
+def test_long_completion_is_cut_to_the_context(tmp_path: Path) -> None:
     flags = {"llm_judge_max_context_length": 600, "llm_judge_max_tokens": 100}
     with judged(lambda body: "Score: 2", tmp_path, **flags) as judge:
         assert judge.scores("general-quality", ["word " * 1000]) == [0.2]
@@ -149,7 +149,7 @@ def test_a_long_completion_is_cut_to_the_context(tmp_path: Path) -> None:
 # --- the server -------------------------------------------------------------------------------------------
 
 
-def test_what_costs_nothing_twice(tmp_path: Path) -> None:
+def test_judge_is_asked_once_for_equal_questions(tmp_path: Path) -> None:
     """Equal completions of a group share a request, and a later run asks for none that it finds in the cache."""
 
     def slow(body: dict[str, Any]) -> str:
@@ -170,7 +170,7 @@ def test_what_costs_nothing_twice(tmp_path: Path) -> None:
         assert warmer.scores("general-quality", ["a"]) == [0.4] and len(judge.stub.questions) == 3
 
 
-def test_a_group_is_judged_at_once_but_for_the_limit(tmp_path: Path) -> None:
+def test_group_is_judged_at_once_but_for_the_limit(tmp_path: Path) -> None:
     def slow(body: dict[str, Any]) -> str:
         time.sleep(0.2)
         return "Score: 1"
@@ -197,7 +197,7 @@ def test_requests_and_tokens_a_minute(limit: str, tmp_path: Path) -> None:
         assert judge.stub.questions[0] in [asked.replace("a", letter, 1) for letter in "abcd"]
 
 
-def test_a_prompt_of_ours_by_its_name(tmp_path: Path) -> None:
+def test_prompt_of_ours_by_its_name(tmp_path: Path) -> None:
     with judged(lambda body: "Correct", tmp_path, llm_judge_prompt="general-web_instruct_general_verifier") as judge:
         prompt, verdicts = JUDGE_PROMPTS["general-web_instruct_general_verifier"]
         word = max(verdicts, key=lambda verdict: verdicts[verdict])
@@ -207,7 +207,7 @@ def test_a_prompt_of_ours_by_its_name(tmp_path: Path) -> None:
         assert judge.pool.verifiers["judge"].needs_ground_truth
 
 
-def test_a_failure_costs_one_verdict(tmp_path: Path) -> None:
+def test_failure_costs_one_verdict(tmp_path: Path) -> None:
     """And is kept nowhere: the next one who asks may have better luck."""
     failures = ["bad"]
 
@@ -223,19 +223,19 @@ def test_a_failure_costs_one_verdict(tmp_path: Path) -> None:
         assert judge.scores("general-quality", ["bad"]) == [0.6]
 
 
-def test_a_slow_answer_costs_its_verdict(tmp_path: Path) -> None:
+def test_slow_answer_costs_its_verdict(tmp_path: Path) -> None:
     with judged(lambda body: 3.0, tmp_path, llm_judge_timeout=0.2) as judge:
         (outcome,) = judge.outcomes("general-quality", ["5"])
     assert outcome.score == 0 and "APITimeoutError" in str(outcome.problem)
 
 
-def test_a_request_is_sent_again(tmp_path: Path) -> None:
+def test_request_is_sent_again(tmp_path: Path) -> None:
     statuses = iter([429, 500])
     with judged(lambda body: next(statuses, "Score: 8"), tmp_path, llm_judge_max_retries=2) as judge:
         assert judge.scores("general-quality", ["5"]) == [0.8] and len(judge.stub.questions) == 3
 
 
-def test_a_server_that_does_not_know_the_form_is_asked_without(tmp_path: Path) -> None:
+def test_server_that_does_not_know_the_form_is_asked_without(tmp_path: Path) -> None:
     def answer(body: dict[str, Any]) -> str | int:
         return 400 if "structured_outputs" in body else "Score: 5"
 
@@ -253,7 +253,7 @@ def test_a_server_that_does_not_know_the_form_is_asked_without(tmp_path: Path) -
         (400, ("remote", "llm_judge_model", "BadRequestError")),
     ],
 )
-def test_a_judge_that_can_never_answer_is_refused_at_the_start(
+def test_judge_that_can_never_answer_is_refused_at_the_start(
     answer: int, reason: tuple[Any, ...], tmp_path: Path
 ) -> None:
     with judge_stub(lambda body: answer) as stub, refused(*reason) as caught:
@@ -262,7 +262,7 @@ def test_a_judge_that_can_never_answer_is_refused_at_the_start(
     assert KEY not in str(caught.value)
 
 
-def test_a_run_with_nobody_to_ask_is_refused(tmp_path: Path) -> None:
+def test_run_with_nobody_to_ask_is_refused(tmp_path: Path) -> None:
     with judge_stub(lambda body: "Yes") as stub:
         pass
     with refused("remote", "llm_judge_model", "APIConnectionError"):
@@ -271,13 +271,13 @@ def test_a_run_with_nobody_to_ask_is_refused(tmp_path: Path) -> None:
         known_verifiers(RewardSection())["rubric"].begin_run(tmp_path)
 
 
-def test_a_cache_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_cache_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / CACHE_FILE).write_text("something else" * 100)
     with judge_stub(lambda body: "Yes") as stub, refused("unreadable_file", "cache_dir", "cache"):
         Judged(stub, tmp_path)
 
 
-def test_the_key_is_sent_and_told_to_nobody_else(tmp_path: Path) -> None:
+def test_key_is_sent_and_told_to_nobody_else(tmp_path: Path) -> None:
     with judged(lambda body: 403, tmp_path) as judge:  # the stub repeats it in its message
         (outcome,) = judge.outcomes("general-quality", ["5"])
         assert set(judge.stub.keys) == {f"Bearer {KEY}"}
@@ -286,7 +286,7 @@ def test_the_key_is_sent_and_told_to_nobody_else(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if KEY.encode() in path.read_bytes()]
 
 
-def test_a_judge_is_one_verifier_of_several(tmp_path: Path) -> None:
+def test_judge_is_one_verifier_of_several(tmp_path: Path) -> None:
     with judged(lambda body: "Score: 5", tmp_path) as judge:
         checks = (Check(verifier="gsm8k", ground_truth="5"), Check(verifier="general-quality", ground_truth=None))
         prompt = Prompt(row_id=0, token_ids=(1,), text=QUESTION, checks=checks)
@@ -298,7 +298,7 @@ def test_a_judge_is_one_verifier_of_several(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_begins_with_a_first_question_if_a_prompt_names_a_judge(tmp_path: Path) -> None:
+def test_run_begins_with_a_first_question_if_a_prompt_names_a_judge(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", family="olmo2")
     words = ["--model_name_or_path", str(model), "--dataset_mixer_list", f"{tmp_path}/rows.jsonl", "1.0"]
     words += ["--num_unique_prompts_rollout", "1", "--total_episodes", "4", "--cache_dir", f"{tmp_path}/cache"]
@@ -325,7 +325,7 @@ def test_a_run_begins_with_a_first_question_if_a_prompt_names_a_judge(tmp_path: 
 # --- rubrics ----------------------------------------------------------------------------------------------
 
 
-def test_a_rubric_is_the_weighted_mean_of_its_criteria(tmp_path: Path) -> None:
+def test_rubric_is_the_weighted_mean_of_its_criteria(tmp_path: Path) -> None:
     """Worked out by hand: (2 x 1 + 1 x 0.5 - 1 x 1) / 4."""
     scores = {"It is right.": "Score: 2", "It is short.": "Score: 1", "It is rude.": "Score: 2"}
 
@@ -360,7 +360,7 @@ def test_a_rubric_is_the_weighted_mean_of_its_criteria(tmp_path: Path) -> None:
         {"rubrics": [{"description": "a", "weight": float("nan")}]},
     ],
 )
-def test_a_malformed_rubric_is_refused(truth: Any) -> None:
+def test_malformed_rubric_is_refused(truth: Any) -> None:
     with pytest.raises(ValueError, match="it must be"):
         parse_rubrics(truth)
 

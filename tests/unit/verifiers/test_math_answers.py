@@ -11,7 +11,7 @@ PAIRS = json.loads(Path(__file__).with_name("math_answers.json").read_text(encod
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS["same"])
-def test_the_same_answer_written_in_two_ways(one: str, other: str) -> None:
+def test_same_answer_written_in_two_ways(one: str, other: str) -> None:
     assert are_equal(one, other)
     assert are_equal(other, one)
 
@@ -23,7 +23,7 @@ def test_different_answers(one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", " ", "$$"])
-def test_nothing_is_no_answer(text: str) -> None:
+def test_empty_text_is_no_answer(text: str) -> None:
     assert not are_equal(text, text)
 
 

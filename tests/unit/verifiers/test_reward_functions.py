@@ -78,12 +78,12 @@ def pool(mine: str) -> Iterator[VerifierPool]:
         ("asked", "Say hi. Hi", 1.0),
     ],
 )
-def test_a_function_is_given_what_it_takes(pool: VerifierPool, name: str, completion: str, reward: float) -> None:
+def test_function_is_given_what_it_takes(pool: VerifierPool, name: str, completion: str, reward: float) -> None:
     outcome = score(pool, Check(verifier=name, ground_truth=ROW), completion, prompt="Say hi.")
     assert (outcome.score, outcome.problem) == (reward, None)
 
 
-def test_it_is_called_once_for_all_completions_of_a_prompt(pool: VerifierPool) -> None:
+def test_reward_function_is_called_once_a_prompt(pool: VerifierPool) -> None:
     check = Check(verifier="ranked", ground_truth=ROW)
     prompt = Prompt(row_id=0, token_ids=(1,), text="Say hi.", checks=(check,))
     assert pool.judges_groups(prompt)
@@ -92,12 +92,12 @@ def test_it_is_called_once_for_all_completions_of_a_prompt(pool: VerifierPool) -
 
 
 @pytest.mark.parametrize(("name", "problem"), [("too_many", "2 rewards for 1 completion"), ("nothing", "TypeError")])
-def test_what_it_must_not_return_is_a_problem(pool: VerifierPool, name: str, problem: str) -> None:
+def test_wrong_return_of_a_reward_function_is_a_problem(pool: VerifierPool, name: str, problem: str) -> None:
     outcome = score(pool, Check(verifier=name, ground_truth=ROW), "hi")
     assert outcome.score == 0.0 and outcome.problem is not None and problem in outcome.problem
 
 
-def test_it_judges_rows_that_name_none_by_all_their_columns(mine: str) -> None:
+def test_reward_function_gets_all_columns_of_a_row(mine: str) -> None:
     words = [f"{mine}:same"]
     known = known_verifiers(RewardSection(verifier=words))
     read = ReadRow(ROW)
@@ -150,7 +150,7 @@ def wrapped(function: Callable[..., list[float]]) -> Callable[..., list[float]]:
     return doubled
 
 
-def test_a_function_that_stands_alone_becomes_a_file(tmp_path: Path) -> None:
+def test_function_that_stands_alone_becomes_a_file(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text(file_with(alone))
     assert load_named(f"{file}:alone", origin="", what="NAME")(["a12", "b"], [1, 2]) == [4.0, 0.0]
@@ -180,14 +180,16 @@ def closure() -> Callable[..., list[float]]:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_one_that_does_not_is_refused_with_what_it_lacks(function: Callable[..., Any], told: str) -> None:
+def test_reward_function_that_needs_globals_is_refused_with_their_names(
+    function: Callable[..., Any], told: str
+) -> None:
     with pytest.raises(InputError) as refused:
         file_with(function)
     assert f"reward: {told}" in str(refused.value)
     assert "write it to a file, and pass reward='mine.py:" in str(refused.value)
 
 
-def test_a_name_that_hides_a_built_in_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_that_hides_a_built_in_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(alone.__globals__, "sum", len)
     with refused("own_code", None, "sum"):
         file_with(alone)

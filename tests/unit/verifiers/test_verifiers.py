@@ -151,16 +151,16 @@ class TestPool:
         score(hasty_pool, check("math", "2"), r"\boxed{2}")
         assert score(hasty_pool, check("math", "7"), rf"\boxed{{{answer}}}").score == 0.0
 
-    def test_what_was_thought_is_not_judged(self, pool: VerifierPool) -> None:
+    def test_reasoning_is_not_judged(self, pool: VerifierPool) -> None:
         assert score(pool, check("gsm8k", "5"), "5</think> it is 6").score == 0.0
         assert score(pool, check("gsm8k", "6"), "5</think> it is 6").score == 1.0
 
-    def test_a_length_is_that_in_tokens(self) -> None:
+    def test_length_is_that_in_tokens(self) -> None:
         with open_pool() as pool:
             one = score(pool, check("max_length", 16385), "a long text of one token")
             assert one.score == 0.5 and score(pool, check("up_to_max_length", 1), "thought</think> it").score == 1.0
 
-    def test_a_verifier_of_the_users_runs_elsewhere(self, pool: VerifierPool) -> None:
+    def test_verifier_of_the_users_runs_elsewhere(self, pool: VerifierPool) -> None:
         assert score(pool, check("odd"), "0.25").score == 0.25
         assert score(pool, check("odd"), "pid").score not in (0.0, 1 / os.getpid())
 
@@ -176,16 +176,14 @@ class TestPool:
             ("nan", "odd: gave nan, which is not between 0 and 1"),
         ],
     )
-    def test_what_goes_wrong_is_a_score_of_nothing(
-        self, hasty_pool: VerifierPool, completion: str, problem: str
-    ) -> None:
+    def test_failing_verifier_gives_no_score(self, hasty_pool: VerifierPool, completion: str, problem: str) -> None:
         outcome = score(hasty_pool, check("odd"), completion)
         assert outcome.score == 0.0
         assert outcome.problem is not None
         assert outcome.problem.startswith(problem)
         assert score(hasty_pool, check("odd"), "0.5").score == 0.5
 
-    def test_what_a_verifier_has_started_ends_with_it(
+    def test_processes_of_a_verifier_end_with_it(
         self, hasty_pool: VerifierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -193,7 +191,7 @@ class TestPool:
         assert_ends(int(Path("spinning").read_text()))
 
     @pytest.mark.parametrize("then", ["", " and hang", " and die"])
-    def test_a_daemon_that_a_verifier_has_started_ends_with_it(
+    def test_daemon_that_a_verifier_has_started_ends_with_it(
         self, user_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
     ) -> None:
         """It has a session of its own, and its parent has ended."""
@@ -208,7 +206,7 @@ class TestPool:
         assert_ends(daemon)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing tells that a child has ended")
-    def test_a_child_that_holds_its_socket_keeps_nobody_waiting(
+    def test_child_that_holds_its_socket_keeps_nobody_waiting(
         self, user_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -218,7 +216,7 @@ class TestPool:
         assert time.monotonic() - began_s < 200
 
     @pytest.mark.parametrize("completion", ["twins", "forge", "read"])
-    def test_an_answer_is_that_to_the_question(self, user_module: str, completion: str) -> None:
+    def test_answer_is_that_to_the_question(self, user_module: str, completion: str) -> None:
         """Not that of a child that came back, nor what a verifier wrote wherever it could."""
         with open_pool(f"{user_module}:Odd") as pool:
             scores = [score(pool, check("odd"), text).score for text in (completion, "0.75", "1", completion, "0", "1")]
@@ -236,13 +234,13 @@ class TestPool:
             outcome = score(pool, check("odd"), "threads")
         assert outcome.score == 1 / num_threads
 
-    def test_a_long_completion_arrives_whole(self, pool: VerifierPool) -> None:
+    def test_long_completion_arrives_whole(self, pool: VerifierPool) -> None:
         outcome = score(pool, check("odd"), "x" * 3_000_000)
         assert outcome.problem is not None and outcome.problem.startswith("odd: ValueError")
         assert len(outcome.problem) < 1000
 
     @pytest.mark.parametrize("kind", ["odd", "inline"])
-    def test_the_first_problem_is_told_once_with_its_traceback(self, user_module: str, kind: str) -> None:
+    def test_first_problem_is_told_once_with_its_traceback(self, user_module: str, kind: str) -> None:
         said: list[str] = []
         words = [f"{user_module}:Odd", f"{user_module}:Inline"]
         with open_pool(*words, say=said.append) as pool:
@@ -258,12 +256,12 @@ class TestPool:
             assert [o.score for o in threads.map(lambda x: score(pool, check("odd"), str(x)), wanted)] == wanted
 
     @pytest.mark.parametrize("completion", ["not a number", "7", "nan"])
-    def test_what_goes_wrong_in_the_driver_is_one_too(self, pool: VerifierPool, completion: str) -> None:
+    def test_failure_in_the_driver_is_a_problem(self, pool: VerifierPool, completion: str) -> None:
         outcome = score(pool, check("inline"), completion)
         assert outcome.score == 0.0
         assert outcome.problem == score(pool, check("odd"), completion).problem.replace("odd", "inline", 1)
 
-    def test_a_worker_outlives_the_thread_that_needed_it_first(self, user_module: str) -> None:
+    def test_worker_outlives_the_thread_that_needed_it_first(self, user_module: str) -> None:
         scores = []
         with open_pool(f"{user_module}:Odd") as pool:
             for _ in range(2):
@@ -327,14 +325,14 @@ class Short(Passthrough):
         return [float(len(completions[0]))]
 
 
-def test_a_number_of_scores_that_is_wrong_is_the_verifiers_problem() -> None:
+def test_number_of_scores_that_is_wrong_is_the_verifiers_problem() -> None:
     asked = {"prompt": "", "ground_truth": None}
     assert verdicts(Short(), completions=["ab"], are_truncated=[False], **asked) == {"scores": [2.0]}
     told = verdicts(Short(), completions=["a", "b"], are_truncated=[False, False], **asked)
     assert "1 reward for 2 completions" in told["problem"]
 
 
-def test_a_verifier_of_tokens_gets_those_of_its_thoughts(pool: VerifierPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifier_of_tokens_gets_those_of_its_thoughts(pool: VerifierPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pool.verifiers, "passthrough", Short())
     completion = replace(completion_of("so</think>it"), token_ids=(1, 2, 3), logprobs=(0.0,) * 3, versions=(0,) * 3)
     monkeypatch.setattr(Short, "is_bounded", False)
@@ -362,7 +360,7 @@ class TestAsync:
     WORDS = ("Waits", "WaitsTogether", "WaitsForAll")
 
     @pytest.mark.parametrize("name", ["waits", "waits_together", "waits_for_all"])
-    def test_what_it_gives_is_awaited_in_one_loop(self, user_module: str, name: str) -> None:
+    def test_async_verifiers_share_one_loop(self, user_module: str, name: str) -> None:
         """Also from many threads; one that raises, or exits, costs its own score and no other."""
         with open_pool(*(f"{user_module}:{word}" for word in self.WORDS)) as pool, ThreadPoolExecutor(4) as threads:
             texts = ["0.01", "0.02", "no number", "exit", "0.03"]
@@ -371,7 +369,7 @@ class TestAsync:
         told = [str(outcome.problem).partition(": ")[2].partition(":")[0] for outcome in outcomes]
         assert told == ["", "", "ValueError", "SystemExit", ""]
 
-    def test_a_group_is_awaited_at_once(self, user_module: str) -> None:
+    def test_group_is_awaited_at_once(self, user_module: str) -> None:
         with open_pool(f"{user_module}:WaitsTogether") as pool:
             began_s = time.monotonic()
             outcomes = pool.scores(check("waits_together"), "", [completion_of(text) for text in ["0.5"] * 8 + ["x"]])
@@ -379,7 +377,7 @@ class TestAsync:
         assert [outcome.score for outcome in outcomes] == [0.5] * 8 + [0]
         assert [outcome.problem is None for outcome in outcomes] == [True] * 8 + [False]
 
-    def test_one_that_never_comes_is_ended(self, user_module: str) -> None:
+    def test_verifier_that_never_answers_is_ended(self, user_module: str) -> None:
         with open_pool(f"{user_module}:Waits", timeout_s=0.5) as pool:
             assert score(pool, check("waits"), "600").problem == "waits: took more than 0.5 s, or died"
 
@@ -405,12 +403,12 @@ def assert_ends(process_id: int) -> None:
         ("odd_verifiers:ifeval", ("own_code", "verifier", "'ifeval'")),
     ],
 )
-def test_a_verifier_that_cannot_be_used_is_refused(user_module: str, word: str, message: tuple[Any, ...]) -> None:
+def test_verifier_that_cannot_be_used_is_refused(user_module: str, word: str, message: tuple[Any, ...]) -> None:
     with refused(*message):
         known_verifiers(RewardSection(verifier=[word]))
 
 
-def test_the_form_of_thinking_and_answering() -> None:
+def test_form_of_thinking_and_answering() -> None:
     assert has_r1_format("<think>hm\nhm</think>\n<answer>5</answer>")
     assert has_r1_format("hm</think><answer>5</answer>")
     for text in ("<answer>5</answer>", "<think>hm</think>5", "<think>a</think><answer>5</answer> more", ""):
@@ -418,14 +416,14 @@ def test_the_form_of_thinking_and_answering() -> None:
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "a", " ", "\n", "\x1c"])).map("".join))
-def test_the_form_is_what_a_pattern_says_slowly(text: str) -> None:
+def test_form_is_what_a_pattern_says_slowly(text: str) -> None:
     pattern = r"\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*<answer>.*</answer>\s*"
     assert has_r1_format(text) == (re.fullmatch(pattern, text, flags=re.DOTALL) is not None)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("piece", [" ", "<think>", "</think>", "</think><answer>", "</answer> ", "<answer>"])
-def test_the_form_of_long_texts_takes_no_time(piece: str) -> None:
+def test_form_of_long_texts_takes_no_time(piece: str) -> None:
     assert not has_r1_format(piece * 1_000_000)
 
 
@@ -438,7 +436,7 @@ class TestOwnFiles:
         monkeypatch.chdir(tmp_path)
 
     @pytest.mark.parametrize("word", ["mine.py:Odd", "./mine.py:Odd", "mine:Odd"])
-    def test_a_file_of_the_working_folder(self, word: str) -> None:
+    def test_file_of_the_working_folder(self, word: str) -> None:
         with open_pool(word, word.replace("Odd", "Inline")) as pool:
             assert [score(pool, check(name), "0.25") for name in ("odd", "inline")] == [Outcome(score=0.25)] * 2
         assert "mine" not in sys.modules
@@ -462,19 +460,19 @@ class TestOwnFiles:
         assert ("no_weights" in run.stderr) == ("Odd" in word), run.stderr
         assert ("NotThere" in run.stderr) == ("Odd" not in word), run.stderr
 
-    def test_an_installed_module_goes_before_a_file_of_its_name(self) -> None:
+    def test_installed_module_goes_before_a_file_of_its_name(self) -> None:
         Path("mine.py").rename("sympy.py")
         with refused("own_code", "verifier", "'Odd'"):
             known_verifiers(RewardSection(verifier=["sympy:Odd"]))
         assert "odd" in known_verifiers(RewardSection(verifier=["sympy.py:Odd"]))
 
-    def test_a_file_that_is_gone_or_raises(self) -> None:
+    def test_file_that_is_gone_or_raises(self) -> None:
         Path("raises.py").write_text("import sys\nsys.exit(3)\n")
         for word, reason in (("gone.py:Odd", "FileNotFoundError"), ("raises.py:Odd", "SystemExit: 3")):
             with pytest.raises(InputError, match=reason):
                 known_verifiers(RewardSection(verifier=[word]))
 
-    def test_a_worker_says_why_it_did_not_start(self) -> None:
+    def test_worker_says_why_it_did_not_start(self) -> None:
         said: list[str] = []
         with open_pool("mine.py:Odd", say=said.append) as pool:
             Path("mine.py").unlink()
@@ -483,7 +481,7 @@ class TestOwnFiles:
         assert "Traceback" in said[0]
 
     @pytest.mark.parametrize("paths", [None, "", os.pathsep])
-    def test_nothing_else_is_imported(self, monkeypatch: pytest.MonkeyPatch, paths: str | None) -> None:
+    def test_verifier_process_imports_nothing_else(self, monkeypatch: pytest.MonkeyPatch, paths: str | None) -> None:
         """An empty entry of PYTHONPATH, which shells make by mistake, means the working folder to Python."""
         planted = ("sympy", "mpmath", "gmpy2", "langdetect", "json", "re", "worker", "sitecustomize", "open_instruct")
         for name in planted:
@@ -510,14 +508,14 @@ class TestReward:
         assert self.reward(pool, "5", *checks, verification_reward=10.0) == pytest.approx(7.5)
         assert self.reward(pool, "5", *checks, verification_reward=10.0, several_verifiers="sum") == pytest.approx(30.0)
 
-    def test_the_format_gates_or_adds(self, pool: VerifierPool) -> None:
+    def test_format_gates_or_adds(self, pool: VerifierPool) -> None:
         good, bad = "x</think><answer>5</answer>", "5"
         config: dict[str, Any] = {"apply_r1_style_format_reward": True, "r1_style_format_reward": 0.5}
         assert self.reward(pool, good, check("gsm8k", "5"), **config) == 1.5
         assert self.reward(pool, bad, check("gsm8k", "5"), **config) == 0.0
         assert self.reward(pool, bad, check("gsm8k", "5"), **config, additive_format_reward=True) == 1.0
 
-    def test_a_completion_that_was_cut_gets_the_penalty(self, pool: VerifierPool) -> None:
+    def test_completion_that_was_cut_gets_the_penalty(self, pool: VerifierPool) -> None:
         config: dict[str, Any] = {"non_stop_penalty": True, "non_stop_penalty_value": -1.0}
         assert self.reward(pool, "5", check("gsm8k", "5"), truncated=True, **config) == -1.0
         assert self.reward(pool, "5", check("gsm8k", "5"), **config) == 1.0

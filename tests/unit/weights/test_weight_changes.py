@@ -116,7 +116,7 @@ def manifest_of(dtype: torch.dtype) -> WeightManifest:
 
 
 @given(versions())
-def test_a_receiver_has_the_learners_bits(drawn: tuple[torch.dtype, list[dict[str, torch.Tensor]]]) -> None:
+def test_receiver_has_the_learners_bits(drawn: tuple[torch.dtype, list[dict[str, torch.Tensor]]]) -> None:
     dtype, found = drawn
     manifest = manifest_of(dtype)
     senders, mirror = {rank: SentParts(manifest, rank=rank) for rank in manifest.ranks}, Mirror(manifest)
@@ -147,7 +147,7 @@ def test_every_value_that_equals_another_or_not_even_itself_is_told_from_every_o
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_bit_that_is_another_one_is_noticed_by_name(dtype: torch.dtype) -> None:
+def test_bit_that_is_another_one_is_noticed_by_name(dtype: torch.dtype) -> None:
     manifest = manifest_of(dtype)
     senders, mirror = {rank: SentParts(manifest, rank=rank) for rank in manifest.ranks}, Mirror(manifest)
     weights = {name: torch.ones(shape, dtype=dtype) for name, shape in manifest.shapes.items()}
@@ -169,7 +169,7 @@ def test_a_bit_that_is_another_one_is_noticed_by_name(dtype: torch.dtype) -> Non
     ],
     ids=["a place", "nothing", "a run", "two runs", "too little to save", "less but for zeros between", "all"],
 )
-def test_the_form_is_that_of_the_fewest_bytes(
+def test_form_is_that_of_the_fewest_bytes(
     before: list[int], after: list[int], form: int, entries: list[int], values: list[int]
 ) -> None:
     sent_N, now_N = (torch.tensor(each, dtype=torch.float32).bfloat16() for each in (before, after))
@@ -180,7 +180,7 @@ def test_the_form_is_that_of_the_fewest_bytes(
 
 
 @given(st.sampled_from([torch.uint8, torch.int16, torch.int32]), st.data())
-def test_a_device_and_its_host_find_the_same_changes(dtype: torch.dtype, data: st.DataObject) -> None:
+def test_device_and_its_host_find_the_same_changes(dtype: torch.dtype, data: st.DataObject) -> None:
     """Wherever they lie in words of eight bytes, and in memory that begins in the middle of one."""
     bits = st.lists(st.integers(0, 1), min_size=1, max_size=40)
     both = data.draw(

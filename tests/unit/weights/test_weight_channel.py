@@ -82,7 +82,7 @@ def test_communicators_are_made_as_members_join(nccl: type[FakeNCCL]) -> None:
     assert [(group.rank, group.size, group.sent) for group in groups] == [(rank, 3, [1]) for rank in range(3)]
 
 
-def test_who_does_not_come_is_named_before_anything_blocks(
+def test_missing_member_is_named_before_anything_blocks(
     nccl: type[FakeNCCL],
 ) -> None:
     """Making a communicator blocks, in NCCL, without a word about whom it waits for."""
@@ -92,7 +92,7 @@ def test_who_does_not_come_is_named_before_anything_blocks(
     assert nccl.made == []
 
 
-def test_a_group_waits_longer_than_its_members_and_its_errors_end_no_process(
+def test_group_waits_longer_than_its_members_and_its_errors_end_no_process(
     nccl: type[FakeNCCL], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ERROR_HANDLING, "3")
@@ -104,7 +104,7 @@ def test_a_group_waits_longer_than_its_members_and_its_errors_end_no_process(
         assert group.options._timeout.total_seconds() > 7.0 + EXTRA_PATIENCE_S
 
 
-def test_what_a_member_waits_for_is_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_waits_for_its_own_stream_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for the whole device would be waiting for the next bucket too, which is on its way on another stream."""
     waited = []
     stream = SimpleNamespace(synchronize=lambda: waited.append("stream"))
@@ -135,7 +135,7 @@ class SlowChannel:
         self.has_failed.set()
 
 
-def test_a_channel_whose_end_is_known_late_does_not_end_the_next_one() -> None:
+def test_channel_whose_end_is_known_late_does_not_end_the_next_one() -> None:
     """Its thread still waits for a learner that is gone when the engine stages from new learners."""
     old, new = SlowChannel(), SlowChannel()
     worker: Any = SimpleNamespace(device=CPU, incoming_weights=old)
@@ -152,7 +152,7 @@ def test_a_channel_whose_end_is_known_late_does_not_end_the_next_one() -> None:
     assert WeightReceiver.has_staged(worker)
 
 
-def test_a_channel_whose_learner_is_gone_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channel_whose_learner_is_gone_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile the engine whose failure is told is not asked for anything, not even whether it lives."""
     monkeypatch.setattr(progress, "SECONDS_FOR_LAST_WORDS", 0.2)
     with socket.create_server((LOOPBACK, 0)) as listener:

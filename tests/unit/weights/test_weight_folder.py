@@ -127,7 +127,7 @@ def harm(path: Path, how: str) -> None:
         ("2.json", "of other sizes", "negative"),
     ],
 )
-def test_what_is_not_as_it_was_written_is_refused_and_the_whole_comes_next(
+def test_damaged_weights_are_refused_and_the_whole_comes_next(
     chain: tuple[Sender, FolderWeights, FolderWeights], file: str, how: str, complaint: str
 ) -> None:
     sender, *receivers = chain
@@ -149,7 +149,7 @@ def test_what_is_not_as_it_was_written_is_refused_and_the_whole_comes_next(
     assert not path.exists()
 
 
-def test_a_link_that_is_missing_on_the_way_is_a_gap(chain: tuple[Sender, FolderWeights, FolderWeights]) -> None:
+def test_link_that_is_missing_on_the_way_is_a_gap(chain: tuple[Sender, FolderWeights, FolderWeights]) -> None:
     sender, follows, late = chain
     Path(f"{late.chain}-1.json").unlink()
     with pytest.raises(RunError, match="No such file"):
@@ -167,7 +167,7 @@ def test_other_bits_than_were_sent_are_noticed_by_name(chain: tuple[Sender, Fold
     assert_holds(follows, sender.weights)
 
 
-def test_a_version_is_written_once(chain: tuple[Sender, FolderWeights, FolderWeights]) -> None:
+def test_version_is_written_once(chain: tuple[Sender, FolderWeights, FolderWeights]) -> None:
     sender, _, late = chain
     before = {path.name: path.stat().st_mtime_ns for path in sender._folder.iterdir()}
     sender.send(2)
@@ -177,7 +177,7 @@ def test_a_version_is_written_once(chain: tuple[Sender, FolderWeights, FolderWei
 
 
 @pytest.mark.parametrize("phase", ["compare", "write", "link"])
-def test_nothing_builds_on_a_version_that_could_not_be_written(
+def test_failed_version_is_no_base_of_the_next(
     chain: tuple[Sender, FolderWeights, FolderWeights], monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     sender, follows, late = chain
@@ -202,7 +202,7 @@ def test_nothing_builds_on_a_version_that_could_not_be_written(
     assert_holds(follows, sender.weights)
 
 
-def test_what_a_link_says(chain: tuple[Sender, FolderWeights, FolderWeights]) -> None:
+def test_link_names_the_version(chain: tuple[Sender, FolderWeights, FolderWeights]) -> None:
     sender, follows, _ = chain
     said = json.loads(Path(f"{follows.chain}-2.json").read_text())
     assert (said["version"], said["builds_on"]) == (2, 1)
@@ -211,7 +211,7 @@ def test_what_a_link_says(chain: tuple[Sender, FolderWeights, FolderWeights]) ->
     assert sum(size for size, _ in written) == Path(f"{follows.chain}-2.0").stat().st_size
 
 
-def test_a_folder_of_each_run(tmp_path: Path) -> None:
+def test_folder_of_each_run(tmp_path: Path) -> None:
     runs = [tmp_path / parent / "out" for parent in "xy"]
     assert folder_of_run(None, runs[0]) == runs[0] / "weight_sync"
     folders = {folder_of_run(str(tmp_path), run) for run in runs}
@@ -221,7 +221,7 @@ def test_a_folder_of_each_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["nothing", "a file"])
-def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, what: str) -> None:
+def test_folder_that_cannot_be_is_refused(tmp_path: Path, what: str) -> None:
     asked = tmp_path / "asked"
     if what == "a file":
         asked.write_text("")
@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["a file", "a link"])
-def test_what_is_no_folder_of_weight_syncs_is_not_emptied(tmp_path: Path, what: str) -> None:
+def test_folder_of_other_files_is_not_emptied(tmp_path: Path, what: str) -> None:
     folder = folder_of_run(None, tmp_path)
     theirs = tmp_path / "theirs" if what == "a link" else make_folder(folder)
     theirs.mkdir(exist_ok=True)
@@ -242,7 +242,7 @@ def test_what_is_no_folder_of_weight_syncs_is_not_emptied(tmp_path: Path, what: 
         make_folder(folder)
 
 
-def test_what_a_killed_run_left_is_no_hindrance(chain: tuple[Sender, FolderWeights, FolderWeights]) -> None:
+def test_remains_of_a_killed_run_are_no_hindrance(chain: tuple[Sender, FolderWeights, FolderWeights]) -> None:
     sender, follows, _ = chain
     Path(sender._folder, f".{Path(follows.chain).name}-3.json.12-34.partial").touch()
     assert make_folder(sender._folder) == sender._folder

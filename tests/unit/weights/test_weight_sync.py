@@ -60,7 +60,7 @@ class TestBuckets:
             slice(4, 8),
         ]
 
-    def test_what_a_rank_brings_is_one_run_of_bytes(self) -> None:
+    def test_part_of_a_rank_is_one_run_of_bytes(self) -> None:
         (bucket,) = manifest_of({"a": (3, 2), "b": (4,)}, num_ranks=2, bucket_bytes=100).buckets
         assert [bucket.span(rank) for rank in range(3)] == [(0, 12), (12, 20), (0, 0)]
         assert [(name, part.start, part.num_bytes) for name, part in bucket.parts[1].items()] == [
@@ -73,7 +73,7 @@ class TestBuckets:
         st.integers(1, 400),
         st.integers(1, 4),
     )
-    def test_what_ranks_pack_is_what_receivers_unpack(
+    def test_receivers_unpack_what_ranks_packed(
         self, shapes: list[list[int]], bucket_bytes: int, num_ranks: int
     ) -> None:
         named = {str(number): tuple(shape) for number, shape in enumerate(shapes)}
@@ -127,7 +127,7 @@ def test_memory_is_given_out_again_once_no_view_of_it_is_left() -> None:
     assert memory.take(60).data_ptr() not in (address, second.data_ptr())
 
 
-def test_an_adapter_alone_is_a_fiftieth_of_the_bytes(join_as: JoinAs) -> None:
+def test_adapter_alone_is_a_fiftieth_of_the_bytes(join_as: JoinAs) -> None:
     join_as(0, 1)
     config = tiny_config("olmo2", SIZES["base"], vocab_size=SIZES["base"]["vocab_size"], tie=False)
     model = build_model(config)  # on the meta device
@@ -162,7 +162,7 @@ class TestBackend:
         assert choose_backend("auto", **where) == backend
         assert choose_backend(backend, **where) == backend
 
-    def test_a_choice_is_kept(self) -> None:
+    def test_choice_is_kept(self) -> None:
         assert choose_backend("gloo", **GPUS) == "gloo"
         assert {choose_backend("files", **where) for where in (ONE_HOST, HOSTS, GPUS, ONE_GPU)} == {"files"}
 
@@ -176,7 +176,9 @@ class TestBackend:
             ("shm", HOSTS, "on several hosts.*use auto or gloo"),
         ],
     )
-    def test_what_cannot_work_is_refused(self, flag: str, where: dict[str, bool], message: str) -> None:
+    def test_weight_sync_backend_that_cannot_work_is_refused(
+        self, flag: str, where: dict[str, bool], message: str
+    ) -> None:
         with refused("conflict", "weight_sync_backend", f"{flag}", f"{message}"):
             choose_backend(flag, **where)
 
