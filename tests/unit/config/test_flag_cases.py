@@ -55,3 +55,11 @@ def test_words_of_flags_become_values(command: str, words: str, expected: dict[s
     values = as_flat_dict(config_of(command, words))
     for name, value in expected.items():
         assert (values[name], type(values[name])) == (value, type(value))
+
+
+def test_sizes_of_a_grpo_step_follow_from_its_flags() -> None:
+    words = "--num_learners_per_node 2 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 "
+    words += "--response_length 64 --max_prompt_token_length 128 --total_episodes 640"
+    config = config_of("grpo", words)
+    assert (config.num_completions_per_step, config.num_steps) == (64, 10)
+    assert (config.data.max_seq_length, config.max_tokens_per_microbatch) == (192, 4096)

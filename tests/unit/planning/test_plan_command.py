@@ -11,13 +11,13 @@ from html.parser import HTMLParser
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from open_instruct.cli import main
 from open_instruct.errors import EXIT_INPUT, InputError
-from open_instruct.objectives.registry import OBJECTIVES
 from open_instruct.planning.advice import Advice, change_to_fit
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.plan import Plan, plan_of
@@ -25,8 +25,9 @@ from open_instruct.planning.request import PlanRequest, parse_request
 from open_instruct.planning.shown import LETTERS, PARTS, said, traffic_rows
 from open_instruct.planning.step_time import flops_per_step
 from open_instruct.planning.subject.units import GIB
+from open_instruct.report import plan_command
 from open_instruct.report.plan_command import html_page, print_plan
-from open_instruct.wording import one_of
+from tests.refusals import refused
 from tests.unit.planning.test_plan_check import FIELDS
 
 REPOSITORY = Path(__file__).parents[3]
@@ -114,44 +115,66 @@ class TestRequest:
 
 
 @pytest.mark.parametrize(
-    ("words", "part"),
+    ("words", "problem"),
     [
-        ([], f"the first word is {one_of([*OBJECTIVES, 'grpo'])}"),
-        (["dpi", *OLMO_7B], "'dpi' is not a run; did you mean dpo?"),
-        (["dpo", *OLMO_7B], "missing: --gpus_per_node"),
-        (["dpo", *TWO_NODES], "missing: --model_name_or_path"),
-        (["dpo", *OLMO_7B, "--num_nodes", "2"], "with 0 numbers in --gpus_per_node: give one for all nodes"),
-        (["dpo", *OLMO_7B, "--num_nodes", "0", "--gpus_per_node", "8"], "--num_nodes 0: must be at least 1"),
-        (["dpo", *OLMO_7B, "--num_nodes", "3", "--gpus_per_node", "8", "8"], "2 numbers in --gpus_per_node: give one"),
-        (["dpo", *OLMO_7B, "--num_nodes", "9999", "--gpus_per_node", "8"], "9999x8 is more than the 10000 GPUs"),
-        (["dpo", *OLMO_7B, "--gpus_per_node", "-8"], "'-8' is not a whole number of at least 1"),
-        (["dpo", *OLMO_7B, "--gpus_per_node", "eight"], "8 is a node of 8 GPUs, 4x8 four of them"),
-        ([*DPO_7B, "--fsdp_shard_degree", "3"], "--fsdp_shard_degree 3 does not divide 16 learner GPUs"),
-        ([*DPO_32B[:3], *TWO_NODES, *TENSOR, "16"], "of allenai/OLMo-2-0325-32B; their product can be 1, 2, 4 or 8"),
-        ([*DPO_32B[:3], *TWO_NODES, *TENSOR, "4", *CONTEXT, "4"], "= 16 does not divide the 40 query heads"),
-        ([*DPO_7B, "--max_seq_length", "-5"], "--max_seq_length -5: must be at least 2"),
-        (["dpo", "--model_name_or_path", "allenai/OLMo-2-9B", *TWO_NODES], "give a folder, a config.json, or a name"),
-        ([*DPO_7B, "--gpu", "h1000"], "--gpu h1000"),
-        ([*DPO_7B, "--mfu", "1.5"], "--mfu 1.5: must be above 0 and at most 1"),
-        ([*DPO_7B, "--in_node_gb_s", "-450"], "--in_node_gb_s -450.0: must be above 0"),
-        ([*DPO_7B, *SHARED, "-1"], "must be at least 1 and at most 2047"),
-        ([*DPO_7B, *SHARED, "2048"], "must be at least 1 and at most 2047"),
-        ([*DPO_7B, *SHARED, "9", "--prefix_sharing", "off"], "nor do others with --prefix_sharing off"),
-        ([*DPO_7B, *SHARED, "9", "--no_packing"], "or --no_packing; leave it out"),
-        (["sft", *DPO_7B[1:], *SHARED, "9"], "rows of one text share nothing"),
-        (["grpo", *DPO_7B[1:], *SHARED, "257"], "at most 256 (--max_prompt_token_length)"),
-        ([*DPO_7B, "--htlm", "x.html"], "--htlm is not a flag; did you mean --html?"),
-        ([*DPO_7B, *KEEPS_ALL, "--html", "gone/plan.html"], "--html gone/plan.html cannot be written (No such file"),
-        ([*DPO_7B, *KEEPS_ALL, "--html", "/dev/full"], "--html /dev/full cannot be written (No space left on device)"),
-        (["grpo", *OLMO_7B, *LEARNERS, "8", "8", "--gpus_per_node", "8"], "needs a node of its own for each number"),
-        (["grpo", *OLMO_7B, *LEARNERS, "8", "--gpus_per_node", "8"], "leaves 0 of 8 GPUs for engines"),
+        ([], ("stray_word", None, "grpo")),
+        (["dpi", *OLMO_7B], ("stray_word", None, "'dpi'", "dpo")),
+        (["dpo", *OLMO_7B], ("missing_flag", "gpus_per_node")),
+        (["dpo", *TWO_NODES], ("missing_flag", "model_name_or_path")),
+        (["dpo", *OLMO_7B, "--num_nodes", "2"], ("layout", "num_nodes", "0", "--gpus_per_node")),
+        (
+            ["dpo", *OLMO_7B, "--num_nodes", "0", "--gpus_per_node", "8"],
+            ("out_of_range", "num_nodes", "--num_nodes 0", "1"),
+        ),
+        (
+            ["dpo", *OLMO_7B, "--num_nodes", "3", "--gpus_per_node", "8", "8"],
+            ("layout", "num_nodes", "2", "--gpus_per_node"),
+        ),
+        (
+            ["dpo", *OLMO_7B, "--num_nodes", "9999", "--gpus_per_node", "8"],
+            ("out_of_range", "gpus_per_node", "9999x8", "10000"),
+        ),
+        (["dpo", *OLMO_7B, "--gpus_per_node", "-8"], ("bad_value", "gpus_per_node", "'-8'", "1")),
+        (["dpo", *OLMO_7B, "--gpus_per_node", "eight"], ("bad_value", "gpus_per_node", "8")),
+        ([*DPO_7B, "--fsdp_shard_degree", "3"], ("layout", "fsdp_shard_degree", "--fsdp_shard_degree 3", "16")),
+        (
+            [*DPO_32B[:3], *TWO_NODES, *TENSOR, "16"],
+            ("layout", "tensor_parallel_degree", "allenai/OLMo-2-0325-32B", "1", "4"),
+        ),
+        ([*DPO_32B[:3], *TWO_NODES, *TENSOR, "4", *CONTEXT, "4"], ("layout", "tensor_parallel_degree", "16", "40")),
+        ([*DPO_7B, "--max_seq_length", "-5"], ("out_of_range", "max_seq_length", "--max_seq_length -5", "2")),
+        (["dpo", "--model_name_or_path", "allenai/OLMo-2-9B", *TWO_NODES], ("bad_model", None)),
+        ([*DPO_7B, "--gpu", "h1000"], ("bad_value", "gpu")),
+        ([*DPO_7B, "--mfu", "1.5"], ("out_of_range", "mfu", "--mfu 1.5", "0")),
+        ([*DPO_7B, "--in_node_gb_s", "-450"], ("out_of_range", "in_node_gb_s", "--in_node_gb_s -450.0")),
+        ([*DPO_7B, *SHARED, "-1"], ("out_of_range", "shared_prompt_tokens", "1", "2047")),
+        ([*DPO_7B, *SHARED, "2048"], ("out_of_range", "shared_prompt_tokens", "1", "2047")),
+        (
+            [*DPO_7B, *SHARED, "9", "--prefix_sharing", "off"],
+            ("unread_flag", "shared_prompt_tokens", "--prefix_sharing"),
+        ),
+        ([*DPO_7B, *SHARED, "9", "--no_packing"], ("unread_flag", "shared_prompt_tokens", "--no_packing")),
+        (["sft", *DPO_7B[1:], *SHARED, "9"], ("unread_flag", "shared_prompt_tokens")),
+        (
+            ["grpo", *DPO_7B[1:], *SHARED, "257"],
+            ("out_of_range", "shared_prompt_tokens", "256", "--max_prompt_token_length"),
+        ),
+        ([*DPO_7B, "--htlm", "x.html"], ("unknown_flag", "htlm", "--html")),
+        ([*DPO_7B, *KEEPS_ALL, "--html", "gone/plan.html"], ("unreadable_file", "html", "gone/plan.html")),
+        ([*DPO_7B, *KEEPS_ALL, "--html", "/dev/full"], ("unreadable_file", "html", "dev/full")),
+        (["grpo", *OLMO_7B, *LEARNERS, "8", "8", "--gpus_per_node", "8"], ("layout", "num_learners_per_node")),
+        (["grpo", *OLMO_7B, *LEARNERS, "8", "--gpus_per_node", "8"], ("layout", "num_learners_per_node", "0", "8")),
     ],
 )
-def test_bad_input(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *words]) == EXIT_INPUT
+def test_bad_input_is_refused_by_kind_and_flag(words: list[str], problem: tuple[Any, ...]) -> None:
+    with refused(*problem):
+        plan_command.main(words)
+
+
+def test_refusal_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "dpi", *OLMO_7B]) == EXIT_INPUT
     streams = capsys.readouterr()
-    assert streams.out == ""
-    assert part in streams.err and len(streams.err.splitlines()) == 1, streams.err
+    assert streams.out == "" and len(streams.err.splitlines()) == 1
 
 
 EXPERTS_30B = ["dpo", "--model_name_or_path", "Qwen/Qwen3-30B-A3B", *TWO_NODES]
