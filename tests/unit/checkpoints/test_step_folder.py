@@ -193,7 +193,7 @@ def test_step_folder_of_another_format_is_damaged(tmp_path: Path) -> None:
     assert [path.name for path in step_folder.candidates(tmp_path)] == ["step4"]
     with pytest.raises(Damaged, match=r"step4/checkpoint\.json is missing"):
         step_folder.read_manifest(tmp_path / "step4")
-    with refused("bad_checkpoint", "model_name_or_path", "4"):
+    with refused("bad_checkpoint", "model_name_or_path", "step4"):
         step_folder.refuse_another_format(tmp_path)
     # Beside one that can be read it is only damage.
     save(tmp_path, 2)

@@ -255,7 +255,7 @@ def test_bos_token_may_be_written_before_any_template() -> None:
         assert choose_chat_template(tokenizer, name).text == text
         rendered, _ = ChatFormat(tokenizer, template).render(turns("?"), ())
         assert rendered == tokenizer.bos_token + own(tokenizer, text).render(turns("?"), ())[0]
-    with refused("conflict", "add_bos", "3"):
+    with refused("conflict", "add_bos", "llama3"):
         choose_chat_template(tokenizer, "llama3", add_bos=True)
     tokenizer.bos_token = None
     with refused("conflict", "add_bos"):
@@ -263,9 +263,9 @@ def test_bos_token_may_be_written_before_any_template() -> None:
 
 
 def test_choices_that_are_refused(tokenizer: Any) -> None:
-    with refused("bad_value", "chat_template_name", "'tulip'", "3", "simple_chat"):
+    with refused("bad_value", "chat_template_name", "'tulip'", "llama3", "simple_chat"):
         choose_chat_template(tokenizer, "tulip")
-    with refused("bad_value", "chat_template_name", "3"):
+    with refused("bad_value", "chat_template_name", "llama3"):
         choose_chat_template(tokenizer, None)
     with refused("conflict", "chat_template_name", "im_start", "im_end"):
         choose_chat_template(make_tokenizer([]), "chatml")

@@ -116,7 +116,7 @@ def test_vllms_model_runner_is_chosen_before_vllm_is_imported(runner: str, on_cu
 
 
 def test_cpu_has_no_second_runner() -> None:
-    with refused("machine", "vllm_runner", "v2", "1"):
+    with refused("machine", "vllm_runner", "v2", "v1"):
         engine_environment(False, "v2")
 
 

@@ -154,7 +154,7 @@ WHOLE = {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}
     [
         (
             WHOLE | {"linear_num_value_heads": 3},
-            ("bad_model", None, "linear_num_value_heads", "3", "linear_num_key_h"),
+            ("bad_model", None, "linear_num_value_heads", "3", "linear_num_key_heads"),
         ),
         ({"linear_key_head_dim": 0}, ("bad_model", None, "linear_key_head_dim", "0")),
         (

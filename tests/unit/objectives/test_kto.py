@@ -426,7 +426,7 @@ def test_held_out_rows_are_scored_without_nan(load: Load, tmp_path: Path, loss_t
 class TestChecks:
     def test_global_batch_of_one_row_is_refused(self, load: Load, tmp_path: Path) -> None:
         dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *ROWS), "1.0")
-        with refused("conflict", "loss_type", "0", "--per_device_train_batch_size"):
+        with refused("conflict", "loss_type", "z0", "--per_device_train_batch_size"):
             check_rows(dataset, 1, config_of())
         check_rows(dataset, 2, config_of())
         check_rows(dataset, 1, config_of(loss_type="apo_zero_unpaired"))

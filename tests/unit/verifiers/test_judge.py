@@ -273,7 +273,7 @@ def test_run_with_nobody_to_ask_is_refused(tmp_path: Path) -> None:
 
 def test_cache_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / CACHE_FILE).write_text("something else" * 100)
-    with judge_stub(lambda body: "Yes") as stub, refused("unreadable_file", "cache_dir", "cache"):
+    with judge_stub(lambda body: "Yes") as stub, refused("unreadable_file", "cache_dir", "judge_verdicts.sqlite"):
         Judged(stub, tmp_path)
 
 
