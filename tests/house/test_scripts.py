@@ -626,9 +626,7 @@ def test_install_takes_out_the_other_build_of_what_it_installs(stubs: Stubs, fak
         assert stubs.calls.index(removed[0]) < min(i for i, call in enumerate(stubs.calls) if "torch_cuda" in call)
 
 
-def test_an_environment_is_of_the_checkout_that_was_installed_last(
-    stubs: Stubs, fake_venv: Path, tmp_path: Path
-) -> None:
+def test_environment_is_of_the_checkout_that_was_installed_last(stubs: Stubs, fake_venv: Path, tmp_path: Path) -> None:
     copies = [tmp_path / name for name in ("first", "second")]
     for copy in copies:
         shutil.copytree(REPOSITORY / "scripts", copy / "scripts")
