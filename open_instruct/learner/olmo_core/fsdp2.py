@@ -158,22 +158,28 @@ class FSDP2Backend(ShardedModule):
                 local_part(parameter).copy_(local_part(master))
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
-        if optim is False or self.optim is None or not self.optim.state:
-            # OLMo-core's method gives the optimizer its first state.
+        if optim is False or self.optim is None:
             state = super().state_dict_to_save(optim=optim)
         else:
-            # PyTorch's own functions take five times as long to list it, and the training waits for that.
+            # PyTorch's own functions would have an optimizer without a state take a step of zero gradients, which
+            # AdamW counts. They also take five times as long, and the training waits for that.
             state = state_of(self.model, self.optim)
         return state | self.state_of_others()
 
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
         saved = metadata.state_dict_metadata
         refuse_others("--backend", "olmo_core", has_part(saved, "model"))
+        if self.optim is not None and not kept_of_weights(saved):  # saved before the optimizer's first step
+            self.optim.state.clear()
+            return state_of(self.model, self.optim) | self.state_of_others(metadata)
         state = super().state_dict_to_load(metadata, optim=optim)
         refuse_others("--optimizer", "this command's", kept_of_weights(state["optim"]) == kept_of_weights(saved))
         return state | self.state_of_others(metadata)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not kept_of_weights(state_dict["optim"]):
+            # PyTorch would give the optimizer the state of a step, see `state_dict_to_save`.
+            state_dict = {name: part for name, part in state_dict.items() if name != "optim"}
         super().load_state_dict(state_dict)
         self.weights_changed()
         self.load_critic(state_dict)
@@ -182,7 +188,7 @@ class FSDP2Backend(ShardedModule):
 def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
     """The present state of both, by the names of PyTorch's distributed checkpoints: without frozen weights, and flat.
 
-    The optimizer must have taken a step.
+    An optimizer that has not taken a step has settings (`param_groups`) and no state.
     """
     names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
     frozen = {name for parameter, name in names.items() if not parameter.requires_grad}
