@@ -298,7 +298,7 @@ def kl_cov(inputs: PolicyLossInputs, *, kl_cov_coef: float) -> PolicyLossOutputs
     """KL-Cov: tokens of the highest covariance pay for every move, see `has_high_covariance`. Nothing is clipped."""
     assert inputs.marked_N is not None, "see `choose_tokens`"
     losses_N = -clamped_exp(inputs.log_ratio_N) * inputs.advantages_N
-    return _nothing_clipped(losses_N + kl_cov_coef * inputs.marked_N * inputs.log_ratio_N.abs())
+    return _nothing_clipped(losses_N + inputs.marked_N * (kl_cov_coef * inputs.log_ratio_N.abs()))
 
 
 @register("gpg", "−A log π", "2504.02546")
