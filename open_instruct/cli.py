@@ -33,6 +33,8 @@ COMMANDS = {
     "migrate-args": ("translate a launch of allenai's open-instruct into our flags", "migrate.migration:migrate_args"),
     "replay": ("take one step of a GRPO run again, under its own or another loss", "replay:main"),
     "export": ("write a checkpoint of a run as a Hugging Face folder", "run.export_command:main"),
+    "merge": ("add an adapter to the model that it was trained beside", "run.merge_command:main"),
+    "score": ("write the rows of a file with a reward model's score of each", "run.score_command:main"),
     "tiny-model": ("write a small random checkpoint, to try things on", "toys.tiny:tiny_model_command"),
 }
 RUN = "{commands} [FILE.yaml] --model_name_or_path STR"
@@ -44,6 +46,8 @@ FLAGS = {
     "report": ("report.page:ReportFlags", "report RUN [RUN ...]", ""),
     "replay": ("replay:ReplayFlags", "replay", "RUN --step N"),
     "export": ("run.export_command:ExportFlags", "export RUN", ""),
+    "merge": ("run.merge_command:MergeFlags", "merge", ""),
+    "score": ("run.score_command:ScoreFlags", "score MODEL FILE", ""),
     "tiny-model": ("toys.tiny:TinyModelFlags", "tiny-model DIR", ""),
 }
 

@@ -2,12 +2,14 @@
 
 Jinja's sandbox keeps a template from files and programs, and not from looping without an end. Python can
 interrupt its main thread alone, and prompts are rendered beside it too. So the first rendering of every
-form of conversation happens in a forked process, which is killed when it has computed for too long.
+form of conversation happens in a forked process, which is killed when it takes too long.
 
 This is no limit on memory, nor on a template that loops over the words of some later conversation only.
 """
 
+import math
 import os
+import resource
 import select
 import signal
 import time
@@ -18,38 +20,40 @@ import psutil
 
 from open_instruct.errors import InputError
 
-MAX_CPU_S = 30.0
+TIMEOUT_S = 30.0
 POLL_S = 0.5
-# A process that waits and does not compute may have inherited a lock that nobody opens: that says nothing of its work.
-WALL_PER_CPU = 10.0
+# The share of the time that the work must have computed for, to be called endless: a machine may be busy, and a process
+# that only waits may have inherited a lock that nobody opens, which says nothing of its work.
+LEAST_SHARE = 0.1
+PATIENCE = 10  # times the limit that a process may wait
 
 
 def refuse_endless(work: Callable[[], object], *, template: str, remedy: str) -> None:
-    """:raises InputError: the work, which is the template's on one conversation, takes more than `MAX_CPU_S`."""
-    if not ends_in_time(work, cpu_s=MAX_CPU_S):
+    """:raises InputError: the work, which is the template's on one conversation, takes more than `TIMEOUT_S`."""
+    if not ends_in_time(work, timeout_s=TIMEOUT_S):
         raise InputError(
-            f"{template} chat template does not end: it computed for {MAX_CPU_S:g} s on one conversation; {remedy}",
+            f"{template} chat template does not end: it ran for {TIMEOUT_S:g} s on one conversation; {remedy}",
             kind="bad_model",
             flag="chat_template_name",
             remedy=remedy,
         )
 
 
-def ends_in_time(work: Callable[[], object], *, cpu_s: float) -> bool:
-    """Whether the work ends within so many seconds of CPU time; it happens in a forked process, and leaves nothing.
+def ends_in_time(work: Callable[[], object], *, timeout_s: float) -> bool:
+    """Whether the work ends within so many seconds; it happens in a forked process, and leaves nothing.
 
-    What it raises counts as an end: the caller will meet it. So does a process that dies, or that was kept
-    waiting: only time that was computed speaks against the work, so a busy machine does not.
+    What it raises counts as an end: the caller will meet it. So does a process that dies, or that has
+    hardly computed in all that time.
 
-    Example: `ends_in_time(lambda: sum(range(10**12)), cpu_s=1.0)` is False.
+    Example: `ends_in_time(lambda: sum(range(10**12)), timeout_s=1.0)` is False.
     """
     answer, word = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _work_and_exit(work, answer, word)
+        _work_and_exit(work, answer, word, most_cpu_s=timeout_s)
     os.close(word)
     try:
-        return _waits_for(answer, pid, cpu_s=cpu_s)
+        return _wait(answer, pid, timeout_s=timeout_s)
     finally:
         os.close(answer)
         with suppress(ProcessLookupError):
@@ -58,8 +62,12 @@ def ends_in_time(work: Callable[[], object], *, cpu_s: float) -> bool:
             os.waitpid(pid, 0)
 
 
-def _work_and_exit(work: Callable[[], object], answer: int, word: int) -> None:
+def _work_and_exit(work: Callable[[], object], answer: int, word: int, *, most_cpu_s: float) -> None:
     """The forked process: it runs none of the parent's handlers, and none of what the parent does at its exit."""
+    # So that it ends also where its parent is killed meanwhile.
+    with suppress(ValueError, OSError):
+        seconds = math.ceil(most_cpu_s) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
@@ -75,14 +83,20 @@ def _work_and_exit(work: Callable[[], object], answer: int, word: int) -> None:
         os._exit(0)
 
 
-def _waits_for(answer: int, pid: int, *, cpu_s: float) -> bool:
-    deadline_s = time.monotonic() + cpu_s * WALL_PER_CPU
-    while time.monotonic() < deadline_s:
-        readable, _, _ = select.select([answer], [], [], min(POLL_S, cpu_s))
+def _wait(answer: int, pid: int, *, timeout_s: float) -> bool:
+    began_s = time.monotonic()
+    while (waited_s := time.monotonic() - began_s) < PATIENCE * timeout_s:
+        readable, _, _ = select.select([answer], [], [], min(POLL_S, timeout_s))
         if readable:
             return True
-        with suppress(psutil.Error):
-            times = psutil.Process(pid).cpu_times()
-            if times.user + times.system >= cpu_s:
-                return False
+        if waited_s >= timeout_s and _cpu_seconds(pid) >= LEAST_SHARE * timeout_s:
+            return False
     return True
+
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -124,17 +123,9 @@ class Pretrained:
         unknown = ", ".join(ascii(name)[:60] for name in unknown_fields(self.hf_config)[:10])
         return [f"{self.folder / 'config.json'} has fields that nothing reads: {unknown}"] if unknown else []
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that most values of the checkpoint are stored in."""
-        num_values: Counter[torch.dtype] = Counter()
-        for name, dtype in self.files.dtypes.items():
-            num_values[dtype] += torch.Size(self.files.shapes[name]).numel()
-        return num_values.most_common(1)[0][0]
-
     def dtype_named(self, name: str) -> torch.dtype:
         """The dtype that `--export_dtype` names; 'source' is the checkpoint's."""
-        return self.dtype if name == "source" else getattr(torch, name)
+        return self.files.main_dtype if name == "source" else getattr(torch, name)
 
 
 def open_pretrained(

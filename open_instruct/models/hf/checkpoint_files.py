@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -110,6 +111,14 @@ class CheckpointFiles:
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: tensor.dtype for name, tensor in self.tensors.items()}
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The dtype that most values are stored in."""
+        num_values: Counter[torch.dtype] = Counter()
+        for tensor in self.tensors.values():
+            num_values[tensor.dtype] += torch.Size(tensor.shape).numel()
+        return num_values.most_common(1)[0][0]
 
     @cached_property
     def fingerprint(self) -> str:

@@ -29,6 +29,8 @@ CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 BASE_FINGERPRINT = "base_fingerprint"  # in the header of the weights, which other readers pass over
 PREFIX = "base_model.model."
 
+TASK_TYPES: dict[Head, str] = {"vocabulary": "CAUSAL_LM", "score": "SEQ_CLS"}
+
 # Options of peft that are not supported here, with the values that turn them off.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -85,6 +87,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{folder / CONFIG_NAME}: r and lora_alpha must be numbers ({error})", kind="bad_model"
         ) from None
+
+
+def read_head(folder: Path) -> Head:
+    """The kind of head of the model that the adapter in `folder` is of; `read_settings` has accepted its file."""
+    task = read_object(folder / CONFIG_NAME).get("task_type")
+    return next((head for head, task_type in TASK_TYPES.items() if task_type == task), "vocabulary")
 
 
 def open_adapter(folder: Path, model: Transformer, names: TensorNames, lora: LoRASection) -> dict[str, torch.Tensor]:
@@ -168,7 +176,7 @@ def write_adapter(
 def _config(lora: LoRASection, *, base: str, head: Head) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if head == "score" else "CAUSAL_LM",
+        "task_type": TASK_TYPES[head],
         "base_model_name_or_path": base,
         "r": lora.lora_r,
         "lora_alpha": lora.lora_alpha,

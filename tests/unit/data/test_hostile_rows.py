@@ -95,7 +95,7 @@ def test_template_without_an_end_is_refused(
     template: str, in_thread: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also beside the main thread, which alone Python can interrupt, and within a single operation."""
-    monkeypatch.setattr(template_trial, "MAX_CPU_S", 0.2)
+    monkeypatch.setattr(template_trial, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(tokenizer, "chat_template", template)
 
     def encode() -> None:
@@ -114,9 +114,9 @@ def test_only_a_foreign_template_is_tried_and_once_for_each_form_of_conversation
 ) -> None:
     tried: list[float] = []
 
-    def end(work: Callable[[], object], *, cpu_s: float) -> bool:
-        tried.append(cpu_s)
-        return ends_in_time(work, cpu_s=cpu_s)
+    def end(work: Callable[[], object], *, timeout_s: float) -> bool:
+        tried.append(timeout_s)
+        return ends_in_time(work, timeout_s=timeout_s)
 
     monkeypatch.setattr(template_trial, "ends_in_time", end)
     encoded(ChatFormat.choose(tokenizer, "simple_chat"), CONVERSATION)
@@ -125,17 +125,17 @@ def test_only_a_foreign_template_is_tried_and_once_for_each_form_of_conversation
     own = ChatFormat.choose(tokenizer, None)
     for answer in ("Hello.", "Good day."):
         encoded(own, [CONVERSATION[0], {"role": "assistant", "content": answer}])
-    assert tried == [template_trial.MAX_CPU_S] * 3  # as it is compiled, with the prompt, and with the whole
+    assert tried == [template_trial.TIMEOUT_S] * 3  # as it is compiled, with the prompt, and with the whole
     encoded(own, [{"role": "system", "content": "be brief"}, *CONVERSATION])
     assert len(tried) == 5
 
 
 def test_trial_that_raises_waits_or_dies_speaks_of_no_endless_template() -> None:
     """The caller meets what is raised; time that was not computed is no fault of a template."""
-    assert ends_in_time(lambda: 1 / 0, cpu_s=5)
-    assert ends_in_time(lambda: os.kill(os.getpid(), signal.SIGKILL), cpu_s=5)
-    assert ends_in_time(lambda: time.sleep(60), cpu_s=0.05)
-    assert not ends_in_time(lambda: sum(range(10**12)), cpu_s=0.2)
+    assert ends_in_time(lambda: 1 / 0, timeout_s=5)
+    assert ends_in_time(lambda: os.kill(os.getpid(), signal.SIGKILL), timeout_s=5)
+    assert ends_in_time(lambda: time.sleep(60), timeout_s=0.05)
+    assert not ends_in_time(lambda: sum(range(10**12)), timeout_s=0.2)
 
 
 # --- traces ---------------------------------------------------------------------------------------------

@@ -1,0 +1,104 @@
+"""`open-instruct merge`: a model with an adapter added to it, from folder to folder, a tensor at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.config.lora import LoRASection
+from open_instruct.config.parser import parse
+from open_instruct.config.sections import ExportDtype, flag
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from open_instruct.models.hf.names import Head
+
+
+@dataclass(kw_only=True)
+class MergeFlags:
+    """Add a low-rank adapter, as our runs and peft write them, to the model that it was trained beside, in float32, and
+    write the result as a Hugging Face folder. The run is not needed. Needs one process, and no more memory than the
+    largest tensor.
+
+    Examples:
+        open-instruct merge --model_name_or_path MODEL_DIR --adapter_name_or_path runs/a/adapter --output_dir merged
+    """
+
+    model_name_or_path: str = flag("folder or hub name of the model that the adapter was trained beside")
+    adapter_name_or_path: str = flag("folder or hub name of the adapter")
+    output_dir: str = flag("where the model goes: a new folder, or an earlier export, which is replaced")
+    export_dtype: ExportDtype = flag("dtype of the model that is written", "source")
+
+
+def main(words: Sequence[str]) -> int:
+    """:raises InputError: a folder is missing or damaged, or the adapter is of another model."""
+    flags = parse(MergeFlags, words)
+
+    import torch
+
+    from open_instruct.models.build import build_model
+    from open_instruct.models.export import check_destination, check_exportable, export_hf
+    from open_instruct.models.heads.value_head import open_score_files
+    from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+    from open_instruct.models.hf.hf_config import load_hf_config
+    from open_instruct.models.hf.names import LM_HEAD, TensorNames
+    from open_instruct.models.load import check_cover, parameter_shapes
+    from open_instruct.models.lora.adapters import MergedWeights
+    from open_instruct.models.lora.files import check_base, open_adapter, read_head, read_settings
+    from open_instruct.models.shards import held
+    from open_instruct.run.first_look import local_folder
+
+    base, adapter_folder = local_folder(flags.model_name_or_path), local_folder(flags.adapter_name_or_path)
+    lora = LoRASection(use_lora=True, **read_settings(adapter_folder))
+    head = read_head(adapter_folder)
+    hf_config = load_hf_config(str(base))
+    names = TensorNames(hf_config, head=head)
+    # A head of a score that the base lacks is drawn, and then replaced by the adapter's.
+    files = open_score_files(base, hf_config, seed=0) if head == "score" else CheckpointFiles.open(base)
+    model = build_model(hf_config, init_device="meta", head=head)
+    shapes = parameter_shapes(model)
+    check_cover(names, files, shapes)
+    check_exportable(names, shapes)
+    check_destination(base, Path(flags.output_dir))
+    check_destination(adapter_folder, Path(flags.output_dir))
+    adapter = open_adapter(adapter_folder, model, names, lora)
+    if warning := check_base(adapter_folder, base, files.fingerprint):
+        print(f"warning: {warning}", file=sys.stderr)
+
+    plain = {name: held(files.read(hf_name)) for name, hf_name in names}  # views: nothing is read before its use
+    if LM_HEAD in adapter:
+        plain[LM_HEAD] = held(adapter[LM_HEAD])
+    dtype = files.main_dtype if flags.export_dtype == "source" else getattr(torch, flags.export_dtype)
+    num_bytes = export_hf(
+        model.to(dtype),
+        names,
+        source_folder=base,
+        out_folder=flags.output_dir,
+        dtype=dtype,
+        weights=MergedWeights(plain, adapter, scale=lora.scale),
+        chat_template=_chat_template(adapter_folder),
+        more_config=_fields_of_head(hf_config, head),
+    )
+    out = Path(flags.output_dir).absolute()
+    print(f"{base} with the adapter of {adapter_folder} is in {out} ({num_bytes / 1e6:,.1f} MB)")
+    return 0
+
+
+def _chat_template(adapter_folder: Path) -> str | None:
+    """The template that the adapter was trained with, where it is not the base's own."""
+    from open_instruct.models.export_files import CHAT_TEMPLATE_NAME
+
+    path = adapter_folder / CHAT_TEMPLATE_NAME
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def _fields_of_head(hf_config: PretrainedConfig, head: Head) -> dict[str, Any]:
+    if head != "score":
+        return {}
+    from open_instruct.objectives.reward_model import fields_of_class
+
+    return fields_of_class(hf_config)
