@@ -23,6 +23,8 @@ from open_instruct.preview.command import PreviewFlags
 from open_instruct.replay import ReplayFlags
 from open_instruct.report.page import ReportFlags
 from open_instruct.run.export_command import ExportFlags
+from open_instruct.run.merge_command import MergeFlags
+from open_instruct.run.score_command import ScoreFlags
 from open_instruct.toys.tiny import TinyModelFlags
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -451,10 +453,12 @@ def known_flags() -> frozenset[str]:
     others = (
         ExportFlags,
         LayoutFlags,
+        MergeFlags,
         PlanFlags,
         PreviewFlags,
         ReplayFlags,
         ReportFlags,
+        ScoreFlags,
     )
     configs = (*trained, *others, TinyModelFlags)
     flags = [flag for config_class in configs for flag in flags_of(config_class).values()]
