@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypedDict
 
+from open_instruct.environments.argument_types import read_arguments
 from open_instruct.errors import InputError
 from open_instruct.users_code import taken
 
@@ -40,6 +41,8 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
+    are_texts: bool = False
+    """Whether the form of the call has no types, so that its arguments are still texts; see argument_types.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,17 +239,12 @@ class Toolbox:
         self._name = type(objects[0]).__name__.lower() if len(objects) == 1 else "tools"
 
     async def start(self) -> Opening:
-        from transformers.utils import get_json_schema  # only now: transformers is slow to import
-
         resets = [each.reset for each in self._objects if hasattr(each, "reset")]
         texts = [await called(reset, **taken(reset, self._row)) for reset in resets]
         if any(isinstance(text, tuple) and not (len(text) == 2 and isinstance(text[1], Mapping)) for text in texts):
             raise TypeError("`reset` returned a tuple: let it return one text, or as gymnasium's a text and a dict")
         texts = [text[0] if isinstance(text, tuple) else text for text in texts]  # a game's comes with a dict
-        schemas = []
-        for name, tool in self._tools.items():
-            schema = tool.schema or get_json_schema(tool.function)
-            schemas.append({**schema, "function": {**schema["function"], "name": name}})
+        schemas = [self._schema(name, tool) for name, tool in self._tools.items()]
         said = "\n\n".join(str(text) for text in texts if text)
         if not said:
             return Opening(tools=schemas)
@@ -254,10 +252,21 @@ class Toolbox:
         asked = ChatMessage(role=last["role"], content=f"{last['content']}\n\n{said}".strip())
         return Opening(messages=[*before, asked], tools=schemas)
 
+    def _schema(self, name: str, tool: Tool) -> dict[str, Any]:
+        """The JSON schema of a tool, in OpenAI's form."""
+        from transformers.utils import get_json_schema  # only now: transformers is slow to import
+
+        schema = tool.schema or get_json_schema(tool.function)
+        return {**schema, "function": {**schema["function"], "name": name}}
+
     async def step(self, reply: Reply) -> Turn:
         answers: list[ToolAnswer] = []
         for call in reply.calls:
-            answers.append(await self._answer(call.name, call.arguments))
+            arguments = call.arguments
+            if call.are_texts:
+                schema = self._schema(call.name, self._tools[call.name])
+                arguments = read_arguments(arguments, [schema], call.name)
+            answers.append(await self._answer(call.name, arguments))
             if answers[-1].done:  # the episode has ended, and is not rewarded for what the reply calls further
                 break
         rewards = [answer.reward for answer in answers if answer.reward is not None]

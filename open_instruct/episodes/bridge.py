@@ -19,6 +19,7 @@ from typing import Any
 from open_instruct.data.chat import ChatFormat, json_text
 from open_instruct.environments.environment import ChatMessage
 from open_instruct.errors import InputError
+from open_instruct.verifiers.verifier import is_thought
 
 # Letters alone, so that no template trims or escapes a mark.
 REPLY_MARK = "qzReplyMarkzq{}zq"
@@ -137,6 +138,10 @@ class Conversation:
         text, self._has_end = self._template.text_of(token_ids)
         self.token_ids += token_ids
         return text
+
+    def is_thought(self, text: str) -> bool:
+        """Whether a reply to the present prompt is nothing but thoughts that the prompt has begun."""
+        return is_thought(self._text, text)
 
     def answer(self, messages: Sequence[ChatMessage]) -> None:
         """Add what answers the reply: the bridge to the next one.

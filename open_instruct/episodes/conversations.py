@@ -16,7 +16,16 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.chat import ChatFormat
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import GenerationRequest, Home, sampling_seed
-from open_instruct.environments.environment import ChatMessage, Environment, Factory, Reply, called, make_environment
+from open_instruct.environments.argument_types import read_arguments
+from open_instruct.environments.environment import (
+    ChatMessage,
+    Environment,
+    Factory,
+    Reply,
+    ToolCall,
+    called,
+    make_environment,
+)
 from open_instruct.episodes.bridge import Conversation, TurnTemplate
 from open_instruct.episodes.tool_calls import ToolCallError, form_of_template, tool_calls
 from open_instruct.errors import RunError
@@ -25,7 +34,7 @@ from open_instruct.verifiers.event_loop import lasting_loop
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 10.0
-# What a status other than "done" says of the last reply to those who penalise or mask what was cut.
+# An episode of such a status was cut, for those who penalise or mask that; so was one whose last reply was.
 CUT = ("length", "max_turns")
 
 
@@ -105,10 +114,11 @@ class Conversations:
             if walked.num_left <= 0 and reply.is_truncated:
                 return "length"
             try:
-                calls = tool_calls(text, self._form, names) if names else ()
+                calls = () if not names or talk.is_thought(text) else tool_calls(text, self._form, names)
             except ToolCallError as error:
                 walked.turns.append({"role": "parse_error", "content": str(error)})
                 return "parse_error"
+            calls = tuple(_with_types(call, opening.tools) for call in calls)
             answer = await self._in_time(environment.step(Reply(text=text, calls=calls)))
             walked.add_answer(answer.messages, answer.rewards)
             if answer.done:
@@ -127,6 +137,13 @@ class Conversations:
                 return await call
         except SystemExit as error:  # the loop would end with it, and so all other episodes
             raise RuntimeError(f"SystemExit: {error}") from error
+
+
+def _with_types(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
+    """A call with the arguments that the schema of its tool asks for."""
+    if not call.are_texts:
+        return call
+    return replace(call, arguments=read_arguments(call.arguments, tools, call.name), are_texts=False)
 
 
 @dataclass(slots=True)
@@ -184,12 +201,13 @@ class _Walked:
     def completion(self, status: EpisodeStatus, problem: str) -> Completion:
         """All of it as one completion, which ends with its last reply."""
         num_tokens = self.spans[-1].stop if self.spans else 0
+        is_cut = status in CUT or bool(self.replies and self.replies[-1].is_truncated)
         return Completion(
             token_ids=tuple(self.token_ids[self.num_prompt : self.num_prompt + num_tokens]),
             logprobs=tuple(value for reply in self.replies for value in reply.logprobs),
             versions=tuple(version for reply in self.replies for version in reply.versions),
             text=self.replies[-1].text if self.replies else "",
-            finish_reason="length" if status in CUT else "stop",
+            finish_reason="length" if is_cut else "stop",
             seed=self.asked.seed,
             routes=self.routes,
             episode=Episode(

@@ -2,7 +2,7 @@
 
 A call counts only where its name is known and its arguments are an object. Text that begins a call and is none is a
 `ToolCallError`, so that a policy is not rewarded for what merely looks like a call. What was thought before the answer
-is not looked at.
+is not looked at, whether those thoughts end or not.
 """
 
 import json
@@ -13,7 +13,6 @@ from typing import Any
 from open_instruct.data.tool_turns import ToolCallError, read_python_calls
 from open_instruct.environments.environment import ToolCall
 from open_instruct.verifiers.verifier import without_thinking
-from open_instruct.wording import json_or_text
 
 MAX_CALLS = 64
 
@@ -23,6 +22,8 @@ Found = Iterator[tuple[Any, Any]]
 
 def tool_calls(text: str, form: str, names: Collection[str]) -> tuple[ToolCall, ...]:
     """The calls in a reply, in order; none where it calls nothing.
+
+    Arguments of `qwen3_xml` are texts; `read_arguments` makes of them what the tool's schema says.
 
     Args:
         form: a key of `FORMS`.
@@ -38,7 +39,7 @@ def tool_calls(text: str, form: str, names: Collection[str]) -> tuple[ToolCall, 
             raise ToolCallError(f"there is no tool {name!r}; the tools are {', '.join(sorted(names))}")
         if not isinstance(arguments, dict) or not all(isinstance(key, str) for key in arguments):
             raise ToolCallError(f"the arguments of {name} are not an object")
-        calls.append(ToolCall(name=name, arguments=arguments))
+        calls.append(ToolCall(name=name, arguments=arguments, are_texts=form in WITHOUT_TYPES))
         if len(calls) > MAX_CALLS:
             raise ToolCallError(f"more than {MAX_CALLS} calls in one reply")
     return tuple(calls)
@@ -96,7 +97,7 @@ def _qwen3_xml(answer: str) -> Found:
         if any(rest.strip() for rest in pieces[::3]):
             raise ToolCallError("text between the parameters of a call")
         parameters = zip(pieces[1::3], pieces[2::3], strict=True)
-        yield call[1].strip(), {name.strip(): json_or_text(text.strip("\n")) for name, text in parameters}
+        yield call[1].strip(), {name.strip(): text.removeprefix("\n").removesuffix("\n") for name, text in parameters}
 
 
 # Of each form its mark in a chat template, if it has one, and what finds its calls.
@@ -107,6 +108,10 @@ FORMS: dict[str, tuple[str, Callable[[str], Found]]] = {
     "llama3_json": ('"parameters"', _llama3_json),
     "pythonic": ("", _pythonic),
 }
+
+
+# Of which the arguments are texts, until somebody knows the tool's schema.
+WITHOUT_TYPES = ("qwen3_xml",)
 
 
 def _between(answer: str, begin: str, end: str) -> Iterator[str]:

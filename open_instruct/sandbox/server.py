@@ -17,9 +17,10 @@ import tempfile
 import threading
 import traceback
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from contextlib import suppress
 from functools import partial
+from numbers import Number
 from typing import Any, NoReturn
 
 from open_instruct.parallel import processes
@@ -184,10 +185,13 @@ def _plain(value: Any) -> Any:
     """`value` as a type that has literals, where it is of a subclass, or a number of numpy's: a Counter is a dict."""
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
-    value = set(value) if isinstance(value, frozenset) else value
+    value = set(value) if isinstance(value, Set) else value  # frozenset, and the keys and items of a dict
     for kind in PLAIN:
         if isinstance(value, kind):
             # An Enum of texts has a `__str__` of its own.
             plain = str.__str__ if kind is str else kind
             return plain(map(_plain, value)) if kind in (list, tuple, set) else plain(value)
+    if isinstance(value, Number) and not hasattr(value, "item"):  # a Decimal, or a Fraction
+        number = float(value)  # type: ignore[arg-type]
+        return int(value) if number.is_integer() and int(value) == value else number  # type: ignore[call-overload]
     return value.item() if hasattr(value, "item") else float(value) if hasattr(value, "__float__") else value

@@ -1,54 +1,62 @@
 """Verifiers that compare answers: texts and numbers, fast and in the caller's process, and expressions of mathematics.
 
-These are the same however they are written. The library math-verify compares them.
+These are the same however they are written. Where a completion has `<answer>…</answer>`, what stands between the
+last of these tags is judged.
 """
 
-import logging
 import re
-import string
-from collections import Counter
-from decimal import Decimal
 from typing import Any, ClassVar, Literal
 
 from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.verifiers.math_answers import are_equal
+from open_instruct.verifiers.math_finder import find_answer, find_answers
+from open_instruct.verifiers.math_text import clean
 from open_instruct.verifiers.verifier import Verifier
+from open_instruct.verifiers.words import (
+    between_answer_tags,
+    check_truths,
+    f1_of_words,
+    is_one_of,
+    last_number,
+    words_of,
+)
 from open_instruct.wording import json_or_text
 
-# A minus directly after a letter or a digit is a subtraction.
-_NUMBER = re.compile(r"(?:(?<![^\W_])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _FINISHED = re.compile(r"<finish>(.*?)</finish>", flags=re.IGNORECASE | re.DOTALL)
-_ARTICLES = {"a", "an", "the"}
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-MAX_CHARACTERS = 300  # of an expression
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_SAID = re.compile(r"(?:final )?answer(?: is|:)\s*:?\s*([^\n]+)", flags=re.IGNORECASE)
 _FINAL = re.compile(r"Final Answer: The final answer is(.*?). I hope it is correct.")
-_DOLLARS = re.compile(r"\$+([^$]+)\$+")
-_WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|operatorname|mbox)\s*\{([^{}]*)\}")
 
 
 class GSM8K(Verifier):
     """1 if the last number of the completion equals the last number of the ground truth.
 
-    Thousands separators, a leading $ and a trailing % or full stop do not count; 72.0 equals 72.
+    Of either, the number behind a last "####" comes first. Thousands separators, a leading $ and a trailing % or full
+    stop do not count; 72.0 equals 72. Minus signs and dashes directly before a number are its sign.
     """
 
     name: ClassVar[str] = "gsm8k"
     isolated: ClassVar[bool] = False
 
+    def check_ground_truth(self, ground_truth: Any) -> None:
+        if last_number(str(ground_truth)) is None:
+            raise ValueError("it has no number, so no answer equals it")
+
     def score(self, completion: str, ground_truth: Any) -> float:
         expected = last_number(str(ground_truth))
-        return float(expected is not None and last_number(completion) == expected)
+        return float(expected is not None and last_number(between_answer_tags(completion)) == expected)
 
 
 class StringMatcher(Verifier):
     """1 if the answer is the ground truth, or one of a list of them, but for case, articles, punctuation and spaces.
 
-    The answer is what follows the last "Answer:" on its line; without one, the whole completion.
+    The answer is what follows the last "Answer:" on its line; without one, the whole completion. Signs and points of
+    numbers count.
     """
 
     name: ClassVar[str] = "string_matcher"
     isolated: ClassVar[bool] = False
+
+    def check_ground_truth(self, ground_truth: Any) -> None:
+        check_truths(ground_truth)
 
     def score(self, completion: str, ground_truth: Any) -> float:
         return float(is_one_of(answer_of(completion), ground_truth))
@@ -60,16 +68,16 @@ class Flan(StringMatcher):
     name: ClassVar[str] = "flan"
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        return float(is_one_of(completion.rpartition("The answer is: ")[2], ground_truth))
+        return float(is_one_of(between_answer_tags(completion).rpartition("The answer is: ")[2], ground_truth))
 
 
 class Puzzle(StringMatcher):
-    """The same of the whole completion, without the tags of `<answer>…</answer>`."""
+    """The same of the whole completion, or of what stands between `<answer>` and `</answer>`."""
 
     name: ClassVar[str] = "puzzle"
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        return float(is_one_of(completion.replace("<answer>", "").replace("</answer>", ""), ground_truth))
+        return float(is_one_of(between_answer_tags(completion), ground_truth))
 
 
 class StringF1(Verifier):
@@ -81,10 +89,13 @@ class StringF1(Verifier):
     name: ClassVar[str] = "string_f1"
     isolated: ClassVar[bool] = False
 
+    def check_ground_truth(self, ground_truth: Any) -> None:
+        check_truths(ground_truth)
+
     def score(self, completion: str, ground_truth: Any) -> float:
         given = words_of(answer_of(completion))
         accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
-        return max((_f1(given, words_of(str(truth))) for truth in accepted), default=0.0)
+        return max((f1_of_words(given, words_of(str(truth))) for truth in accepted), default=0.0)
 
 
 class ReSearch(StringMatcher):
@@ -92,12 +103,15 @@ class ReSearch(StringMatcher):
 
     name: ClassVar[str] = "re_search"
 
+    def check_ground_truth(self, ground_truth: Any) -> None:
+        check_truths(listed(ground_truth))
+
     def score(self, completion: str, ground_truth: Any) -> float:
         found = _FINISHED.search(completion)
         return float(found is not None and bool(found[1].strip()) and is_one_of(found[1], listed(ground_truth)))
 
 
-class ReSearchF1(StringMatcher):
+class ReSearchF1(ReSearch):
     """F1 of the words in the last `<finish>…</finish>`, 0.1 where none is right (Chen et al., arXiv 2503.19470)."""
 
     name: ClassVar[str] = "re_search_f1"
@@ -106,7 +120,7 @@ class ReSearchF1(StringMatcher):
         answer = completion.rpartition("<finish>")[2].partition("</finish>")[0]
         if not answer or answer == completion:
             return 0.0
-        return max(_f1(words_of(answer), words_of(str(truth))) for truth in listed(ground_truth)) or 0.1
+        return max(f1_of_words(words_of(answer), words_of(str(truth))) for truth in listed(ground_truth)) or 0.1
 
 
 class MaxLength(Verifier):
@@ -159,18 +173,30 @@ class R1Format(Verifier):
 class Math(Verifier):
     """1 if the answer and the ground truth are the same expression, tuple, interval, set, matrix, relation or text.
 
-    The answer is the last `\\boxed{…}`; without one what follows the last "answer is", or the last `$…$`. Words, and
-    the letter of a choice, are compared as texts, and so is what is longer than 300 characters.
+    Where a completion says its answer is in math_finder.py; what counts as the same in math_answers.py.
     """
 
     name: ClassVar[str] = "math"
 
+    def check_ground_truth(self, ground_truth: Any) -> None:
+        if not clean(_truth_of(ground_truth)):
+            raise ValueError("it is empty, so no answer equals it")
+
     def score(self, completion: str, ground_truth: Any) -> float:
-        answer = find_answer(completion)
-        if answer is None:
+        answers = find_answers(completion)
+        expected = _truth_of(ground_truth)
+        if not answers or not answers[-1].strip():
             return 0.0
-        expected = find_answer(str(ground_truth)) if "\\boxed" in str(ground_truth) else str(ground_truth)
-        return float(expected is not None and are_equal(answer, expected))
+        is_right = are_equal(answers[-1], expected)
+        if not is_right and len(answers) > 1:  # a box for each entry of a list
+            is_right = are_equal(", ".join(answers), expected)
+        return float(is_right)
+
+
+def _truth_of(ground_truth: Any) -> str:
+    """The answer that a ground truth says, which may be a whole solution."""
+    text = str(ground_truth)
+    return (find_answer(text) or "") if "\\boxed" in text else text
 
 
 class StrictMath(Math):
@@ -182,6 +208,7 @@ class StrictMath(Math):
     name: ClassVar[str] = "strict_math"
 
     def score(self, completion: str, ground_truth: Any) -> float:
+        completion = between_answer_tags(completion)
         said = _FINAL.search(completion + "I hope it is correct.")
         return float(are_equal(said[1] if said else completion, str(ground_truth)))
 
@@ -193,99 +220,17 @@ def has_r1_format(text: str) -> bool:
     return "<think>" not in thought and answer.startswith("<answer>") and answer.endswith("</answer>")
 
 
-def is_one_of(text: str, accepted: Any) -> bool:
-    """Whether a text has the words of the one that is accepted, or of one of a list."""
-    texts = accepted if isinstance(accepted, list) else [accepted]
-    return words_of(text) in [words_of(str(each)) for each in texts]
-
-
 def listed(ground_truth: Any) -> list[Any]:
     """A ground truth as a list, which may be written as JSON."""
     truths = json_or_text(ground_truth)
     return truths if isinstance(truths, list) else [truths]
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number in `text`, or None: "7-2" ends in 2.
-
-    Example: `last_number("that is $1,250.50 in all.") == Decimal("1250.50")`.
-    """
-    numbers = _NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
-
-
 def answer_of(completion: str) -> str:
-    """The rest of the line behind the last "Answer:" (in any case), or the whole completion."""
+    """The rest of the line behind the last "Answer:" (in any case), or all that is judged of the completion."""
+    completion = between_answer_tags(completion)
     answers = re.findall(r"answer:[ \t]*([^\n]*)", completion, flags=re.IGNORECASE)
     return answers[-1] if answers else completion
-
-
-def words_of(text: str) -> list[str]:
-    """Lower-case words without punctuation and articles."""
-    return [word for word in text.lower().translate(_PUNCTUATION).split() if word not in _ARTICLES]
-
-
-def _f1(given: list[str], expected: list[str]) -> float:
-    if not given or not expected:
-        return float(given == expected)
-    num_shared = sum((Counter(given) & Counter(expected)).values())
-    if num_shared == 0:
-        return 0.0
-    precision = num_shared / len(given)
-    recall = num_shared / len(expected)
-    return 2 * precision * recall / (precision + recall)
-
-
-def find_answer(completion: str) -> str | None:
-    """The text of the answer, or None if there is none (or its brace is never closed)."""
-    boxes = list(_BOXED.finditer(completion))
-    if boxes:
-        return _up_to_its_brace(completion[boxes[-1].end() :])
-    if answers := _SAID.findall(completion):
-        return str(answers[-1]).strip().rstrip(".")
-    dollars = _DOLLARS.findall(completion)
-    return str(dollars[-1]) if dollars else None
-
-
-def _up_to_its_brace(text: str) -> str | None:
-    """The text before the brace that closes the one it stands in; None if there is none."""
-    depth = 1
-    for index, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[:index]
-    return None
-
-
-def are_equal(answer: str, expected: str) -> bool:
-    """Whether two answers are equal. Malicious ones may take forever: call it in a process that can be killed."""
-    ours = _plain(answer)
-    theirs = _plain(expected)
-    if not ours or ours == theirs or max(len(ours), len(theirs)) > MAX_CHARACTERS:
-        return bool(ours) and ours == theirs
-    if ours.replace(" ", "").isalpha() or theirs.replace(" ", "").isalpha():
-        return len(ours) > 1 and ours.lower() == theirs.lower()  # one letter may be a variable
-
-    from math_verify import verify
-
-    return verify(_value(expected), _value(answer), float_rounding=12, numeric_precision=60, timeout_seconds=None)
-
-
-def _plain(text: str) -> str:
-    """The text without the commands that stand around words, and without what stands around one letter."""
-    text = " ".join(_WORDS.sub(r"\1", text).replace("$", "").split()).rstrip(".")
-    return re.sub(r"^\(([A-Za-z])\)$", r"\1", text)
-
-
-def _value(text: str) -> list[Any]:
-    from math_verify import LatexExtractionConfig, parse
-
-    # It says at every call that there is no time limit: the process has one.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # LaTeX alone is read by a grammar. Plain expressions would be evaluated as Python.
-    read_as = [LatexExtractionConfig(boxed_match_priority=0)]
-    text = text.replace("\\degree", "").replace("\\boxed", "")  # a second box would be read in place of the first
-    return parse(f"\\boxed{{{text}}}", read_as, fallback_mode="no_fallback", parsing_timeout=None)
 
 
 MATCHERS = (StringMatcher, Flan, Puzzle, ReSearch, ReSearchF1, StringF1)

@@ -8,6 +8,8 @@ does not reach have failed.
 import ast
 import json
 import math
+import re
+import textwrap
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -18,10 +20,14 @@ from typing import Any, ClassVar
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.sandbox.sandbox import MAX_OUTPUT_BYTES, SANDBOX
 from open_instruct.verifiers.verifier import Verifier
+from open_instruct.verifiers.words import between_answer_tags
 from open_instruct.wording import json_or_text
 
 # Of --verifier_timeout_s, so that the verdict on a program that is late in every test still comes.
 SHARE_OF_TIME = 0.9
+# The mark of a block's first line, and its language. Tildes are a fence at the beginning of a line alone.
+_FENCE = re.compile(r"(`{3,}|(?<![^\n])[ \t]*~{3,})[ \t]*([^\s`]*)[^`\n]*\n")
+MAX_FENCES = 20  # that may be the end of one block
 PYTHON = ("python", "py", "python3")
 NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
@@ -115,24 +121,61 @@ def program_of(completion: str) -> str:
 
     Example: ``program_of("So:\\n```python\\nx = 1\\n```") == "x = 1\\n"``.
     """
-    blocks = [block.partition("\n") for block in completion.split("```")[1:-1:2]]
-    of_python = [block for block in blocks if block[0].strip().lower() in PYTHON]
-    return (of_python or blocks or [("", "", completion)])[-1][2]
+    blocks = list(_blocks(completion))
+    of_python = [block for block in blocks if block[0] in PYTHON]
+    return (of_python or blocks or [("", between_answer_tags(completion))])[-1][1]
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """The language and the lines of each block between fences of ``` or ~~~, in order.
+
+    A block ends at the first fence of its kind where it is whole Python, since docstrings have fences, too; if there is
+    none, at its first fence; if it has none, at the end of the text.
+    """
+    start = 0
+    while opening := _FENCE.search(text, start):
+        language = opening[2].lower()
+        behind = text[opening.end() :]
+        closings = list(re.finditer(rf"^[ \t]*{opening[1].strip()}[`~]*[ \t]*$", behind, re.MULTILINE))
+        bodies = [textwrap.dedent(behind[: closing.start()]) for closing in closings[:MAX_FENCES]]
+        whole = (at for at, body in enumerate(bodies) if _is_python(body))
+        at = next(whole, 0) if language in (*PYTHON, "") else 0
+        yield language, bodies[at] if bodies else textwrap.dedent(behind)
+        if not closings:
+            return
+        start = opening.end() + closings[at].end()
+
+
+def _is_python(program: str) -> bool:
+    try:
+        ast.parse(program)
+    except NO_LITERAL:
+        return False
+    return True
 
 
 def asked_value(test: str) -> tuple[str, str]:
-    """The call and the literal of a test `assert CALL == LITERAL`; the whole test and nothing, if it has another form.
+    """The call and the literal of a test `assert CALL == LITERAL`, whichever comes first; else the whole test, and "".
 
     Example: `asked_value("assert add(1, 2) == 3") == ("add(1, 2)", "3")`.
     """
     try:
         match ast.parse(test).body:
             case [ast.Assert(test=ast.Compare(left=call, ops=[ast.Eq()], comparators=[literal]))]:
-                ast.literal_eval(literal)
-                return ast.unparse(call), ast.unparse(literal)
+                sides = [call, literal] if _is_literal(literal) else [literal, call]
+                if _is_literal(sides[1]):
+                    return ast.unparse(sides[0]), ast.unparse(sides[1])
     except NO_LITERAL:
         pass
     return test, ""
+
+
+def _is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except NO_LITERAL:
+        return False
+    return True
 
 
 def _is_same_line(line: str, expected: str) -> bool:

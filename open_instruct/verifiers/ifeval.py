@@ -1,23 +1,29 @@
 """The verifier of instruction constraints, for rows of IFEval and of RLVR-IFeval.
 
-The ground truth is an object, or its JSON, in one of two forms::
+The ground truth is an object, or its text, in one of two forms::
 
     {"instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
      "kwargs": [{}, {"relation": "at least", "num_words": 300}]}
     {"func_name": "verify_bullet_points", "N": 3}
 
+Of the first, open-instruct's present rows have a list of one, written as Python does, with `instruction_id` in place of
+`instruction_id_list`.
+
 Arguments that are null count as not given, since published rows carry all arguments of all constraints. The file
 constraints.json says which check of constraints.py each name stands for, and how the check calls the row's arguments.
 """
 
+import ast
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 from open_instruct.verifiers import constraints
 from open_instruct.verifiers.verifier import Verifier
+from open_instruct.verifiers.words import between_answer_tags
 from open_instruct.wording import json_or_text
 
 # The constraints of "ifeval" and of "rlvr_ifeval" by name. Each is its `check`, by name, and `arguments`: the check's
@@ -26,6 +32,8 @@ from open_instruct.wording import json_or_text
 SUITES: dict[str, dict[str, dict[str, Any]]] = json.loads(
     Path(__file__).with_name("constraints.json").read_text(encoding="utf-8")
 )
+
+_IDS = ("instruction_id_list", "instruction_id")
 
 
 class IFEval(Verifier):
@@ -37,7 +45,7 @@ class IFEval(Verifier):
         parse(ground_truth)
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        text = completion.strip()
+        text = between_answer_tags(completion).strip()
         rules = parse(ground_truth)
         return sum(check(text, **arguments) for check, arguments in rules) / len(rules) if text else 0.0
 
@@ -54,19 +62,29 @@ def parse(ground_truth: Any) -> list[tuple[Callable[..., bool], dict[str, Any]]]
     Raises:
         ValueError: it is of neither form, or a constraint or an argument is not known, missing or of the wrong kind.
     """
-    ground_truth = json_or_text(ground_truth)
-    if not isinstance(ground_truth, dict) or not ground_truth.keys() & {"func_name", "instruction_id_list"}:
+    ground_truth = _as_object(ground_truth)
+    if not isinstance(ground_truth, dict) or not ground_truth.keys() & {"func_name", *_IDS}:
         raise ValueError(
             "it must be an object or its JSON, with 'func_name' and arguments, or 'instruction_id_list' and 'kwargs'"
         )
     if "func_name" in ground_truth:
         arguments = {name: value for name, value in ground_truth.items() if name != "func_name"}
         return [_parse_one(SUITES["rlvr_ifeval"], ground_truth["func_name"], arguments)]
-    ids = ground_truth["instruction_id_list"]
+    ids = next(ground_truth[key] for key in _IDS if key in ground_truth)
     kwargs = ground_truth.get("kwargs")
     if not isinstance(ids, list) or not ids or not isinstance(kwargs, list) or len(ids) != len(kwargs):
         raise ValueError("'instruction_id_list' and 'kwargs' must be lists with one entry a constraint, and not empty")
     return [_parse_one(SUITES["ifeval"], name, arguments) for name, arguments in zip(ids, kwargs, strict=True)]
+
+
+def _as_object(ground_truth: Any) -> Any:
+    """The object in a text, of JSON or of Python, or in a list of one; anything else as it is."""
+    value = json_or_text(ground_truth)
+    if isinstance(value, str):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            value = ast.literal_eval(value)
+    is_wrapped = isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict | str)
+    return _as_object(value[0]) if is_wrapped else value
 
 
 def _parse_one(rules: Mapping[str, Any], name: Any, arguments: Any) -> tuple[Callable[..., bool], dict[str, Any]]:

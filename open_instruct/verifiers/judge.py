@@ -23,6 +23,7 @@ from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
 from open_instruct.verifiers import event_loop
 from open_instruct.verifiers.verifier import JUDGE_KEY, Verifier, said, without_thinking
+from open_instruct.verifiers.words import between_answer_tags
 from open_instruct.whole_file import read_asked
 
 CUT = "\n[The rest is left out.]"
@@ -80,7 +81,7 @@ class Judge(Verifier):
 
     async def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
         label = ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth, ensure_ascii=False)
-        answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+        answer = between_answer_tags(completion).strip()
         given = {"input": prompt, "output": answer, "label": label}
         given = {name: _MARKS.sub(r"[\1\2]", text) for name, text in given.items()}
         room = CHARACTERS_A_TOKEN * self._most_tokens - len(self._prompt) - len(given["input"]) - len(given["label"])
@@ -223,7 +224,9 @@ class JudgeServer:
         end = without_thinking(answer).replace("*", "").strip(" .\n").lower()
         verdict = next((verdict for verdict in scores if end.endswith(verdict.lower())), None)
         if verdict is None:
-            raise ValueError(f"the judge gave no verdict, but {answer[-MAX_SHOWN_CHARACTERS:]!r}")
+            limit = f"--llm_judge_max_tokens {flags.llm_judge_max_tokens}"
+            found = repr(answer[-MAX_SHOWN_CHARACTERS:]) if answer else f"nothing within {limit}"
+            raise ValueError(f"the judge gave no verdict, but {found}")
         with suppress(sqlite3.Error):  # a verdict that cannot be kept is asked for again, no more
             self._cache.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", [key, verdict])
         return verdict
@@ -241,4 +244,6 @@ class JudgeServer:
         JUDGE_COSTS["judge/seconds"] += time.monotonic() - began_s
         for kind in ("prompt_tokens", "completion_tokens"):  # some servers do not count them
             JUDGE_COSTS[f"judge/{kind}"] += getattr(reply.usage, kind, 0) or 0
-        return reply.choices[0].message.content or ""
+        choice = reply.choices[0]
+        is_cut = choice.finish_reason == "length"  # perhaps within what was thought, where any words may stand
+        return "" if is_cut else choice.message.content or ""

@@ -20,7 +20,7 @@ from open_instruct.sandbox.sandbox import Child, Forks
 from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.event_loop import awaited
 from open_instruct.verifiers.registry import known_verifiers
-from open_instruct.verifiers.verifier import Verifier, said, without_key, without_thinking
+from open_instruct.verifiers.verifier import Verifier, is_thought, said, without_key, without_thinking
 from open_instruct.wording import counted
 
 MAX_TRACEBACK_CHARACTERS = 4000
@@ -84,7 +84,7 @@ class VerifierPool:
         asked = {
             "completions": given
             if verifier.sees_thinking or verifier.reads != "text"
-            else list(map(without_thinking, given)),
+            else ["" if is_thought(prompt, each) else without_thinking(each) for each in given],
             "are_truncated": [each.is_truncated for each in completions],
             "ground_truth": check.ground_truth,
             "prompt": prompt,
@@ -216,8 +216,18 @@ def verdicts(verifier: Verifier, **asked: Any) -> dict[str, Any]:
             raise ValueError(
                 f"{counted(len(scores), 'reward')} for {counted(num_asked, 'completion')}: return one for each"
             )
-        return {"scores": [_failure(each) if isinstance(each, BaseException) else float(each) for each in scores]}
+        return {"scores": list(map(_score, scores))}
     except BaseException as error:  # foreign code, which may raise anything, and exit
+        return _failure(error)
+
+
+def _score(value: Any) -> float | dict[str, str]:
+    """A score, or why it is none: it costs its own completion, and no other."""
+    try:
+        if isinstance(value, BaseException):
+            raise value
+        return float(value)
+    except BaseException as error:
         return _failure(error)
 
 

@@ -85,8 +85,16 @@ class Verifier:
 
 
 def without_thinking(completion: str) -> str:
-    """The text behind the last `</think>`, or all of it if there is none."""
-    return completion.rpartition("</think>")[2]
+    """The text behind the last `</think>`, or all of it if there is none; never what a `<think>` begins.
+
+    So thoughts that never close, because a reply was cut within them, leave nothing.
+    """
+    return completion.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def is_thought(prompt: str, completion: str) -> bool:
+    """Whether a completion is nothing but thoughts, which its prompt has begun and which never close."""
+    return prompt.rstrip().endswith("<think>") and "</think>" not in completion
 
 
 def said(error: BaseException) -> str:

@@ -361,6 +361,18 @@ class TestEpisodes:
         assert [request.sampling.max_tokens for request in requests] == [5, 5]
         assert completion.episode is not None and completion.episode.status == "done"  # two moves that are none
 
+    @pytest.mark.parametrize(("text", "status"), [("It is five, I believe", "done"), (CALL, "parse_error")])
+    def test_an_episode_whose_last_reply_is_cut_counts_as_cut(
+        self, ask: Callable[..., Asked], text: str, status: str
+    ) -> None:
+        completion, _ = ask(Calculator, [text], turn_length=8)
+        assert completion.episode is not None and completion.episode.status == status
+        assert completion.is_truncated
+
+    def test_calls_within_thoughts_that_never_close_are_not_run(self, ask: Callable[..., Asked]) -> None:
+        completion, requests = ask(Calculator, [f"<think>I call {CALL}<|im_end|>"])
+        assert completion.episode is not None and completion.episode.status == "done" and len(requests) == 1
+
     def test_environments_that_hang_or_fail_cost_their_episode_alone(self, ask: Callable[..., Asked]) -> None:
         closed: list[str] = []
 

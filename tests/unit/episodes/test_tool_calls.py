@@ -1,12 +1,14 @@
 """Calls of tools in replies: what counts as a call, as none, and as an error."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from open_instruct.environments.argument_types import read_arguments
 from open_instruct.environments.environment import ToolCall
 from open_instruct.episodes.tool_calls import FORMS, ToolCallError, tool_calls
 
@@ -28,6 +30,18 @@ TWO = {
     "qwen3_xml": "<tool_call><function=now></function></tool_call>\n<tool_call><function=calc></function></tool_call>",
 }
 CALL = (ToolCall(name="calc", arguments={"x": "1+1", "n": 2}),)
+PROPERTIES = {"x": {"type": "string"}, "n": {"type": "integer"}}
+TOOLS = [{"function": {"name": "calc", "parameters": {"type": "object", "properties": PROPERTIES}}}]
+
+
+def typed(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+    """Calls with the types of their tool's schema, which one form does not have."""
+    return tuple(
+        ToolCall(name=each.name, arguments=read_arguments(each.arguments, TOOLS, each.name)) if each.are_texts else each
+        for each in calls
+    )
+
+
 BAD = [
     ("hermes", '<tool_call>{"name": "calc", "arguments": {"x": 1}}', "pair up"),
     ("hermes", '<tool_call>{"name": "calc", "arguments": [1]}</tool_call>', "not an object"),
@@ -51,7 +65,7 @@ BAD = [
 
 @pytest.mark.parametrize("form", FORMS)
 def test_call_is_read_with_its_arguments(form: str) -> None:
-    assert tool_calls(GOOD[form], form, NAMES) == CALL
+    assert typed(tool_calls(GOOD[form], form, NAMES)) == CALL
     assert [call.name for call in tool_calls(TWO[form], form, NAMES)] == ["now", "calc"]
 
 
@@ -64,7 +78,8 @@ def test_text_without_a_call_calls_nothing(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_reasoning_is_no_tool_call(form: str) -> None:
     assert tool_calls(f"<think>{GOOD[form]}</think>\n4", form, NAMES) == ()
-    assert tool_calls(f"<think>hm</think>\n{GOOD[form]}", form, NAMES) == CALL
+    assert tool_calls(f"<think>{GOOD[form]}", form, NAMES) == ()
+    assert typed(tool_calls(f"<think>hm</think>\n{GOOD[form]}", form, NAMES)) == CALL
 
 
 @pytest.mark.parametrize(("form", "text", "why"), BAD)
@@ -133,7 +148,7 @@ def test_calls_are_those_that_vllm_parses(form: str, vllms: dict[str, Any]) -> N
     )
     for text in (GOOD[form], TWO[form]):
         theirs = vllms[form].extract_tool_calls(text, request).tool_calls
-        ours = tool_calls(text, form, NAMES)
+        ours = typed(tool_calls(text, form, NAMES))
         assert [(call.function.name, json.loads(call.function.arguments or "{}")) for call in theirs] == [
             (call.name, call.arguments) for call in ours
         ]

@@ -95,7 +95,7 @@ def check(verifier: str, ground_truth: Any = None, weight: float = 1.0) -> Check
         ("flan", "the cat", "Cat", 1.0),
         ("flan", "The answer is: cat food", "cat", 0.0),
         ("puzzle", "<answer>The red, house</answer>", "red house", 1.0),
-        ("puzzle", "It is <answer>red</answer>", "red", 0.0),
+        ("puzzle", "It is <answer>red</answer>", "red", 1.0),
         ("puzzle", "Answer: red", "red", 0.0),
         ("re_search", "I found <FINISH> Paris.</finish> <finish>Lyon</finish>", "paris", 1.0),
         ("re_search", "<finish>Lyon</finish>", '["Paris", "lyon"]', 1.0),

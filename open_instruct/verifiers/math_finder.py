@@ -1,0 +1,117 @@
+r"""Where a completion says its answer.
+
+| what the completion has, in this order | the answer |
+|---|---|
+| `<answer>…</answer>` | is looked for in the last of them; all of it, if nothing below is in it |
+| `\boxed{…}` | the last; several in one sentence beside a truth that is a list of as many |
+| "answer is …", "Answer: …" | the last, up to the end of its sentence, or of the next line if its own has nothing |
+| `**…**`, `$…$`, `\(…\)`, `\[…\]` | the last of these on the last line that has one |
+| none of them | the last line, if it is nothing but mathematics |
+"""
+
+import re
+
+from open_instruct.verifiers.words import between_answer_tags
+
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[A-Za-z0-9\\]))")
+_SAID = re.compile(
+    r"(?:(?:answers?|options?|choice)\**\s*(?:is|are|=)(?![a-z])\s*:?|answers?[\s*_]*:)[\s*_]*(?:(?:therefore|thus|simply|then|just)\s+)?(?=(\S?))",
+    re.IGNORECASE,
+)
+_MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]|\*\*([^*\n]+)\*\*", re.DOTALL)
+_END_OF_SENTENCE = re.compile(
+    r"\n|(?<=[^\d\s])\.(?=\s|$)|(?<=\d)\.(?=\s+[A-Z\\$(]|\s*$)|[,;]?\s+\(?(?:because|since|as|so|which|hence|thus)\b|[!?]\s",
+)
+_PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}(?![A-Za-z]*\})")
+_NO_PROSE = re.compile(r"\\[A-Za-z]+(?:\s*\{[^{}]*\})?|\b(?:sin|cos|tan|log|ln|pi|sqrt|and|or)\b")
+
+
+def find_answer(completion: str) -> str | None:
+    """The text of the answer, or None if there is none (or its brace is never closed).
+
+    Example: `find_answer("So \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"`.
+    """
+    found = find_answers(completion)
+    return found[-1] if found else None
+
+
+def find_answers(completion: str) -> list[str]:
+    """The answer as the last entry, before it those that stand in boxes of the same sentence."""
+    judged = between_answer_tags(completion)
+    boxes = list(_BOXED.finditer(judged))
+    if boxes:
+        return _boxes(judged, boxes)
+    found = _said(judged) or _marked(judged) or _last_line(judged)
+    if found is None and judged != completion:
+        found = judged
+    return [found] if found else []
+
+
+def _boxes(text: str, boxes: list[re.Match[str]]) -> list[str]:
+    """What is in the boxes that only few words, and no end of a paragraph, stand between."""
+    answers: list[str] = []
+    end = len(text)
+    for box in reversed(boxes):
+        content, stop = _content(text, box)
+        if answers and stop > end:  # a box around the one that is read already
+            answers[0] = content
+            end = box.start()
+            continue
+        between = text[stop:end]
+        if answers and ("\n\n" in between or len(between) > 60 or re.search(r"\bnot?\b|[.!?]\s|instead|wait", between)):
+            return answers
+        answers.insert(0, content)
+        end = box.start()
+    return answers
+
+
+def _content(text: str, box: re.Match[str]) -> tuple[str, int]:
+    """The content of a box, "" where its brace is never closed, and where the box ends."""
+    if not box[1]:
+        short = re.match(r"\\[A-Za-z]+|\w", text[box.end() :])
+        return (short[0], box.end() + short.end()) if short else ("", box.end())
+    depth = 1
+    for at in range(box.end(), len(text)):
+        is_escaped = text[at - 1] == "\\"
+        depth += 0 if is_escaped else (text[at] == "{") - (text[at] == "}")
+        if depth == 0:
+            return text[box.end() : at], at + 1
+    return "", len(text)
+
+
+def _said(text: str) -> str | None:
+    """What the last "answer is" says."""
+    for match in reversed(list(_SAID.finditer(text))):
+        rest = text[match.end() :].lstrip(" *_:\n")
+        if marked := re.match(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]", rest, re.DOTALL):
+            return (marked[1] or marked[2]).strip()
+        said = _up_to_the_end_of_its_sentence(rest)
+        if said:
+            return said
+    return None
+
+
+def _up_to_the_end_of_its_sentence(text: str) -> str:
+    """Ends within formulas are none."""
+    hidden = _MATH.sub(lambda match: re.sub(r"[^\n]", "x", match[0]) if match[5] is None else match[0], text)
+    end = _END_OF_SENTENCE.search(hidden)
+    return (text[: end.start()] if end else text).strip(" *_").rstrip(".,;")
+
+
+def _marked(text: str) -> str | None:
+    """What stands in the last formula, or in bold."""
+    marked = [next(filter(None, match.groups())).strip() for match in _MATH.finditer(text)]
+    marked = [
+        each for each in marked if re.search(r"[A-Za-z0-9]", each) and not _PROSE.search(_NO_PROSE.sub(" ", each))
+    ]
+    return marked[-1] if marked else None
+
+
+def _last_line(text: str) -> str | None:
+    """The last line, if it is nothing but mathematics, or a word."""
+    lines = [line.strip(" *_`.") for line in text.splitlines() if line.strip(" *_`.")]
+    if not lines:
+        return None
+    is_alone = len(lines) == 1 and len(lines[0].split()) <= 3
+    is_formula = not _PROSE.search(_NO_PROSE.sub(" ", lines[-1])) and re.search(r"[A-Za-z0-9]", lines[-1])
+    return lines[-1] if is_alone or is_formula else None
