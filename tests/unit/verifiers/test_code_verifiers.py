@@ -226,8 +226,8 @@ class TestServer:
         ("```python\na\n```\n```py\nb\n```\nand", "b\n"),
         ("```\na\n```\n```cpp\nb\n```", "b\n"),
         ("a = 1", "a = 1"),
-        ("```python\ncut", "```python\ncut"),
-        ("one `x` and ```y```", ""),
+        ("```python\ncut", "cut"),
+        ("one `x` and ```y```", "one `x` and ```y```"),
     ],
 )
 def test_last_block_of_python_is_the_program(completion: str, program: str) -> None:
