@@ -220,18 +220,20 @@ class JudgeServer:
             self._next_s = turn_s + 60 * max(of_requests, of_tokens)
             await asyncio.sleep(turn_s - time.monotonic())
             answer = await self._answer(question, scores)
+        if answer is None:
+            limit = f"--llm_judge_max_tokens {flags.llm_judge_max_tokens}"
+            raise ValueError(f"the judge gave no verdict: its answer was cut at {limit}")
         # What was thought or explained before the verdict does not count.
         end = without_thinking(answer).replace("*", "").strip(" .\n").lower()
         verdict = next((verdict for verdict in scores if end.endswith(verdict.lower())), None)
         if verdict is None:
-            limit = f"--llm_judge_max_tokens {flags.llm_judge_max_tokens}"
-            found = repr(answer[-MAX_SHOWN_CHARACTERS:]) if answer else f"nothing within {limit}"
-            raise ValueError(f"the judge gave no verdict, but {found}")
+            raise ValueError(f"the judge gave no verdict, but {answer[-MAX_SHOWN_CHARACTERS:]!r}")
         with suppress(sqlite3.Error):  # a verdict that cannot be kept is asked for again, no more
             self._cache.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", [key, verdict])
         return verdict
 
-    async def _answer(self, question: str, scores: Mapping[str, float]) -> str:
+    async def _answer(self, question: str, scores: Mapping[str, float]) -> str | None:
+        """What the judge says; None where that was cut, perhaps within thoughts, where any words may stand."""
         began_s = time.monotonic()
         JUDGE_COSTS["judge/requests"] += 1
         reply = await self._client.chat.completions.create(
@@ -245,5 +247,4 @@ class JudgeServer:
         for kind in ("prompt_tokens", "completion_tokens"):  # some servers do not count them
             JUDGE_COSTS[f"judge/{kind}"] += getattr(reply.usage, kind, 0) or 0
         choice = reply.choices[0]
-        is_cut = choice.finish_reason == "length"  # perhaps within what was thought, where any words may stand
-        return "" if is_cut else choice.message.content or ""
+        return None if choice.finish_reason == "length" else choice.message.content or ""

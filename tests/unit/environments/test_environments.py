@@ -365,7 +365,7 @@ class TestEpisodes:
     def test_an_episode_whose_last_reply_is_cut_counts_as_cut(
         self, ask: Callable[..., Asked], text: str, status: str
     ) -> None:
-        completion, _ = ask(Calculator, [text], turn_length=8)
+        completion, _ = ask(Calculator, [text], turn_length=16)
         assert completion.episode is not None and completion.episode.status == status
         assert completion.is_truncated
 

@@ -12,6 +12,8 @@ from typing import Any
 Answer = Callable[[dict[str, Any]], str | int | float]
 """Of a request's body: the text of the reply, a status, or seconds (a float) after which nothing comes."""
 
+CUT = "[cut]"  # the end of what a judge says that was cut at its limit
+
 
 @dataclass
 class Stub:
@@ -54,7 +56,8 @@ def judge_stub(answer: Answer) -> Iterator[Stub]:
                 return
             usage = {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12}
             message = {"role": "assistant", "content": said}
-            self.reply(200, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage})
+            finish = "length" if said.endswith(CUT) else "stop"
+            self.reply(200, {"choices": [{"index": 0, "message": message, "finish_reason": finish}], "usage": usage})
 
         def reply(self, status: int, content: dict[str, Any]) -> None:
             text = json.dumps(content).encode()

@@ -23,7 +23,7 @@ from open_instruct.verifiers.pool import Outcome, VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
 from tests.refusals import refused
 from tests.unit.scored import completion_of
-from tests.unit.verifiers.judge_stub import Answer, Stub, judge_stub
+from tests.unit.verifiers.judge_stub import CUT, Answer, Stub, judge_stub
 
 KEY = "sk-very-secret"
 QUESTION = "<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
@@ -108,6 +108,13 @@ def test_answer_is_read_strictly(name: str, answer: str, score: float | None, tm
         assert outcome.score == 0 and f"the judge gave no verdict, but {answer!r}" in str(outcome.problem)
     else:
         assert outcome == Outcome(score=score)
+
+
+@pytest.mark.parametrize("answer", ["<think>Is it Score: 3", "Score: 3"])
+def test_answer_that_is_cut_is_no_verdict(answer: str, tmp_path: Path) -> None:
+    with judged(lambda body: f"{answer}{CUT}", tmp_path) as judge:
+        (outcome,) = judge.outcomes("general-quality", ["5"], "5")
+    assert outcome.score == 0 and "--llm_judge_max_tokens" in str(outcome.problem)
 
 
 def test_each_prompt_of_ours_has_its_places_and_its_verdicts() -> None:
