@@ -29,5 +29,6 @@ def refused(kind: str, flag: str | None = None, *names: str) -> Iterator[pytest.
 
 def has_name(sentence: str, name: str) -> bool:
     """Whether the sentence has the name, and not as a part of a longer word or number."""
-    start = r"(?<!\w)(?<!\d\.)" if name[0].isalnum() else ""
+    start = r"(?<!\w)" if name[0].isalnum() else ""
+    start += r"(?<!\d\.)" if name[0].isdigit() else ""
     return re.search(rf"{start}{re.escape(name)}(?!\w|\.\d)", sentence) is not None

@@ -5,10 +5,10 @@ import pytest
 from open_instruct import entry
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import RanksSection
-from open_instruct.errors import InputError
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.parallel import launch
 from open_instruct.parallel.launch import idle_gpus, num_to_start, refuse_other_number
+from tests.refusals import refused
 
 REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
 
@@ -35,20 +35,20 @@ def test_ranks_are_started_by_launcher_or_command(
 def test_layout_is_checked_for_the_ranks_that_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert entry._check_nodes(RanksSection(num_processes="6", fsdp_shard_degree=3)) == 6
-    with pytest.raises(InputError, match="--fsdp_shard_degree 4 does not divide 6 learner GPUs"):
+    with refused("layout", "fsdp_shard_degree", "4", "6"):
         entry._check_nodes(RanksSection(num_processes="6", fsdp_shard_degree=4))
 
 
 @pytest.mark.parametrize("asked", ["0", "-1", "many", "1.5", "1025"])
 def test_number_of_processes_that_cannot_be(asked: str) -> None:
-    with pytest.raises(InputError, match=f"--num_processes {asked}: takes 'auto', or a whole number from 1 to"):
+    with refused("bad_value", "num_processes", f"{asked}"):
         validate_dpo(parse(DPOConfig, [*REQUIRED, f"--num_processes={asked}"]))
 
 
 def test_launcher_that_started_another_number() -> None:
     for asked in (None, "auto", "2"):
         refuse_other_number(asked, 2)
-    with pytest.raises(InputError, match="--num_processes 4: this run was started on 1 process of this machine"):
+    with refused("conflict", "num_processes", "4", "1 process"):
         refuse_other_number("4", 1)
 
 

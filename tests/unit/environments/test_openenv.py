@@ -11,7 +11,7 @@ import pytest
 from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.environments.environment import EnvironmentFault, Opening, Reply, Turn, begin_run, make_environment
 from open_instruct.environments.registry import factory_named, known_environments
-from open_instruct.errors import InputError
+from tests.refusals import refused
 from tests.unit.environments.test_environments import USER, Asked, ask, calls, decoded, tokenizer  # noqa: F401  # fixtures
 from tests.unit.sandbox.test_sandbox import wait_until
 
@@ -166,13 +166,13 @@ def test_fault_of_the_server_is_no_fault_of_the_policy(
 @pytest.mark.parametrize("server", ["mcp", "move", "prose"], indirect=True)
 def test_openenv_server_without_answer_is_refused(server: Server) -> None:
     if server.kind == "prose":
-        with pytest.raises(InputError, match="no OpenEnv server answers"):
+        with refused("remote", "environment", "/schema"):
             played(server.url)
     elif server.kind == "mcp":
-        with pytest.raises(InputError, match=rf"take its tools by mcp:{server.url}/mcp"):
+        with refused("bad_value", "environment", f"mcp:{server.url}/mcp"):
             played(server.url)
     else:
         with pytest.raises(EnvironmentFault, match="the world is gone"):
             played(server.url, [calls("act", column=13)])
-    with pytest.raises(InputError, match=r"--environment openenv:http://127.0.0.1:9: no OpenEnv server answers"):
+    with refused("remote", "environment", "openenv:http://127.0.0.1:9"):
         played("http://127.0.0.1:9")

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from open_instruct.errors import InputError, RunError
+from open_instruct.errors import RunError
 from open_instruct.learner.model import float8
 from open_instruct.learner.model.float8 import float8_config, float8_off
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.learner.policy import Policy
 from open_instruct.packing.documents import pack_documents
+from tests.refusals import refused
 from tests.unit.packing.test_prefix_sharing import group
 from tests.unit.small_models import CPU, new_model
 
@@ -23,13 +24,13 @@ def test_float8_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch)
     model = new_model("olmo2")
     assert float8_config("off", model=model, device=GPU) is None
     monkeypatch.setattr(float8, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="torchao is not installed; pip install"):
+    with refused("missing_package", "float8_linears", "torchao"):
         float8_config("rowwise", model=model, device=CPU)
     monkeypatch.setattr(float8, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    with pytest.raises(InputError, match=r"capability 8\.9 or newer, this one has 8\.6"):
+    with refused("machine", "float8_linears", "8.9", "8.6"):
         float8_config("tensorwise", model=model, device=GPU)
-    with pytest.raises(InputError, match=r"feed_forward\.w1 is 40 x 32, and float8 takes multiples of 16"):
+    with refused("unsupported_model", "float8_linears", "feed_forward.w1", "40 x 32", "16"):
         float8_config("tensorwise", model=new_model("olmo2", intermediate_size=40), device=CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     on_gpu = float8_config("tensorwise", model=model, device=GPU)

@@ -227,7 +227,7 @@ class TestPlan:
         asked = requested("dpo", *OLMO_7B, *words).setting
         assert changed.gpus_per_node == asked.gpus_per_node
         assert plan_of(changed).phases == plan_of(asked).phases
-        with pytest.raises(InputError, match="per_device_train_batch_size 0"):
+        with refused("out_of_range", "per_device_train_batch_size", "0"):
             setting.with_flags({"per_device_train_batch_size": 0})
 
 

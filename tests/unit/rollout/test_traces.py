@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from open_instruct.errors import InputError, RunError
+from open_instruct.errors import RunError
 from open_instruct.records import Check, Completion, Episode, Prompt, RolloutGroup, Span, Verdict
 from open_instruct.rollout.samples import RolloutStepBatch, StepSamples, training_samples
 from open_instruct.rollout.traces import Traces, read_traces, trace_file, write_traces
+from tests.refusals import refused
 from tests.unit.fake_rollouts import completion, group_of, grpo_config
 
 CONFIG = grpo_config().rollout
@@ -147,18 +148,18 @@ def test_step_that_is_taken_again_replaces_its_file(tmp_path: Path) -> None:
 
 
 def test_step_without_a_trace_names_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no traces; it had --no_save_traces, or has taken no step"):
+    with refused("missing_file", "no_save_traces"):
         read_traces(tmp_path, 1)
     for step in (2, 10):
         write(tmp_path, step)
-    with pytest.raises(InputError, match=r"step3\.parquet does not exist: there are traces of steps 2, 10"):
+    with refused("missing_file", None, "step3.parquet", "2, 10"):
         read_traces(tmp_path, 3)
 
 
 def test_damaged_file_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(InputError, match="cannot be read as a trace of ours"):
+    with refused("unreadable_file", None, "step1.parquet"):
         read_traces(tmp_path, 1)
 
 
