@@ -14,6 +14,7 @@ from open_instruct.cluster.watchdog import SHARED_MEMORY
 from open_instruct.verifiers.verifier import Verifier
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY, Forked
+from tests.waiting import eventually
 
 TIMEOUT_S = 600.0  # far above what a busy machine needs: it is no test of speed
 NUM_STEPS = 4
@@ -128,10 +129,7 @@ def marked(process: Process) -> list[int]:
 
 
 def assert_no_process_left(process: Process) -> None:
-    deadline_s = time.monotonic() + 30
-    while marked(process) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    assert not marked(process)
+    eventually(lambda: not marked(process), nap_s=0.1, what="processes of the run are left")
     assert not list(SHARED_MEMORY.glob(f"open_instruct-{process.pid}-*"))
 
 
@@ -143,8 +141,9 @@ def assert_nothing_left(case: GRPOCase, process: Process) -> None:
 
 def when_logged(case: GRPOCase, process: Process, words: str) -> None:
     log = case.output_dir / "run.log"
-    deadline_s = time.monotonic() + 120
-    while not (log.exists() and words in log.read_text()):
+
+    def is_logged() -> bool:
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline_s, "it did not get that far"
-        time.sleep(0.01)
+        return log.exists() and words in log.read_text()
+
+    eventually(is_logged, what=f"{words!r} was not logged")

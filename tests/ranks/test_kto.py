@@ -17,6 +17,7 @@ from tests.ranks.objective_case import (
 from tests.ranks.objective_rows import write_labelled
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase, free_ports
+from tests.waiting import HANGS_AFTER_S
 
 pytestmark = pytest.mark.extended
 
@@ -125,7 +126,7 @@ def test_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
 def run(words: list[str]) -> tuple[int, str]:
     """Its exit code, and what it said."""
     process = programs.start(words)
-    said, _ = process.communicate(timeout=240)
+    said, _ = process.communicate(timeout=HANGS_AFTER_S)
     assert process.returncode is not None
     return process.returncode, said
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.ranks import programs
 from tests.ranks.launch import REPOSITORY
 from tests.ranks.train_case import OF_EVERY_RUN, TrainCase, free_ports
+from tests.waiting import HANGS_AFTER_S
 
 pytestmark = pytest.mark.extended
 
@@ -50,7 +51,7 @@ def run(case: TrainCase, words: list[str], *, ranks: int = 1) -> tuple[int, str]
     """The program of the registry line, as a user starts it; its exit code, and what it said."""
     torchrun = [*programs.TORCHRUN, "--nproc_per_node", str(ranks), "--master_port", str(free_ports(1)[0])]
     process = programs.start([*(torchrun if ranks > 1 else ()), str(case.folder / "program.py"), *words])
-    said, _ = process.communicate(timeout=200)
+    said, _ = process.communicate(timeout=HANGS_AFTER_S)
     assert process.returncode is not None
     return process.returncode, said
 

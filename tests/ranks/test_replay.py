@@ -15,6 +15,7 @@ from tests.ranks import programs
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import REPOSITORY, run_ranks
 from tests.ranks.train_case import free_ports
+from tests.waiting import HANGS_AFTER_S
 
 pytestmark = pytest.mark.extended
 
@@ -196,6 +197,6 @@ def test_command_of_the_docs_runs(replays: Replays, tmp_path: Path) -> None:
 
 def said_by(words: list[str], *, exit_code: int, cwd: Path = REPOSITORY) -> str:
     process = programs.start([str(REPOSITORY / "open_instruct" / "cli.py"), *words], cwd=cwd)
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=HANGS_AFTER_S)
     assert process.returncode == exit_code
     return said

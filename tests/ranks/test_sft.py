@@ -17,6 +17,7 @@ from tests.ranks.launch import run_ranks as start
 from tests.ranks.objective_rows import write_conversations
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase, free_ports
+from tests.waiting import HANGS_AFTER_S
 
 pytestmark = pytest.mark.extended
 
@@ -217,7 +218,7 @@ def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCas
     command = case.command("cli", ranks=2, learning_rate=1e-2, max_train_steps=30, fsdp_shard_degree=2, eval_steps=0)
     torchrun = [*programs.TORCHRUN, "--nproc_per_node", "2", "--master_port", str(free_ports(1)[0])]
     process = programs.start([*torchrun, "open_instruct/sft.py", *command])
-    said, _ = process.communicate(timeout=200)
+    said, _ = process.communicate(timeout=HANGS_AFTER_S)
     assert process.returncode == 0, said
     assert "\nplan: needs " in said
     losses = [loss for loss, _ in case.trajectory("cli")]
@@ -233,9 +234,9 @@ def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCas
 def test_rows_that_are_only_tokenised_are_found_by_the_run(case: TrainCase) -> None:
     command = case.command("tokenised", eval_steps=0, max_train_steps=1, cache_dir=case.folder / "other_cache")
     only = programs.start(["open_instruct/sft.py", *command, "--cache_dataset_only"])
-    said, _ = only.communicate(timeout=100)
+    said, _ = only.communicate(timeout=HANGS_AFTER_S)
     assert only.returncode == 0 and said.count("kept in ") == 2, said
     assert not {"metrics.jsonl", "hf_model"} & {path.name for path in (case.folder / "tokenised").iterdir()}
     run = programs.start(["open_instruct/sft.py", *command])
-    said, _ = run.communicate(timeout=100)
+    said, _ = run.communicate(timeout=HANGS_AFTER_S)
     assert run.returncode == 0 and said.count("read from ") == 2, said
