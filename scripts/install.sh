@@ -127,8 +127,10 @@ remove_other_build() {
     fi
 }
 
+# Where a network drops what goes to that index, a minute is enough to know.
 find_cpu_torch() {
-    pip install --dry-run --no-deps --ignore-installed "$@" "torch==$TORCH_VERSION+cpu" >/dev/null 2>&1
+    pip install --retries 2 --timeout 15 --dry-run --no-deps --ignore-installed "$@" \
+        "torch==$TORCH_VERSION+cpu" >/dev/null 2>&1
 }
 
 # What torch needs comes with the rest: from the index of its CPU build nothing but torch is taken.
