@@ -309,11 +309,16 @@ class WithArgumentsError(Exception):
 
 def engine(folder: Path) -> Any:
     """What vLLM is told on a GPU; vLLM itself is pretended."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
     from open_instruct.config.rollout_sections import FleetSection
     from open_instruct.engines.requests import Batching, EngineSettings
     from open_instruct.engines.vllm_core import VLLMCore
     from open_instruct.engines.vllm_options import engine_environment
 
+    folder.mkdir()
+    Tokenizer(WordLevel({"word": 0}, unk_token="word")).save(str(folder / "tokenizer.json"))
     given: dict[str, Any] = {}
 
     def from_engine_args(arguments: Any, **more: Any) -> None:
@@ -322,7 +327,7 @@ def engine(folder: Path) -> Any:
 
     settings = EngineSettings(
         model_folder="m",
-        tokenizer_folder="m",
+        tokenizer_folder=str(folder),
         dtype="bfloat16",
         max_model_len=64,
         batching=Batching.of(FleetSection(), on_cuda=True, max_model_len=64),

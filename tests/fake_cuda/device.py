@@ -170,10 +170,6 @@ def pretend_cuda() -> None:
     torch.Tensor.record_stream = always(None)  # type: ignore[method-assign, assignment]
     torch.cuda.Stream = torch.cuda.Event = Stream  # type: ignore[assignment, misc]
     torch.cuda.synchronize = lambda device=None: WAITS.note("torch.cuda.synchronize()")  # type: ignore[assignment]
-    # A CUDA build asks the driver before it takes one of these; a CPU build never does.
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.accelerator.current_stream = always(stream)
     torch.accelerator.synchronize = lambda device=None: WAITS.note("torch.accelerator.synchronize()")  # type: ignore
 

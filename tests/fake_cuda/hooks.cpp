@@ -18,7 +18,8 @@ struct PretendedHooks : public CUDAHooksInterface {
   DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
   void deviceSynchronize(DeviceIndex) const override {}
-  long versionCuDNN() const override { return 0; }
+  // Attention by cuDNN is chosen from a version on.
+  long versionRuntimeCuDNN() const override { return 0; }
 };
 C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, PretendedHooks)
 }  // namespace at
