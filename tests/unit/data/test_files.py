@@ -170,12 +170,12 @@ def test_items_that_are_no_rows_are_reported_and_the_rest_is_read(tmp_path: Path
         ('[{"a": 1},\n {"a": "1}', "is not JSON: Unterminated string starting at at line 2, column 8"),
         ("[{}] [{}]", "is not JSON: Extra data at column 6"),
         ('[{"n": 1},\n {"n" 2}]', "is not JSON: Expecting ':' delimiter at line 2, column 7"),
-        ('[{"n": 1}, {"m": 5, "n": 2, "n": 3}]', "is not JSON .* 'n' is there twice in the object {'m': 5, 'n': 3}"),
+        ('[{"n": 1}, {"m": 5, "n": 2, "n": 3}]', "'n' is there twice in the object {'m': 5, 'n': 3}"),
         (b'[{"n": "\xff"}]', "is not UTF-8: byte 0xff at byte 9"),
     ],
 )
 def test_json_files_that_are_no_list(tmp_path: Path, text: str | bytes, told: str) -> None:
-    with refused("unreadable_file", "mixer_list", "rows.json", f"{told}"):
+    with refused("unreadable_file", "mixer_list", "rows.json", told):
         open_rows(str(write(tmp_path / "rows.json", text)))
 
 

@@ -232,7 +232,7 @@ def test_weights_that_are_no_numbers_are_named(good: Path, tmp_path: Path, value
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
     (folder / SINGLE_NAME).unlink()
     save_file(tensors, folder / SINGLE_NAME)
-    with refused("input", None, "layers.1.mlp.up_proj.weight", f"{told}"):
+    with refused("input", None, "layers.1.mlp.up_proj.weight", told):
         loaded(opened(folder))
 
 
@@ -342,7 +342,7 @@ def test_device_link_or_fifo_in_a_files_place_is_not_read(
         lambda: look_at(parse(DPOConfig, [*FLAGS, "--model_name_or_path", str(folder)])),
     ]
     for read in reads:
-        with refused("unreadable_file", None, f"{file_name}", f"{kind}"):
+        with refused("unreadable_file", None, file_name, kind):
             read()
 
 

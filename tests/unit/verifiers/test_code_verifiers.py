@@ -290,7 +290,7 @@ class TestRun:
     @pytest.mark.parametrize("name", ["code", "code_stdio", "python"])
     def test_wall_that_is_missing_stops_it(self, name: str, opened: Callable[..., str]) -> None:
         missing = "without the wall around files a program gets out"
-        with refused("machine", "code_sandbox", "auto", f"{missing}"):
+        with refused("machine", "code_sandbox", "auto", missing):
             opened(name, has_walls=False)
         said = opened(name, "--code_sandbox", "auto", has_walls=False)
         assert missing in said and "these walls stand: network" in said

@@ -179,7 +179,7 @@ class TestBackend:
     def test_weight_sync_backend_that_cannot_work_is_refused(
         self, flag: str, where: dict[str, bool], message: str
     ) -> None:
-        with refused("conflict", "weight_sync_backend", f"{flag}", f"{message}"):
+        with refused("conflict", "weight_sync_backend", f"{flag}", message):
             choose_backend(flag, **where)
 
     def test_systems_without_shared_memory_take_gloo(self, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
