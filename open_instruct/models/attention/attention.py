@@ -3,9 +3,11 @@
 Legend of the shape suffixes: B rows, T tokens of a row, Q query tokens, K key tokens, H query heads, G key-value heads,
 D features of a head. The suffix of a `QKV` is the start that its three shapes have in common.
 
-On a GPU in 16 bits, all documents take one call of PyTorch's variable-length attention; elsewhere each takes calls of
-PyTorch's scaled dot product attention. Documents that share what they begin with are *segments* (segments.py): one that
-goes on from others is given their keys before its own.
+On a GPU in 16 bits, all documents take one call of PyTorch's variable-length attention; on a CPU
+parts of them are calls of its flash attention (cpu_flash.py). Elsewhere, and on a CPU where a window
+hides keys, each document takes calls of scaled dot product attention. Documents that share what they
+begin with are *segments* (segments.py): one that goes on from others is given their keys before its
+own.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from olmo_core.nn.transformer import Transformer
 from torch.nn.attention.varlen import varlen_attn
 
 from open_instruct.models.attention.context_parallel import ContextGroup
+from open_instruct.models.attention.cpu_flash import attend_in_parts, can_attend_in_parts
 from open_instruct.models.attention.segments import QKV, Segments
 
 # Queries of a narrow window that are computed together.
@@ -128,10 +131,13 @@ def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scal
 
     `left` is the number of tokens before it that a window lets it see; all of them where that is below 0.
     """
+    has_varlen = _varlen_can_run(qkv_T.query)
+    if not has_varlen and can_attend_in_parts(qkv_T.query, segments, left=left):
+        return attend_in_parts(qkv_T, segments, scale=scale)
     query, keys, values = qkv_T
     if segments.key_index_K is not None:
         keys, values = (Gathered.apply(tensor, segments.key_index_K) for tensor in (keys, values))
-    if not _varlen_can_run(query):
+    if not has_varlen:
         return attend_by_segment(QKV(query, keys, values), segments, left=left, scale=scale)
     # The kernel aligns the causal diagonal to the last query and the last key of a document, and counts windows
     # from there. With a prefix's keys before a segment's own, distances are those of logical positions.

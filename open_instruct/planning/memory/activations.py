@@ -24,7 +24,7 @@ from typing import Any
 
 from open_instruct.models.delta_rule.shape import CHUNK, DeltaShape
 from open_instruct.planning.memory.autograd_sizes import Gradient, Kind, Profile, Tape, Tensor
-from open_instruct.planning.memory.scratch import attention_scratch
+from open_instruct.planning.memory.scratch import attention_scratch, parts_scratch
 from open_instruct.planning.subject.model import LayerShape, ModelShape
 from open_instruct.planning.subject.workload import Workload, is_wrapped
 from open_instruct.shard_layout import ShardLayout
@@ -313,27 +313,27 @@ class _Block(_Piece):
         return query, key
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, q_width: int) -> Tensor:
-        """One kernel over all documents on CUDA in 16 bits; else a call for each, whose results are laid end to end.
+        """Queries, keys, values, output and a float32 a head and token are kept.
 
-        Both keep queries, keys, values, their output, and one float32 a head and token.
-        """
-        num_tokens, run = self.num_tokens, self.tape.run
+        One kernel makes all gradients; in float32 on CUDA each document is a call of its own."""
+        num_tokens, run, whole = self.num_tokens, self.tape.run, [query, key, value]
         num_bytes = num_tokens * (q_width // self.shape.head_dim) * FLOAT32
-        if self.workload.on_cuda and self.c < FLOAT32:
-            if self.workload.rows.prefix:
-                num_keys = -(-self.workload.gathered_keys // self.layout.context_parallel_degree)
-                key, value = (run(tensor.num_bytes * num_keys // num_tokens, tensor) for tensor in (key, value))
-            weights = run(num_bytes, query, gradients=())
-            # The kernel makes all three gradients, and needs its own memory beside them.
-            last = Gradient(of=value, num_bytes=value.num_bytes, kernel_bytes=self._scratch(key, q_width))
-            gradients = [_whole(query), _whole(key), last]
-            saved = [query, key, value, weights]
-            return run(query.num_bytes, query, key, value, saved=saved, saves_output=True, gradients=gradients)
-        parts = [run(0, tensor) for tensor in (query, key, value)]
-        whole = [query, key, value]
-        gradients = [Gradient(of=part, num_bytes=tensor.num_bytes) for part, tensor in zip(parts, whole, strict=True)]
-        by_document = run(query.num_bytes + num_bytes, *parts, saved=whole, saves_output=True, gradients=gradients)
-        return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
+        if self.workload.on_cuda and self.c == FLOAT32:
+            parts = [run(0, tensor) for tensor in whole]
+            gradients = [Gradient(of=part, num_bytes=of.num_bytes) for part, of in zip(parts, whole, strict=True)]
+            by_document = run(query.num_bytes + num_bytes, *parts, saved=whole, saves_output=True, gradients=gradients)
+            return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
+        if self.workload.on_cuda and self.workload.rows.prefix:
+            num_keys = -(-self.workload.gathered_keys // self.layout.context_parallel_degree)
+            key, value = (run(tensor.num_bytes * num_keys // num_tokens, tensor) for tensor in (key, value))
+        weights = run(num_bytes, query, gradients=())
+        scratch = {"kernel_bytes": self._scratch(key, q_width)}  # on CUDA
+        if not self.workload.on_cuda:
+            longest = min(1.0, self.workload.rows.length / num_tokens)
+            scratch = {"scratch_bytes": parts_scratch(sum(each.num_bytes for each in whole), self.c, longest)}
+        gradients = [_whole(query), _whole(key), Gradient(of=value, num_bytes=value.num_bytes, **scratch)]
+        saved = (query, key, value, weights)
+        return run(query.num_bytes, *saved[:3], saved=saved, saves_output=True, gradients=gradients)
 
     def _scratch(self, key: Tensor, q_width: int) -> int:
         dim, longest_document = self.shape.head_dim, min(self.num_tokens, self.workload.rows.length)

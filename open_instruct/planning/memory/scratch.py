@@ -46,6 +46,20 @@ def attention_scratch(*, num_queries: int, num_keys: int, num_documents: int, he
     return num_rows * (-(-dim // step) * step + 1) * ACCUMULATOR_BYTES + expanded
 
 
+def parts_scratch(num_bytes: int, bytes_per_number: int, share_of_longest: float) -> int:
+    """Bytes beside the gradients in attention's backward pass over parts of documents, on a CPU.
+
+    They are sums in float32 of gradients in 16 bits, or else the gradients of the largest part.
+
+    Args:
+        num_bytes: of queries, keys and values.
+        share_of_longest: the longest document's part of the row.
+    """
+    if bytes_per_number < ACCUMULATOR_BYTES:
+        return num_bytes * ACCUMULATOR_BYTES // bytes_per_number
+    return int(num_bytes * share_of_longest)
+
+
 def communicator_bytes(num_members: int, num_in_node: int) -> int:
     """Of one communicator of NCCL; `num_in_node` of its members are on this GPU's node."""
     if num_members == 1:
