@@ -17,4 +17,4 @@ LAYOUTS = {"shared": ["--packing"], "packed": ["--packing", "--prefix_sharing", 
 
 
 if __name__ == "__main__":
-    compare(arguments(__doc__, "preference pairs"), DPO, LAYOUTS)
+    compare(arguments(__doc__, "preference pairs", layouts=LAYOUTS), DPO, LAYOUTS)

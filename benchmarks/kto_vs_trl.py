@@ -32,5 +32,5 @@ def write_rows(path: Path) -> Path:
 
 if __name__ == "__main__":
     # As many documents in a forward pass as DPO's pairs have there, and the default of both suites.
-    args = arguments(__doc__, 'rows of "prompt", "completion" and "label"', batch=8)
+    args = arguments(__doc__, 'rows of "prompt", "completion" and "label"', batch=8, layouts=LAYOUTS)
     compare(args, KTO, LAYOUTS, write_rows=write_rows)

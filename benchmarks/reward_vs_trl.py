@@ -20,4 +20,4 @@ LAYOUTS = {"shared": ["--prefix_sharing", "auto"], "packed": ["--prefix_sharing"
 
 
 if __name__ == "__main__":
-    compare(arguments(__doc__, "preference pairs", always_sharded=True), REWARD, LAYOUTS)
+    compare(arguments(__doc__, "preference pairs", always_sharded=True, layouts=LAYOUTS), REWARD, LAYOUTS)

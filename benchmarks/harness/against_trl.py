@@ -3,7 +3,7 @@
 import statistics
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,15 @@ from scripts.demo_data.pairs import write_synthetic_preferences
 TRL = "TRL"
 
 
-def arguments(text: str | None, rows: str, *, batch: int = 4, always_sharded: bool = False) -> Namespace:
+def arguments(
+    text: str | None,
+    rows: str,
+    *,
+    batch: int = 4,
+    always_sharded: bool = False,
+    layouts: Collection[str] = (),
+) -> Namespace:
+    """The flags of a comparison; `layouts` are those of ours that --layouts chooses from."""
     parser = parser_of(text)
     parser.add_argument("--rows", type=Path, help=f"{rows} (.jsonl); default: 512 made-up ones")
     parser.add_argument("--size", default="mini", help="of the tiny model (see open-instruct tiny-model --help)")
@@ -33,6 +41,9 @@ def arguments(text: str | None, rows: str, *, batch: int = 4, always_sharded: bo
     parser.add_argument("--num_steps", type=int, default=10)
     parser.add_argument("--num_warmup_steps", type=int, default=2)
     parser.add_argument("--num_rounds", type=int, default=2)
+    if layouts:
+        names = [*layouts]
+        parser.add_argument("--layouts", nargs="+", choices=names, default=names, help="of ours; default: all")
     parser.add_argument("--trl_venv", type=Path, default=DEFAULT_VENV)
     return parser.parse_args()
 
@@ -53,6 +64,7 @@ def compare(
 
     TRL's turn is after the first layout, whose ratio to it is the one that counts.
     """
+    layouts = {name: layouts[name] for name in args.layouts}
     python = trl_python(args.trl_venv)
     with tempfile.TemporaryDirectory(prefix=f"{objective.ours}_vs_trl_") as name:
         folder = Path(name)
@@ -67,7 +79,11 @@ def compare(
             return run_trl(args, python, model, rows, folder / f"trl{number}", objective=objective)
 
         first, *others = layouts
-        ways = {first: partial(ours, first), TRL: theirs, **{layout: partial(ours, layout) for layout in others}}
+        ways: dict[str, Callable[[int], Speed]] = {
+            first: partial(ours, first),
+            TRL: theirs,
+            **{layout: partial(ours, layout) for layout in others},
+        }
         report(in_turns(ways, num_rounds=args.num_rounds, say=say), ours=first)
 
 
