@@ -20,7 +20,8 @@ equal.
 
 A `*` stands for any words. Held-out rows have the same names behind `eval/`, in `eval.jsonl`. Means are over the
 global batch, whatever the ranks. How each objective comes by its rewards and losses is in [losses.md](losses.md),
-[kto.md](kto.md#metrics), [reward_model.md](reward_model.md#metrics) and [distill.md](distill.md#metrics). A number of
+[kto.md](kto.md#metrics), [reward_model.md](reward_model.md#metrics), [prm.md](prm.md#metrics) and
+[distill.md](distill.md#metrics). A number of
 your own may have any name: it is drawn in a last group. **Bold** names are in the line that a run prints of a step. A
 report smooths no curve that is `exact`, and draws one `by loss` for runs of the same loss alone.
 """

@@ -144,7 +144,7 @@ class RewardSection:
     verification_reward: float = flag("reward of a completion that its verifiers accept in full", 1.0, above=0)
     verifier: list[str] = flag(
         "judges of prompts that name no verifier, which prompts may name too: the NAME of an installed one, "
-        "FILE.py:NAME or module:NAME of a function or class of your own, reward_model:FOLDER of a run",
+        "FILE.py:NAME or module:NAME of a function or class of your own, reward_model:FOLDER or prm:FOLDER of a run",
         [],
     )
     remap_verifier: list[str] = flag("OLD=NEW: prompts that name the verifier OLD are judged by NEW", [])

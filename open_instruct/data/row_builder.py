@@ -67,6 +67,7 @@ class RowBuilder(ABC):
     documents_per_row: ClassVar[int] = 1
     titles: ClassVar[tuple[str, ...]] = ("",)  # of the documents of a row, for the preview
     reads_ends: ClassVar[bool] = False  # see `Document`
+    ends_per_document: ClassVar[int] = 1  # how many of these plans assume
 
     def __init__(self, chat: ChatFormat, *, max_seq_length: int, on_bad_row: str) -> None:
         self.chat = chat

@@ -98,6 +98,22 @@ def _download(name: str, revision: str | None, flag: str) -> Path:
         ) from error
 
 
+def single_token_id(tokenizer: PreTrainedTokenizerFast, word: str) -> int:
+    """The id of the one token that a word is.
+
+    Raises:
+        InputError: the tokenizer makes several tokens of it, or none.
+    """
+    token_ids: list[int] = tokenizer(word, add_special_tokens=False)["input_ids"]
+    if len(token_ids) != 1:
+        raise InputError(
+            f"{word!r} has to be one token, and this tokenizer makes {len(token_ids)} of it: choose another word, or "
+            "add it to the tokenizer",
+            kind="bad_value",
+        )
+    return token_ids[0]
+
+
 def given_folder(name_or_path: str, *, revision: str | None = None, flag: str | None = None) -> Path | None:
     """The folder itself; None for the name of a hub repository. A refusal begins with the `flag`, if there is one.
 

@@ -38,7 +38,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             f"--eval_mixer_list: {objective.name} has no `evaluate`; write one, or leave the flag out", kind="own_code"
         )
     with open_run(config, objective.name) as run:
-        pretrained = open_pretrained(config, run.directory.hf_model, layout=run.layout, head=objective.head)
+        pretrained = open_pretrained(config, run.directory.hf_model, layout=run.layout, head=objective.head(config))
         more_config = dict(objective.exported(config, pretrained.tokenizer, pretrained.hf_config))
         if config.data.cache_dataset_only:
             load_datasets(objective, config, pretrained.tokenizer, run.console)
@@ -73,7 +73,7 @@ class _Learning:
         self.objective = objective
         self.pretrained = pretrained
         self.run = run
-        loss = objective.bind(config)
+        loss = objective.bind(config).with_ids(pretrained.tokenizer)
         if pretrained.adapter is not None:
             loss = replace(loss, first_loss=None)  # the reference is the model without the adapter
         self.start_model = start_model_of(pretrained, run)

@@ -139,6 +139,7 @@ class Policy:
             with_entropy=self.loss.with_entropy,
             with_collisions=with_collisions,
             measure=None if comparison is None else comparison.measure(model, batch, device=self.device),
+            word_ids=self.loss.word_ids,
         )
 
     @torch.no_grad()

@@ -15,10 +15,19 @@ TRAINERS = {
     "grpo": ("grpo_fast", "grpo", "ppo_fast"),
     "reward_model": ("reward_modeling",),
 }
+# The same of other suites' trainers, where open-instruct has none.
+OTHER_TRAINERS = {"prm": ("trl_prm", "train_prm")}
+ALL_TRAINERS = TRAINERS | OTHER_TRAINERS
 # Whose defaults they have.
 DEFAULTS_OF = {"dpo_tune_cache": "dpo", "dpo_tune": "dpo", "grpo_fast": "grpo"}
 ENDS_OF_COMMANDS = ("&&", "||", ";", "|", "&")
 SCRIPT = re.compile(r"(?:.*/)?open_instruct/(\w+)\.py")
+OTHER_SCRIPTS = {
+    "trl_prm": re.compile(r"(?:.*/)?scripts/prm\.py"),
+    "train_prm": re.compile(r"(?:.*/)?openrlhf[./]cli[./]train_prm(?:\.py)?"),
+}
+# Flags by which OpenRLHF's launch is known where it names no script.
+OF_OPENRLHF = {"pretrain", "placeholder_token", "input_key", "max_len"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,13 +91,13 @@ def read_launch(command: str, words: Sequence[str]) -> Sheet:
     Raises:
         InputError: they are no flags, or the script is of another command.
     """
-    trainer = TRAINERS[command][0]
+    trainer = ALL_TRAINERS[command][0]
     words = list(words)
-    scripts = [index for index, word in enumerate(words) if SCRIPT.fullmatch(word)]
+    scripts = [index for index, word in enumerate(words) if script_of(word)]
     if scripts:
         trainer = script_of(words[scripts[0]])
-        if trainer not in TRAINERS[command]:
-            ours = next((name for name, trainers in TRAINERS.items() if trainer in trainers), None)
+        if trainer not in ALL_TRAINERS[command]:
+            ours = next((name for name, trainers in ALL_TRAINERS.items() if trainer in trainers), None)
             raise InputError(
                 f"{words[scripts[0]]} is not what {command} is here; "
                 + (f"use migrate-args {ours}" if ours else "there is no command here that does the same"),
@@ -111,6 +120,8 @@ def read_launch(command: str, words: Sequence[str]) -> Sheet:
         raise InputError("\n".join(problems), problems=problems)
     if not scripts and command == "sft" and asked.keys() & {"mixer_list", "num_epochs"}:
         trainer = "olmo_core_finetune"  # whose flags those are
+    if not scripts and command == "prm" and asked.keys() & OF_OPENRLHF:
+        trainer = "train_prm"
     for name in [name for name in asked if name.startswith("no_") and not asked[name]]:
         asked[name.removeprefix("no_")] = ["false"]
         del asked[name]
@@ -121,6 +132,8 @@ def read_launch(command: str, words: Sequence[str]) -> Sheet:
 
 
 def script_of(word: str) -> str:
-    """`dpo` of `open_instruct/dpo.py`; nothing of any other word."""
+    """The trainer that a script is, such as `dpo` of `open_instruct/dpo.py`; nothing of any other word."""
     match = SCRIPT.fullmatch(word)
-    return match[1] if match else ""
+    if match:
+        return match[1]
+    return next((name for name, script in OTHER_SCRIPTS.items() if script.fullmatch(word)), "")

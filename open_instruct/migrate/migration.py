@@ -13,19 +13,19 @@ from open_instruct.config.parser import called_here, parse
 from open_instruct.config.suites.upstream_flags import EVERY, Entry, fate, upstream_behaviours, upstream_table
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.losses.preference import PREFERENCE_LOSSES
-from open_instruct.migrate.launch import TRAINERS, Sheet, read_launch
+from open_instruct.migrate.launch import ALL_TRAINERS, Sheet, read_launch
 from open_instruct.migrate.rules import settle
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import objective_named
 from open_instruct.wording import pages_in
 
 USAGE = f"""\
-usage: open-instruct migrate-args {"|".join(TRAINERS)} [--json] -- ARGS...
-       open-instruct migrate-args {"|".join(TRAINERS)} [--json] FILE.yaml
+usage: open-instruct migrate-args {"|".join(ALL_TRAINERS)} [--json] -- ARGS...
+       open-instruct migrate-args {"|".join(ALL_TRAINERS)} [--json] FILE.yaml
 
-Tells a launch of open-instruct in our flags: what is called otherwise, what is left out and why, what cannot be had,
-and every default that differs. ARGS may be the whole line, launcher and script included. Nothing is started.
-The exit code is 0 where the run is the same, and 2 where it is not."""
+Tells a launch of open-instruct (of prm: of TRL or OpenRLHF) in our flags: what is called otherwise, what is left out
+and why, what cannot be had, and every default that differs. ARGS may be the whole line, launcher and script included.
+Nothing is started. The exit code is 0 where the run is the same, and 2 where it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,10 @@ def migrate_args(words: Sequence[str]) -> int:
         return 0 if ours else EXIT_INPUT
     as_json = "--json" in ours
     command, *rest = [word for word in ours if word != "--json"]
-    if command not in TRAINERS:
-        raise InputError(f"'{command}' has no launches upstream; use one of {', '.join(TRAINERS)}", kind="stray_word")
+    if command not in ALL_TRAINERS:
+        raise InputError(
+            f"'{command}' has no launches upstream; use one of {', '.join(ALL_TRAINERS)}", kind="stray_word"
+        )
     if flags := [word for word in rest if word.startswith("--")]:
         raise InputError(
             f"{flags[0]} stands before --: write migrate-args {command} [--json] -- ARGS...", kind="unreadable_file"
@@ -134,7 +136,8 @@ def _drop_idle(flags: Mapping[str, Flag], values: dict[str, Any], sheet: Sheet) 
 
 def _translate(command: str, name: str, flags: Mapping[str, Flag], sheet: Sheet) -> None:
     words = sheet.asked[name]
-    known = upstream_table(command).get(name) or upstream_table(EVERY).get(name)
+    tables = (upstream_table(sheet.trainer), upstream_table(command), upstream_table(EVERY))
+    known = next((table[name] for table in tables if name in table), None)
     known = Entry(ours=name) if known is None and name in flags else known
     if known is None:
         sheet.refused[name] = called_here(name, flags, "--") or "is a flag neither of upstream's nor here"

@@ -15,9 +15,13 @@ ZERO = (
 SPLIT_ROWS = ("sequence_parallel_size", "context_parallel_degree", "cp_degree")
 SOURCES = ("dataset_name", "train_file", "dataset_mixer", "mixer_list", "dataset_mixer_list")
 # Those whose scheduler holds the rate from the first step where it is constant.
+TRACKERS = ("wandb", "tensorboard")
 WITHOUT_WARMUP = ("dpo_tune_cache", "finetune", "grpo_fast", "ppo_fast", "reward_modeling")
 # Those that spare norms and biases of the decay, and embeddings no more than the others do.
 SPARING_NORMS = ("dpo_tune_cache", "finetune", "grpo_fast", "ppo_fast")
+
+# Of our keys of rows OpenRLHF's flags that name the columns.
+COLUMNS_OF_STEPS = {"input": "input", "values": "label"}
 
 TOOLS = ("python", "serper_search", "jina_browse", "crawl4ai_browse", "s2_search", "generic_mcp")
 GAMES = ("counter", "guess_number", "wordle")
@@ -39,6 +43,8 @@ def settle(command: str, sheet: Sheet) -> None:
         _checkpoints(sheet)
         _evaluation(sheet)
         _tools(sheet)
+    elif command == "prm":
+        _steps(sheet)
     else:
         _rows(command, sheet)
 
@@ -54,8 +60,10 @@ def _uploads(sheet: Sheet) -> None:
 
 
 def _tracking(sheet: Sheet) -> None:
-    trackers = [word for word in sheet.asked.pop("report_to", []) if word in ("wandb", "tensorboard")]
-    if sheet.is_on("with_tracking"):
+    trackers = [word for word in sheet.asked.pop("report_to", []) if word in TRACKERS]
+    if sheet.trainer == "trl_prm" and trackers:
+        sheet.set("report_to", trackers, "report_to")
+    elif sheet.is_on("with_tracking"):
         sheet.set("report_to", trackers or ["wandb"], "with_tracking")
         del sheet.asked["with_tracking"]
     elif "report_to" in sheet.given:
@@ -125,6 +133,39 @@ def _rows(command: str, sheet: Sheet) -> None:
     if sheet.word("max_train_samples") != "none" and names and names[1:] in ([], ["1.0"]):
         sheet.asked["dataset_mixer_list"] = [*sheet.asked.pop(source)[:1], *sheet.asked.pop("max_train_samples")]
         sheet.given |= {"dataset_mixer_list"}
+
+
+# Process reward models, which open-instruct has no trainer of
+
+
+def _steps(sheet: Sheet) -> None:
+    """TRL's flags of its script, and OpenRLHF's of train_prm, that only mean something together."""
+    if sheet.trainer != "train_prm":
+        sheet.drop("is of a loss that is never scaled: bfloat16 needs no scaling", "fp16")
+        return
+    if "adam_betas" in sheet.asked:
+        betas = sheet.asked.pop("adam_betas")
+        for ours, beta in zip(("adam_beta1", "adam_beta2"), betas, strict=False):
+            sheet.set(ours, [beta], "adam_betas")
+    columns = [(ours, sheet.asked.pop(f"{theirs}_key", [ours])) for ours, theirs in COLUMNS_OF_STEPS.items()]
+    renamed = [f"{ours}={words[0]}" for ours, words in columns if words and words[0] != ours]
+    if renamed:
+        sheet.set("columns", renamed, "label_key" if "label_key" in sheet.given else "input_key")
+    if sheet.number("lora_rank") > 0:
+        sheet.set("use_lora", ["true"], "lora_rank")
+    else:
+        sheet.drop("0 trains no adapters", "lora_rank", "lora_alpha", "lora_dropout", "target_modules")
+    if "reward_tokens" not in sheet.given:
+        sheet.refuse("reward_tokens", "is left out, so the whole vocabulary is learned there; give two words, + -")
+    if "gradient_accumulation_steps" in sheet.given:
+        sheet.drop("follows from --gradient_accumulation_steps and the ranks", "train_batch_size")
+        return
+    micro = max(sheet.number("micro_train_batch_size", 1), 1)
+    parts = f"{sheet.number('train_batch_size') / micro:g} microbatches of {micro:g}"
+    sheet.refuse(
+        "train_batch_size",
+        f"is {parts} over all ranks: add --gradient_accumulation_steps, that number divided by the ranks",
+    )
 
 
 # GRPO

@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 from open_instruct.models.family import transformer_config
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.heads.value_head import ValueHead
-from open_instruct.models.hf.names import Head
+from open_instruct.models.hf.head_kinds import HEAD_SIZES, HEAD_TENSORS, LM_HEAD_BIAS, Head
 from open_instruct.models.shards import held_of
 from open_instruct.models.transformer import SegmentTransformer
 
@@ -38,12 +38,12 @@ def build_model(
         tie_word_embeddings=config.tie_word_embeddings and head == "vocabulary",
         init_device=init_device,
     )
-    model.lm_head = (ValueHead if head == "score" else LogprobHead)(
+    model.lm_head = (LogprobHead if head == "vocabulary" else ValueHead)(
         d_model=config.d_model,
-        vocab_size=1 if head == "score" else config.vocab_size,
+        vocab_size=HEAD_SIZES.get(head, config.vocab_size),
         layer_norm=config.lm_head.layer_norm,
         dtype=torch.float32,
-        bias=False,
+        bias=LM_HEAD_BIAS in HEAD_TENSORS.get(head, {}),
         init_device=init_device,
     )
     if getattr(hf_config, "output_router_logits", False):

@@ -25,11 +25,13 @@ from torch import nn
 from open_instruct.data.files.foreign_json import one_line, read_object
 from open_instruct.errors import InputError, RunError
 from open_instruct.models import export_files
+from open_instruct.models.hf.head_kinds import HEAD_SIZES, Head, find_class, no_class_problem
 from open_instruct.models.hf.hf_config import without_code
 from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames, as_in_files
 from open_instruct.models.load import listing, parameter_shapes, raise_together
 from open_instruct.models.shards import Held, deliver, held_of, reshard
 from open_instruct.parallel.process import on_main_process
+from open_instruct.wording import counted
 
 MAX_FILE_BYTES = 2 * 2**30
 GENERATION_CONFIG_NAME, TOKENIZER_CONFIG_NAME = "generation_config.json", "tokenizer_config.json"
@@ -49,21 +51,29 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
     Raises:
         InputError: names or shapes of the export differ from what transformers builds from config.json.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    import transformers
 
-    scores = names.head == "score"
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    kinds: dict[Head, Any] = {
+        "vocabulary": transformers.AutoModelForCausalLM,
+        "score": transformers.AutoModelForSequenceClassification,
+        "classes": transformers.AutoModelForTokenClassification,
+    }
+    kind = kinds[names.head]
+    with_head = ""
+    if names.head != "vocabulary":
+        with_head = f", with a head of {counted(HEAD_SIZES[names.head], 'row')}"
+        if find_class(names.hf_config, names.head) is None:
+            raise InputError(no_class_problem(names.hf_config, names.head), kind="unsupported_model")
     try:
         config = copy.deepcopy(names.hf_config)
-        if scores:
-            config.num_labels = 1
+        if with_head:
+            config.num_labels = HEAD_SIZES[names.head]
         with torch.device("meta"):
             # Attention is given, since transformers would otherwise fetch a kernel that the config may name.
             theirs = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).state_dict()
     except Exception as error:  # its modules may raise anything for a bad value
         raise InputError(
-            f"transformers cannot build the model that config.json describes{', with a score' if scores else ''}: "
-            f"{one_line(error)}",
+            f"transformers cannot build the model that config.json describes{with_head}: {one_line(error)}",
             kind="bad_model",
         ) from error
     wanted = {

@@ -19,7 +19,8 @@ from torch import nn
 from open_instruct.errors import InputError
 from open_instruct.models.build import find_not_finite
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
-from open_instruct.models.hf.names import EMBEDDINGS, HF_LM_HEAD, LM_HEAD, TensorNames, is_harmless_extra
+from open_instruct.models.hf.head_kinds import LM_HEAD
+from open_instruct.models.hf.names import EMBEDDINGS, HF_LM_HEAD, TensorNames, is_harmless_extra
 from open_instruct.models.shards import Held, held_of
 from open_instruct.parallel.process import gathered
 

@@ -10,14 +10,15 @@ Legend: N labelled tokens of a microbatch or rows of a data set, D documents of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import validated
 from open_instruct.data.row_builder import RowBuilder
-from open_instruct.models.hf.names import Head
+from open_instruct.data.tokenizer import single_token_id
+from open_instruct.models.hf.head_kinds import Head
 from open_instruct.records import Batch, Metric, StepBatch
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class TokenLogprobs:
     tokens drawn from it are the same: log(sum over v of p(v)^2). They carry no gradient. `measured_N` is the
     result of `Teacher.compare`, with gradient.
 
-    Where the model has the head of a score, `logprobs_N` is the score at each label.
+    Where the model has the head of a score, `logprobs_N` is the score at each label. `class_logits_NC` are the logits
+    of the words that `BoundLoss.words` names, or those of a head of classes, with gradient.
     """
 
     logprobs_N: torch.Tensor
@@ -44,6 +46,7 @@ class TokenLogprobs:
     entropy_N: torch.Tensor | None = None
     collision_logprobs_N: torch.Tensor | None = None
     measured_N: torch.Tensor | None = None
+    class_logits_NC: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,9 @@ class BoundLoss:
     `looks_at(step)` is the part of the step that is scored for `prepare`; None means all. Every rank calls both, also
     a rank without rows.
 
+    `words`, each a token of the vocabulary, are those whose logits the loss reads, see
+    `TokenLogprobs.class_logits_NC`. Their ids are known once there is a tokenizer, see `with_ids`.
+
     `derive` computes the metrics of a step that are no means, such as a standard deviation,
     from those reduced over all ranks. `summed(scores, batch)` are the values of each label that are summed over
     held-out rows in place of its log-prob; `Objective.evaluate` receives one column for each.
@@ -94,8 +100,18 @@ class BoundLoss:
         "the reference log-probs do not belong to these weights and rows. Remove the folder 'reference_logprobs' in "
         "--cache_dir and start again"
     )
+    words: tuple[str, ...] = ()
+    word_ids: tuple[int, ...] = ()
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
     summed: Callable[[TokenLogprobs, Batch], Sequence[torch.Tensor]] = lambda scores, batch: (scores.logprobs_N,)
+
+    def with_ids(self, tokenizer: PreTrainedTokenizerFast) -> BoundLoss:
+        """The loss with the ids of its words.
+
+        Raises:
+            InputError: a word is not a single token.
+        """
+        return replace(self, word_ids=tuple(single_token_id(tokenizer, word) for word in self.words))
 
     def temperature_of(self, batch: Batch) -> float | torch.Tensor:
         """The temperature of the labels of a microbatch on the CPU; a tensor (N,) where it differs among them."""
@@ -157,7 +173,7 @@ class Objective:
         fills_packs: whether, under these flags, a step counts packs of rows, filled before training, in place of rows.
         evaluate: from summed log-probs of all held-out documents (float32, (N, D); with a teacher (N, 2D): behind them
             the sums of the comparison) and the reference's, the held-out scores; None where there are none.
-        head: the kind of head; it is drawn at random where the start model has another kind.
+        head: the kind of head under these flags; it is drawn at random where the start model has another kind.
         row_arguments: under these flags, the arguments of `rows` beyond those of every `RowBuilder`.
         exported: the fields that the exported config.json adds to the start model's, under these flags and with this
             tokenizer. Called before training, so that it refuses early.
@@ -178,7 +194,7 @@ class Objective:
     prefix_sharing: Callable[[Any], PrefixSharing] = lambda config: "off"
     fills_packs: Callable[[Any], bool] = lambda config: False
     evaluate: Callable[[TokenDataset, np.ndarray, np.ndarray | None, Any], Evaluation] | None = None
-    head: Head = "vocabulary"
+    head: Callable[[Any], Head] = lambda config: "vocabulary"
     row_arguments: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     exported: Callable[[Any, PreTrainedTokenizerFast, PretrainedConfig], Mapping[str, Any]] = (
         lambda config, tokenizer, hf_config: {}

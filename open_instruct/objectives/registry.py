@@ -19,6 +19,7 @@ OBJECTIVES = {
     "dpo": ("open_instruct.objectives.dpo:DPO", "preference pairs"),
     "distill": ("open_instruct.objectives.distill:DISTILL", "conversations, towards a frozen teacher"),
     "kto": ("open_instruct.objectives.kto:KTO", "single replies, each labelled good or bad"),
+    "prm": ("open_instruct.objectives.prm:PRM", "solutions with a label for each step, to score steps"),
     "reward_model": ("open_instruct.objectives.reward_model:REWARD_MODEL", "preference pairs, to score replies"),
     "sft": ("open_instruct.objectives.sft:SFT", "conversations, as a warm start"),
 }

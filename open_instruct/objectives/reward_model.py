@@ -18,6 +18,7 @@ from open_instruct.data.preference_rows import PreferenceBuilder, parse_preferen
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.errors import InputError, problems_of_kind
 from open_instruct.losses.logprobs import sum_by_sequence
+from open_instruct.models.hf.head_kinds import find_class, no_class_problem
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
 from open_instruct.records import ROW_VALUES, Batch, Metric, mean_metrics
 from open_instruct.wording import counted
@@ -206,11 +207,7 @@ def exported(
     """
     fields = fields_of_class(hf_config)
     if not fields:
-        raise InputError(
-            f"transformers has no {hf_config.model_type}ForSequenceClassification, so a reward model of this family "
-            "could not be opened anywhere; start from a model of another family",
-            kind="unsupported_model",
-        )
+        raise InputError(no_class_problem(hf_config, "score"), kind="unsupported_model")
     pad, data = tokenizer.pad_token_id, config.data
     chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
     try:
@@ -229,9 +226,7 @@ def exported(
 
 def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
     """The fields of config.json for transformers' class with a score; none where it has none of this family."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-
-    class_name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(hf_config.model_type)
+    class_name = find_class(hf_config, "score")
     if class_name is None:
         return {}
     # The start model's mean and deviation, if any, describe other rewards.
@@ -247,7 +242,7 @@ REWARD_MODEL = Objective(
     bind=lambda config: bind(config.loss),
     prefix_sharing=lambda config: config.data.prefix_sharing,
     evaluate=evaluate,
-    head="score",
+    head=lambda config: "score",
     row_arguments=lambda config: {"margin": config.loss.margin},
     exported=exported,
 )

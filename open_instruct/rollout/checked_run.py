@@ -43,7 +43,7 @@ from open_instruct.shard_layout import ShardLayout
 from open_instruct.users_code import own_function
 from open_instruct.verifiers.code import SHARE_OF_TIME, Code, CodeStdio
 from open_instruct.verifiers.registry import known_verifiers
-from open_instruct.verifiers.reward_models import RewardModel
+from open_instruct.verifiers.reward_models import ModelVerifier
 from open_instruct.verifiers.verifier import Verifier
 
 
@@ -227,7 +227,7 @@ def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunD
 def _other_templates(verifiers: Mapping[str, Verifier], chat: ChatFormat) -> Iterator[str]:
     """A warning for each judge that was trained with another chat template than the policy's."""
     for judge in verifiers.values():
-        if isinstance(judge, RewardModel) and has_other_template(judge.folder, chat):
+        if isinstance(judge, ModelVerifier) and has_other_template(judge.folder, chat):
             yield (
                 f"--verifier {judge.name}: the model in {judge.folder} was trained with another chat template than "
                 "the policy's: it is given the policy's prompts as they are, and may judge what it has never seen"

@@ -1,13 +1,17 @@
 """The model card, README.md, of an exported model, made from the files of a run alone."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from open_instruct.data.files.opening import looks_like_a_file
 from open_instruct.run.run_directory import RunDirectory, rows_of
 from open_instruct.wording import pages_in
+
+PIPELINES = {"reward_model": "text-classification", "prm": "token-classification"}
 
 
 def card_of(
@@ -29,7 +33,7 @@ def card_of(
         data = list(zip(mixture[::2], mixture[1::2], strict=True))
         head = {
             "library_name": "peft" if is_adapter else "transformers",
-            "pipeline_tag": "text-classification" if trained_by == "reward_model" else "text-generation",
+            "pipeline_tag": find_pipeline(trained_by, flags),
             "tags": ["open-instruct", trained_by],
             "base_model": base if _is_on_hub(base) else None,
             "datasets": sorted({name for name, _ in data if _is_on_hub(name)}),
@@ -47,6 +51,11 @@ def card_of(
             settings=settings,
         )
     return None
+
+
+def find_pipeline(trained_by: str, flags: Mapping[str, Any]) -> str:
+    """The hub's word for what the model does; one that is read by words of its vocabulary is a language model still."""
+    return "text-generation" if flags.get("reward_tokens") else PIPELINES.get(trained_by, "text-generation")
 
 
 def _is_on_hub(name: str) -> bool:

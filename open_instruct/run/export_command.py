@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> int:
     pretrained = open_pretrained(
         replace(config, lora=LoRASection()),  # the adapter that training began with is not needed
         Path(flags.output_dir),
-        head=objective.head,
+        head=objective.head(config),
     )
     dtype = pretrained.dtype_named(flags.export_dtype or config.run.export_dtype)
     model = pretrained.build(init_device="meta")
@@ -85,7 +85,8 @@ def _trained_weights(
     """The weights in a checkpoint; of adapters, those of the start model with the adapters added."""
     from open_instruct.checkpoints.saved_weights import SavedWeights
     from open_instruct.checkpoints.step_folder import refuse_another_start_model
-    from open_instruct.models.hf.names import LM_HEAD, clean_name
+    from open_instruct.models.hf.head_kinds import LM_HEAD, LM_HEAD_BIAS
+    from open_instruct.models.hf.names import clean_name
     from open_instruct.models.lora.adapters import MergedWeights
     from open_instruct.models.shards import held, held_of
 
@@ -95,8 +96,7 @@ def _trained_weights(
         return saved
     refuse_another_start_model(folder, pretrained.fingerprint)
     plain = {name: held(pretrained.files.read(hf_name)) for name, hf_name in pretrained.names}
-    if LM_HEAD in saved:
-        plain[LM_HEAD] = saved[LM_HEAD]
+    plain |= {name: saved[name] for name in (LM_HEAD, LM_HEAD_BIAS) if name in saved}
     halves = {name: each.local for name, each in saved.items()}
     scales = {name: each.scales.dtype for name, each in held_of(model).items() if each.scales is not None}
     return MergedWeights(plain, halves, scale=lora.scale, in_4_bits=scales)

@@ -42,10 +42,11 @@ def main(words: Sequence[str]) -> int:
 
     from open_instruct.models.build import build_model
     from open_instruct.models.export import check_destination, check_exportable, export_hf
-    from open_instruct.models.heads.value_head import open_score_files
+    from open_instruct.models.heads.value_head import open_head_files
     from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+    from open_instruct.models.hf.head_kinds import HEAD_TENSORS
     from open_instruct.models.hf.hf_config import load_hf_config
-    from open_instruct.models.hf.names import LM_HEAD, TensorNames
+    from open_instruct.models.hf.names import TensorNames
     from open_instruct.models.load import check_cover, parameter_shapes
     from open_instruct.models.lora.adapters import MergedWeights
     from open_instruct.models.lora.files import check_base, open_adapter, read_head, read_settings
@@ -57,8 +58,9 @@ def main(words: Sequence[str]) -> int:
     head = read_head(adapter_folder)
     hf_config = load_hf_config(str(base))
     names = TensorNames(hf_config, head=head)
-    # A head of a score that the base lacks is drawn, and then replaced by the adapter's.
-    files = open_score_files(base, hf_config, seed=0) if head == "score" else CheckpointFiles.open(base)
+    # A head that the base lacks is drawn, and then replaced by the adapter's.
+    is_plain = head == "vocabulary"
+    files = CheckpointFiles.open(base) if is_plain else open_head_files(base, hf_config, head, seed=0)
     model = build_model(hf_config, init_device="meta", head=head)
     shapes = parameter_shapes(model)
     check_cover(names, files, shapes)
@@ -70,8 +72,7 @@ def main(words: Sequence[str]) -> int:
         print(f"warning: {warning}", file=sys.stderr)
 
     plain = {name: held(files.read(hf_name)) for name, hf_name in names}  # views: nothing is read before its use
-    if LM_HEAD in adapter:
-        plain[LM_HEAD] = held(adapter[LM_HEAD])
+    plain |= {name: held(adapter[name]) for name in HEAD_TENSORS.get(head, {}) if name in adapter}
     dtype = files.main_dtype if flags.export_dtype == "source" else getattr(torch, flags.export_dtype)
     num_bytes = export_hf(
         model.to(dtype),
@@ -97,8 +98,8 @@ def _chat_template(adapter_folder: Path) -> str | None:
 
 
 def _fields_of_head(hf_config: PretrainedConfig, head: Head) -> dict[str, Any]:
-    if head != "score":
-        return {}
-    from open_instruct.objectives.reward_model import fields_of_class
+    from open_instruct.objectives import prm, reward_model
 
-    return fields_of_class(hf_config)
+    if head == "score":
+        return reward_model.fields_of_class(hf_config)
+    return prm.fields_of_class(hf_config) if head == "classes" else {}

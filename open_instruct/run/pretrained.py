@@ -26,10 +26,11 @@ from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.export import check_destination, check_exportable, export_hf
 from open_instruct.models.family import unknown_fields
-from open_instruct.models.heads.value_head import open_score_files
+from open_instruct.models.heads.value_head import open_head_files
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.head_kinds import Head
 from open_instruct.models.hf.hf_config import fingerprint_with, load_hf_config
-from open_instruct.models.hf.names import Head, TensorNames
+from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.files import check_base, open_adapter
 from open_instruct.models.transformer import SegmentTransformer
@@ -155,10 +156,10 @@ def open_pretrained(
     check_model(shape, layout, config if is_trained else None)
     tokenizer = load_tokenizer(str(tokenizer_folder))
     names = TensorNames(hf_config, head=head)
-    if head == "score":
-        files = open_score_files(folder, hf_config, seed=config.optim.seed)
-    else:
+    if head == "vocabulary":
         files = CheckpointFiles.open(folder)
+    else:
+        files = open_head_files(folder, hf_config, head, seed=config.optim.seed)
     opened = Pretrained(
         folder=folder,
         tokenizer_folder=tokenizer_folder,
@@ -210,7 +211,7 @@ def _exported_settings(
     """
     fields = read_object(folder / "config.json")
     tokenizer_config = exported_tokenizer_config(tokenizer_folder, fields)
-    if head == "score":
+    if head != "vocabulary":
         return {"tokenizer_config": tokenizer_config}
     data = config.data
     chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)

@@ -13,7 +13,7 @@ from open_instruct.verifiers.code import Code, CodeStdio
 from open_instruct.verifiers.function import RewardFunction
 from open_instruct.verifiers.ifeval import IFEval, IFEvalOld
 from open_instruct.verifiers.judge import JUDGE_PROMPTS, Judge, Rubric
-from open_instruct.verifiers.reward_models import RewardModel
+from open_instruct.verifiers.reward_models import MODEL_VERIFIERS
 from open_instruct.verifiers.verifier import Verifier
 
 GENERAL = [type("General", (Judge,), {"name": name}) for name in JUDGE_PROMPTS if name != Rubric.name]
@@ -27,7 +27,7 @@ def known_verifiers(flags: RewardSection) -> dict[str, Verifier]:
     """All verifiers by name, with those that the words of `--verifier` add, each configured by `flags`.
 
     A word is the name of a verifier, `FILE.py:NAME` or `module:NAME` of a class or a function, or `reward_model:FOLDER`
-    with the exported model of a run.
+    or `prm:FOLDER` with the exported model of a run.
 
     Raises:
         InputError: a word cannot be imported, is not a `Verifier`, or has the name of another; a folder has no such
@@ -38,8 +38,8 @@ def known_verifiers(flags: RewardSection) -> dict[str, Verifier]:
         _add(verifiers, f"the entry point {point.name} = {point.value}", point.value)
     for word in flags.verifier:
         name, colon, settings = word.partition(":")
-        if name == RewardModel.name and name not in verifiers:
-            verifiers[name] = RewardModel(settings)
+        if name in MODEL_VERIFIERS and name not in verifiers:
+            verifiers[name] = MODEL_VERIFIERS[name](settings)
         elif colon:
             _add(verifiers, f"--verifier {word}", word)
     if unknown := [word for word in flags.verifier if ":" not in word and word not in verifiers]:
@@ -58,7 +58,7 @@ def judges_named(user: Sequence[str]) -> list[str]:
     names = []
     for word in user:
         name, colon, _ = word.partition(":")
-        is_own = colon and name != RewardModel.name
+        is_own = colon and name not in MODEL_VERIFIERS
         names.append(_own(word, f"--verifier {word}").name if is_own else name)
     return names
 

@@ -1,7 +1,10 @@
-"""A verifier that asks a reward model: a folder that a run of ours has exported, opened with transformers."""
+"""Verifiers that ask a model: a folder that a run of ours has exported, opened with transformers."""
 
 import json
+from abc import abstractmethod
+from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,18 +12,15 @@ from open_instruct.errors import InputError
 from open_instruct.verifiers.verifier import Verifier
 
 
-class RewardModel(Verifier):
-    """The reward of prompt and completion. `settings` are a folder, then `normalize` and a device of torch's, with
-    commas between them.
+class ModelVerifier(Verifier):
+    """A verifier by a model. `settings` are a folder, then options and a device of torch's, with commas between them.
 
-    With `normalize`, the mean of the held-out rewards is subtracted, and the difference divided by their standard
-    deviation. The prompt is taken as the engine was given it, so the policy and this model must have one chat template.
+    The prompt is taken as the engine was given it, so the policy and this model must have one chat template.
     """
 
-    name: ClassVar[str] = "reward_model"
     sees_thinking: ClassVar[bool] = True
-    is_bounded: ClassVar[bool] = False
     start_timeout_s: ClassVar[float] = 900.0
+    options_known: ClassVar[tuple[str, ...]]
 
     def __init__(self, settings: str) -> None:
         folder, *words = settings.split(",")
@@ -29,29 +29,73 @@ class RewardModel(Verifier):
         self.options = {*words} - {self.device}
         try:
             self.config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-            problem = self._problem()
-        except (OSError, ValueError, TypeError) as error:  # the last of JSON that is no object
+            problem = self._option_problem() or self.folder_problem(self.config)
+        except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two of JSON that is no object
             problem = f"{folder}/config.json cannot be read: {error}"
         if problem is not None:
             raise InputError(f"--verifier {self.name}:{settings}: {problem}", kind="remote")
 
-    def _problem(self) -> str | None:
-        """A problem of the options, or of a folder with this config.json; None if there is none."""
-        if self.options - {"normalize"}:
-            return "after the folder come normalize, and a device: cpu or cuda:0"
-        if "num_labels" not in self.config:
-            return f"config.json has no num_labels: give the hf_model of a run of open-instruct {self.name}"
-        if self.options and "score_std" not in self.config:
-            return "config.json has no score_std, which a run with --eval_mixer_list writes"
+    def _option_problem(self) -> str | None:
+        if self.options - {*self.options_known}:
+            return f"after the folder come {', '.join(self.options_known)}, and a device: cpu or cuda:0"
         return None
+
+    @abstractmethod
+    def folder_problem(self, config: dict[str, Any]) -> str | None:
+        """Why a folder with this config.json cannot judge; None if it can."""
+
+    @property
+    @abstractmethod
+    def auto_class(self) -> str:
+        """The class of transformers that opens the folder."""
 
     def load(self) -> None:
         import transformers
 
-        self._tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
-        kind: Any = transformers.AutoModelForSequenceClassification
-        self._model = kind.from_pretrained(self.folder, use_safetensors=True, dtype="auto").eval().to(self.device)
-        render: Any = partial(self._tokenizer.apply_chat_template, tokenize=False)
+        self.tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
+        kind: Any = getattr(transformers, self.auto_class)
+        model, report = kind.from_pretrained(self.folder, use_safetensors=True, dtype="auto", output_loading_info=True)
+        if report["missing_keys"]:
+            missing = ", ".join(sorted(report["missing_keys"])[:3])
+            raise InputError(f"{self.folder} has no tensor {missing}: export the run again", kind="bad_model")
+        self.model = model.eval().to(self.device)
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def compute_logits(self, token_ids: Sequence[int]) -> Any:
+        """The model's logits for one row of ids: float32, on the CPU."""
+        import torch
+
+        with torch.no_grad():
+            return self.model(torch.tensor([token_ids], device=self.device)).logits[0].float().cpu()
+
+
+class RewardModel(ModelVerifier):
+    """The reward of prompt and completion.
+
+    With `normalize`, the mean of the held-out rewards is subtracted, and the difference divided by their standard
+    deviation.
+    """
+
+    name: ClassVar[str] = "reward_model"
+    is_bounded: ClassVar[bool] = False
+    options_known: ClassVar[tuple[str, ...]] = ("normalize",)
+    auto_class = "AutoModelForSequenceClassification"
+
+    def folder_problem(self, config: dict[str, Any]) -> str | None:
+        if _count_labels(config) != 1 or not _has_class(config, "ForSequenceClassification"):
+            return (
+                "config.json names no model with one score (ForSequenceClassification, num_labels 1): give the "
+                f"hf_model of a run of open-instruct {self.name}"
+            )
+        if self.options and "score_std" not in config:
+            return "config.json has no score_std, which a run with --eval_mixer_list writes"
+        return None
+
+    def load(self) -> None:
+        super().load()
+        render: Any = partial(self.tokenizer.apply_chat_template, tokenize=False)
         question = {"role": "user", "content": "?"}
         prompt = render([question], add_generation_prompt=True)
         whole = render([question, {"role": "assistant", "content": "!"}])
@@ -59,16 +103,75 @@ class RewardModel(Verifier):
         self._end = whole.removeprefix(prompt).partition("!")[2].rstrip()
 
     def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
-        import torch
-
         end = "" if is_truncated else self._end
-        token_ids = self._ids(prompt) + self._ids(completion + end)
-        with torch.no_grad():
-            logits = self._model(torch.tensor([token_ids], device=self.device)).logits[0]
+        logits = self.compute_logits(self.tokenize(prompt) + self.tokenize(completion + end))
         reward = float(logits[0])
         if self.options:
             return (reward - self.config["score_mean"]) / self.config["score_std"]
         return reward
 
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+class ProcessRewardModel(ModelVerifier):
+    """The probability that a completion's steps are right: of the worst (`min`), their `product` or their `mean`.
+
+    A step is what stands between two step separators. A completion without a step has 0.
+    """
+
+    name: ClassVar[str] = "prm"
+    options_known: ClassVar[tuple[str, ...]] = ("min", "product", "mean")
+
+    def folder_problem(self, config: dict[str, Any]) -> str | None:
+        if len(self.options) > 1:
+            return f"{' and '.join(sorted(self.options))}: give one of {', '.join(self.options_known)}"
+        has_head = _has_class(config, "ForTokenClassification") and _count_labels(config) == 2
+        if "prm_step_separator" not in config or not (has_head or config.get("prm_reward_tokens")):
+            return (
+                "config.json has no prm_step_separator with two classes or prm_reward_tokens: give the hf_model of a "
+                f"run of open-instruct {self.name}"
+            )
+        return None
+
+    @property
+    def auto_class(self) -> str:
+        return "AutoModelForCausalLM" if self.config.get("prm_reward_tokens") else "AutoModelForTokenClassification"
+
+    def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
+        steps = completion.split(self.config["prm_step_separator"])
+        if is_truncated:
+            steps.pop()  # which breaks off
+        steps = [step for step in steps if step.strip()]
+        if not steps:
+            return 0.0
+        scores = self.score_steps(prompt, steps)
+        if "product" in self.options:
+            return float(scores.prod())
+        return float(scores.mean() if "mean" in self.options else scores.min())
+
+    def score_steps(self, prompt: str, steps: Sequence[str]) -> Any:
+        """The probability that each step is right, a tensor on the CPU."""
+        separator, placeholder = self.config["prm_step_separator"], self.config.get("prm_placeholder_token")
+        if placeholder is None:
+            texts = [prompt, *chain.from_iterable((step, separator) for step in steps)]
+        else:
+            # As Math-Shepherd writes them: each step on its line, and the placeholder behind a space at its end.
+            first, *others = [f"{step} " for step in steps]
+            lines = [prompt + first, *(separator + other for other in others)]
+            texts = ["", *chain.from_iterable((line, placeholder) for line in lines)]
+        pieces = list(map(self.tokenize, texts))
+        ends = list(accumulate(map(len, pieces), initial=-1))[3::2]
+        logits = self.compute_logits(list(chain.from_iterable(pieces)))[ends]
+        if words := self.config.get("prm_reward_tokens"):
+            return logits[:, [self.tokenize(word)[0] for word in words]].softmax(dim=1)[:, 0]
+        return logits.softmax(dim=1)[:, 1]
+
+
+MODEL_VERIFIERS = {kind.name: kind for kind in (RewardModel, ProcessRewardModel)}
+
+
+def _count_labels(config: dict[str, Any]) -> int:
+    """The outputs at a position, which config.json gives as a number or by their names; transformers' default is 2."""
+    return int(config.get("num_labels") or len(config.get("id2label") or "01"))
+
+
+def _has_class(config: dict[str, Any], ending: str) -> bool:
+    return any(name.endswith(ending) for name in config.get("architectures") or ())

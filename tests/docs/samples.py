@@ -45,6 +45,7 @@ def lay_out(folder: Path, model: Path) -> None:
     for name, lines in {
         "rows.jsonl": of_page.get(folder.name, rows),
         "chats.jsonl": chats,
+        "steps.jsonl": [{"prompt": "1 + 1?", "completions": ["1 + 1 = 2"], "labels": [True]}] * 8,
         "labelled.jsonl": [chat | {"label": n % 2 == 0} for n, chat in enumerate(chats)],
     }.items():
         (folder / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))

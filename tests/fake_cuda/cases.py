@@ -134,6 +134,8 @@ CASES = {
     "kto": Case(objective="kto"),
     "kto_apo": Case("--loss_type apo_zero_unpaired", "kto"),
     "reward_model": Case(objective="reward_model"),
+    "prm": Case(objective="prm"),
+    "prm_words": Case("--reward_tokens + -", "prm"),
     "distill": Case("--teacher_model_name_or_path none", "distill"),
     "distill_kept": Case("--teacher_model_name_or_path none --teacher_top_k 3", "distill", kept_of_teacher=3),
     "grpo": Case("--record_entropy", "grpo"),
@@ -374,8 +376,8 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     form = objective.rows_of(config)
     bound = objective.bind(config)
     # What is read from the device is 1: no policy's first loss.
-    loss = replace(bound, first_loss=None)
-    pretrained = _pretrained(case, objective.head)
+    loss = replace(bound, first_loss=None, word_ids=tuple(range(len(bound.words))))
+    pretrained = _pretrained(case, objective.head(config))
     policy = Policy(build_backend(pretrained, run=run, config=config, num_steps=NUM_STEPS), loss)
     if moves := objective.reference_moves(config).get("update_freq"):
         policy.backend.reference = policy.backend.moving_reference(
@@ -484,7 +486,8 @@ def _rows(case: Case, form: Any, num_rows: int) -> Any:
     lengths = case.lengths(num_rows, num_replies)
     num_labels = [num_replies if form.reads_ends else sum(of_row[1:]) for of_row in lengths]
     edges = np.cumsum([0, *(length for of_row in lengths for length in of_row)])
-    numbers = [[row % 2] if case.objective == "kto" else [] for row in range(num_rows)]
+    has_label = case.objective in ("kto", "prm")
+    numbers = [[row % 2] if has_label else [] for row in range(num_rows)]
     if case.kept_of_teacher:
         numbers = [[0.0] * labels * (2 * case.kept_of_teacher + 1) for labels in num_labels]
     details = [np.array(of_row, dtype=np.float32).view(np.uint8) for of_row in numbers]

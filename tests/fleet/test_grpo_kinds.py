@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from open_instruct.cluster.watchdog import SHARED_MEMORY
 from open_instruct.rollout.traces import read_traces
-from open_instruct.verifiers.reward_models import RewardModel
+from open_instruct.verifiers.reward_models import ProcessRewardModel, RewardModel
 from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, finished, write_prompts
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY
@@ -174,6 +174,40 @@ def test_single_device_serves_learner_and_engine(
             said = judge.judge(group.prompt.text, completion.text, None, is_truncated=completion.is_truncated)
             assert verdict.scores["reward_model"] == pytest.approx(said, abs=1e-4)
             assert verdict.reward == pytest.approx((verdict.scores["digits"] + said) / 2, abs=1e-4)
+
+
+def test_process_reward_model_judges_the_steps_of_completions(
+    variant: Callable[..., GRPOCase], base: GRPOCase, tmp_path: Path
+) -> None:
+    """Made of a few rows by the command that its users give; rewards are what it says of the completions in traces."""
+    step = {"prompt": [{"role": "user", "content": "Number?"}], "completions": ["4 5", "a b"], "labels": [True, False]}
+    (tmp_path / "steps.jsonl").write_text(f"{json.dumps(step)}\n" * 4)
+    flags = {"model_name_or_path": base.model, "mixer_list": "steps.jsonl 1.0", "output_dir": tmp_path / "prm"}
+    flags |= {"max_train_steps": 2, "per_device_train_batch_size": 2, "max_seq_length": 64, "param_dtype": "float32"}
+    flags |= {"reward_tokens": "+ -", "step_separator": "e"}
+    words = [word for name, value in flags.items() for word in (f"--{name}", *str(value).split())]
+    script = str(REPOSITORY / "open_instruct" / "prm.py")
+    finished(programs.start([script, *words], environment={"PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path), exit_code=0)
+    model = tmp_path / "prm" / "hf_model"
+    case = variant(
+        verifier=[f"prm:{model},mean"],
+        num_verifier_processes=1,
+        verifier_timeout_s=60,
+        dataset_mixer_list=[write_prompts(tmp_path / "prompts.jsonl", 6, verifiers=["prm"]), "1.0"],
+        save_traces="true",
+    )
+    case.run()
+    rows = case.rows()
+    assert len(rows) == NUM_STEPS and all(row["num_verifier_problems"] == 0 for row in rows)
+    judge = ProcessRewardModel(f"{model},mean")
+    judge.load()
+    found = []
+    for group in read_traces(case.output_dir, NUM_STEPS):
+        for completion, verdict in zip(group.completions, group.verdicts, strict=True):
+            expected = judge.judge(group.prompt.text, completion.text, None, is_truncated=completion.is_truncated)
+            assert verdict.reward == verdict.scores["prm"] == pytest.approx(expected, abs=1e-4)
+            found.append(expected)
+    assert max(found) > 0, "no completion has a step"
 
 
 def test_critic_from_a_reward_model_learns(variant: Callable[..., GRPOCase], reward_model: Path) -> None:

@@ -86,6 +86,7 @@ FLOORS = [
         "entry",
         "distill",
         "dpo",
+        "prm",
         "reward_model",
         "sft",
         "grpo_fast",
@@ -121,7 +122,7 @@ WITHOUT_TORCH = [
     *(str(path.relative_to(PACKAGE)) for room in ("planning", "report") for path in (PACKAGE / room).rglob("*.py")),
 ]
 LIGHT_TO_IMPORT = [
-    *("dpo.py", "grpo_fast.py", "grpo_olmo_core_actor.py", "replay.py", "reward_model.py", "sft.py"),
+    *("dpo.py", "grpo_fast.py", "grpo_olmo_core_actor.py", "prm.py", "replay.py", "reward_model.py", "sft.py"),
     *(f"losses/{name}.py" for name in ("advantages", "flags_taken", "logprobs", "policy", "preference")),
 ]
 

@@ -13,7 +13,7 @@ from open_instruct.learner import offline, scoring  # noqa: F401
 from open_instruct.learner.olmo_core import record  # noqa: F401
 from open_instruct.learner.rows import sample_loader  # noqa: F401
 from open_instruct.losses import preference  # noqa: F401
-from open_instruct.objectives import distill, dpo, kto, reward_model, sft  # noqa: F401
+from open_instruct.objectives import distill, dpo, kto, prm, reward_model, sft  # noqa: F401
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning import shown
 from open_instruct.planning.subject import units

@@ -1,6 +1,7 @@
 """What becomes here of each flag of the original open-instruct and its lineage, read from flags.yaml.
 
-The parser and `open-instruct migrate-args` both use it.
+The parser and `open-instruct migrate-args` both use it. The latter also knows trainers of other suites that
+open-instruct has no counterpart of, from step_launches.yaml.
 """
 
 import json
@@ -52,19 +53,25 @@ class Fate:
 
 @cache
 def upstream_table(section: str = EVERY) -> dict[str, Entry]:
-    """The entries of a section of flags.yaml, by the name of upstream's flag."""
-    table = read_table("flags.yaml").get(section, {})
+    """The entries of a section of flags.yaml, or of a trainer of another suite, by the name of the flag there."""
+    table = read_table("flags.yaml").get(section) or _other_trainer(section).get("flags", {})
     return {name: _entry(**facts) for names, facts in table.items() for name in names.split(", ")}
 
 
 def upstream_defaults(trainer: str) -> dict[str, list[str]]:
     """The words of the default of each flag of upstream's `trainer` that has a counterpart here."""
-    return {name: value.split() for name, value in read_table("defaults.yaml")[trainer].items()}
+    defaults = _other_trainer(trainer).get("defaults") or read_table("defaults.yaml")[trainer]
+    return {name: value.split() for name, value in defaults.items()}
 
 
 def upstream_behaviours(name: str) -> dict[str, list[str]]:
     """Differences in behaviour that no flag controls, for a command or a trainer of upstream's: there, and here."""
-    return dict(read_table("defaults.yaml")["behaviours"].get(name, {}))
+    return dict(_other_trainer(name).get("behaviours") or read_table("defaults.yaml")["behaviours"].get(name, {}))
+
+
+def _other_trainer(name: str) -> dict[str, Any]:
+    """What is known of a trainer of another suite."""
+    return dict(read_table("step_launches.yaml").get(name, {}))
 
 
 def taken(name: str, words: Sequence[str], known: Collection[str]) -> Fate | None:

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from olmo_core.distributed.utils import get_local_tensor
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.models.heads.logprob_head import LogprobHead, losses_of_logits
@@ -95,8 +96,10 @@ def _num_logits(logits_NV: torch.Tensor, *others: Any) -> int:
     return len(logits_NV)
 
 
-def _num_positions(hidden_BTD: torch.Tensor, *, logits_to_keep: torch.Tensor | None = None, **others: Any) -> int:
-    return (hidden_BTD[..., 0] if logits_to_keep is None else logits_to_keep).numel()
+def _num_positions(hidden_BTD: torch.Tensor, *, logits_to_keep: torch.Tensor | int | None = None, **others: Any) -> int:
+    if isinstance(logits_to_keep, torch.Tensor):
+        return logits_to_keep.numel()
+    return get_local_tensor(hidden_BTD)[..., 0].numel()  # all positions of this rank
 
 
 def _seconds_between(began: Moment, ended: Moment) -> float | None:

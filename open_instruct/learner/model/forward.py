@@ -4,6 +4,7 @@ B rows, T tokens of a row, K label positions kept for the language-model head, N
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,6 +29,7 @@ def token_logprobs(
     with_entropy: bool = False,
     with_collisions: bool = False,
     measure: Measure | None = None,
+    word_ids: tuple[int, ...] = (),
 ) -> TokenLogprobs:
     """Log-prob of every label under `model` with its logits divided by `temperature`, with gradient if enabled.
 
@@ -36,8 +38,11 @@ def token_logprobs(
     everywhere and the result is gathered. Where rows are split over ranks, each rank runs its part, and all ranks get
     the log-probs of the whole row. `measure` is computed from the same logits, at the head's own positions.
 
-    Of a model that scores these are its scores.
+    `word_ids` asks for the logits of these words, too. Of a model that scores, the log-probs are its scores.
     """
+    assert measure is None or not word_ids, "a head computes one measure"
+    if word_ids:
+        measure = Measure(partial(_logits_of_words, word_ids=word_ids))
     if isinstance(temperature, torch.Tensor):  # 1 where there is no label
         temperature = beside_labels(model, batch, temperature - 1, device=device) + 1
     settings = HeadSettings(
@@ -58,14 +63,24 @@ def token_logprobs(
         return values.index_select(0, inputs.labelled_N)
 
     if isinstance(output, LabelLosses):
+        measured_N = None if output.measured is None else at_labels(output.measured)
         return TokenLogprobs(
             logprobs_N=-at_labels(output.loss),
             sequence_ids_N=inputs.sequence_ids_N,
             entropy_N=None if output.entropy is None else at_labels(output.entropy),
             collision_logprobs_N=None if output.collision_logprobs is None else at_labels(output.collision_logprobs),
-            measured_N=None if output.measured is None else at_labels(output.measured),
+            measured_N=None if word_ids else measured_N,
+            class_logits_NC=measured_N if word_ids else None,
         )
-    return TokenLogprobs(logprobs_N=at_labels(output), sequence_ids_N=inputs.sequence_ids_N)
+    values = at_labels(output)
+    if values.dim() == 1:
+        return TokenLogprobs(logprobs_N=values, sequence_ids_N=inputs.sequence_ids_N)
+    return TokenLogprobs(logprobs_N=values.detach()[:, 0], sequence_ids_N=inputs.sequence_ids_N, class_logits_NC=values)
+
+
+def _logits_of_words(logits_NV: torch.Tensor, *, word_ids: tuple[int, ...]) -> torch.Tensor:
+    """The logits of a few words, (N, C). A column at a time: the ids are no tensor that a device would wait for."""
+    return torch.stack([logits_NV[:, word_id] for word_id in word_ids], dim=1)
 
 
 def hidden_at_labels(model: Transformer, batch: PackedBatch, policy: Transformer, device: torch.device) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""A head that gives a score, one number at a position, in place of logits.
+"""A head that gives a few numbers at a position in place of logits: a score, or the logits of two classes.
 
 Its product is float32 even where the model computes in 16 bits, because two replies to one prompt often have equal
-scores to three digits. Its weight is float32 too, except under a backend that holds all weights in one dtype.
+scores to three digits. Its parameters are float32 too, except under a backend that holds all weights in one dtype.
 
-B rows, T tokens of a row, K positions kept of a row, D width of the model.
+B rows, T tokens of a row, K positions kept of a row, D width of the model, C numbers at a position.
 """
 
 from __future__ import annotations
@@ -16,26 +16,50 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from olmo_core.nn.lm_head import LMHead
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.parallel import (
+    PrepareModuleInput,
+    SequenceParallel,
+    parallelize_module,
+)
 from transformers import PretrainedConfig
 
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
-from open_instruct.models.hf.names import HF_LM_HEAD, HF_SCORE
+from open_instruct.models.hf.head_kinds import (
+    CLASS_ENDINGS,
+    HEAD_SIZES,
+    HEAD_TENSORS,
+    HF_SCORE,
+    HF_SCORE_BIAS,
+    Head,
+    has_head,
+)
+from open_instruct.models.hf.names import HF_LM_HEAD
 
 
 class ValueHead(LMHead):
-    """The model's last norm, and a matrix of one row."""
+    """The model's last norm, and a matrix of one row, or of two rows with a bias."""
 
     keeps_float32 = True
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-        """The score at the positions to keep (all, where none are chosen): float32 of shape (B, K)."""
+        """The numbers at the positions to keep (all, where none are chosen), in float32.
+
+        Of shape (B, K) where there is one at a position, and (B, K, C) where there are more.
+        """
         h_BKD = x if self.norm is None else self.norm(x)
         keep_BK = kwargs.get("logits_to_keep")
         if isinstance(keep_BK, torch.Tensor):
             h_BKD = h_BKD.gather(1, keep_BK.unsqueeze(-1).expand(-1, -1, h_BKD.size(-1)))
         h_BKD = h_BKD.float()
-        score_BK1 = self.w_out(h_BKD) if self.keeps_float32 else F.linear(h_BKD, self.w_out.weight.float())
-        return score_BK1.squeeze(-1)
+        if self.keeps_float32:
+            values_BKC = self.w_out(h_BKD)
+        else:
+            bias_C: Any = self.w_out.bias  # None of a score
+            bias_C = None if bias_C is None else bias_C.float()
+            values_BKC = F.linear(h_BKD, self.w_out.weight.float(), bias_C)
+        return values_BKC.squeeze(-1) if self.vocab_size == 1 else values_BKC
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ValueHead:
         """Called by `Module.to`: the matrix moves with the model, and keeps its dtype."""
@@ -44,38 +68,53 @@ class ValueHead(LMHead):
             self.w_out.float()
         return self
 
-    def apply_tp(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a matrix of one row is not split: flags that ask for it are refused before")
+    def apply_tp(self, tp_mesh: DeviceMesh, input_layouts: tuple[Placement, Placement] | None = None) -> None:
+        """Leave norm and matrix whole: each rank computes at its own positions of the rows."""
+        layout = None if input_layouts is None else input_layouts[0]
+        parallelize_module(
+            self,
+            tp_mesh,
+            PrepareModuleInput(input_layouts=layout, desired_input_layouts=Shard(1)),
+        )
+        if self.norm is not None:
+            parallelize_module(self.norm, tp_mesh, SequenceParallel())
+        parallelize_module(self.w_out, tp_mesh, SequenceParallel())
+        self._tp_mesh = tp_mesh
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is worth compiling here."""
 
 
-def drawn_score(hidden_size: int, *, seed: int) -> torch.Tensor:
-    """A new matrix of shape (1, D): normal with standard deviation 1 / sqrt(D + 1), the same wherever it is drawn.
+def drawn_score(hidden_size: int, *, seed: int, num_rows: int = 1) -> torch.Tensor:
+    """A new matrix of shape (C, D): normal with standard deviation 1 / sqrt(D + 1), the same wherever it is drawn.
 
     As Stiennon et al. draw it (2020, arXiv:2009.01325): scores then begin with a variance of about 1.
     """
     digest = hashlib.sha256(f"{HF_SCORE} {seed}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-    return torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1) ** 0.5
+    return torch.randn(num_rows, hidden_size, generator=generator) / (hidden_size + 1) ** 0.5
 
 
-def open_score_files(folder: Path, hf_config: PretrainedConfig, *, seed: int) -> CheckpointFiles:
-    """A checkpoint's files for a model that scores: without the language-model head, and with that of a score.
+def open_head_files(folder: Path, hf_config: PretrainedConfig, head: Head, *, seed: int) -> CheckpointFiles:
+    """A checkpoint's files for a model with a head of this kind, without the language model's.
 
-    The score's head is drawn at random, unless the checkpoint has one.
+    The head is drawn at random, unless the checkpoint has one of its kind.
 
     Raises:
         InputError: see `CheckpointFiles.open`.
     """
     files = CheckpointFiles.open(folder)
     files.tensors.pop(HF_LM_HEAD, None)
-    if HF_SCORE not in files and not is_classifier(hf_config):
-        files.tensors[HF_SCORE] = drawn_score(hf_config.hidden_size, seed=seed)
+    if has_head(hf_config, head):
+        return files
+    if any(has_head(hf_config, other) for other in CLASS_ENDINGS):
+        for name in (HF_SCORE, HF_SCORE_BIAS):
+            files.tensors.pop(name, None)
+    size = HEAD_SIZES[head]
+    drawn = {
+        HF_SCORE: drawn_score(hf_config.hidden_size, seed=seed, num_rows=size),
+        HF_SCORE_BIAS: torch.zeros(size),
+    }
+    for name in HEAD_TENSORS[head].values():
+        files.tensors.setdefault(name, drawn[name])
     return files
-
-
-def is_classifier(hf_config: PretrainedConfig) -> bool:
-    """Whether config.json names transformers' sequence classification class."""
-    return any(name.endswith("ForSequenceClassification") for name in hf_config.architectures or ())

@@ -3,19 +3,15 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 from open_instruct.families import LINEAR, MAX_EXPERTS, Family, family_of
+from open_instruct.models.hf.head_kinds import HEAD_TENSORS, LM_HEAD, Head
 
 EMBEDDINGS = "embeddings.weight"
-LM_HEAD = "lm_head.w_out.weight"
 HF_LM_HEAD = "lm_head.weight"
-HF_SCORE = "score.weight"
 ADAPTER = ("lora_A", "lora_B")
 CODES, SCALES = ".codes", ".scales"  # the two parameters of a matrix in 4 bits, whose own name ends with .weight
-
-# The output of a model at a position: logits over the vocabulary, or one number.
-Head = Literal["vocabulary", "score"]
 
 # Buffers that old checkpoints carry and that every reader computes for itself.
 _HARMLESS_EXTRA = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias)$")
@@ -174,7 +170,7 @@ class TensorNames:
     is `blocks.3.feed_forward.experts.w1.5`. Whoever asks `held_of` for the parameters of a model finds them as these.
 
     With tied embeddings the head is the embedding matrix: it has no pair, and a file may leave
-    `lm_head.weight` out or hold a copy equal to the embeddings. A head that gives a score is tied to nothing.
+    `lm_head.weight` out or hold a copy equal to the embeddings. A head that gives scores is tied to nothing.
 
     Example::
 
@@ -194,9 +190,7 @@ class TensorNames:
             block = _block(family, is_delta=layer_type == LINEAR, num_experts=num_experts)
             pairs |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in block.items()}
         pairs |= {ours: theirs for ours, theirs in _MODEL.items() if not (self.tied and ours == LM_HEAD)}
-        if head == "score":
-            pairs[LM_HEAD] = HF_SCORE
-        self._hf_of = pairs
+        self._hf_of = {**pairs, **HEAD_TENSORS.get(head, {})}
 
     def hf_name(self, olmo_core_name: str) -> str:
         """Raises KeyError for a name that is no parameter of the model."""

@@ -1,8 +1,8 @@
 """Low-rank adapters beside the matrices of the blocks (LoRA, Hu et al. 2021, arXiv:2106.09685, section 4.1).
 
 `adapt` adds them before the model is sharded. An adapter is two more parameters of a linear layer, and moves and is
-sharded with it. Adapters are float32 and trained; everything else is frozen, except the matrix of a score. Readers and
-writers of checkpoints (`held_of`) see the model without adapters.
+sharded with it. Adapters are float32 and trained; everything else is frozen, except the head of a score or of classes.
+Readers and writers of checkpoints (`held_of`) see the model without adapters.
 
 Legend of the shape suffixes: O output features of a layer, I input features, R rank.
 """
@@ -25,7 +25,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from open_instruct.config.lora import ALL_LINEAR, BLOCK, IN_4_BITS, MODULES_OF_TARGETS, LoRASection
 from open_instruct.errors import InputError
 from open_instruct.models.experts.routed import RoutedFeedForward
-from open_instruct.models.hf.names import ADAPTER, LM_HEAD, clean_name, is_of_adapter
+from open_instruct.models.heads.value_head import ValueHead
+from open_instruct.models.hf.head_kinds import LM_HEAD, LM_HEAD_BIAS
+from open_instruct.models.hf.names import ADAPTER, clean_name, is_of_adapter
 from open_instruct.models.nf4 import FrozenLinear, quantized
 from open_instruct.models.shards import Held, held, held_of, local_part, reshard, whole_of
 
@@ -96,8 +98,9 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
             adapted = AdaptedLinear(linear, lora, dtype=dtype) if name in wanted else None
             block.set_submodule(name, adapted or FrozenLinear(linear, in_4_bits=True, dtype=dtype))
     for name, parameter in model.named_parameters():
-        # The head of a score is new too, and therefore trained whole.
-        is_new = is_of_adapter(name) or (clean_name(name) == LM_HEAD and model.lm_head.w_out.out_features == 1)
+        # The head of a score, or of classes, is new too, and therefore trained whole.
+        is_of_head = clean_name(name) in (LM_HEAD, LM_HEAD_BIAS)
+        is_new = is_of_adapter(name) or (is_of_head and isinstance(model.lm_head, ValueHead))
         parameter.requires_grad_(is_new)
         if not is_new and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

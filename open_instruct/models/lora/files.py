@@ -20,7 +20,8 @@ from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError, RunError
 from open_instruct.models import export_files
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles, read_header
-from open_instruct.models.hf.names import HF_SCORE, LM_HEAD, Head, TensorNames, clean_name
+from open_instruct.models.hf.head_kinds import HEAD_TENSORS, HF_SCORE, Head
+from open_instruct.models.hf.names import TensorNames, clean_name
 from open_instruct.models.load import cover_problem
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.process import on_main_process
@@ -28,8 +29,7 @@ from open_instruct.parallel.process import on_main_process
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 BASE_FINGERPRINT = "base_fingerprint"  # in the header of the weights, which other readers pass over
 PREFIX = "base_model.model."
-
-TASK_TYPES: dict[Head, str] = {"vocabulary": "CAUSAL_LM", "score": "SEQ_CLS"}
+TASK_TYPES: dict[Head, str] = {"vocabulary": "CAUSAL_LM", "score": "SEQ_CLS", "classes": "TOKEN_CLS"}
 
 # Options of peft that are not supported here, with the values that turn them off.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -45,7 +45,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def file_name_of(name: str, names: TensorNames) -> str:
     """The name in an adapter's file, of a name such as `blocks.3.attention.w_q.lora_A`."""
-    if name == LM_HEAD:
+    if name in HEAD_TENSORS.get(names.head, {}):
         return f"{PREFIX}{names.hf_name(name)}"
     layer, _, leaf = name.rpartition(".")
     return f"{PREFIX}{names.hf_name(f'{layer}.weight').removesuffix('weight')}{leaf}.weight"
@@ -183,7 +183,7 @@ def _config(lora: LoRASection, *, base: str, head: Head) -> dict[str, Any]:
         "lora_dropout": lora.lora_dropout,
         "use_rslora": lora.use_rslora,
         "target_modules": list(lora.targets),
-        "modules_to_save": [HF_SCORE.removesuffix(".weight")] if head == "score" else None,
+        "modules_to_save": None if head == "vocabulary" else [HF_SCORE.removesuffix(".weight")],
         "bias": "none",
         "inference_mode": True,
     }

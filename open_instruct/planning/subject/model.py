@@ -22,8 +22,9 @@ from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, LINEAR, SLIDING, Family, family_of
 from open_instruct.models.delta_rule.shape import DeltaShape, delta_shape
+from open_instruct.models.hf.head_kinds import LM_HEAD, LM_HEAD_BIAS
 from open_instruct.models.hf.hf_config import PART_TURNED, check_multiple, check_number, size_of
-from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, LM_HEAD, is_of_adapter, is_stack
+from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, is_of_adapter, is_stack
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -121,15 +122,15 @@ class ModelShape:
     vocab_size: int
     is_tied: bool
     checkpoint_bytes_per_param: int = 2
-    scores: bool = False  # its head has one row
+    scores: int = 0  # rows of its head where that is not the vocabulary's
     experts_per_token: int = 1
     is_balanced: bool = False  # a loss of the experts' loads is learned beside
     adapters: Adapters | None = None
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that the head puts out for a position: a logit for each word, or one score."""
-        return 1 if self.scores else self.vocab_size
+        """Numbers that the head puts out for a position: a logit for each word, one score, or two classes'."""
+        return self.scores or self.vocab_size
 
     @cached_property
     def parameters(self) -> tuple[ParameterShape, ...]:
@@ -142,7 +143,8 @@ class ModelShape:
         """
 
         def parameter(name: str, size: tuple[int, ...], axis: int | None, layer: int | None = None) -> ParameterShape:
-            is_trained = self.adapters is None or is_of_adapter(name) or (self.scores and name == LM_HEAD)
+            is_of_head = name in (LM_HEAD, LM_HEAD_BIAS)
+            is_trained = self.adapters is None or is_of_adapter(name) or (self.scores > 0 and is_of_head)
             in_4_bits = self.in_4_bits and name.endswith(MATRICES_IN_4_BITS)
             return ParameterShape(
                 name=name, shape=size, layer=layer, tensor_axis=axis, is_trained=is_trained, in_4_bits=in_4_bits
@@ -154,7 +156,9 @@ class ModelShape:
                 parameters.append(parameter(f"blocks.{number}.{name}", size, axis, number))
         parameters.append(parameter("lm_head.norm.weight", (self.d_model,), None))
         if not self.is_tied:
-            parameters.append(parameter(LM_HEAD, (self.num_outputs, self.d_model), 0))
+            parameters.append(parameter(LM_HEAD, (self.num_outputs, self.d_model), None if self.scores else 0))
+        if self.scores > 1:
+            parameters.append(parameter(LM_HEAD_BIAS, (self.scores,), None))
         return tuple(parameters)
 
     def _block(self, layer: LayerShape) -> Iterator[tuple[str, tuple[int, ...], int | None]]:

@@ -12,6 +12,7 @@ from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.errors import InputError
+from open_instruct.models.hf.head_kinds import HEAD_SIZES
 from open_instruct.models.hf.names import names_module
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.policy_gradient import chooses_tokens, measures_entropy
@@ -208,14 +209,13 @@ def workload_of(config: RunConfig, shape: ModelShape, layout: ShardLayout, *, pr
 def shape_of_run(config: RunConfig, model: str) -> ModelShape:
     """The start model with the head and the adapters that the run gives it; see `model_shape`."""
     shape = adapted(model_shape(model), config.adapters)
-    if objective_of(config).head == "vocabulary":
-        return shape
-    return with_score(shape)
+    head = objective_of(config).head(config)
+    return shape if head == "vocabulary" else with_scores(shape, HEAD_SIZES[head])
 
 
-def with_score(shape: ModelShape) -> ModelShape:
-    """The same model with the head of a score."""
-    return replace(shape, scores=True, is_tied=False)
+def with_scores(shape: ModelShape, num: int) -> ModelShape:
+    """The same model with a head of so many rows in place of the vocabulary's."""
+    return replace(shape, scores=num, is_tied=False)
 
 
 def adapted(shape: ModelShape, lora: LoRASection | None) -> ModelShape:
@@ -237,15 +237,17 @@ def _row_workload(config: TrainingConfig, objective: Objective, shape: ModelShap
     has_pass_before = objective.needs_reference(config) and not _reference_moves(config, objective)
     scored_tokens = num_rows * (documents_per_row * length - saved_tokens(prefix_tokens, documents_per_row))
     has_teacher = objective.teacher(config) is not None
+    rows = objective.rows_of(config)
+    num_ends = num_rows * documents_per_row * rows.ends_per_document
     return Workload(
         algorithm=objective.name,
         tokens_per_microbatch=num_tokens,
         rows=FullRows(length=length, prefix=prefix_tokens, per_group=num_learned),
-        label_tokens_per_microbatch=num_rows * documents_per_row if objective.rows.reads_ends else num_tokens,
+        label_tokens_per_microbatch=min(num_ends, num_tokens) if rows.reads_ends else num_tokens,
         num_microbatches=config.optim.gradient_accumulation_steps,
         reference_pass_tokens=scored_tokens if has_pass_before else 0,
         scorings=tuple(_row_scorings(config, objective, shape)),
-        num_values=1 + loss.with_entropy + loss.with_collisions + has_teacher,
+        num_values=1 + loss.with_entropy + loss.with_collisions + has_teacher + len(loss.words),
     )
 
 
@@ -336,7 +338,7 @@ def _rollout_scorings(config: GRPOConfig, shape: ModelShape) -> Iterator[Scoring
 def _critic(config: GRPOConfig, shape: ModelShape) -> Scoring:
     name = config.critic.critic_model_name_or_path
     whole = adapted(shape if name is None else model_shape(name), None)
-    return Scoring(shape=with_score(whole), num_rounds=config.loss.num_mini_batches)
+    return Scoring(shape=with_scores(whole, 1), num_rounds=config.loss.num_mini_batches)
 
 
 def is_wrapped(patterns: Iterable[str], layer: int, module: str) -> bool:

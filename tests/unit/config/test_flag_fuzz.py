@@ -101,7 +101,7 @@ def show_layout(draw: random.Random) -> None:
     assert layout_command(line) == 0
 
 
-@pytest.mark.parametrize("block", [0, 1, *(pytest.param(block, marks=pytest.mark.extended) for block in (2, 3))])
+@pytest.mark.parametrize("block", [0, 1, *(pytest.param(block, marks=pytest.mark.slow) for block in (2, 3))])
 def test_every_refusal_is_an_input_error(
     block: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

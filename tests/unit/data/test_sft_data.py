@@ -142,6 +142,6 @@ def test_only_sft_fills_rows_before_and_only_where_it_packs() -> None:
     assert SFT.fills_packs(parse(SFT.config_class, words)) and not SFT.fills_packs(parse(SFT.config_class, words[:-2]))
     with refused("unread_flag", "packing_strategy", "--packing"):
         SFT.validate(parse(SFT.config_class, [*words, "--no_packing"]))
-    for name in ("dpo", "kto", "reward_model", "distill"):
+    for name in ("dpo", "kto", "prm", "reward_model", "distill"):
         with refused("unknown_flag", "packing_strategy", "--packing"):
             parse(objective_named(name).config_class, words)

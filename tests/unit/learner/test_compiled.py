@@ -105,7 +105,7 @@ def outcome(model: Transformer, batch: PackedBatch, *, learned: bool) -> tuple[A
         return scores.logprobs_N, scores.entropy_N, *gradients
 
 
-@pytest.mark.parametrize("family", [pytest.param("olmo3", marks=pytest.mark.extended), "qwen3"])
+@pytest.mark.parametrize("family", [pytest.param("olmo3", marks=pytest.mark.slow), "qwen3"])
 def test_few_versions_serve_every_row_of_a_run(family: str) -> None:
     plain, model = new_model(family), new_model(family)
     model.apply_compile()
@@ -193,7 +193,7 @@ def test_end_of_compiling_is_said_and_counted(
     assert "the compiler has made 1 versions of 'forward'" in said[0] and "--no_compile_model" in said[0]
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.extended)], indirect=True)
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)], indirect=True)
 def test_compiled_blocks_give_the_same_gradients(request: pytest.FixtureRequest) -> None:
     """One block, and the head's loss; kernels take their time."""
     if "inductor" in request.node.name and shutil.which("g++") is None:
@@ -205,7 +205,7 @@ def test_compiled_blocks_give_the_same_gradients(request: pytest.FixtureRequest)
     assert_same(results(model, shared), expected)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
 @pytest.mark.parametrize(
     ("family", "parts"),

@@ -15,7 +15,7 @@ from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.suites.upstream_flags import upstream_defaults, upstream_table
-from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, read_launch
+from open_instruct.migrate.launch import ALL_TRAINERS, DEFAULTS_OF, read_launch
 from open_instruct.migrate.migration import Migration, migrate
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.objectives.registry import objective_named
@@ -27,6 +27,9 @@ GRPO = "--model_name_or_path m --dataset_mixer_list prompts.jsonl 1.0"
 
 
 NEEDED = {"dpo": DPO, "sft": SFT, "olmo_core sft": DPO, "grpo": GRPO, "reward_model": SFT}
+NEEDED["prm"] = "examples/scripts/prm.py --model_name_or_path m --dataset_name rows.jsonl"
+OPENRLHF = "deepspeed --module openrlhf.cli.train_prm --pretrain m --dataset rows.jsonl --placeholder_token @"
+NEEDED["openrlhf prm"] = f"{OPENRLHF} --reward_tokens + - --gradient_accumulation_steps 4"
 NEEDED["ppo grpo"] = f"open_instruct/ppo_fast.py {GRPO}"
 
 
@@ -95,11 +98,13 @@ class TestDefaults:
         assert of("sft", DPO).defaults["num_epochs"]["upstream"] == 3  # by the name of its mixer list
 
     @pytest.mark.parametrize(
-        "trainer", sorted({DEFAULTS_OF.get(name, name) for names in TRAINERS.values() for name in names})
+        "trainer", sorted({DEFAULTS_OF.get(name, name) for names in ALL_TRAINERS.values() for name in names})
     )
     def test_each_default_is_of_a_flag_that_is_known(self, trainer: str) -> None:
-        command = next(name for name, names in TRAINERS.items() if trainer in names)
-        known = {*flags_of(objective_named(command).config_class), *upstream_table(command), *upstream_table()}
+        command = next(name for name, names in ALL_TRAINERS.items() if trainer in names)
+        tables = (upstream_table(trainer), upstream_table(command), upstream_table())
+        known = {*flags_of(objective_named(command).config_class), *(name for table in tables for name in table)}
+        known |= {"adam_betas", "train_batch_size"} if trainer == "train_prm" else set()  # which a rule reads
         assert set(upstream_defaults(trainer)) <= known
 
 
@@ -200,11 +205,15 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("words", "part"),
         [
-            (["ppo", "--", "--seed", "1"], "'ppo' has no launches upstream; use one of dpo, sft, grpo, reward_model"),
+            (
+                ["ppo", "--", "--seed", "1"],
+                "'ppo' has no launches upstream; use one of dpo, sft, grpo, reward_model, prm",
+            ),
             (["dpo", "--seed", "1"], "stands before --"),
             (["dpo", "--", "rows.jsonl"], "'rows.jsonl': expected a flag"),
             (["grpo", "--", "python", "-m", "verl.trainer.main_ppo"], "of another trainer, give its flags to"),
             (["dpo", "--", "open_instruct/grpo_fast.py"], "use migrate-args grpo"),
+            (["dpo", "--", "examples/scripts/prm.py"], "use migrate-args prm"),
             (["dpo", "--", "open_instruct/ppo.py"], "no command here that does the same"),
             (["dpo", "none.yaml"], "none.yaml: no such file"),
         ],
@@ -214,6 +223,11 @@ class TestCommand:
     ) -> None:
         assert main(["migrate-args", *words]) == 2
         assert part in capsys.readouterr().err
+
+    def test_openrlhfs_launch_needs_its_words_and_the_parts_of_its_batch(self) -> None:
+        migration = of("prm", f"{OPENRLHF} --train_batch_size 256 --micro_train_batch_size 8")
+        assert set(migration.refused) == {"reward_tokens", "train_batch_size"}
+        assert "32 microbatches of 8" in migration.refused["train_batch_size"]
 
     def test_migrate_args_loads_no_torch(self) -> None:
         program = (

@@ -338,7 +338,7 @@ def test_judge_of_another_chat_template_than_the_policys_is_noticed(judge: Path)
 
 
 def test_causal_model_is_no_reward_model_for_a_verifier(folder: Path) -> None:
-    with refused("remote", "verifier", "num_labels"):
+    with refused("remote", "verifier", "num_labels 1"):
         known_verifiers(RewardSection(verifier=[f"reward_model:{folder}"]))
 
 

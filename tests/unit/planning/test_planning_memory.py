@@ -315,7 +315,7 @@ def test_passes_of_a_whole_model(
         assert made == pytest.approx(num_bytes, rel=0.05), name
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -1,0 +1,54 @@
+"""The kinds of heads: what each puts out at a position, its tensors, and transformers' class that opens it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Logits over the vocabulary, one number, or the logits of two classes.
+Head = Literal["vocabulary", "score", "classes"]
+
+LM_HEAD = "lm_head.w_out.weight"
+LM_HEAD_BIAS = "lm_head.w_out.bias"
+HF_SCORE = "score.weight"
+HF_SCORE_BIAS = "score.bias"
+
+# Of the heads that are not the vocabulary's: our names of their tensors with Hugging Face's, and their numbers of rows.
+HEAD_TENSORS: Mapping[Head, Mapping[str, str]] = {
+    "score": {LM_HEAD: HF_SCORE},
+    "classes": {LM_HEAD: HF_SCORE, LM_HEAD_BIAS: HF_SCORE_BIAS},
+}
+HEAD_SIZES: Mapping[Head, int] = {"score": 1, "classes": 2}
+# How the name of their class in transformers ends.
+CLASS_ENDINGS: Mapping[Head, str] = {
+    "score": "ForSequenceClassification",
+    "classes": "ForTokenClassification",
+}
+
+
+def has_head(hf_config: PretrainedConfig, head: Head) -> bool:
+    """Whether config.json names transformers' class with a head of this kind."""
+    return any(name.endswith(CLASS_ENDINGS[head]) for name in hf_config.architectures or ())
+
+
+def find_class(hf_config: PretrainedConfig, head: Head) -> str | None:
+    """The name of transformers' class of this family with a head of this kind, none where it has no such class."""
+    from transformers.models.auto import modeling_auto
+
+    if head == "score":
+        return modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(hf_config.model_type)
+    return modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(hf_config.model_type)
+
+
+def no_class_problem(hf_config: PretrainedConfig, head: Head) -> str:
+    """Why a model of this family cannot have a head of this kind, where `find_class` finds none, and what to do."""
+    remedy = "start from a model of another family"
+    if head == "classes":
+        remedy = f"give --reward_tokens + -, which are read of the model's own head, or {remedy}"
+    return (
+        f"transformers has no {hf_config.model_type}{CLASS_ENDINGS[head]}, so a trained model of this family could not "
+        f"be opened anywhere; {remedy}"
+    )

@@ -1,0 +1,17 @@
+"""Train a process reward model: parse, build, fit, export.
+
+    open-instruct prm --num_processes 2 --model_name_or_path DIR --mixer_list rows.jsonl 1.0 \
+        --output_dir OUT
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Our own folder must not come first: a file of ours would shadow a library of the same name.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from open_instruct.objectives.prm import PRM
+from open_instruct.train import entry_of
+
+main = entry_of(PRM, __name__)
