@@ -134,7 +134,6 @@ def assert_same_weights(ours: GRPOCase, theirs: GRPOCase) -> None:
         assert torch.equal(tensor, weights(ours)[name]), name
 
 
-@pytest.mark.extended
 def test_run_that_loses_engine_learner_and_driver_ends_with_the_weights_of_one_that_loses_nothing(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
