@@ -15,11 +15,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from open_instruct.config.parser import nearest
+from open_instruct.data.files.foreign_json import shortened
 from open_instruct.data.files.rows import MalformedRow, kind_of
 from open_instruct.data.messages import Message, keys_of, prompt_of
 from open_instruct.data.tool_turns import schemas_of
 from open_instruct.records import Check
 from open_instruct.verifiers.verifier import Verifier
+
+MAX_NAME = 100  # characters of a name that is compared with those that are known
 
 
 class AnsweredBy(NamedTuple):
@@ -88,10 +91,11 @@ def environment_of(row: Mapping[str, Any], *, default: str | None, known: Contai
         entry = named[0]
         if not isinstance(entry, Mapping):
             raise MalformedRow("environment", f"'env_config' must be an object, not {kind_of(entry)}")
-        name = entry.get("env_name")
-        if not isinstance(name, str) or name not in known:
+        name = default if entry.get("env_name") is None else entry["env_name"]
+        if name is not None and (not isinstance(name, str) or name not in known):
             raise MalformedRow(
-                "environment", f"'env_config': there is no environment {name!r}; give one of ours, or --environment"
+                "environment",
+                f"'env_config': there is no environment {name!r:.{MAX_NAME}}; give one of ours, or --environment",
             )
         more = {**more, **{key: value for key, value in entry.items() if key not in ("env_name", "is_text_env")}}
     if name is None and _has_content(more):
@@ -99,7 +103,8 @@ def environment_of(row: Mapping[str, Any], *, default: str | None, known: Contai
     schemas = schemas_of(tools)
     if name is None and schemas:
         return None  # what the prompt tells of
-    if tools is not None and (name is None or schemas or not all(isinstance(tool, str) for tool in tools)):
+    are_names = isinstance(tools, list) and all(isinstance(tool, str) for tool in tools)
+    if tools is not None and (name is None or schemas or not are_names):
         raise MalformedRow(
             "environment",
             "'tools' are the names of those tools of the row's environment that the policy may call"
@@ -155,14 +160,14 @@ def _check_ground_truth(check: Check, verifier: Verifier) -> None:
 
 def _verifier(name: Any, known: Mapping[str, Verifier], remapped: Mapping[str, str]) -> str:
     if not isinstance(name, str) or not name:
-        raise MalformedRow("bad_verifier", f"'dataset' must name verifiers, and has {kind_of(name)}: {name!r}")
+        raise MalformedRow("bad_verifier", f"'dataset' must name verifiers, and has {kind_of(name)}: {shortened(name)}")
     name = remapped.get(name.lower(), name)
     for spelling in (name, name.lower()):  # published rows write "MATH" beside "gsm8k"
         if spelling in known:
             return spelling
     raise MalformedRow(
         "unknown_verifier",
-        f"'dataset': there is no verifier {name!r}{nearest(name, known) or ';'} Known are "
+        f"'dataset': there is no verifier {name[:MAX_NAME]!r}{nearest(name[:MAX_NAME], known) or ';'} Known are "
         f"{', '.join(sorted(known))}; add your own by --verifier FILE.py:Class",
     )
 
@@ -173,7 +178,7 @@ def _weights(row: Mapping[str, Any], count: int) -> list[float]:
     weights = value if isinstance(value, list) else [value] * count
     for weight in weights:
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-            raise MalformedRow("bad_weight", f"{key!r} must be finite numbers of at least 0, not {weight!r}")
+            raise MalformedRow("bad_weight", f"{key!r} must be finite numbers of at least 0, not {shortened(weight)}")
     if len(weights) != count:
         raise MalformedRow("bad_weight", f"{key!r} has {len(weights)} entries for {count} verifiers; give one each")
     return [float(weight) for weight in weights]

@@ -1,5 +1,6 @@
 """Prompts as engines receive them, tokenised once, with their verifiers, and the order in which they are asked."""
 
+import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -41,6 +42,18 @@ class Prompts:
         found = {pair for row_id in range(len(self)) for pair in spelled.findall(self.dataset.details(row_id))}
         judges, answering = ({json.loads(pair[side]) for pair in found if pair[side]} for side in (0, 1))
         return judges, answering
+
+    def count_shared(self, others: "Prompts") -> int:
+        """How many of these prompts are, token by token, among `others`, too."""
+        theirs = set(others._digests())
+        return sum(digest in theirs for digest in self._digests())
+
+    def _digests(self) -> Iterator[bytes]:
+        """A digest of the tokens of each prompt."""
+        dataset = self.dataset
+        for first_edge in dataset.bounds_N4[:, 0]:
+            start, stop = dataset.edges_E[first_edge : first_edge + 2]
+            yield hashlib.blake2b(dataset.token_ids_T[start:stop].tobytes(), digest_size=16).digest()
 
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.__getitem__, range(len(self)))

@@ -45,6 +45,7 @@ from open_instruct.verifiers.code import SHARE_OF_TIME, Code, CodeStdio
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.reward_models import ModelVerifier
 from open_instruct.verifiers.verifier import Verifier
+from open_instruct.wording import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +164,14 @@ def _read_prompts(
     prompts = read("prompts", "dataset_mixer_list")
     if not data.dataset_mixer_eval_list:
         return prompts, None
-    return prompts, read("held-out prompts", "dataset_mixer_eval_list")
+    held_out = read("held-out prompts", "dataset_mixer_eval_list")
+    if num_shared := held_out.count_shared(prompts):
+        console.warn(
+            f"{num_shared:,} of {counted(len(held_out), 'held-out prompt')} "
+            f"{'is' if num_shared == 1 else 'are'} among the training prompts: scores on them do not show what is "
+            "new; take them out of --dataset_mixer_list or --dataset_mixer_eval_list"
+        )
+    return prompts, held_out
 
 
 def _look_at_programs(

@@ -22,14 +22,16 @@ from open_instruct.errors import InputError
 # The keys under which published files have their rows.
 WRAPPERS = ("data", "rows", "examples", "instances", "train")
 
+MAX_REASON = 800  # characters of why a row cannot be used
+
 
 class MalformedRow(ValueError):
     """One row cannot be used. `kind` is the word that reports count it under, `reason` a sentence for the user."""
 
     def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
         self.kind = kind
-        self.reason = reason
+        self.reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}…"  # it may repeat the row
+        super().__init__(self.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -384,3 +384,11 @@ def test_names_of_verifiers_and_environments_come_from_one_reading_of_rows(
     monkeypatch.setattr(prompts.dataset, "details", lambda row_id: read.append(row_id) or details(row_id))
     assert prompts.named() == ({"gsm8k"}, {"shop"})
     assert read == [0, 1]
+
+
+def test_held_out_prompts_among_the_training_prompts_are_counted(load: Load, tmp_path: Path) -> None:
+    training, _ = load(numbered(tmp_path / "a.jsonl", 9), "1.0")
+    others = [row("q2", "7"), row("q2 "), row("q12"), row("q8")]
+    held_out, _ = load(write_rows(tmp_path / "b.jsonl", *others), "1.0")
+    assert held_out.count_shared(training) == 2
+    assert training.count_shared(held_out) == 2
