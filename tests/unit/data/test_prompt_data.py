@@ -147,7 +147,7 @@ class TestRowsThatNameNoVerifier:
 
 def test_verifier_may_stand_in_for_another(load: Load, tmp_path: Path) -> None:
     path = write_rows(
-        tmp_path / "p.jsonl", row("q", verifier="Math_DAPO"), row("r", ["1", "x"], ["string_matcher", "math_dapo"])
+        tmp_path / "p.jsonl", row("q", verifier="Math_DAPO"), row("r", ["1", "2"], ["string_matcher", "math_dapo"])
     )
     with refused("bad_row", None, "'Math_DAPO'"):
         load(path, "1.0")
