@@ -26,7 +26,7 @@ from open_instruct.wording import json_or_text
 # Of --verifier_timeout_s, so that the verdict on a program that is late in every test still comes.
 SHARE_OF_TIME = 0.9
 # The mark of a block's first line, and its language. Tildes are a fence at the beginning of a line alone.
-_FENCE = re.compile(r"(`{3,}|(?<![^\n])[ \t]*~{3,})[ \t]*([^\s`]*)[^`\n]*\n")
+_FENCE = re.compile(r"((?<!`)`{3,}+|(?<![^\n])[ \t]*+~{3,}+)[ \t]*+([^\s`]*)[^`\n]*\n")
 MAX_FENCES = 20  # that may be the end of one block
 PYTHON = ("python", "py", "python3")
 NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)

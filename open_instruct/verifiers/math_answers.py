@@ -28,6 +28,7 @@ from open_instruct.verifiers.math_units import are_alike, is_droppable, unit_of
 from open_instruct.verifiers.math_values import are_same_regions, are_same_values
 
 MAX_CHARACTERS = 300  # of an expression
+MAX_WRITTEN = 2_000  # characters of an answer as it is written
 MAX_ITEMS = 12  # of a list, in which entries may be written twice
 NEAR = 1e-2  # as far as the sides of an approximation may differ, relative to them
 _SEPARATOR_WORDS = re.compile(r"⟨(?:and|or)⟩|(?<=⟨)(?:and|or) (?=[^⟩]*⟩)|(?<= )(?:and|or)(?=⟩)")
@@ -46,6 +47,8 @@ def are_equal(answer: str, expected: str) -> bool:
 
     Example: `are_equal("\\frac{1}{2}\\text{ feet}", "6 inches")`.
     """
+    if max(len(answer), len(expected)) > MAX_WRITTEN:
+        return bool(answer.strip(" $")) and squeezed(answer) == squeezed(expected)
     ours, theirs = clean(answer), clean(expected)
     if not ours or not theirs:
         return False
