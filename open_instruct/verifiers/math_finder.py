@@ -13,6 +13,7 @@ import re
 
 from open_instruct.verifiers.words import between_answer_tags
 
+MAX_SEARCHED = 5_000  # characters at the end of a completion, for formulas that nothing says are the answer
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[A-Za-z0-9\\]))")
 _SAID = re.compile(
     r"(?:(?:answers?|options?|choice)\**\s*(?:is|are|=)(?![a-z])\s*:?|answers?[\s*_]*:)[\s*_]*(?:(?:therefore|thus|simply|then|just)\s+)?(?=(\S?))",
@@ -99,7 +100,9 @@ def _up_to_the_end_of_its_sentence(text: str) -> str:
 
 
 def _marked(text: str) -> str | None:
-    """What stands in the last formula, or in bold."""
+    """What stands in the last formula, or in bold, of the lines at the end."""
+    if len(text) > MAX_SEARCHED:
+        text = text[-MAX_SEARCHED:].partition("\n")[2]
     marked = [next(filter(None, match.groups())).strip() for match in _MATH.finditer(text)]
     marked = [
         each for each in marked if re.search(r"[A-Za-z0-9]", each) and not _PROSE.search(_NO_PROSE.sub(" ", each))
