@@ -28,6 +28,7 @@ class Family:
         in_float32: whether the norm's weight is multiplied, and RoPE applied, before rounding to the model's dtype.
         qkv_bias: whether queries, keys and values have a bias each; nothing else ever does.
         has_windows: whether config.json may give layers a sliding window (`layer_types`).
+        has_window_switch: whether `sliding_window` is read with `use_sliding_window: true` alone, which is refused.
         delta: whether config.json gives layers of the gated delta rule (`layer_types`), with their norms before them:
             queries, keys and values come from one matrix, or from a matrix each.
         delta_norm_eps: of the norm of what these layers read; None: `rms_norm_eps`.
@@ -53,6 +54,7 @@ class Family:
     in_float32: bool = False
     qkv_bias: bool = False
     has_windows: bool = False
+    has_window_switch: bool = False
     delta: DeltaLayers | None = None
     delta_norm_eps: float | None = None
     delta_may_negate: bool = False
@@ -98,10 +100,23 @@ OLMO2 = Family(name="OLMo 2", config_class="Olmo2Config", qk_norm="full", norm_a
 FAMILIES = {
     "olmo2": OLMO2,
     "olmo3": replace(OLMO2, name="OLMo 3", config_class="Olmo3Config", has_windows=True),
-    "qwen2": Family(name="Qwen 2.5", config_class="Qwen2Config", qk_norm="none", qkv_bias=True, forces_tokenizer=True),
-    "qwen3": Family(name="Qwen 3", config_class="Qwen3Config", qk_norm="head", default_head_dim=128),
+    "qwen2": Family(
+        name="Qwen 2.5",
+        config_class="Qwen2Config",
+        qk_norm="none",
+        qkv_bias=True,
+        has_window_switch=True,
+        forces_tokenizer=True,
+    ),
+    "qwen3": Family(
+        name="Qwen 3", config_class="Qwen3Config", qk_norm="head", default_head_dim=128, has_window_switch=True
+    ),
     "qwen3_moe": Family(
-        name="Qwen 3 MoE", config_class="Qwen3MoeConfig", qk_norm="head", expert_size="moe_intermediate_size"
+        name="Qwen 3 MoE",
+        config_class="Qwen3MoeConfig",
+        qk_norm="head",
+        expert_size="moe_intermediate_size",
+        has_window_switch=True,
     ),
     "olmoe": Family(name="OLMoE", config_class="OlmoeConfig", qk_norm="full", expert_size="intermediate_size"),
     "llama": Family(name="Llama 3", config_class="LlamaConfig", qk_norm="none"),

@@ -24,10 +24,12 @@ from torch import nn
 
 from open_instruct.data.files.foreign_json import one_line, read_object
 from open_instruct.errors import InputError, RunError
+from open_instruct.families import family_of
 from open_instruct.models import export_files
 from open_instruct.models.hf.head_kinds import HEAD_SIZES, Head, find_class, no_class_problem
 from open_instruct.models.hf.hf_config import without_code
 from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames, as_in_files
+from open_instruct.models.hf.rope import read_rope, with_rope_at_top
 from open_instruct.models.load import listing, parameter_shapes, raise_together
 from open_instruct.models.shards import Held, deliver, held_of, reshard
 from open_instruct.parallel.process import on_main_process
@@ -168,7 +170,7 @@ def export_hf(
 
     def finish() -> None:
         export_files.write_index(partial_folder, plan)
-        _write_config(partial_folder, source, names.hf_config, dtype, more_config or {})
+        _write_config(partial_folder, source, names, dtype, more_config or {})
         _copy_files(partial_folder, source, (GENERATION_CONFIG_NAME,))
         _copy_files(partial_folder, Path(tokenizer_folder or source), TOKENIZER_FILES)
         _write_fields(partial_folder / GENERATION_CONFIG_NAME, generation_config)
@@ -229,14 +231,25 @@ def _finish(out: Path, write_other_files: Callable[[], None], problems: list[str
     on_main_process(partial(export_files.put_in_place, out))
 
 
-def _write_config(folder: Path, source: Path, hf_config: Any, dtype: torch.dtype, more: Mapping[str, Any]) -> None:
-    """The source's configuration with `more` and the new dtype, without fields that name code."""
+def _write_config(folder: Path, source: Path, names: TensorNames, dtype: torch.dtype, more: Mapping[str, Any]) -> None:
+    """The source's configuration with `more` and the new dtype, without fields that name code.
+
+    Other readers find in it the model that was trained: RoPE in the spelling of each, and the class of its head.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    hf_config = names.hf_config
     path = source / "config.json"
     fields = without_code(read_object(path) if path.is_file() else hf_config.to_dict()) | dict(more)
     fields = {name: value for name, value in fields.items() if value is not None or name not in more}
+    family = family_of(hf_config.model_type)
+    read = read_rope(hf_config.to_dict(), family, str(path))
+    fields = with_rope_at_top(fields, family, read)
+    if names.head == "vocabulary":
+        fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf_config.model_type]]
     # transformers 5 writes "dtype", older ones and most other readers know "torch_dtype"; both are read.
-    key = "dtype" if "dtype" in fields else "torch_dtype"
-    fields[key] = str(dtype).removeprefix("torch.")
+    for key in {"dtype", "torch_dtype"} & fields.keys() or {"torch_dtype"}:
+        fields[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 

@@ -3,7 +3,6 @@
 A field of config.json that would change the forward pass and has no counterpart here is refused by name.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +19,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from open_instruct.errors import InputError
-from open_instruct.families import FULL, LINEAR, MAX_EXPERTS, SLIDING, Family, family_of
+from open_instruct.families import FULL, LINEAR, SLIDING, Family, family_of
 from open_instruct.models.attention.gated import GatedAttentionConfig, NormFromZeroConfig
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig
 from open_instruct.models.delta_rule.shape import delta_shape
 from open_instruct.models.experts.routed import ExpertsConfig
-from open_instruct.models.hf.hf_config import FIELDS, PART_TURNED, check_multiple, check_number, check_size, size_of
+from open_instruct.models.hf.config_values import FIELDS, PART_TURNED, check_number, size_of
+from open_instruct.models.hf.rope import check_rope_scaling
+from open_instruct.models.hf.supported import NO_EXPERTS, REQUIRED_VALUES, check_fields
 
-ROWS_OF = 8  # values of 16 bits
-HEAD_DIM = "head_dim (else hidden_size / num_attention_heads)"
-
-REQUIRED_VALUES, NO_EXPERTS, ROPE_NUMBERS = (FIELDS[name] for name in ("required", "no_experts", "rope"))
 KNOWN = {*FIELDS["known"], *REQUIRED_VALUES, *NO_EXPERTS}
 
 
@@ -63,7 +60,7 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
             names the field, its value and what is supported.
     """
     family = family_of(hf_config.model_type)
-    _check_fields(hf_config, family)
+    check_fields(hf_config, family)
 
     kind = LayerNormType.rms if family.in_float32 else LayerNormType.qwen_rms
     norm_config = NormFromZeroConfig if family.norms_from_zero else LayerNormConfig
@@ -90,47 +87,6 @@ def unknown_fields(hf_config: PretrainedConfig) -> list[str]:
     given = (name for name, value in vars(hf_config).items() if value is not None and value is not False)
     unknown = (name for name in given if name not in KNOWN and not hasattr(type(hf_config), name))
     return [name for name in unknown if not name.startswith("_")]
-
-
-def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
-    # In families without windows, transformers gives all layers a window by this field alone.
-    required = REQUIRED_VALUES if family.has_windows else REQUIRED_VALUES | {"sliding_window": (None,)}
-    if family.turned_share:  # which is in rope_parameters then, too
-        required = {field: values for field, values in required.items() if field != PART_TURNED}
-    required = required | {"attn_output_gate": (family.gates_attention, None)}  # which engines read
-    if family.expert_size is None:
-        required = required | NO_EXPERTS
-    else:
-        _check_experts(hf_config, family.expert_size)
-    for field, supported in required.items():
-        value = getattr(hf_config, field, supported[0])
-        if value not in supported:
-            problem = f"{field} = {value!r} is not supported for {hf_config.model_type!r}"
-            others = " or ".join(repr(value) for value in supported if value is not None)
-            raise InputError(f"config.json: {problem}; supported: {others or 'absent'}", kind="unsupported_model")
-    check_number("rms_norm_eps", hf_config.rms_norm_eps)
-    if check_size(HEAD_DIM, head_dim(hf_config), "config.json") % 2:
-        raise InputError(
-            f"config.json: {HEAD_DIM} = {head_dim(hf_config)} is odd, and RoPE turns pairs", kind="bad_model"
-        )
-    num_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
-    check_multiple("config.json", num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
-
-
-def _check_experts(hf_config: PretrainedConfig, expert_size: str) -> None:
-    where = "config.json"
-    num_experts = check_size("num_experts", hf_config.num_experts, where, MAX_EXPERTS)
-    check_size("num_experts_per_tok", hf_config.num_experts_per_tok, where, num_experts)
-    check_size("decoder_sparse_step", getattr(hf_config, "decoder_sparse_step", 1), where)
-    for field in (expert_size, "hidden_size"):
-        if check_size(field, getattr(hf_config, field), where) % ROWS_OF:
-            raise InputError(
-                f"{where}: {field} = {getattr(hf_config, field)} is not a multiple of {ROWS_OF}: the product of tokens "
-                "with their experts takes rows of 16 bytes and multiples of that",
-                kind="unsupported_model",
-            )
-    if hf_config.output_router_logits:
-        check_number("router_aux_loss_coef (output_router_logits = true)", hf_config.router_aux_loss_coef)
 
 
 def _block(
@@ -209,39 +165,10 @@ def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEC
             f"config.json: {where}.{PART_TURNED} = {part!r} of a head is no even number of features",
             kind="unsupported_model",
         )
+    scaling = check_rope_scaling(parameters, where, family)
     return RoPEConfig(
         theta=check_number(f"{where}.rope_theta", parameters.get("rope_theta"), above=1),
         full_precision=family.in_float32,
-        scaling=_rope_scaling(parameters, where, family),
+        scaling=None if scaling is None else RoPEScaling(parameters=scaling),
         partial_rotary_factor=part,
     )
-
-
-def _rope_scaling(parameters: Mapping[str, Any], where: str, family: Family) -> RoPEScaling | None:
-    rope_type = parameters.get("rope_type", "default")
-    if not isinstance(rope_type, str) or rope_type not in ROPE_NUMBERS:
-        supported = ", ".join(map(repr, ROPE_NUMBERS))
-        raise InputError(
-            f"config.json: {where}.rope_type = {rope_type!r} is not supported; supported: {supported}",
-            kind="unsupported_model",
-        )
-    neutral = {"rope_type": (rope_type,), "type": (rope_type,), PART_TURNED: (1,), "truncate": (True,)}
-    read_elsewhere = {"rope_theta", *((PART_TURNED, *FIELDS["rope_of_pictures"]) if family.turned_share else ())}
-    for field, value in parameters.items():
-        known = field in read_elsewhere or field in ROPE_NUMBERS[rope_type]
-        if not known and value is not None and value not in neutral.get(field, ()):
-            raise InputError(
-                f"config.json: {where}.{field} = {value!r} is not supported with rope_type {rope_type!r}",
-                kind="unsupported_model",
-            )
-    if rope_type == "default":
-        return None
-    used: dict[str, Any] = {"rope_type": rope_type, "rope_theta": parameters["rope_theta"]}
-    for field in ROPE_NUMBERS[rope_type]:
-        value = parameters.get(field)
-        if value is not None or field not in FIELDS["rope_optional"]:
-            above = 1 if field == "original_max_position_embeddings" else 0
-            used[field] = check_number(f"{where}.{field}", value, above=above)
-    if rope_type == "llama3":
-        check_number(f"{where}.high_freq_factor", used["high_freq_factor"], above=used["low_freq_factor"])
-    return RoPEScaling(parameters=used)

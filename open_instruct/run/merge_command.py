@@ -49,7 +49,8 @@ def main(words: Sequence[str]) -> int:
     from open_instruct.models.hf.names import TensorNames
     from open_instruct.models.load import check_cover, parameter_shapes
     from open_instruct.models.lora.adapters import MergedWeights
-    from open_instruct.models.lora.files import check_base, open_adapter, read_head, read_settings
+    from open_instruct.models.lora.files import check_base, open_adapter, read_head
+    from open_instruct.models.lora.peft_config import read_settings
     from open_instruct.models.shards import held
     from open_instruct.run.first_look import local_folder
 

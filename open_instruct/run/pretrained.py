@@ -28,11 +28,13 @@ from open_instruct.models.export import check_destination, check_exportable, exp
 from open_instruct.models.family import unknown_fields
 from open_instruct.models.heads.value_head import open_head_files
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.convolutions import join_equal_parts
 from open_instruct.models.hf.head_kinds import Head
 from open_instruct.models.hf.hf_config import fingerprint_with, load_hf_config
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.files import check_base, open_adapter
+from open_instruct.models.lora.peft_config import CONFIG_NAME
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
@@ -122,7 +124,13 @@ class Pretrained:
     def warnings(self) -> list[str]:
         """Warnings about the start model."""
         unknown = ", ".join(ascii(name)[:60] for name in unknown_fields(self.hf_config)[:10])
-        return [f"{self.folder / 'config.json'} has fields that nothing reads: {unknown}"] if unknown else []
+        warnings = [f"{self.folder / 'config.json'} has fields that nothing reads: {unknown}"] if unknown else []
+        if (self.folder / CONFIG_NAME).is_file():
+            warnings.append(
+                f"{self.folder} holds {CONFIG_NAME} beside the model: with peft installed transformers would put that "
+                "adapter on the model that it names; here the model is what its own weights say"
+            )
+        return warnings
 
     def dtype_named(self, name: str) -> torch.dtype:
         """The dtype that `--export_dtype` names; 'source' is the checkpoint's."""
@@ -173,6 +181,7 @@ def open_pretrained(
     opened.check_sizes(config.data)
     bare = opened.build(init_device="meta")
     shapes = parameter_shapes(bare)
+    join_equal_parts(files, {hf_name: shapes[name] for name, hf_name in names if name in shapes})
     check_cover(names, files, shapes)
     check_exportable(names, shapes)
     check_destination(folder, export_folder)

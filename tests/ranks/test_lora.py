@@ -18,7 +18,8 @@ from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapters_off, fill_adapter
-from open_instruct.models.lora.files import BASE_FINGERPRINT, CONFIG_NAME, WEIGHTS_NAME, open_adapter
+from open_instruct.models.lora.files import BASE_FINGERPRINT, WEIGHTS_NAME, open_adapter
+from open_instruct.models.lora.peft_config import CONFIG_NAME
 from tests.ranks.grpo_case import GRPOCase, RunRanks
 from tests.ranks.launch import RanksFailed
 from tests.ranks.launch import run_ranks as start

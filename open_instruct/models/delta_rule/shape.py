@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from open_instruct.models.hf.hf_config import check_multiple, size_of
+from open_instruct.models.hf.config_values import check_multiple, size_of
 
 SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 CHUNK = 64

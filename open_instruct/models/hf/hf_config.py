@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from open_instruct.data.files.foreign_json import check_files, one_line, read_object
 from open_instruct.errors import InputError
 from open_instruct.families import family_of
+from open_instruct.models.hf.config_values import FIELDS, SIZES, check_size, shown
+from open_instruct.models.hf.rope import with_rope_by_layer_type
+from open_instruct.models.hf.supported import check_supported
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,15 +21,8 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-MAX_SIZE = 2**24  # larger than any model, as are those of `SIZES`
-MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
-PART_TURNED = "partial_rotary_factor"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-# What is known of fields.
-FIELDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("config_fields.yaml").read_text(encoding="utf-8"))
 CODE_FIELDS = {*FIELDS["naming_code"]}
-SIZES: dict[str, int] = FIELDS["sizes"]
 
 
 def without_code(fields: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +54,9 @@ def load_hf_config(path: str) -> PretrainedConfig:
     # Imported late, because transformers takes a second to import.
     from transformers import CONFIG_MAPPING, GenerationConfig
 
-    config = _built(CONFIG_MAPPING[fields["model_type"]], without_code(fields), file)
+    family = family_of(fields["model_type"])
+    read = with_rope_by_layer_type(without_code(fields), family, str(file))
+    config = _built(CONFIG_MAPPING[fields["model_type"]], read, file)
     if (generation := folder / "generation_config.json").is_file():
         _built(GenerationConfig, read_object(generation), generation)
     return config
@@ -99,7 +95,8 @@ def config_fields(folder: Path) -> dict[str, Any]:
             check_size(name, fields[name], str(file), largest)
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
-        raise InputError(f"{file}: dtype = {_shown(dtype)}; use one of {', '.join(DTYPES)}", kind="bad_model")
+        raise InputError(f"{file}: dtype = {shown(dtype)}; use one of {', '.join(DTYPES)}", kind="bad_model")
+    check_supported(fields, str(file))
     return fields
 
 
@@ -107,11 +104,20 @@ def weights_file(folder: Path) -> Path:
     """The file that locates a checkpoint's weights: the index, or the one file that holds them all.
 
     Raises:
-        InputError: there is neither.
+        InputError: there is neither; or both, of different weights.
     """
-    for name in (INDEX_NAME, SINGLE_NAME):
-        if (folder / name).is_file():
-            return folder / name
+    index, single = folder / INDEX_NAME, folder / SINGLE_NAME
+    if index.is_file() and single.is_file():
+        named = read_object(index).get("weight_map")
+        if not isinstance(named, dict) or set(map(str, named.values())) != {SINGLE_NAME}:
+            raise InputError(
+                f"{folder} holds {SINGLE_NAME}, which transformers reads, and {INDEX_NAME} with other files, which "
+                "vLLM reads: they are of two saves; remove the one that is stale",
+                kind="bad_model",
+            )
+    for path in (index, single):
+        if path.is_file():
+            return path
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise InputError(
             f"{folder} holds its weights as pickle (.bin or .pt), which is never read here because a pickle can run "
@@ -125,42 +131,6 @@ def weights_file(folder: Path) -> Path:
             kind="bad_model",
         )
     raise InputError(f"{folder} holds no weights: {SINGLE_NAME} or {INDEX_NAME} is needed", kind="bad_model")
-
-
-def check_size(name: str, value: Any, where: str, largest: int = MAX_SIZE) -> int:
-    """`value`; raises InputError unless it is a whole number from 1 to `largest`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
-        raise InputError(
-            f"{where}: {name} = {_shown(value)}; it must be a whole number from 1 to {largest}", kind="bad_model"
-        )
-    return value
-
-
-def check_number(name: str, value: Any, where: str = "config.json", *, above: float = 0) -> Any:
-    """`value`; raises InputError unless it is a number that RoPE, or a norm, can be computed with."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= MAX_NUMBER:
-        raise InputError(
-            f"{where}: {name} = {value!r}; a number above {above:g}, at most {MAX_NUMBER:g}, is needed",
-            kind="bad_model",
-        )
-    return value
-
-
-def check_multiple(where: str, **sizes: int) -> None:
-    """Raises InputError unless the first of two sizes is a multiple of the second."""
-    (whole, number), (part, divisor) = sizes.items()
-    if number % divisor:
-        raise InputError(f"{where}: {whole} = {number} is not a multiple of {part} = {divisor}", kind="bad_model")
-
-
-def size_of(fields: Mapping[str, Any], where: str, name: str, default: Any = None) -> int:
-    """The size `name` that the fields of a config.json give; raises InputError if it is none."""
-    return check_size(name, default if fields.get(name) is None else fields[name], where, SIZES.get(name, MAX_SIZE))
-
-
-def _shown(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _built(kind: Any, fields: dict[str, Any], file: Path) -> Any:

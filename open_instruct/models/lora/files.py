@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from open_instruct.config.flags import spelled
-from open_instruct.config.lora import ALL_LINEAR, MODULES_OF_TARGETS, LoRASection
+from open_instruct.config.lora import LoRASection
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError, RunError
 from open_instruct.models import export_files
@@ -24,23 +24,13 @@ from open_instruct.models.hf.head_kinds import HEAD_TENSORS, HF_SCORE, Head
 from open_instruct.models.hf.names import TensorNames, clean_name
 from open_instruct.models.load import cover_problem
 from open_instruct.models.lora.adapters import adapt
+from open_instruct.models.lora.peft_config import CONFIG_NAME, read_settings
 from open_instruct.parallel.process import on_main_process
 
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_NAME = "adapter_model.safetensors"
 BASE_FINGERPRINT = "base_fingerprint"  # in the header of the weights, which other readers pass over
 PREFIX = "base_model.model."
 TASK_TYPES: dict[Head, str] = {"vocabulary": "CAUSAL_LM", "score": "SEQ_CLS", "classes": "TOKEN_CLS"}
-
-# Options of peft that are not supported here, with the values that turn them off.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    **dict.fromkeys(
-        ("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "trainable_token_indices"), (False, None)
-    ),
-    **{name: (None, {}, []) for name in ("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")},
-    "exclude_modules": (None, []),
-}
 
 
 def file_name_of(name: str, names: TensorNames) -> str:
@@ -49,44 +39,6 @@ def file_name_of(name: str, names: TensorNames) -> str:
         return f"{PREFIX}{names.hf_name(name)}"
     layer, _, leaf = name.rpartition(".")
     return f"{PREFIX}{names.hf_name(f'{layer}.weight').removesuffix('weight')}{leaf}.weight"
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """The settings of `LoRASection` that define an adapter, read from peft's file.
-
-    :raises InputError: the file is missing or damaged, or has an option that is not supported here.
-    """
-    fields = read_object(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else None
-    if fields is None:
-        raise InputError(
-            f"--adapter_name_or_path {folder}: there is no {CONFIG_NAME} in it; give an adapter's folder",
-            kind="missing_file",
-        )
-    for field, values in NEUTRAL.items():
-        if fields.get(field, values[0]) not in values:
-            raise InputError(
-                f"{folder / CONFIG_NAME}: {field} = {fields[field]!r} is not supported; it must be {values[0]!r}",
-                kind="bad_model",
-            )
-    targets = fields.get("target_modules")
-    if isinstance(targets, str):
-        targets = [targets]
-    if not isinstance(targets, list) or not set(targets) <= {*MODULES_OF_TARGETS, ALL_LINEAR}:
-        raise InputError(
-            f"{folder / CONFIG_NAME}: target_modules = {targets!r}; supported are {', '.join(MODULES_OF_TARGETS)}",
-            kind="bad_model",
-        )
-    try:
-        return {
-            "lora_r": int(fields["r"]),
-            "lora_alpha": float(fields["lora_alpha"]),
-            "use_rslora": bool(fields.get("use_rslora", False)),
-            "lora_target_modules": list(LoRASection(lora_target_modules=targets).targets),
-        }
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{folder / CONFIG_NAME}: r and lora_alpha must be numbers ({error})", kind="bad_model"
-        ) from None
 
 
 def read_head(folder: Path) -> Head:

@@ -22,9 +22,10 @@ from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, LINEAR, SLIDING, Family, family_of
 from open_instruct.models.delta_rule.shape import DeltaShape, delta_shape
+from open_instruct.models.hf.config_values import PART_TURNED, check_multiple, check_number, size_of
 from open_instruct.models.hf.head_kinds import LM_HEAD, LM_HEAD_BIAS
-from open_instruct.models.hf.hf_config import PART_TURNED, check_multiple, check_number, size_of
 from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, is_of_adapter, is_stack
+from open_instruct.models.hf.supported import check_supported
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -292,6 +293,7 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
     Raises:
         InputError: a field is missing or impossible, or the family is not supported.
     """
+    check_supported(fields, where)
     family = family_of(fields.get("model_type"), where)
     count = partial(size_of, fields, where)
     num_heads = count("num_attention_heads")

@@ -1,6 +1,7 @@
 """What adapters ask of flags and folders, and how they begin."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from open_instruct.models.lora.adapters import (
 )
 from open_instruct.models.lora.files import (
     BASE_FINGERPRINT,
-    CONFIG_NAME,
     WEIGHTS_NAME,
     check_base,
     file_name_of,
     open_adapter,
 )
+from open_instruct.models.lora.peft_config import CONFIG_NAME
 from open_instruct.models.shards import held_of, held_run
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from tests.refusals import refused
@@ -173,13 +174,43 @@ def test_adapter_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert all(torch.equal(read[name], written[name]) for name in read)
 
 
+BAD_R, BAD_ALPHA, BAD_TARGETS = (("bad_model", None, name) for name in ("r", "lora_alpha", "target_modules"))
+NOT_PLAIN = ("pissa", "pissa_niter_16", "PiSSA", "olora", "loftq", "corda", "lora_ga", "of tomorrow", 1, 0, [True])
+PLAIN = (
+    *({"init_lora_weights": each} for each in (True, False, None, "gaussian", "Gaussian", "eva", "orthogonal")),
+    *(
+        {"loftq_config": {}, "eva_config": None},
+        {"modules_to_save": None},
+        {"use_rslora": False},
+        {"alpha_pattern": {}},
+    ),
+    {"lora_bias": False, "use_dora": False, "exclude_modules": None, "layers_pattern": None, "corda_config": None},
+    {"peft_version": "0.21.2", "task_type": "CAUSAL_LM", "inference_mode": True, "auto_mapping": None, "revision": "x"},
+)
+
+
+@pytest.mark.parametrize("changes", PLAIN)
+def test_adapter_that_peft_computes_alike_is_read(changes: dict[str, Any], tmp_path: Path) -> None:
+    assert opened(stored(tmp_path / "adapter", UP, **changes), UP)
+
+
 @pytest.mark.parametrize(
     ("changes", "lora", "problem"),
     [
         ({"use_dora": True}, UP, ("bad_model", None, "use_dora")),
         ({"target_modules": ["lm_head"]}, UP, ("bad_model", None, "target_modules")),
         ({"r": 4}, UP, ("conflict", "adapter_name_or_path", "--lora_r 4")),
-        ({"r": "many"}, UP, ("bad_model", None, "lora_alpha")),
+        *(({"r": rank}, UP, BAD_R) for rank in ("many", math.inf, 0, -3, 4.0, True, None, 10**400)),
+        *(({"lora_alpha": alpha}, UP, BAD_ALPHA) for alpha in ("8", 0, -8, math.inf, math.nan, 10**400, None)),
+        *(({"target_modules": each}, UP, BAD_TARGETS) for each in ([["q_proj"]], [3], {"q_proj": 1}, None)),
+        *(({"use_rslora": each}, UP, ("bad_model", None, "use_rslora")) for each in ("false", 1, "")),
+        *(({"init_lora_weights": each}, UP, ("bad_model", None, "init_lora_weights")) for each in NOT_PLAIN),
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, UP, ("bad_model", None, "modules_to_save")),
+        ({"rank_pattern": {"q_proj": 2}}, UP, ("bad_model", None, "rank_pattern")),
+        ({"kasa_config": {"beta": 1}}, UP, ("bad_model", None, "kasa_config")),
+        ({"target_parameters": ["experts.w1"]}, UP, ("bad_model", None, "target_parameters")),
+        ({"peft_type": "IA3"}, UP, ("bad_model", None, "peft_type")),
+        ({"bias": "all"}, UP, ("bad_model", None, "bias")),
         ({"target_modules": list(UP_AND_Q.targets)}, UP_AND_Q, ("bad_model", "lora_target_modules", "base_model")),
         ({"r": 5}, UP_OF_5, ("bad_model", "lora_target_modules", "5", "32")),
     ],

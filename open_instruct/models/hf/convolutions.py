@@ -1,0 +1,29 @@
+"""The convolutions of an Olmo-Hybrid as transformers 5.19 saves them: joined, then cut into three of one size.
+
+Those of queries, of keys and of values have as many rows as their matrices, which need not be alike.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+
+FIRST = "linear_attn.q_conv1d.weight"
+
+
+def join_equal_parts(files: CheckpointFiles, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Cut them anew, where a file has three of one size and the model wants others with as many rows in all.
+
+    :param shapes: that the model wants, by Hugging Face's names.
+    """
+    for first in (name for name in shapes if name.endswith(FIRST)):
+        names = [first.replace("q_conv1d", f"{one}_conv1d") for one in "qkv"]
+        if not all(name in files for name in names):
+            continue
+        stored = [files.tensors[name].shape[0] for name in names]
+        rows = [shapes[name][0] for name in names]
+        part = -(-sum(rows) // 3)  # the last has what is left
+        if stored != rows and stored == [part, part, sum(rows) - 2 * part]:
+            whole = torch.cat([files.read(name) for name in names])
+            files.tensors.update(zip(names, whole.split(rows), strict=True))
