@@ -82,6 +82,7 @@ class RowBuilder(ABC):
         self.num_without_end = 0
         self.num_with_two_ends = 0
         self.num_with_more_thoughts = 0
+        self.num_with_two_starts = 0
         self.shortest_prompt: int | None = None
 
     @abstractmethod
@@ -231,6 +232,8 @@ class RowBuilder(ABC):
         num_ends = [self.chat.num_ends(pieces[piece]) for piece in replies]
         self.num_without_end += num_ends.count(0)
         self.num_with_two_ends += sum(each > 1 for each in num_ends)
+        bos = self.chat.tokenizer.bos_token_id
+        self.num_with_two_starts += bos is not None and pieces[0][:2] == [bos, bos]
         num_thoughts = sum(item.texts[piece].count(END_OF_THOUGHT) for piece in replies)
         if num_thoughts:
             self.num_with_more_thoughts += num_thoughts > _count_thoughts(row.value)
@@ -291,6 +294,11 @@ class RowBuilder(ABC):
             warnings.append(
                 f"{self.chat.template.name} chat template adds an end token behind that of "
                 f"{counted(self.num_with_two_ends, 'reply')}, and both are learned: leave it out of the rows"
+            )
+        if self.num_with_two_starts:
+            warnings.append(
+                f"{self.chat.template.name} chat template and {counted(self.num_with_two_starts, 'row')} each begin "
+                "with the bos token, and it is there twice: leave it out of the rows"
             )
         if self.num_with_more_thoughts:
             warnings.append(

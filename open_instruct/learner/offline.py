@@ -28,7 +28,7 @@ from open_instruct.run.cadence import Cadence, stopped_by
 from open_instruct.run.metrics_log import logging_steps
 from open_instruct.run.opened import Run, open_run, planned_run
 from open_instruct.run.pretrained import Pretrained, open_pretrained, start_model_of
-from open_instruct.run.untrained_rows import find_frozen_zeros, learned_token_ids
+from open_instruct.run.untrained_rows import find_untrained_rows, learned_token_ids
 from open_instruct.wording import counted
 
 
@@ -105,8 +105,8 @@ class _Learning:
         num_rows_per_step = self.shape.max_samples_per_rank * run.layout.data_parallel_world_size
         for warning in (*pretrained.warnings, *objective.check_rows(self.rows, num_rows_per_step, config)):
             run.console.warn(warning)
-        if config.adapters is not None and (warning := find_frozen_zeros(pretrained, learned_token_ids(self.rows))):
-            run.console.warn(warning)
+        if config.adapters is not None and (untrained := find_untrained_rows(pretrained, learned_token_ids(self.rows))):
+            run.console.warn(untrained)
         backend = backend_named(config.parallel.backend)
         self.policy = Policy(backend.build(pretrained, run=run, config=config, num_steps=self.num_steps), loss)
         self.scorer = Scorer(policy=self.policy, shape=self.shape, run=run, config=config)

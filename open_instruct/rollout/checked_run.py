@@ -38,7 +38,7 @@ from open_instruct.run.metrics_log import Tracker, build_trackers
 from open_instruct.run.opened import made_ready, memory_of, say_plan, say_what_changes_nothing, shared_by, with_chosen
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
-from open_instruct.run.untrained_rows import find_frozen_zeros
+from open_instruct.run.untrained_rows import find_untrained_rows
 from open_instruct.sandbox.trial import try_walls
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.users_code import own_function
@@ -100,8 +100,8 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         chat = ChatFormat.choose(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
         for warning in (*pretrained.warnings, *_other_templates(verifiers, chat)):
             console.warn(warning)
-        if config.adapters is not None and (warning := find_frozen_zeros(pretrained, chat.turn_end_token_ids())):
-            console.warn(warning)
+        if config.adapters is not None and (untrained := find_untrained_rows(pretrained, chat.turn_end_token_ids())):
+            console.warn(untrained)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
         named = [each.named() for each in (prompts, held_out) if each is not None]
         judges, answering = (set[str]().union(*names) for names in zip(*named, strict=True))

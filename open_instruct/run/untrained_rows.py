@@ -1,6 +1,10 @@
-"""Tokens learned with rows of zeros: a base model's unused special tokens may have them, and LoRA freezes them."""
+"""Tokens that are learned with rows which no training has touched: LoRA freezes embeddings and head as they are.
+
+The special tokens that a base model leaves unused have rows of zeros, or all the same row.
+"""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -20,26 +24,39 @@ def learned_token_ids(rows: TokenDataset) -> set[int]:
     return {token_id for token_ids, span in spans for token_id in token_ids[span.start : span.stop]}
 
 
-def find_frozen_zeros(pretrained: Pretrained, token_ids: Iterable[int]) -> str | None:
-    """A warning of the tokens among `token_ids` whose row in embeddings or head is all zero; None if there is none.
+def find_untrained_rows(pretrained: Pretrained, token_ids: Iterable[int]) -> str | None:
+    """A warning of the tokens among `token_ids` with an untrained row in embeddings or head; None if there is none.
 
-    Reads these rows alone.
+    Reads these rows alone, and those of special tokens.
     """
     if pretrained.names.head != "vocabulary":
         return None
-    ids = sorted(token_ids)
-    zeros: dict[int, str] = {}
-    for name, what in ((LM_HEAD, "the head"), (EMBEDDINGS, "the embeddings")):
+    special = {each for each in pretrained.tokenizer.added_tokens_decoder if each < pretrained.hf_config.vocab_size}
+    ids = sorted({*token_ids, *special})
+    found: dict[int, str] = {}
+    for name, what in ((LM_HEAD, "head"), (EMBEDDINGS, "embeddings")):
         if name == LM_HEAD and pretrained.names.tied:
             continue
         rows_TD = pretrained.files.read(pretrained.names.hf_name(name))[ids]
-        zeros |= {token_id: what for token_id, row_D in zip(ids, rows_TD, strict=True) if not row_D.any()}
-    if not zeros:
+        found |= {token_id: f"{what}: {problem}" for token_id, problem in _problems(ids, rows_TD)}
+    named = [each for each in sorted(found) if each in set(token_ids)]
+    if not named:
         return None
-    shown = [f"{pretrained.tokenizer.convert_ids_to_tokens(each)!r} ({zeros[each]})" for each in sorted(zeros)]
+    shown = [f"{pretrained.tokenizer.convert_ids_to_tokens(each)!r} ({found[each]})" for each in named]
     more = f" and {len(shown) - MOST_NAMED} more" if len(shown) > MOST_NAMED else ""
     return (
-        f"rows of zeros, which adapters leave frozen, are learned or sampled: those of {', '.join(shown[:MOST_NAMED])}"
-        f"{more}. The model cannot tell such tokens apart: train it whole (without --use_lora), or choose a "
-        "--chat_template_name whose tokens it knows"
+        f"tokens are learned or sampled whose rows were never trained, and adapters leave them frozen: "
+        f"{', '.join(shown[:MOST_NAMED])}{more}. The model cannot tell such tokens apart: train it whole (without "
+        "--use_lora), or choose a --chat_template_name whose tokens it knows"
     )
+
+
+def _problems(ids: list[int], rows_TD: Any) -> Iterable[tuple[int, str]]:
+    """Of each row of zeros, or that another token has too: its id, and which it is."""
+    first: dict[bytes, int] = {}
+    for token_id, row_D in zip(ids, rows_TD.float().numpy(), strict=True):
+        if not row_D.any():
+            yield token_id, "zeros"
+        elif (other := first.setdefault(row_D.tobytes(), token_id)) != token_id:
+            yield token_id, f"that of {other}"
+            yield other, f"that of {token_id}"

@@ -9,12 +9,13 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import ChatTemplate, check_syntax
+from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
 from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.errors import InputError
 from open_instruct.run.turn_ends import exported_generation_config
-from open_instruct.toys.tiny import EOS
+from open_instruct.toys.tiny import BOS, EOS
 from tests.unit.token_data import byte_tokenizer, write_rows
 
 ASKS = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -108,6 +109,26 @@ def test_ends_and_thoughts_that_a_template_doubles_are_counted(
     _, report = builder.build([entry], [entry.open({})], seed=1)
     assert (builder.num_with_two_ends, builder.num_with_more_thoughts, builder.num_without_end) == counts
     assert len(report.warnings) == sum(counts)
+
+
+@pytest.mark.parametrize(("text", "warns"), [("Hi", False), (f"{BOS}Hi", True)])
+def test_bos_token_that_a_row_has_too_is_told_of(tokenizer: Any, tmp_path: Path, text: str, warns: bool) -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    file = write_rows(tmp_path / "r.jsonl", {"messages": [{"role": "user", "content": text}, *REPLY]})
+    (entry,) = parse_mixer_list([str(file), "1.0"])
+    builder = SFTBuilder(own(tokenizer, template), max_seq_length=200, on_bad_row="error")
+    _, report = builder.build([entry], [entry.open({})], seed=1)
+    assert bool(report.warnings) is warns
+
+
+def test_named_template_for_tools_is_not_passed_over_in_silence(tokenizer: Any) -> None:
+    """Some tokenizers have a template for rows with tools beside the default one, which leaves tools out."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": TURN + ASKS, "tool_use": "{{ tools | tojson }}" + TURN + ASKS}
+    tool = {"type": "function", "function": {"name": "rain", "description": "", "parameters": {}}}
+    asked: list[Any] = [{**QUESTION[0], "tools": [tool]}]
+    with pytest.raises(MalformedRow, match="tools"):
+        ChatFormat.choose(tokenizer, None).render(asked, REPLY)
 
 
 # --- where a reply of the export ends --------------------------------------------------------------------

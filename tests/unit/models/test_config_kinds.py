@@ -20,7 +20,7 @@ from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import parameter_shapes
 from open_instruct.planning.subject.model import model_shape, public_models
 from open_instruct.run.pretrained import Pretrained
-from open_instruct.run.untrained_rows import find_frozen_zeros
+from open_instruct.run.untrained_rows import find_untrained_rows
 from tests.unit.small_models import hf_config
 from tests.unit.token_data import byte_tokenizer
 
@@ -230,11 +230,17 @@ def test_convolutions_in_three_equal_parts_are_joined(tmp_path: Path) -> None:
     assert all(torch.equal(files.read(name), right[name]) for name in wanted)
 
 
-@pytest.mark.parametrize(("zeros", "is_tied", "token"), [("embed", False, 7), ("head", False, 7), ("embed", True, 7)])
-def test_tokens_with_rows_of_zeros_are_named(tmp_path: Path, zeros: str, is_tied: bool, token: int) -> None:
+@pytest.mark.parametrize("is_zero", [True, False])
+@pytest.mark.parametrize(("place", "is_tied", "token"), [("embed", False, 7), ("head", False, 7), ("embed", True, 4)])
+def test_tokens_with_untrained_rows_are_named(
+    tmp_path: Path, place: str, is_tied: bool, token: int, is_zero: bool
+) -> None:
     config = hf_config("llama", tie_word_embeddings=is_tied)
-    rows = {"model.embed_tokens.weight": torch.ones(89, 4)} | ({} if is_tied else {"lm_head.weight": torch.ones(89, 4)})
-    rows["lm_head.weight" if zeros == "head" else "model.embed_tokens.weight"][token] = 0
+    rows = {"model.embed_tokens.weight": torch.randn(89, 4)}
+    if not is_tied:
+        rows["lm_head.weight"] = torch.randn(89, 4)
+    changed = rows["lm_head.weight" if place == "head" else "model.embed_tokens.weight"]
+    changed[token] = 0 if is_zero else changed[3]  # which is a special token's
     save_file(rows, tmp_path / SINGLE_NAME)
     pretrained = Pretrained(
         folder=tmp_path,
@@ -245,5 +251,5 @@ def test_tokens_with_rows_of_zeros_are_named(tmp_path: Path, zeros: str, is_tied
         tokenizer=byte_tokenizer(),
     )
     text = byte_tokenizer().convert_ids_to_tokens(token)
-    assert repr(text) in (find_frozen_zeros(pretrained, {1, token, 80}) or "")
-    assert find_frozen_zeros(pretrained, {1, 80}) is None
+    assert repr(text) in (find_untrained_rows(pretrained, {1, token, 80}) or "")
+    assert find_untrained_rows(pretrained, {1, 80}) is None
