@@ -82,12 +82,30 @@ def main(words: Sequence[str]) -> int:
         out_folder=flags.output_dir,
         dtype=dtype,
         weights=MergedWeights(plain, adapter, scale=lora.scale),
-        chat_template=_chat_template(adapter_folder),
+        **_settings(base, adapter_folder, head),
         more_config=_fields_of_head(hf_config, head),
     )
     out = Path(flags.output_dir).absolute()
     print(f"{base} with the adapter of {adapter_folder} is in {out} ({num_bytes / 1e6:,.1f} MB)")
     return 0
+
+
+def _settings(base: Path, adapter_folder: Path, head: Head) -> dict[str, Any]:
+    """The files of settings beside the model, as arguments of `export_hf`: its tokenizer's, and where a reply ends."""
+    from open_instruct.data.chat import ChatFormat
+    from open_instruct.data.chat_templates import ChatTemplate
+    from open_instruct.data.tokenizer import TOKENIZER_NAME, load_tokenizer
+    from open_instruct.run.turn_ends import exported_settings
+
+    chat_template = _chat_template(adapter_folder)
+    if not (base / TOKENIZER_NAME).is_file():
+        return {"chat_template": chat_template}
+    tokenizer = load_tokenizer(str(base), flag="--model_name_or_path")
+    template = chat_template or tokenizer.chat_template
+    chat = None
+    if head == "vocabulary" and isinstance(template, str):
+        chat = ChatFormat(tokenizer, ChatTemplate(name="the adapter's own", text=template, is_foreign=True))
+    return {"chat_template": chat_template, **exported_settings(base, base, tokenizer, chat)}
 
 
 def _chat_template(adapter_folder: Path) -> str | None:

@@ -19,9 +19,7 @@ from open_instruct.config.sections import DataSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import choose_chat_template
-from open_instruct.data.files.foreign_json import read_object
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.data.tokenizer_class import exported_tokenizer_config
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.export import check_destination, check_exportable, export_hf
@@ -41,7 +39,7 @@ from open_instruct.parallel.process import on_main_process
 from open_instruct.planning.plan import check_model
 from open_instruct.planning.subject.model import shape_of_fields
 from open_instruct.run.first_look import local_folder
-from open_instruct.run.turn_ends import exported_generation_config
+from open_instruct.run.turn_ends import exported_settings
 from open_instruct.shard_layout import ShardLayout
 
 if TYPE_CHECKING:
@@ -168,6 +166,9 @@ def open_pretrained(
         files = CheckpointFiles.open(folder)
     else:
         files = open_head_files(folder, hf_config, head, seed=config.optim.seed)
+    chat = None
+    if is_trained and head == "vocabulary":
+        chat = ChatFormat.choose(tokenizer, config.data.chat_template_name, add_bos=config.data.add_bos)
     opened = Pretrained(
         folder=folder,
         tokenizer_folder=tokenizer_folder,
@@ -176,7 +177,7 @@ def open_pretrained(
         names=names,
         tokenizer=tokenizer,
         chat_template=_other_template(tokenizer, config.data),
-        **(_exported_settings(folder, tokenizer_folder, tokenizer, config, head) if is_trained else {}),
+        **(exported_settings(folder, tokenizer_folder, tokenizer, chat) if is_trained else {}),
     )
     opened.check_sizes(config.data)
     bare = opened.build(init_device="meta")
@@ -209,25 +210,6 @@ def start_model_of(pretrained: Pretrained, run: Run) -> str:
 
     on_main_process(compare)
     return own
-
-
-def _exported_settings(
-    folder: Path, tokenizer_folder: Path, tokenizer: PreTrainedTokenizerFast, config: LearnerConfig, head: Head
-) -> dict[str, Any]:
-    """The files of settings beside an export, as fields of `Pretrained`.
-
-    :raises InputError: no reader would open the tokenizer with the ids that it has here, or it cannot end a turn.
-    """
-    fields = read_object(folder / "config.json")
-    tokenizer_config = exported_tokenizer_config(tokenizer_folder, fields)
-    if head != "vocabulary":
-        return {"tokenizer_config": tokenizer_config}
-    data = config.data
-    chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
-    generation_config = exported_generation_config(
-        folder, fields, tokenizer, chat.turn_end_token_ids(), is_own_tokenizer=tokenizer_folder == folder
-    )
-    return {"tokenizer_config": tokenizer_config, "generation_config": generation_config}
 
 
 def _other_template(tokenizer: PreTrainedTokenizerFast, data: DataSection | PromptDataSection) -> str | None:

@@ -1,4 +1,7 @@
-"""The generation_config.json of an export: generate(), pipelines and vLLM end a reply at the ids that it names."""
+"""The settings beside an exported model, by which readers have its token ids, and end a reply where it does.
+
+generate(), pipelines and vLLM end a reply at the ids that generation_config.json names.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,10 +9,34 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.foreign_json import read_object
+from open_instruct.data.tokenizer_class import exported_tokenizer_config
 
 NAME = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def exported_settings(
+    folder: Path, tokenizer_folder: Path, tokenizer: PreTrainedTokenizerFast, chat: ChatFormat | None
+) -> dict[str, Any]:
+    """The arguments `tokenizer_config` and `generation_config` of `export_hf`.
+
+    Args:
+        folder: the start model's.
+        tokenizer_folder: of the tokenizer that is exported beside it.
+        chat: with which the model was trained; None for one that writes no replies.
+
+    Raises:
+        InputError: no reader would open the tokenizer with the ids that it has here, or it cannot end a turn.
+    """
+    fields = read_object(folder / "config.json")
+    settings = {"tokenizer_config": exported_tokenizer_config(tokenizer_folder, fields)}
+    if chat is not None:
+        settings["generation_config"] = exported_generation_config(
+            folder, fields, tokenizer, chat.turn_end_token_ids(), is_own_tokenizer=tokenizer_folder == folder
+        )
+    return settings
 
 
 def exported_generation_config(
