@@ -98,10 +98,12 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         config = _planned(config, pretrained.folder, console, directory)
         data = config.data
         chat = ChatFormat.choose(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
-        for warning in (*pretrained.warnings, *_other_templates(verifiers, chat)):
+        for warning in (
+            *pretrained.warnings,
+            *_other_templates(verifiers, chat),
+            *_untrained(config, pretrained, chat),
+        ):
             console.warn(warning)
-        if config.adapters is not None and (untrained := find_untrained_rows(pretrained, chat.turn_end_token_ids())):
-            console.warn(untrained)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
         named = [each.named() for each in (prompts, held_out) if each is not None]
         judges, answering = (set[str]().union(*names) for names in zip(*named, strict=True))
@@ -129,6 +131,12 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             conversations=load_conversations(config, pretrained.tokenizer, console=console),
             trackers=tuple(trackers),
         )
+
+
+def _untrained(config: GRPOConfig, pretrained: Pretrained, chat: ChatFormat) -> list[str]:
+    """A warning, if adapters leave frozen what the end of a turn is sampled by."""
+    untrained = find_untrained_rows(pretrained, chat.turn_end_token_ids()) if config.adapters else None
+    return [untrained] if untrained else []
 
 
 def _check_models_beside(pretrained: Pretrained, config: GRPOConfig, layout: ShardLayout) -> None:

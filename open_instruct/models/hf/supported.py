@@ -35,24 +35,24 @@ def check_supported(fields: Mapping[str, Any], where: str = "config.json") -> No
             check_number("rope_theta", parameters["rope_theta"], where, above=1)
 
 
-def check_fields(config: Any, family: Family, where: str = "config.json") -> None:
+def check_fields(model: Any, family: Family, where: str = "config.json") -> None:
     """The same of the attributes of a config, transformers' own or the fields of a file; not of RoPE."""
-    for field, supported in _required_values(config, family).items():
-        value = getattr(config, field, supported[0])
+    for field, supported in _required_values(model, family).items():
+        value = getattr(model, field, supported[0])
         if not any(value is each or (value == each and type(value) is not bool) for each in supported):
-            problem = f"{field} = {value!r} is not supported for {config.model_type!r}"
+            problem = f"{field} = {value!r} is not supported for {model.model_type!r}"
             others = " or ".join(repr(value) for value in supported if value is not None)
             raise InputError(f"{where}: {problem}; supported: {others or 'absent'}", kind="unsupported_model")
     if family.expert_size is not None:
-        _check_experts(config, family.expert_size, where)
-    if getattr(config, "rms_norm_eps", None) is not None:
-        check_number("rms_norm_eps", config.rms_norm_eps, where)
-    sizes = [getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")]
+        _check_experts(model, family.expert_size, where)
+    if getattr(model, "rms_norm_eps", None) is not None:
+        check_number("rms_norm_eps", model.rms_norm_eps, where)
+    sizes = [getattr(model, name, None) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")]
     hidden_size, num_heads, num_kv_heads = sizes
     if hidden_size is None or num_heads is None:
         return  # of the family's class
     check_size("num_attention_heads", num_heads, where)
-    dim = getattr(config, "head_dim", None) or family.default_head_dim or hidden_size // num_heads
+    dim = getattr(model, "head_dim", None) or family.default_head_dim or hidden_size // num_heads
     if check_size(HEAD_DIM, dim, where) % 2:
         raise InputError(f"{where}: {HEAD_DIM} = {dim} is odd, and RoPE turns pairs", kind="bad_model")
     if num_kv_heads is not None:
@@ -60,7 +60,7 @@ def check_fields(config: Any, family: Family, where: str = "config.json") -> Non
         check_multiple(where, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
 
 
-def _required_values(config: Any, family: Family) -> dict[str, Any]:
+def _required_values(model: Any, family: Family) -> dict[str, Any]:
     """The values that the forward pass has, by field; a bool stands for itself alone, not for 0 or 1."""
     required = dict(REQUIRED_VALUES)
     # In families without windows, transformers gives all layers a window by this field alone.
@@ -72,18 +72,18 @@ def _required_values(config: Any, family: Family) -> dict[str, Any]:
     return required if family.expert_size else required | NO_EXPERTS
 
 
-def _check_experts(config: Any, expert_size: str, where: str) -> None:
-    num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+def _check_experts(model: Any, expert_size: str, where: str) -> None:
+    num_experts = getattr(model, "num_experts", None) or getattr(model, "num_local_experts", None)
     num_experts = check_size("num_experts", num_experts, where, MAX_EXPERTS)
-    check_size("num_experts_per_tok", getattr(config, "num_experts_per_tok", None), where, num_experts)
-    check_size("decoder_sparse_step", getattr(config, "decoder_sparse_step", 1), where)
+    check_size("num_experts_per_tok", getattr(model, "num_experts_per_tok", None), where, num_experts)
+    check_size("decoder_sparse_step", getattr(model, "decoder_sparse_step", 1), where)
     for field in (expert_size, "hidden_size"):
-        if check_size(field, getattr(config, field, None), where) % ROWS_OF:
+        if check_size(field, getattr(model, field, None), where) % ROWS_OF:
             raise InputError(
-                f"{where}: {field} = {getattr(config, field)} is not a multiple of {ROWS_OF}: the product of tokens "
+                f"{where}: {field} = {getattr(model, field)} is not a multiple of {ROWS_OF}: the product of tokens "
                 "with their experts takes rows of 16 bytes and multiples of that",
                 kind="unsupported_model",
             )
-    if getattr(config, "output_router_logits", False):
-        factor = getattr(config, "router_aux_loss_coef", 0.001)
+    if getattr(model, "output_router_logits", False):
+        factor = getattr(model, "router_aux_loss_coef", 0.001)
         check_number("router_aux_loss_coef (output_router_logits = true)", factor, where)
