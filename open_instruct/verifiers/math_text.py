@@ -178,7 +178,7 @@ RULES = [
     _rule(r"**73** -> 73", r"(?<![\w)}])\*\*|\*\*(?![\w({])|`", ""),
     _rule(r"x**2 -> x^2", r"\*\*", "^"),
     _rule(r"2^{-}^{3} -> 2^{-3}", r"(?:\^\{[^{}]*\}){2,}|(?:_\{[^{}]*\}){2,}", _one_script),
-    _rule(r"\(x\) -> x", r"(?<!\\)\\[()\[\]](?![a-zA-Z])|(?<!\\)\$+", " "),
+    _rule(r"\(x\) -> x", r"(?<!\\)\\[()\[\]]|(?<!\\)\$+", " "),
     _rule(r"\lbrace 1\rbrace -> \{ 1\}", r"\\(?:lbrace|rbrace)(?![a-zA-Z])", _brace),
     _rule(r"x \le 3 -> x \leq 3", r"\\(?:le|leqslant|leqq)(?![a-zA-Z])|<=|=<", r"\\leq "),
     _rule(r"x \ge 3 -> x \geq 3", r"\\(?:ge|geqslant|geqq)(?![a-zA-Z])|>=", r"\\geq "),
