@@ -105,17 +105,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         ):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
-        named = [each.named() for each in (prompts, held_out) if each is not None]
-        judges, answering = (set[str]().union(*names) for names in zip(*named, strict=True))
-        for name in verifiers.keys() & judges:
-            verifiers[name].begin_run(cache_root(data.cache_dir))
-        for name in sorted(answering):
-            begin_run(environments[name])
-        if TOOL_SET in answering:
-            answering |= set(config.environment.tools)
-        if config.environment.search_corpus and "search" not in answering:
-            console.warn("--search_corpus is not read: the tool search answers none of the prompts")
-        _look_at_programs(config.reward, judges, answering, console)
+        answering = _prepare_judges_and_environments(config, (prompts, held_out), verifiers, environments, console)
         if answering:
             check_bridges(chat)
         yield RolloutRun(
@@ -145,6 +135,28 @@ def _check_models_beside(pretrained: Pretrained, config: GRPOConfig, layout: Sha
         open_beside("teacher", teacher, pretrained, config=config, layout=layout)
     if config.rollout.has_critic:
         open_beside("critic", config.critic.critic_model_name_or_path, pretrained, config=config, layout=layout)
+
+
+def _prepare_judges_and_environments(
+    config: GRPOConfig,
+    datasets: tuple[Prompts, Prompts | None],
+    verifiers: Mapping[str, Verifier],
+    environments: Mapping[str, Factory],
+    console: Console,
+) -> set[str]:
+    """Have what the prompts name begin the run; returns the names of the environments and tools that answer replies."""
+    named = [each.named() for each in datasets if each is not None]
+    judges, answering = (set[str]().union(*names) for names in zip(*named, strict=True))
+    for name in verifiers.keys() & judges:
+        verifiers[name].begin_run(cache_root(config.data.cache_dir))
+    for name in sorted(answering):
+        begin_run(environments[name])
+    if TOOL_SET in answering:
+        answering |= set(config.environment.tools)
+    if config.environment.search_corpus and "search" not in answering:
+        console.warn("--search_corpus is not read: the tool search answers none of the prompts")
+    _look_at_programs(config.reward, judges, answering, console)
+    return answering
 
 
 def _read_prompts(
