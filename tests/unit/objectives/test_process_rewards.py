@@ -276,7 +276,7 @@ def test_row_that_cannot_be_used_is_refused_with_its_line(
 
 
 def copy_as(folder: Path, to: Path, *words: str) -> Path:
-    """The tiny model as a run with these flags would have exported it; a new head is drawn far from 0."""
+    """The tiny model as a run with these flags would have exported it; a new head is drawn."""
     to.mkdir()
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
@@ -287,7 +287,8 @@ def copy_as(folder: Path, to: Path, *words: str) -> Path:
         tensors = load_file(to / "model.safetensors")
         tensors.pop("lm_head.weight", None)
         draw = torch.Generator().manual_seed(1)
-        tensors["score.weight"] = torch.randn(2, config["hidden_size"], generator=draw)
+        width = config["hidden_size"]
+        tensors["score.weight"] = torch.randn(2, width, generator=draw) / width**0.5
         tensors["score.bias"] = torch.tensor([0.5, -0.5])
         save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
     return to
