@@ -98,11 +98,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         config = _planned(config, pretrained.folder, console, directory)
         data = config.data
         chat = ChatFormat.choose(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
-        for warning in (
-            *pretrained.warnings,
-            *_other_templates(verifiers, chat),
-            *_untrained(config, pretrained, chat),
-        ):
+        for warning in _warnings(config, pretrained, chat, verifiers):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
         answering = _prepare_judges_and_environments(config, (prompts, held_out), verifiers, environments, console)
@@ -123,10 +119,12 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         )
 
 
-def _untrained(config: GRPOConfig, pretrained: Pretrained, chat: ChatFormat) -> list[str]:
-    """A warning, if adapters leave frozen what the end of a turn is sampled by."""
+def _warnings(
+    config: GRPOConfig, pretrained: Pretrained, chat: ChatFormat, verifiers: Mapping[str, Verifier]
+) -> list[str]:
+    """Warnings about the start model, its template, and what adapters leave frozen."""
     untrained = find_untrained_rows(pretrained, chat.turn_end_token_ids()) if config.adapters else None
-    return [untrained] if untrained else []
+    return [*pretrained.warnings, *_other_templates(verifiers, chat), *filter(None, [untrained])]
 
 
 def _check_models_beside(pretrained: Pretrained, config: GRPOConfig, layout: ShardLayout) -> None:
