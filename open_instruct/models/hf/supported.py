@@ -51,6 +51,7 @@ def check_fields(model: Any, family: Family, where: str = "config.json") -> None
     hidden_size, num_heads, num_kv_heads = sizes
     if hidden_size is None or num_heads is None:
         return  # of the family's class
+    check_size("hidden_size", hidden_size, where)
     check_size("num_attention_heads", num_heads, where)
     dim = getattr(model, "head_dim", None) or family.default_head_dim or hidden_size // num_heads
     if check_size(HEAD_DIM, dim, where) % 2:
