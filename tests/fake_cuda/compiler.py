@@ -46,14 +46,24 @@ def has_triton() -> bool:
     return find_spec("triton") is not None or TRITON.is_dir()
 
 
-def pretend_compiler(folder: Path) -> list[Kernel]:
-    """Let Inductor compile for the pretended GPU, with its caches in `folder`; returns what was assembled so far.
+def set_compiler_environment(folder: Path) -> None:
+    """Inductor's caches are in `folder`, and it compiles in this process: workers would pretend nothing.
 
-    Before it `pretend_cuda`; torch may be imported, its compiler not yet be used.
+    Before `pretend_cuda`, as libraries that find Triton import Inductor, which reads this then. Not by its `config`,
+    which is one for each thread, as the backward pass has its own.
     """
-    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
-    # Workers would pretend nothing. Not by `config`, which is one for each thread, as the backward pass has its own.
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    os.environ |= {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+
+
+def pretend_compiler() -> list[Kernel]:
+    """Let Inductor compile for the pretended GPU; returns what was assembled so far.
+
+    Before it `set_compiler_environment` and `pretend_cuda`; torch may be imported, its compiler not yet be used.
+    """
     if find_spec("triton") is None:
         sys.path.append(str(TRITON))
 

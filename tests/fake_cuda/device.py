@@ -116,24 +116,13 @@ class Stream:
         return self
 
 
-def _import_libraries() -> None:
-    """They stay: looking for garbage in them takes a tenth of the time, and to trace their import half a minute."""
-    gc.disable()
-    import olmo_core.train.train_module  # noqa: F401
-    import transformers.models.auto.modeling_auto  # noqa: F401
-
-    with contextlib.suppress(ImportError):
-        import torchao  # noqa: F401
-    gc.freeze()
-    gc.enable()
-
-
 def pretend_cuda() -> None:
     """Let `torch.cuda` speak of a device: it has streams, memory of which little is used, and the name of an H100.
 
-    Before that come the libraries, some of which ask the driver about a device while they are imported.
+    The libraries come after it: some keep functions of `torch.cuda` while they are imported (PyTorch's compiler), or
+    ask them about the device (torchao). All that they ask is answered, so that none goes to a driver.
     """
-    _import_libraries()
+    gc.disable()
     import torch
 
     stream = Stream()
@@ -172,6 +161,12 @@ def pretend_cuda() -> None:
     torch.cuda.synchronize = lambda device=None: WAITS.note("torch.cuda.synchronize()")  # type: ignore[assignment]
     torch.accelerator.current_stream = always(stream)
     torch.accelerator.synchronize = lambda device=None: WAITS.note("torch.accelerator.synchronize()")  # type: ignore
+    # Libraries stay: looking for garbage in them takes a tenth of the time, and to trace their import half a minute.
+    import olmo_core.train.train_module  # noqa: F401
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
 
 
 def pretended_gpu() -> Any:

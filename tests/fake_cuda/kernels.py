@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fake_cuda.cases import leave_weights_alone, opened
-from tests.fake_cuda.compiler import Kernel, pretend_compiler
+from tests.fake_cuda.compiler import Kernel, pretend_compiler, set_compiler_environment
 from tests.fake_cuda.device import load_hooks, pretend_cuda
 from tests.fake_cuda.memory import LLAMA, OLMO, QWEN, TracedCase
 
@@ -83,9 +83,10 @@ def found(names: Iterable[str]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        set_compiler_environment(folder)
         load_hooks(folder)
         pretend_cuda()
-        assembled = pretend_compiler(folder)
+        assembled = pretend_compiler()
         leave_weights_alone()
         for name in names:
             try:
