@@ -126,9 +126,10 @@ def test_only_a_foreign_template_is_tried_and_once_for_each_form_of_conversation
     own = ChatFormat.choose(tokenizer, None)
     for answer in ("Hello.", "Good day."):
         encoded(own, [CONVERSATION[0], {"role": "assistant", "content": answer}])
-    assert tried == [template_trial.TIMEOUT_S] * 3  # as it is compiled, with the prompt, and with the whole
+    # As it is compiled, with the prompt, with the whole, and with a question that asks for no reply.
+    assert tried == [template_trial.TIMEOUT_S] * 4
     encoded(own, [{"role": "system", "content": "be brief"}, *CONVERSATION])
-    assert len(tried) == 5
+    assert len(tried) == 6
 
 
 def test_trial_that_raises_waits_or_dies_speaks_of_no_endless_template() -> None:

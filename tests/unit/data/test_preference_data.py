@@ -220,8 +220,8 @@ def test_rows_that_the_template_refuses_are_bad_rows(
     fine = "<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
     monkeypatch.setattr(tokenizer, "chat_template", strict + fine)
     system = {"role": "system", "content": "be kind"}
-    refused = {key: [system, *messages] for key, messages in pair("q", "yes", "no").items()}
-    rows = [pair("q", "yes", "no"), refused, *({**refused, "n": i} for i in range(3))]
+    foreign = {key: [system, *messages] for key, messages in pair("q", "yes", "no").items()}
+    rows = [pair("q", "yes", "no"), foreign, *({**foreign, "n": i} for i in range(3))]
     path = write_rows(tmp_path / "rows.jsonl", *rows)
     with refused("bad_row", "on_bad_row", "2") as caught:
         load(path, "1.0", template=None)
