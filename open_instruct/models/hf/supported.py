@@ -30,7 +30,7 @@ def check_supported(fields: Mapping[str, Any], where: str = "config.json") -> No
     for layer_type, parameters in read_rope(fields, family, where).items():
         if parameters.get("rope_theta") is None and family.may_not_turn:
             continue
-        check_rope_scaling(parameters, f"RoPE of {layer_type}", family, where=where, is_whole=False)
+        check_rope_scaling(parameters, f"rope_parameters of {layer_type}", family, where=where, is_whole=False)
         if parameters.get("rope_theta") is not None:
             check_number("rope_theta", parameters["rope_theta"], where, above=1)
 
