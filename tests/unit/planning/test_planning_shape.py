@@ -114,6 +114,14 @@ DELTA: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
     "layer_types": None,
+    "sliding_window": None,
+}
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "sliding_window": None,
 }
 PARTLY = {"rope_theta": 1e4, "partial_rotary_factor": "half"}
 
@@ -126,8 +134,8 @@ PARTLY = {"rope_theta": 1e4, "partial_rotary_factor": "half"}
         ({"vocab_size": -5}, ("bad_model", None, "vocab_size", "5", "1")),
         ({"num_key_value_heads": 3}, ("bad_model", None, "num_attention_heads", "4", "num_key_value_heads")),
         ({"sliding_window": 0}, ("bad_model", None, "sliding_window", "0")),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": "0"}, ("bad_model", None, "mlp_only_layers", "'0'")),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": "2"}, ("bad_model", None, "decoder_sparse_step", "'2'")),
+        (EXPERTS | {"mlp_only_layers": "0"}, ("bad_model", None, "mlp_only_layers", "'0'")),
+        (EXPERTS | {"decoder_sparse_step": "2"}, ("bad_model", None, "decoder_sparse_step", "'2'")),
         ({"layer_types": ["full_attention"]}, ("bad_model", None, "layer_types", "num_hidden_layers", "4")),
         (
             {"layer_types": ["full_attention", "linear_attention"] * 2},
