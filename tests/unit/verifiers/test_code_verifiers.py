@@ -303,7 +303,7 @@ class TestRun:
         )
 
     @pytest.mark.parametrize("name", ["gsm8k", "code"])
-    def test_walls_are_not_needed_with_a_code_api(self, name: str, opened: Callable[..., str]) -> None:
+    def test_sandbox_is_not_needed_with_a_code_api(self, name: str, opened: Callable[..., str]) -> None:
         said = opened(
             name, *(["--code_api_url", "http://localhost/test_program"] if name == "code" else []), has_walls=False
         )
