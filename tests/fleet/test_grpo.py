@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 
 # What scripts read; see README.
 EVERY_STEP = {
-    *("step", "loss", "reward", "verifier/digits", "kl", "clip_fraction", "rho/mean", "rho/max", "grad_norm", "lr"),
+    *("step", "loss", "reward", "verifier/digits", "clip_fraction", "rho/mean", "rho/max", "grad_norm", "lr"),
     *("logprob_diff/mean", "logprob_diff/max", "staleness/mean", "sequence_length/mean", "truncated_fraction"),
     *("zero_std_fraction", "num_tokens", "time/generate", "time/train", "time/sync", "time/step"),
 }

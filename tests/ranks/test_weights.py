@@ -88,7 +88,7 @@ def check_export(out: Path, source: Path, dtype: torch.dtype, logits: list[list[
         assert torch.equal(ours[name], theirs[name].to(dtype)), name
     opened, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert opened.files.main_dtype == dtype
+    assert opened.dtype == dtype
     assert AutoTokenizer.from_pretrained(out)("a b").input_ids == AutoTokenizer.from_pretrained(source)("a b").input_ids
     if logits is not None:
         expected = opened.float()((torch.arange(len(logits)) % 7 + 2).unsqueeze(0)).logits[0]
