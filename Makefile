@@ -60,7 +60,7 @@ check: ruff  ## lint, types and the quick tests, in three minutes
 quick-tests: $(STAMP)
 	$(PYTEST) -n 2 -m "$(QUICK)" tests/house/test_house.py tests/house/test_architecture.py tests/unit
 
-test: ruff  ## lint, types and the tests of every part, in ten minutes
+test: ruff  ## lint, types and the tests of every part, in some twenty minutes
 	@$(MAKE) --no-print-directory -j 2 types main-tests
 
 # Three files at a time keep two cores busy: in tests of a fleet, processes wait for each other.
