@@ -54,7 +54,7 @@ PYTEST := $(PY) -m pytest -q --dist loadfile --no-loadscope-reorder
 # and `make test-rest` alone. mypy has one thread: tests run beside it.
 QUICK := not slow and not extended
 
-check: ruff  ## lint, types and the quick tests, in three minutes
+check: ruff  ## lint, types and the quick tests, in some ten minutes
 	@$(MAKE) --no-print-directory -j 2 types quick-tests
 
 quick-tests: $(STAMP)
