@@ -37,6 +37,15 @@ def empty_folder_to_work_in(tmp_path_factory: pytest.TempPathFactory) -> Iterato
     assert [path.name for path in folder.iterdir()] == []  # a test writes into a folder of its own
 
 
+@pytest.fixture(autouse=True, scope="module")
+def environment_to_put_back() -> Iterator[None]:
+    """What a file's tests let libraries set, such as OLMo-core's TORCH_DIST_INIT_BARRIER, ends with that file."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
