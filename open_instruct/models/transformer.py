@@ -24,8 +24,9 @@ from olmo_core.nn.buffer_cache import BufferCache
 from olmo_core.nn.rope import RotaryEmbedding
 from olmo_core.nn.transformer import Transformer
 from olmo_core.utils import get_default_device, mark_dynamic
+from torch import nn
 from torch.distributed import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from open_instruct.models.attention.attention import SegmentAttention
 from open_instruct.models.attention.context_parallel import ContextGroup
@@ -174,9 +175,15 @@ class SegmentTransformer(Transformer):
         if not self.tie_word_embeddings:
             fully_shard(self.embeddings, mesh=dp_mesh, **style).set_unshard_in_backward(False)  # which only looks up
         fully_shard(self, mesh=dp_mesh, reshard_after_forward=True, **style)
-        for index, block in enumerate(blocks if prefetch_factor else ()):
-            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + prefetch_factor])
+        units = [_find_sharded(block) for block in blocks]
+        for index, unit in enumerate(units if prefetch_factor else ()):
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + prefetch_factor])
         self._fsdp_enabled = True
+
+
+def _find_sharded(block: nn.Module) -> FSDPModule:
+    """The module that FSDP shards for a block: the block itself, also where what recomputes it is wrapped around."""
+    return next(module for module in block.modules() if isinstance(module, FSDPModule))
 
 
 class SegmentRotaryEmbedding(RotaryEmbedding):

@@ -10,6 +10,8 @@ such version. A link builds on the version before it, or on none: an anchor, whi
     5f0c9a1e-17.0        …
 
 First stands the name of the chain. The driver tells receivers this name and the version, the folder tells all else.
+A message's digest is of its bytes and of its place: chain, version, what that builds on, rank, number. So a file or
+a link that was copied to another version's name, or shortened, has other digests than it says.
 """
 
 import json
@@ -31,7 +33,7 @@ from open_instruct.whole_file import read_whole
 # Hidden files are links that a killed learner left half written, or a file system's own.
 OWN_FILE = re.compile(r"\.|[0-9a-f]{8}-\d+\.")
 Written = list[tuple[int, str]]
-"""The messages in a file: of each the number of its bytes, and their XXH3 in hexadecimal digits."""
+"""The messages in a file: of each the number of its bytes, and its digest (`digest_message`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,29 @@ class Link:
     @property
     def num_bytes(self) -> int:
         return sum(num_bytes for written in self.messages for num_bytes, _ in written)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagePlace:
+    """Where a message belongs: the chain's name, the version, what that builds on, the rank, and its number there.
+
+    Example: `MessagePlace(chain="5f0c9a1e", version=17, builds_on=16, rank=0, index=2, num_messages=9)` is the third
+    of learner 0's nine messages about version 17.
+    """
+
+    chain: str
+    version: int
+    builds_on: int | None
+    rank: int
+    index: int
+    num_messages: int
+
+
+def digest_message(message: memoryview, place: MessagePlace) -> str:
+    """XXH3 of the message's place and bytes, in hexadecimal digits."""
+    digest = xxhash.xxh3_64(repr(place).encode())
+    digest.update(message)
+    return digest.hexdigest()
 
 
 class FolderWeights:
@@ -73,9 +98,10 @@ class FolderWeights:
         self._version = None
         try:
             for link in links_to(version, self.chain, since=before):
+                self._check_messages(link)
                 for rank, written in enumerate(link.messages):
                     if written:
-                        self._take(rank, written, Path(f"{self.chain}-{link.version}.{rank}"))
+                        self._take(rank, written, link)
         except (OSError, LookupError, RuntimeError, TypeError, ValueError) as error:  # the last four of a false link
             where = f"version {version} in {Path(self.chain).parent}, which all hosts need to see"
             raise RunError(f"weight sync: {self._name} could not read {where}: {error}; all is written anew") from error
@@ -91,27 +117,53 @@ class FolderWeights:
     def close(self) -> None:
         """Nothing is open between two versions."""
 
-    def _take(self, rank: int, written: Written, path: Path) -> None:
+    def _check_messages(self, link: Link) -> None:
+        """:raises ValueError: a rank that holds weights has another number of messages than there are buckets."""
+        for rank in {*range(len(link.messages)), *self._manifest.ranks}:
+            num_messages = len(link.messages[rank]) if rank < len(link.messages) else 0
+            expected = len(self._manifest.buckets) if rank in self._manifest.ranks else 0
+            if num_messages != expected:
+                link_name = f"{Path(self.chain).name}-{link.version}.json"
+                raise ValueError(f"{link_name} has {num_messages} messages of rank {rank}, which has {expected}")
+
+    def _take(self, rank: int, written: Written, link: Link) -> None:
         """Take in what a rank tells, each message after a look at its digest."""
+        path = Path(f"{self.chain}-{link.version}.{rank}")
         with path.open("rb") as file:
             for index, (num_bytes, digest) in enumerate(written):
                 message = torch.empty(num_bytes, dtype=torch.uint8)
                 file.readinto(message.numpy().data)
-                if xxhash.xxh3_64_hexdigest(message.numpy().data) != digest:
+                place = MessagePlace(
+                    chain=Path(self.chain).name,
+                    version=link.version,
+                    builds_on=link.builds_on,
+                    rank=rank,
+                    index=index,
+                    num_messages=len(written),
+                )
+                if digest_message(message.numpy().data, place) != digest:
                     raise ValueError(f"{path.name} is torn, or is another one's ({index + 1} of {len(written)})")
                 if num_bytes and (name := self._mirror.change(index, rank, message)) is not None:
                     raise ValueError(f"after {path.name} there are other bits of {name} than were sent")
 
 
 def links_to(version: int, chain: str, *, since: int | None) -> list[Link]:
-    """What to read in order to have `version`: the links after `since`, or those from the anchor if that is later."""
+    """What to read in order to have `version`: the links after `since`, or those from the anchor if that is later.
+
+    Raises:
+        ValueError: a link is another version's, or builds on no earlier one.
+    """
     links: list[Link] = []
     wanted: int | None = version
     while wanted is not None and wanted != since:
-        if len(links) > version:  # each builds on an earlier one
-            raise ValueError(f"version {wanted} builds on itself")
-        links.insert(0, Link(**json.loads(read_whole(Path(f"{chain}-{wanted}.json")))))
-        wanted = links[0].builds_on
+        path = Path(f"{chain}-{wanted}.json")
+        link = Link(**json.loads(read_whole(path)))
+        if link.version != wanted:
+            raise ValueError(f"{path.name} is the link of version {link.version}")
+        if link.builds_on is not None and link.builds_on >= link.version:
+            raise ValueError(f"{path.name} builds on version {link.builds_on}, which is no earlier one")
+        links.insert(0, link)
+        wanted = link.builds_on
     return links
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from open_instruct.checkpoints.safe_checkpointer import together
 from open_instruct.errors import RunError
 from open_instruct.parallel.process import gathered, on_main_process
 from open_instruct.weights.changes import Message, SentParts
-from open_instruct.weights.folder import Link, Written
+from open_instruct.weights.folder import Link, MessagePlace, Written, digest_message
 from open_instruct.weights.progress import HOST_RANK
 from open_instruct.weights.sender import WeightSender
 from open_instruct.whole_file import replace_text
@@ -63,8 +62,9 @@ class FolderSender(WeightSender):
         has_digests = self._check_every > 0 and version % self._check_every == 0
         # All of them before one is written: ranks may meet in what they compare, and a full disk would be one's own.
         messages = list(self._sent.messages(self._parts(), has_digests=has_digests))
-        written = gathered(together(lambda: self._write(version, messages), kind=self._failure))
-        link = Link(version=version, builds_on=links[-1].version if links else None, messages=written)
+        builds_on = links[-1].version if links else None
+        written = gathered(together(lambda: self._write(version, builds_on, messages), kind=self._failure))
+        link = Link(version=version, builds_on=builds_on, messages=written)
         together(lambda: self._add(link), kind=self._failure)
         self._links = [*links, link]
         if not self._changes_alone:
@@ -75,16 +75,24 @@ class FolderSender(WeightSender):
             return True
         return sum(link.num_bytes for link in self._links[1:]) >= self.manifest.num_bytes
 
-    def _write(self, version: int, messages: list[Message]) -> Written:
+    def _write(self, version: int, builds_on: int | None, messages: list[Message]) -> Written:
         """Write what this rank has to tell; nobody reads it before there is a link."""
         written: Written = []
         if self._rank not in self.manifest.ranks:
             return written
         with Path(f"{self._chain}-{version}.{self._rank}").open("wb") as file:
-            for message in messages:
-                told = torch.cat(message).numpy().data
-                file.write(told)
-                written.append((len(told), xxhash.xxh3_64_hexdigest(told)))
+            for index, message in enumerate(messages):
+                place = MessagePlace(
+                    chain=Path(self._chain).name,
+                    version=version,
+                    builds_on=builds_on,
+                    rank=self._rank,
+                    index=index,
+                    num_messages=len(messages),
+                )
+                flat = torch.cat(message).numpy().data
+                file.write(flat)
+                written.append((len(flat), digest_message(flat, place)))
         return written
 
     def _add(self, link: Link) -> None:

@@ -109,9 +109,25 @@ def harm(path: Path, how: str) -> None:
     elif how == "no link":
         path.write_text("[]")
     elif how == "builds on itself":
-        path.write_text(json.dumps(json.loads(data) | {"builds_on": 2}))
+        change_link(path, builds_on=2)
+    elif how == "builds on nothing":
+        change_link(path, builds_on=None)
+    elif how == "says another version":
+        change_link(path, version=1)
     elif how == "of other sizes":
-        path.write_text(json.dumps(json.loads(data) | {"messages": [[[-1, ""]]]}))
+        change_link(path, messages=[[[-1, ""] for _ in json.loads(data)["messages"][0]]])
+    elif how == "shortened":
+        change_link(path, messages=[json.loads(data)["messages"][0][:-1]])
+    elif how == "of no rank":
+        change_link(path, messages=[])
+    elif how == "of a rank too many":
+        change_link(path, messages=json.loads(data)["messages"] * 2)
+    elif how == "the version before's":
+        path.write_bytes(Path(str(path).replace("-2.", "-1.")).read_bytes())
+
+
+def change_link(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 @pytest.mark.parametrize(
@@ -123,8 +139,15 @@ def harm(path: Path, how: str) -> None:
         ("2.json", "missing", "No such file"),
         ("2.json", "torn", "Expecting"),
         ("2.json", "no link", "mapping"),
-        ("2.json", "builds on itself", "builds on itself"),
+        ("2.json", "builds on itself", r"2\.json builds on version 2"),
         ("2.json", "of other sizes", "negative"),
+        ("2.0", "the version before's", r"2\.0 is torn"),
+        ("2.json", "the version before's", r"2\.json is the link of version 1"),
+        ("2.json", "says another version", r"2\.json is the link of version 1"),
+        ("2.json", "builds on nothing", r"2\.0 is torn"),
+        ("2.json", "shortened", r"2\.json has .* messages of rank 0"),
+        ("2.json", "of no rank", r"2\.json has 0 messages of rank 0"),
+        ("2.json", "of a rank too many", r"2\.json has .* messages of rank 1, which has 0"),
     ],
 )
 def test_damaged_weights_are_refused_and_the_whole_comes_next(
@@ -147,6 +170,17 @@ def test_damaged_weights_are_refused_and_the_whole_comes_next(
     again.stage(2)
     assert_holds(again, sender.weights)
     assert not path.exists()
+
+
+def test_version_copied_whole_to_the_next_name_is_refused(chain: tuple[Sender, FolderWeights, FolderWeights]) -> None:
+    """The link of version 2 with its number changed, and its messages, under the name of version 3."""
+    _, follows, late = chain
+    for suffix in ("0", "json"):
+        Path(f"{late.chain}-3.{suffix}").write_bytes(Path(f"{late.chain}-2.{suffix}").read_bytes())
+    change_link(Path(f"{late.chain}-3.json"), version=3)
+    for receiver in (follows, late):
+        with pytest.raises(RunError, match=r"3\.0 is torn, or is another one's"):
+            receiver.stage(3)
 
 
 def test_link_that_is_missing_on_the_way_is_a_gap(chain: tuple[Sender, FolderWeights, FolderWeights]) -> None:
