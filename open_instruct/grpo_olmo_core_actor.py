@@ -25,6 +25,7 @@ from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.prompts import PromptBuilder, row_changes
 from open_instruct.entry import leave, run_entry
 from open_instruct.environments.registry import known_environments
+from open_instruct.run.earlier_command import refuse_another_command
 from open_instruct.run.first_look import look_at, look_at_rows
 from open_instruct.verifiers.registry import known_verifiers
 
@@ -57,6 +58,7 @@ def run_grpo(
 # Users' own code is loaded before torch, so that a misspelt name is refused at once.
 def look_at_run(config: GRPOConfig) -> None:
     """:raises InputError: what the flags name, or the first of the prompts, will not do."""
+    refuse_another_command(config, "grpo")
     verifiers = known_verifiers(config.reward)
     look_at(config)
     environments = known_environments(config.environment)

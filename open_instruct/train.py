@@ -23,6 +23,7 @@ from open_instruct.entry import leave, run_entry, run_to_exit_code, typed
 from open_instruct.errors import InputError
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import OBJECTIVES
+from open_instruct.run.earlier_command import refuse_another_command
 from open_instruct.run.first_look import look_at, look_at_rows
 from open_instruct.users_code import load_named
 
@@ -91,6 +92,7 @@ def run_objective(objective: Objective, argv: Sequence[str] | None = None, *, ow
 
 def look_at_run(config: TrainingConfig, *, objective: Objective) -> None:
     """:raises InputError: what the flags name, or the first of the rows, will not do, as far as shows without torch."""
+    refuse_another_command(config, objective.name)
     look_at(config)
     form = objective.rows_of(config)
     if (check := vars(form).get("check")) is not None:

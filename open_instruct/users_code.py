@@ -66,7 +66,7 @@ def _module(where: str) -> ModuleType:
     """
     beside = Path(f"{where}.py")
     if where.endswith(".py"):
-        beside = Path(where)
+        beside = Path(where).expanduser()
     elif "." in where or find_spec(where) is not None or not beside.is_file():
         return importlib.import_module(where)
     name = str(beside.resolve())

@@ -7,6 +7,8 @@ or one scalar of a YAML file; both spell values the same way.
 
 import math
 import operator
+import os
+import re
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
@@ -64,6 +66,7 @@ class Flag:
     item_kind: type = str  # of a list's items
     or_one: bool = False  # of a list: a single word gives that item itself, not a list of one
     resume: Resume = "same"
+    is_path: bool = False  # `~` and `$NAME` in it are filled in
     takes_own: bool = False  # beside the choices, `FILE.py:function` or `module:function`
     read_with: str = ""  # another flag, perhaps with its values, without which nothing reads this one; see `is_met`
     # The range that a number must lie in, and the end of the message of one that does not.
@@ -153,6 +156,7 @@ class Flag:
         else:
             is_own = self.takes_own and all(word.rpartition(":"))
             value = word if not self.choices or word in self.choices or is_own else None
+            value = fill_in_path(word) if self.is_path else value
         if value is None:
             raise InputError(
                 f"takes {self.accepted}, not {quoted(word)}{self._hint(word)}",
@@ -182,6 +186,26 @@ def is_met(condition: str, values: Mapping[str, Any]) -> bool:
         return bool(value)
     words = value if isinstance(value, list) else [value]
     return any(word in wanted or (OWN in wanted and ":" in word) for word in words)
+
+
+def fill_in_path(word: str) -> str:
+    """The word with `~` at its beginning, and `$NAME` and `${NAME}` anywhere, as a shell fills them in.
+
+    A YAML file and a word in quotes come without a shell.
+
+    :raises InputError: a variable that is not set, or a user who has no home.
+    """
+    for name in re.findall(r"\$\{?([A-Za-z_]\w*)", word):
+        if name not in os.environ:
+            raise InputError(
+                f"names ${name}, which is not set in the environment: export {name}, or write the path out",
+                kind="bad_value",
+            )
+    path = os.path.expanduser(os.path.expandvars(word))
+    if path.startswith("~") and not os.path.lexists(path):
+        user = path.partition("/")[0]
+        raise InputError(f"begins with {user}, and there is no such user: write the path out", kind="bad_value")
+    return path
 
 
 def spelled(value: Any) -> str:

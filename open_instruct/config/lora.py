@@ -44,7 +44,7 @@ class LoRASection:
     lora_init: Literal["kaiming", "gaussian"] = flag(
         "distribution of an adapter's first matrix; its second begins at zero", "kaiming"
     )
-    adapter_name_or_path: str | None = flag("folder of a peft adapter to go on from", None)
+    adapter_name_or_path: str | None = flag("folder of a peft adapter to go on from", None, is_path=True)
     export: Literal["both", "merged", "adapter"] = free_flag(
         "'merged' into hf_model, the 'adapter' by itself as peft writes it, or both", "both"
     )

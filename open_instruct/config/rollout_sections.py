@@ -33,20 +33,23 @@ class PromptDataSection(RowsSection):
 
     dataset_mixer_list: list[str] = flag(
         "alternating names and amounts: 'prompts.jsonl 1.0 other.parquet 500'; an amount with a dot is a "
-        "fraction of the rows (above 1.0 repeats rows), one without is a count"
+        "fraction of the rows (above 1.0 repeats rows), one without is a count",
+        is_path=True,
     )
     dataset_mixer_list_splits: list[str] = flag("split of each data set, or one for all", ["train"])
-    dataset_mixer_eval_list: list[str] = free_flag("held-out prompts, in the same form", [])
+    dataset_mixer_eval_list: list[str] = free_flag("held-out prompts, in the same form", [], is_path=True)
     dataset_mixer_eval_list_splits: list[str] = free_flag(
         "split of each held-out data set, or one for all", ["train"], read_with=HELD_OUT
     )
-    sft_mixer_list: list[str] = flag("conversations, in the same form, that steps learn from beside completions", [])
+    sft_mixer_list: list[str] = flag(
+        "conversations, in the same form, that steps learn from beside completions", [], is_path=True
+    )
     sft_mixer_list_splits: list[str] = flag("split of each data set of conversations, or one for all", ["train"])
     sft_rows_per_step: int = flag("conversations of one step", 0, minimum=0)
     max_prompt_token_length: int = flag("tokens; longer prompts are left out and counted", 256, minimum=1)
     response_length: int = flag("tokens that the policy may generate for a prompt", 256, minimum=1)
     system_prompt_override_file: str | None = flag(
-        "text file whose content is the system turn of every prompt, in place of the row's own", None
+        "text file whose content is the system turn of every prompt, in place of the row's own", None, is_path=True
     )
 
     length_flags: ClassVar[str] = "--max_prompt_token_length and --response_length together:"
@@ -146,6 +149,7 @@ class RewardSection:
         "judges of prompts that name no verifier, which prompts may name too: the NAME of an installed one, "
         "FILE.py:NAME or module:NAME of a function or class of your own, reward_model:FOLDER or prm:FOLDER of a run",
         [],
+        is_path=True,
     )
     remap_verifier: list[str] = flag("OLD=NEW: prompts that name the verifier OLD are judged by NEW", [])
     several_verifiers: Literal["mean", "sum"] = flag("how weighted scores of a prompt's verifiers are combined", "mean")
@@ -218,7 +222,9 @@ class PolicyLossSection:
     rl_coef: float = flag("weight of the policy loss; 0: learn from the teacher alone", 1.0, minimum=0)
     ce_coef: float = flag("weight of the cross-entropy of conversations", 1.0, read_with="sft_mixer_list", minimum=0)
     teacher_model_name_or_path: str | None = flag(
-        "folder of a frozen model with the same tokenizer, from which the policy learns on its own completions", None
+        "folder of a frozen model with the same tokenizer, from which the policy learns on its own completions",
+        None,
+        is_path=True,
     )
     teacher_kl_coef: float = flag(
         "weight of the divergence from the teacher", 1.0, read_with="teacher_model_name_or_path", above=0
@@ -271,7 +277,9 @@ class CriticSection:
 
     all_read_with: ClassVar[str] = f"advantage_normalization_type {WITH_CRITIC}"
 
-    critic_model_name_or_path: str | None = flag("its start, such as a reward model; default: the policy's start", None)
+    critic_model_name_or_path: str | None = flag(
+        "its start, such as a reward model; default: the policy's start", None, is_path=True
+    )
     critic_learning_rate: float = flag("peak learning rate of the critic", 1e-5, above=0)
     critic_warmup_steps: int = flag("first steps in which the critic alone learns", 0, minimum=0)
     gamma: float = flag("how much a reward counts one token earlier", 1.0, above=0, maximum=1)
@@ -323,7 +331,10 @@ class FleetSection:
         "'auto': ipc on one shared device, nccl on CUDA, shm on one host, gloo across hosts; files: a folder", "auto"
     )
     weight_sync_folder: str | None = free_flag(
-        "seen by all hosts, with room for 3 times the weights; default: in --output_dir", None, read_with=THROUGH_FOLDER
+        "seen by all hosts, with room for 3 times the weights; default: in --output_dir",
+        None,
+        read_with=THROUGH_FOLDER,
+        is_path=True,
     )
     weight_sync_anchor_every: int = free_flag(
         "versions from one that is written whole to the next", 16, read_with=THROUGH_FOLDER, minimum=1

@@ -45,8 +45,8 @@ def free_flag(help: str, default: Any = MISSING, **facts: Any) -> Any:
 class ModelSection:
     """Model"""
 
-    model_name_or_path: str = flag("folder or hub name of the Hugging Face checkpoint to start from")
-    tokenizer_name_or_path: str | None = flag("folder of the tokenizer; default: the model's", None)
+    model_name_or_path: str = flag("folder or hub name of the Hugging Face checkpoint to start from", is_path=True)
+    tokenizer_name_or_path: str | None = flag("folder of the tokenizer; default: the model's", None, is_path=True)
     model_revision: str | None = flag("branch, tag or commit of a model on the hub; default: its main branch", None)
     tokenizer_revision: str | None = flag(
         "branch, tag or commit of the tokenizer on the hub; default: --model_revision",
@@ -73,11 +73,15 @@ class RowsSection:
     """Rows"""
 
     columns: list[str] = flag("names of columns in place of ours, each FIELD=COLUMN: 'messages=conversations'", [])
-    chat_template_name: str | None = flag("a built-in template, or a Jinja file; default: the tokenizer's own", None)
+    chat_template_name: str | None = flag(
+        "a built-in template, or a Jinja file; default: the tokenizer's own", None, is_path=True
+    )
     add_bos: bool = flag("write the tokenizer's bos token before the text of the template", False)
     on_bad_row: Literal["error", "skip"] = free_flag("stop at the first malformed row, or skip and count it", "error")
     cache_dir: str | None = free_flag(
-        "folder of tokenised rows and of frozen scores; default: $OPEN_INSTRUCT_CACHE or ~/.cache/open_instruct", None
+        "folder of tokenised rows and of frozen scores; default: $OPEN_INSTRUCT_CACHE or ~/.cache/open_instruct",
+        None,
+        is_path=True,
     )
 
 
@@ -87,10 +91,13 @@ class DataSection(RowsSection):
 
     mixer_list: list[str] = flag(
         "alternating names and amounts: 'rows.jsonl 1.0 other.parquet 500'; an amount with a dot is a "
-        "fraction of the rows (above 1.0 repeats rows), one without is a count"
+        "fraction of the rows (above 1.0 repeats rows), one without is a count",
+        is_path=True,
     )
     mixer_list_splits: list[str] = flag("split of each data set, or one for all", ["train"])
-    eval_mixer_list: list[str] = free_flag("held-out rows, in the same form; scored before and after training", [])
+    eval_mixer_list: list[str] = free_flag(
+        "held-out rows, in the same form; scored before and after training", [], is_path=True
+    )
     eval_steps: int = free_flag("steps between further scores; 0: none", 0, read_with="eval_mixer_list", minimum=0)
     eval_mixer_list_splits: list[str] = free_flag(
         "split of each held-out data set, or one for all", ["train"], read_with="eval_mixer_list"
@@ -349,7 +356,7 @@ class MemorySection:
 class RunSection:
     """Run directory"""
 
-    output_dir: str = free_flag("where checkpoints, metrics and the exported model go")
+    output_dir: str = free_flag("where checkpoints, metrics and the exported model go", is_path=True)
     checkpointing_steps: int = free_flag(
         "steps between checkpoints; 0, or the word epoch: one after each pass over the data", 500, minimum=0
     )

@@ -14,11 +14,19 @@ import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import date
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.data.chat_templates import ChatTemplate, choose_another, choose_chat_template
+from open_instruct.data.chat_templates import (
+    ANSWERED,
+    QUESTION,
+    TEMPLATE_DAY,
+    ChatTemplate,
+    choose_another,
+    choose_chat_template,
+    conversation_form,
+    template_variables,
+)
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import REASONING, Message
@@ -29,12 +37,7 @@ from open_instruct.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Some templates write today's date; a run must not depend on the day it is started.
-_TEMPLATE_DAY = date(2024, 7, 26)
-_TEMPLATE_DATE = _TEMPLATE_DAY.strftime("%d %b %Y")
 _SYSTEM: Message = {"role": "system", "content": "."}
-_QUESTION: tuple[Message, ...] = ({"role": "user", "content": "?"},)
-_ANSWERED: tuple[Message, ...] = (*_QUESTION, {"role": "assistant", "content": "!"})
 
 # A template that comes with a model runs in Jinja's sandbox, where it could still loop, or write far too much.
 MAX_FORMS_TRIED = 16
@@ -49,7 +52,7 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.template = template
         self.tool_form = ToolForm.of(template.text)
-        self._forms_tried: set[tuple[Any, ...]] = set()
+        self._forms_tried = set(template.forms_tried)
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
         self._end_tokens = tuple(sorted(token for token in added if token.strip()))
         ids = (tokenizer.backend_tokenizer.token_to_id(token) for token in self._end_tokens)
@@ -162,23 +165,21 @@ class ChatFormat:
             InputError: it does not end.
         """
         turns, tools = self.tool_form.as_read(messages)
-        write = partial(
-            self.tokenizer.apply_chat_template,
-            turns,
-            chat_template=self.template.text,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-            date_string=_TEMPLATE_DATE,
-            strftime_now=_TEMPLATE_DAY.strftime,
-            tools=tools or None,
-        )
-        form = (add_generation_prompt, bool(tools), *(message.get("role") for message in messages))
+        form = conversation_form(turns, tools, add_generation_prompt=add_generation_prompt)
         is_untried = form not in self._forms_tried and len(self._forms_tried) < MAX_FORMS_TRIED
+        variables = template_variables(tools, add_generation_prompt=add_generation_prompt)
         if self.template.is_foreign and is_untried:
-            refuse_endless(write, template=self.template.name, remedy=choose_another())
+            rendering = {**self.tokenizer.special_tokens_map, **variables, "messages": turns}
+            refuse_endless(self.template.text, [rendering], template=self.template.name, remedy=choose_another())
             self._forms_tried.add(form)
         try:
-            text = write()
+            text = self.tokenizer.apply_chat_template(
+                turns,
+                chat_template=self.template.text,
+                tokenize=False,
+                strftime_now=TEMPLATE_DAY.strftime,
+                **variables,
+            )
         except Exception as error:  # foreign code, which may raise anything
             raise self._refusal(f"refuses the conversation: {one_line(error)}") from error
         assert isinstance(text, str)
@@ -198,7 +199,7 @@ class ChatFormat:
         try:
             asked, plain, whole = (
                 self.apply(turns, add_generation_prompt=asks)
-                for turns, asks in ((_QUESTION, True), (_QUESTION, False), (_ANSWERED, False))
+                for turns, asks in ((QUESTION, True), (QUESTION, False), (ANSWERED, False))
             )
         except MalformedRow:
             return ""
@@ -220,9 +221,9 @@ class ChatFormat:
     def warnings(self) -> tuple[str, ...]:
         """Warnings about the template, whatever the rows are."""
         try:
-            asked = self.apply(_QUESTION, add_generation_prompt=True)
-            header = self._apply_answered(_ANSWERED).removeprefix(asked).partition("!")[0]
-            is_deaf = asked == self.apply(_QUESTION, add_generation_prompt=False)
+            asked = self.apply(QUESTION, add_generation_prompt=True)
+            header = self._apply_answered(ANSWERED).removeprefix(asked).partition("!")[0]
+            is_deaf = asked == self.apply(QUESTION, add_generation_prompt=False)
         except MalformedRow:  # it wants more than a question and its answer
             return ()
         if not (is_deaf and header.strip()):
@@ -254,7 +255,7 @@ class ChatFormat:
             InputError: the tokenizer writes the template's end of a turn as something else than that token.
         """
         ends = {self.tokenizer.eos_token_id} if isinstance(self.tokenizer.eos_token_id, int) else set()
-        for turns in (_ANSWERED, (_SYSTEM, *_ANSWERED)):
+        for turns in (ANSWERED, (_SYSTEM, *ANSWERED)):
             with suppress(MalformedRow):  # some templates want a system turn
                 text = self._apply_answered(turns).rstrip()
                 if self.ends_turn(text):

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from open_instruct.config.parser import nearest
+from open_instruct.data.messages import Message
 from open_instruct.data.template_trial import refuse_endless
 from open_instruct.errors import InputError
 from open_instruct.whole_file import read_asked
@@ -30,13 +33,29 @@ MAX_BYTES = 2**20
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
+# A template that writes the date writes this one: what is learned must not depend on the day.
+TEMPLATE_DAY = date(2024, 7, 26)
+QUESTION: tuple[Message, ...] = ({"role": "user", "content": "?"},)
+ANSWERED: tuple[Message, ...] = (*QUESTION, {"role": "assistant", "content": "!"})
+
+# What decides which way a template takes: whether it asks for a reply, whether there are tools, and the roles.
+ConversationForm = tuple[bool, bool, tuple[str, ...]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A Jinja chat template, with its name for messages; `is_foreign` where it is none of ours."""
+    """A Jinja chat template."""
 
     name: str
+    """For messages."""
+
     text: str
+
     is_foreign: bool = False
+    """Whether it is none of ours."""
+
+    forms_tried: frozenset[ConversationForm] = frozenset()
+    """The conversations of which it is known that rendering them ends."""
 
 
 def choose_chat_template(
@@ -66,10 +85,43 @@ def choose_chat_template(
         template = ChatTemplate(name="the tokenizer's own", text=own, is_foreign=True)
     if template.is_foreign:
         # Jinja computes what is constant in a template while it compiles it.
-        compile_template = partial(check_syntax, template.name, template.text)
-        refuse_endless(compile_template, template=template.name, remedy=choose_another())
+        template = _tried(tokenizer, template)
     check_syntax(f"{template.name} chat template", template.text)
     return _behind_bos(tokenizer, template) if add_bos else template
+
+
+def _tried(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> ChatTemplate:
+    """Try the template on the plainest conversations.
+
+    Jinja computes what is constant in a template while it compiles it, so that may have no end either.
+    """
+    conversations = ((QUESTION, True), (QUESTION, False), (ANSWERED, False))
+    refuse_endless(
+        template.text,
+        [
+            {**tokenizer.special_tokens_map, **template_variables(None, add_generation_prompt=asks), "messages": turns}
+            for turns, asks in conversations
+        ],
+        template=template.name,
+        remedy=choose_another(),
+    )
+    forms = (conversation_form(turns, None, add_generation_prompt=asks) for turns, asks in conversations)
+    return replace(template, forms_tried=frozenset(forms))
+
+
+def conversation_form(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, add_generation_prompt: bool
+) -> ConversationForm:
+    return add_generation_prompt, bool(tools), tuple(str(message.get("role")) for message in messages)
+
+
+def template_variables(tools: Sequence[Any] | None, *, add_generation_prompt: bool) -> dict[str, Any]:
+    """What a template is rendered with beside the messages, the special tokens and functions."""
+    return {
+        "tools": tools or None,
+        "add_generation_prompt": add_generation_prompt,
+        "date_string": TEMPLATE_DAY.strftime("%d %b %Y"),
+    }
 
 
 def template_text(name: str) -> str:

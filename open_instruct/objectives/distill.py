@@ -37,7 +37,8 @@ class DistillationSection:
     """Distillation"""
 
     teacher_model_name_or_path: str = flag(
-        "folder (or hub name) of the frozen model to learn from; any size and family, with the student's tokenizer"
+        "folder (or hub name) of the frozen model to learn from; any size and family, with the student's tokenizer",
+        is_path=True,
     )
     kd_loss: Literal["forward", "reverse", "jsd"] = flag(
         "the divergence: KL(teacher || student), KL(student || teacher), or the generalised Jensen-Shannon divergence",

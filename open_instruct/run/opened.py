@@ -176,14 +176,19 @@ def _refuse_another_run(
 ) -> None:
     """Refuse to continue a folder's checkpoints in another run, but for a longer one after the first has ended."""
     if not directory.config.exists():
-        return
+        raise InputError(
+            f"{directory.path} holds checkpoints, and no config.yaml with the flags of the run that wrote them: put "
+            "that back, give another --output_dir, or --overwrite_output_dir to remove the run and start afresh",
+            kind="other_run",
+            flag="output_dir",
+        )
     try:
         before = parse(type(config), [str(directory.config)])
         saved = as_flat_dict(before)
     except InputError as error:
         raise InputError(
-            f"{directory.config}, the settings of the run in that folder, cannot be read: {error}. Remove that file to "
-            "go on without comparing them, or give another --output_dir",
+            f"{directory.config}, the settings of the run in that folder, cannot be read: {error}. Mend it to go on "
+            "with that run, or give another --output_dir",
             kind="unreadable_file",
         ) from error
     world = layout.data_parallel_world_size

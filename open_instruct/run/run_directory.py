@@ -66,6 +66,11 @@ class RunDirectory:
                     f"{step} is {kind}, and a run has the folder of a checkpoint there: {WAY_OUT}", kind="other_run"
                 )
 
+    def has_results(self) -> bool:
+        """Whether a run has left a checkpoint or an export here."""
+        checkpoints = (path for path in self.path.glob("step*") if path.name.removeprefix("step").isdecimal())
+        return any(path.is_dir() for path in (*self.exports.values(), *checkpoints))
+
     def remove_partials(self) -> None:
         """Remove files that a killed run left half written."""
         for name in OWN_FILES:

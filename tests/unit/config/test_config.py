@@ -282,6 +282,23 @@ class TestYaml:
         with pytest.raises(InputError, match=re.escape(f"{path}{told}")):
             parse(DPOConfig, [str(path)])
 
+    def test_home_and_variables_are_filled_in_for_every_path(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOME", "/home/me")
+        monkeypatch.setenv("SCRATCH", "/scratch")
+        text = "cache_dir: ${SCRATCH}/cache\n"
+        words = ["--output_dir", "~/runs/a", "--mixer_list", "$SCRATCH/rows.jsonl", "0.5"]
+        config = parse(DPOConfig, [yaml_file(tmp_path, text), *words])
+        assert config.run.output_dir == "/home/me/runs/a"
+        assert config.data.mixer_list == ["/scratch/rows.jsonl", "0.5"]
+        assert config.data.cache_dir == "/scratch/cache"
+
+    @pytest.mark.parametrize("path", ["$NOT_SET/a", "${NOT_SET}/a", "~no_such_user/a"])
+    def test_path_that_cannot_be_filled_in_is_refused(self, path: str) -> None:
+        with refused("bad_value", "output_dir", path.partition("/")[0].strip("${}")):
+            parse(DPOConfig, ["--output_dir", path, "--model_name_or_path", "m", "--mixer_list", "r", "1.0"])
+
     def test_folder_is_no_file(self, tmp_path: Path) -> None:
         folder = tmp_path / "folder.yaml"
         folder.mkdir()

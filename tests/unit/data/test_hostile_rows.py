@@ -1,11 +1,8 @@
 """Damaged traces, and chat templates that misbehave: a sentence, or a row that is counted."""
 
 import json
-import os
 import random
-import signal
-import time
-from collections.abc import Callable
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -13,13 +10,15 @@ from typing import Any
 
 import psutil
 import pytest
+from jinja2 import TemplateError
 from pyarrow import ArrowException, Table, parquet
+from transformers.utils import chat_template_utils
 
-from open_instruct.data import chat_templates, template_trial
+from open_instruct.data import chat, chat_templates, template_renderer, template_trial
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import choose_chat_template
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.template_trial import ends_in_time
+from open_instruct.data.template_trial import refuse_endless
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
@@ -114,31 +113,62 @@ def test_template_without_an_end_is_refused(
 def test_only_a_foreign_template_is_tried_and_once_for_each_form_of_conversation(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[float] = []
+    tried: list[int] = []
+    refuse = chat_templates.refuse_endless
 
-    def end(work: Callable[[], object], *, timeout_s: float) -> bool:
-        tried.append(timeout_s)
-        return ends_in_time(work, timeout_s=timeout_s)
+    def count(text: str, renderings: list[Any], **words: str) -> None:
+        tried.append(len(renderings))
+        refuse(text, renderings, **words)
 
-    monkeypatch.setattr(template_trial, "ends_in_time", end)
+    monkeypatch.setattr(chat_templates, "refuse_endless", count)
+    monkeypatch.setattr(chat, "refuse_endless", count)
     encoded(ChatFormat.choose(tokenizer, "simple_chat"), CONVERSATION)
     assert tried == []
     monkeypatch.setattr(tokenizer, "chat_template", chat_templates.built_in_templates()["simple_chat"])
     own = ChatFormat.choose(tokenizer, None)
     for answer in ("Hello.", "Good day."):
         encoded(own, [CONVERSATION[0], {"role": "assistant", "content": answer}])
-    # As it is compiled, with the prompt, with the whole, and with a question that asks for no reply.
-    assert tried == [template_trial.TIMEOUT_S] * 4
+    # In one process: with the prompt, with a question that asks for no reply, and with the whole.
+    assert tried == [3]
     encoded(own, [{"role": "system", "content": "be brief"}, *CONVERSATION])
-    assert len(tried) == 6
+    assert tried == [3, 1, 1]
 
 
-def test_trial_that_raises_waits_or_dies_speaks_of_no_endless_template() -> None:
-    """The caller meets what is raised; time that was not computed is no fault of a template."""
-    assert ends_in_time(lambda: 1 / 0, timeout_s=5)
-    assert ends_in_time(lambda: os.kill(os.getpid(), signal.SIGKILL), timeout_s=5)
-    assert ends_in_time(lambda: time.sleep(60), timeout_s=0.05)
-    assert not ends_in_time(lambda: sum(range(10**12)), timeout_s=0.2)
+@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ gone.away }}", "{% if %}", "{{ 'x' * 2**62 }}"])
+def test_template_that_fails_is_no_endless_one(template: str) -> None:
+    """Who renders it next meets what is raised."""
+    refuse_endless(template, [{"messages": CONVERSATION}], template="own", remedy="choose another")
+
+
+def test_template_that_ends_its_process_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    killed = tmp_path / "killed.py"
+    killed.write_text(f"import os; print({template_renderer.STARTED!r}, flush=True); os.abort()")
+    monkeypatch.setattr(template_trial, "RENDERER", (sys.executable, str(killed)))
+    with refused("bad_model", "chat_template_name", "SIGABRT"):
+        refuse_endless("", [], template="own", remedy="choose another")
+
+
+@pytest.mark.parametrize(
+    ("text", "variables"),
+    [
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}", {}),
+        ("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m | tojson }}{% endfor %}", {}),
+        ("{{ strftime_now('%Y') }}{{ tools | tojson(indent=2) }}", {"tools": [{"name": "f"}]}),
+        ("{{ raise_exception('no') }}", {}),
+        ("{{ messages.append(1) }}", {}),
+    ],
+)
+def test_renderer_takes_what_transformers_takes(text: str, variables: dict[str, Any]) -> None:
+    given = {"messages": CONVERSATION, "tools": None, **variables}
+    compiled = chat_template_utils._compile_jinja_template(text)
+    ours = template_renderer.compile_template(text)
+    try:
+        expected = compiled.render(**given)
+    except TemplateError as error:
+        with pytest.raises(type(error)):
+            ours.render(given)
+    else:
+        assert len(ours.render(given)) == len(expected)
 
 
 # --- traces ---------------------------------------------------------------------------------------------

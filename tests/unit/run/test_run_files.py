@@ -14,6 +14,7 @@ from open_instruct.config.resolved import write_config
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.run.console import Console
+from open_instruct.run.earlier_command import refuse_another_command
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.opened import made_ready
 from open_instruct.run.run_directory import RunDirectory
@@ -102,6 +103,24 @@ def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
     with refused("unreadable_file", "model_name_or_path", "config.yaml"):
         start(config)
+    (tmp_path / "config.yaml").unlink()
+    with refused("other_run", "output_dir", "config.yaml"):
+        start(config)
+    assert not (tmp_path / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("result", ["step2", "hf_model", "adapter"])
+def test_folder_of_another_command_is_refused_by_one_sentence(tmp_path: Path, result: str) -> None:
+    config = config_of(tmp_path)
+    refuse_another_command(config, "sft")  # an empty folder
+    start(config)
+    refuse_another_command(config, "sft")  # a run that has left nothing yet
+    (tmp_path / result).mkdir()
+    refuse_another_command(config, "dpo")
+    with refused("other_run", "output_dir", "dpo", "sft") as caught:
+        refuse_another_command(config, "sft")
+    assert "\n" not in str(caught.value)
+    refuse_another_command(config_of(tmp_path, "--overwrite_output_dir"), "sft")
 
 
 OTHERS: dict[str, Any] = {
