@@ -2,22 +2,21 @@
 
 A verifier judges what an episode has come to; an environment takes part in it. Plain Python objects become environments
 too: classes whose methods are tools, and games with `reset` and `step`. Their methods may be `async`. One that is not
-runs in a thread of its own, so it may take its time, and hang.
+runs in a thread of its own, so it may take its time, and hang (foreign_calls.py).
 """
 
 import asyncio
 import inspect
 import json
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypedDict
 
 from open_instruct.environments.argument_types import read_arguments
+from open_instruct.environments.foreign_calls import EnvironmentFault as EnvironmentFault
+from open_instruct.environments.foreign_calls import call_foreign, describe_error
 from open_instruct.errors import InputError
 from open_instruct.users_code import taken
 
@@ -92,13 +91,6 @@ class ToolAnswer:
     done: bool = False
 
 
-class EnvironmentFault(Exception):
-    """What a tool raises where the policy is not at fault: the episode ends as `env_error`, with this as the reason.
-
-    Example: `raise EnvironmentFault("the search server answers 503")`.
-    """
-
-
 class Source(ABC):
     """A factory of environments that is made ready when a run begins: it has a key to find, or a server."""
 
@@ -166,8 +158,7 @@ def make_environment(factory: Factory, row: Mapping[str, Any]) -> Environment:
     """
     made = factory(**taken(factory, row))
     if callable(getattr(made, "start", None)) and callable(getattr(made, "step", None)):
-        environment: Environment = made
-        return environment
+        return OwnEnvironment(made)
     if callable(getattr(made, "step", None)) and callable(getattr(made, "reset", None)):
         return Game([made], {}, row)
     if tools := tools_of(made):
@@ -176,6 +167,24 @@ def make_environment(factory: Factory, row: Mapping[str, Any]) -> Environment:
         f"{type(made).__name__} is no environment: it has neither `start` and `step`, nor `reset` and `step`, nor "
         "public methods that are tools"
     )
+
+
+class OwnEnvironment:
+    """A user's whole environment, whose methods run apart from the episodes' event loop."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+
+    async def start(self) -> Opening:
+        opening: Opening = await call_foreign(self._environment.start)
+        return opening
+
+    async def step(self, reply: Reply) -> Turn:
+        turn: Turn = await call_foreign(self._environment.step, reply)
+        return turn
+
+    async def close(self) -> None:
+        await call_foreign(self._environment.close)
 
 
 class Tool(NamedTuple):
@@ -240,7 +249,7 @@ class Toolbox:
 
     async def start(self) -> Opening:
         resets = [each.reset for each in self._objects if hasattr(each, "reset")]
-        texts = [await called(reset, **taken(reset, self._row)) for reset in resets]
+        texts = [await call_foreign(reset, **taken(reset, self._row)) for reset in resets]
         if any(isinstance(text, tuple) and not (len(text) == 2 and isinstance(text[1], Mapping)) for text in texts):
             raise TypeError("`reset` returned a tuple: let it return one text, or as gymnasium's a text and a dict")
         texts = [text[0] if isinstance(text, tuple) else text for text in texts]  # a game's comes with a dict
@@ -271,7 +280,7 @@ class Toolbox:
                 break
         rewards = [answer.reward for answer in answers if answer.reward is not None]
         if not reply.calls:
-            rewards = [float(await called(each.reward)) for each in self._objects if hasattr(each, "reward")]
+            rewards = [await call_foreign(each.reward) for each in self._objects if hasattr(each, "reward")]
         return Turn(
             messages=[{"role": "tool", "content": answer.content} for answer in answers],
             done=not answers or answers[-1].done,
@@ -279,19 +288,21 @@ class Toolbox:
         )
 
     async def close(self) -> None:
-        closing = [called(each.close) for each in self._objects if hasattr(each, "close")]
+        closing = [call_foreign(each.close) for each in self._objects if hasattr(each, "close")]
         await asyncio.gather(*closing, return_exceptions=True)
 
     async def _answer(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         try:
-            answer = await called(self._tools[name].function, **arguments)
+            answer = await call_foreign(self._tools[name].function, **arguments)
         except EnvironmentFault:
             raise
         except Exception as error:  # a tool is given whatever the policy has written
-            answer = f"{type(error).__name__}: {error}"
+            answer = describe_error(error)
         if isinstance(answer, ToolAnswer):
             return answer
-        return ToolAnswer(content=answer if isinstance(answer, str) else json.dumps(answer, default=str))
+        if not isinstance(answer, str):  # in a thread, as it may be long
+            answer = await call_foreign(json.dumps, answer, default=str)
+        return ToolAnswer(content=answer)
 
 
 class ToolSet(Source):
@@ -332,29 +343,7 @@ class Game(Toolbox):
     """
 
     async def step(self, reply: Reply) -> Turn:
-        observation, reward, *ends = await called(self._objects[0].step, reply.text)
+        observation, reward, *ends = await call_foreign(self._objects[0].step, reply.text)
         done = any(end for end in ends if not isinstance(end, Mapping))
         messages: list[ChatMessage] = [{"role": "user", "content": str(observation)}]
-        return Turn(messages=messages, done=done, rewards={self._name: float(reward)})
-
-
-async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The result of a function, awaited where it is a coroutine's, else computed in a thread.
-
-    The thread is a new one each time, and nobody waits for it: a function that hangs holds up none but its episode.
-    """
-    if inspect.iscoroutinefunction(function):
-        return await function(*args, **kwargs)
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        with suppress(InvalidStateError):  # nobody waits any more
-            try:
-                future.set_result(function(*args, **kwargs))
-            except Exception as error:
-                future.set_exception(error)
-            except BaseException as error:  # exit() and the like must not leave the episode waiting
-                future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
-
-    threading.Thread(target=run, name=f"environment-{getattr(function, '__name__', 'call')}", daemon=True).start()
-    return await asyncio.wrap_future(future)
+        return Turn(messages=messages, done=done, rewards={self._name: reward})

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.data.files.opening import open_rows
-from open_instruct.environments.environment import ToolServer, called, text_tool
+from open_instruct.environments.environment import ToolServer, text_tool
+from open_instruct.environments.foreign_calls import call_foreign
 from open_instruct.errors import InputError
 from open_instruct.whole_file import read_asked
 
@@ -46,7 +47,7 @@ class Search(ToolServer):
         self._index.index(words, show_progress=False)
 
     async def call(self, name: str, /, **arguments: Any) -> str:
-        return str(await called(self._found, **arguments))
+        return str(await call_foreign(self._found, **arguments))
 
     def _found(self, query: str) -> str:
         import bm25s

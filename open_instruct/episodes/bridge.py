@@ -6,25 +6,19 @@ under a template that trims earlier replies or takes their thoughts out. A templ
 refused.
 
 Texts of tools and environments are tokenised apart from the template's and as plain text, so that an `<|im_end|>` in a
-tool's answer is no end of a turn.
+tool's answer is no end of a turn (foreign_texts.py).
 """
 
-import copy
 import json
-import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
-from open_instruct.data.chat import ChatFormat, json_text
+from open_instruct.data.chat import ChatFormat
 from open_instruct.environments.environment import ChatMessage
+from open_instruct.episodes.foreign_texts import REPLY_MARK, ForeignTexts, PlainTokenizer, split_at_marks
 from open_instruct.errors import InputError
 from open_instruct.verifiers.verifier import is_thought
 
-# Letters alone, so that no template trims or escapes a mark.
-REPLY_MARK = "qzReplyMarkzq{}zq"
-CONTENT_MARK = "qzContentMarkzq{}zq"
-ANY_MARK = re.compile(r"qzContentMarkzq(\d+)zq")
 DESCRIPTION = """\
 You may call tools. Their JSON schemas:
 {tools}
@@ -41,10 +35,7 @@ class TurnTemplate:
         # A template may end an earlier turn otherwise than the last one, as OLMo's does.
         special = [str(token) for token in chat.tokenizer.added_tokens_decoder.values() if token.special]
         self._ends = tuple(sorted({*special, *chat.tokenizer.all_special_tokens}, key=len, reverse=True))
-        self._plain: Any = copy.deepcopy(chat.tokenizer.backend_tokenizer)
-        self._plain.encode_special_tokens = True
-        added = [str(token) for token in chat.tokenizer.added_tokens_decoder.values() if not token.special]
-        self._added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True)))) if added else None
+        self.plain = PlainTokenizer(chat.tokenizer)
 
     def render(self, turns: Sequence[Mapping[str, Any]]) -> str:
         return self._chat.apply(turns, add_generation_prompt=True)
@@ -71,21 +62,44 @@ class TurnTemplate:
 
     def encode(self, text: str, contents: Sequence[str]) -> list[int]:
         """The ids of a template's text, in which marks stand for `contents`."""
-        pieces = ANY_MARK.split(text)
         token_ids: list[int] = []
-        for position, piece in enumerate(pieces):
+        for position, piece in enumerate(split_at_marks(text)):
             if position % 2:
-                token_ids += self._encode_content(contents[int(piece)])
+                token_ids += self.plain.encode(contents[int(piece)])
             elif piece:
                 (ids,) = self._chat.tokenize([piece])
                 token_ids += ids
         return token_ids
 
-    def _encode_content(self, content: str) -> list[int]:
-        """Ids of foreign text: no special token, and no other added token either, such as `</tool_response>`."""
-        cuts = [match.start() + 1 for match in self._added.finditer(content)] if self._added else []
-        pieces = [content[start:stop] for start, stop in pairwise((0, *cuts, len(content)))]
-        return [token_id for piece in pieces for token_id in self._plain.encode(piece, add_special_tokens=False).ids]
+    def encode_opening(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        text: str,
+        row_texts: Sequence[str],
+    ) -> list[int]:
+        """The ids of a first prompt: `text`, as the template writes these messages and tools.
+
+        Only what the template writes, and what the row has, can be a token such as `<tool_call>`; only
+        what the template writes can begin or end a turn.
+
+        Raises:
+            ValueError: the template rewrites what would otherwise be such a token.
+        """
+        foreign = ForeignTexts(self.plain)
+        marked_messages = [foreign.mark_message(message, row_texts) for message in messages]
+        marked_tools = foreign.mark_tokens(tools)
+        if not foreign.texts:
+            return self.encode(text, ())
+        with_marks = self.render(self.with_tools(marked_messages, marked_tools))
+        written = foreign.find_written(text, with_marks)
+        if written is None:
+            raise ValueError(
+                "the chat template rewrites a token of its own that stands in a text of the "
+                f"environment: leave {foreign.texts[0]!r} out of that text"
+            )
+        return self.encode(with_marks, written)
 
     def strip_end(self, rest: str) -> str | None:
         """What follows the end token that `rest` begins with; None where it begins with none."""
@@ -124,14 +138,18 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]],
         *,
         prompt_token_ids: Sequence[int] | None = None,
+        row_texts: Sequence[str] = (),
     ) -> None:
+        """`row_texts` are those of the row, with which texts of `messages` may begin."""
         self._template = template
         # With a mark in the place of each reply.
         self._turns = template.with_tools(messages, tools)
         self._text = template.render(self._turns)
         self._opening, self._header = template.opening_of_reply(self._turns)
         self._has_end = False
-        self.token_ids: list[int] = list(prompt_token_ids or template.encode(self._text, ()))
+        self.token_ids: list[int] = list(
+            prompt_token_ids or template.encode_opening(messages, tools, text=self._text, row_texts=row_texts)
+        )
 
     def reply(self, token_ids: Sequence[int]) -> str:
         """Add a sampled reply, and return its text."""
@@ -143,36 +161,43 @@ class Conversation:
         """Whether a reply to the present prompt is nothing but thoughts that the prompt has begun."""
         return is_thought(self._text, text)
 
-    def answer(self, messages: Sequence[ChatMessage]) -> None:
+    def answer(self, messages: Sequence[ChatMessage], *, max_tokens: int | None = None) -> bool:
         """Add what answers the reply: the bridge to the next one.
+
+        Returns:
+            False, and nothing is added, where the answer alone has more than `max_tokens`. That is known before all
+            of it is tokenised.
 
         Raises:
             InputError: the template does not say what stands between.
+            TypeError: a role or a content is no text.
         """
+        for message in messages:
+            if not isinstance(message["role"], str) or not isinstance(message["content"], str):
+                raise TypeError(f"role and content of a turn are texts, not {message['content']!r:.80}")
         contents = [message["content"] for message in messages]
+        if max_tokens is not None and self._template.plain.has_more_tokens(contents, max_tokens):
+            return False
+        foreign = ForeignTexts(self._template.plain)
         literal = [{"role": message["role"], "content": message["content"]} for message in messages]
-        marked = [{**message, "content": CONTENT_MARK.format(at)} for at, message in enumerate(literal)]
+        marked = [
+            {"role": foreign.mark_tokens(each["role"]), "content": foreign.mark(each["content"])} for each in literal
+        ]
         mark = REPLY_MARK.format(len(self._turns))
         turns = [*self._turns, {"role": "assistant", "content": self._opening + mark}]
         done = self._text + self._header + mark
         whole = self._template.render([*turns, *literal])
         with_marks = self._template.render([*turns, *marked])
-        behind_end = self._template.strip_end(with_marks[len(done) :])
-        written = _written(whole, with_marks, contents)
-        if not with_marks.startswith(done) or behind_end is None or written is None:
+        behind_reply = with_marks[len(done) :]
+        behind_end = self._template.strip_end(behind_reply)
+        written = foreign.find_written(whole[len(done) :], behind_reply)
+        begins_alike = with_marks.startswith(done) and whole.startswith(done)
+        if not begins_alike or behind_end is None or written is None:
             raise InputError(
                 "the chat template does not say what stands between a reply and the next turn: it moves, drops or "
                 "rewrites what was written before; choose another by --chat_template_name, or --max_turns 1",
                 kind="bad_value",
             )
         self._turns, self._text = [*turns, *literal], whole
-        self.token_ids += self._template.encode(behind_end if self._has_end else with_marks[len(done) :], written)
-
-
-def _written(whole: str, with_marks: str, contents: Sequence[str]) -> list[str] | None:
-    """Contents as the template writes them: as they are, trimmed, or as JSON; None where it does something else."""
-    for write in (str, str.strip, json_text):
-        written = [write(content) for content in contents]
-        if ANY_MARK.sub(lambda mark, texts=written: texts[int(mark[1])], with_marks) == whole:  # type: ignore[misc]
-            return written
-    return None
+        self.token_ids += self._template.encode(behind_end if self._has_end else behind_reply, written)
+        return True

@@ -1,15 +1,18 @@
 """Episodes of several turns: the engine replies, the environment answers, until one of them is done.
 
-All episodes of a run are coroutines of one thread. One that waits for its environment holds no slot of an engine.
+All episodes of a run are coroutines of one thread, in which nothing takes long: templates and tokenizers work in a
+second one, and environments in others still. One that waits for its environment holds no slot of an engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
-from concurrent.futures import Future
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from open_instruct.config.grpo import GRPOConfig
@@ -21,28 +24,55 @@ from open_instruct.environments.environment import (
     ChatMessage,
     Environment,
     Factory,
+    Opening,
     Reply,
     ToolCall,
-    called,
     make_environment,
 )
+from open_instruct.environments.foreign_calls import (
+    FOREIGN_LOOP,
+    EnvironmentFault,
+    call_foreign,
+    describe_error,
+    foreign_loop,
+)
+from open_instruct.environments.loop_watch import INTERVAL_S, LIMIT_S, LoopWatch
 from open_instruct.episodes.bridge import Conversation, TurnTemplate
 from open_instruct.episodes.tool_calls import ToolCallError, form_of_template, tool_calls
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Episode, EpisodeStatus, Prompt, Span
 from open_instruct.verifiers.event_loop import lasting_loop
+from open_instruct.verifiers.finite import read_reward
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 10.0
+# Of a turn, its beginning and its end, in traces and reports.
+MAX_TRACE_CHARACTERS = 20_000
 # An episode of such a status was cut, for those who penalise or mask that; so was one whose last reply was.
 CUT = ("length", "max_turns")
 
 
+class EnvironmentLate(Exception):
+    """An environment has not answered in time."""
+
+
 class Conversations:
-    """Runs episodes in environments; thread-safe. `close` gives up those in flight, and closes their environments."""
+    """Runs episodes in environments; thread-safe. `close` gives up those in flight, and closes their environments.
+
+    Args:
+        warn: is given a message about an environment that holds up others.
+        blocked_limit_s: how long one may block the event loop of all environments without such a message.
+    """
 
     def __init__(
-        self, pool: EnginePool, chat: ChatFormat, factories: Mapping[str, Factory], config: GRPOConfig
+        self,
+        pool: EnginePool,
+        chat: ChatFormat,
+        factories: Mapping[str, Factory],
+        config: GRPOConfig,
+        *,
+        warn: Callable[[str], None] = lambda text: None,
+        blocked_limit_s: float = LIMIT_S,
     ) -> None:
         self._pool = pool
         self._template = TurnTemplate(chat)
@@ -52,6 +82,15 @@ class Conversations:
         is_auto = self._flags.tool_call_form == "auto"
         self._form = form_of_template(chat.template.text) if is_auto else self._flags.tool_call_form
         self._loop = lasting_loop("episodes")
+        # One thread, as a tokenizer is for one at a time.
+        self._rendering = ThreadPoolExecutor(1, thread_name_prefix="turns")
+        self._watch = LoopWatch(
+            foreign_loop(),
+            thread_name=FOREIGN_LOOP,
+            warn=warn,
+            limit_s=blocked_limit_s,
+            interval_s=min(blocked_limit_s, INTERVAL_S),
+        )
 
     def ask(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:
         """The future completion of an episode that begins with `request`."""
@@ -59,10 +98,14 @@ class Conversations:
 
     def close(self) -> None:
         """Return once the environments of all episodes in flight are closed, or have not closed in time."""
-        with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._give_up(), self._loop).result(2 * CLOSE_TIMEOUT_S)
+        for loop in (self._loop, foreign_loop()):  # what is left in the latter holds sessions of servers
+            with suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(self._give_up(), loop).result(2 * CLOSE_TIMEOUT_S)
+        self._watch.close()
+        self._rendering.shutdown(wait=False, cancel_futures=True)
 
-    async def _give_up(self) -> None:
+    @staticmethod
+    async def _give_up() -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -73,16 +116,16 @@ class Conversations:
         environment: Environment | None = None
         try:
             environment = made = await self._in_time(
-                called(make_environment, self._factories[prompt.environment], prompt.row)
+                call_foreign(make_environment, self._factories[prompt.environment], prompt.row)
             )
             status = await self._walk(prompt, made, walked)
             problem = ""
-        except TimeoutError:
-            status, problem = "timeout", f"the environment took longer than {self._flags.environment_timeout_s:g} s"
+        except EnvironmentLate as late:
+            status, problem = "timeout", str(late)
         except (RunError, asyncio.CancelledError):  # the engines are lost, or the run ends
             raise
         except Exception as error:  # foreign code, which may raise anything
-            status, problem = "env_error", f"{type(error).__name__}: {error}"
+            status, problem = "env_error", describe_error(error)
         finally:
             if environment is not None:
                 with suppress(Exception):
@@ -93,23 +136,15 @@ class Conversations:
         """Ask and answer in turn; `walked` has what has come of it, also if this raises."""
         flags = self._flags
         opening = await self._in_time(environment.start())
-        is_own = opening.messages is not None or bool(opening.tools)
-        messages = prompt.row["messages"] if opening.messages is None else opening.messages
-        talk = Conversation(
-            self._template, messages, opening.tools, prompt_token_ids=None if is_own else prompt.token_ids
-        )
-        walked.begin(talk.token_ids, messages, is_own=is_own)
-        if len(talk.token_ids) > self._max_prompt_tokens:
-            raise ValueError(
-                f"the environment's first prompt has {len(talk.token_ids)} tokens: raise --max_prompt_token_length "
-                f"{self._max_prompt_tokens}"
-            )
+        walked.add_turns(prompt.row["messages"] if opening.messages is None else opening.messages)
+        talk = await self._in_thread(self._open, prompt, opening)
+        walked.begin(talk.token_ids, is_own=opening.messages is not None or bool(opening.tools))
         names = [tool["function"]["name"] for tool in opening.tools]
         max_turns = min(flags.max_turns, int(prompt.row.get("max_steps") or flags.max_turns))
         for turn in range(max_turns):
             asked = walked.request(turn, turn_length=flags.turn_length)
             reply = await asyncio.wrap_future(self._pool.submit(asked, walked.home))
-            text = talk.reply(reply.token_ids)
+            text = await self._in_thread(talk.reply, reply.token_ids)
             walked.add_reply(reply, text)
             if walked.num_left <= 0 and reply.is_truncated:
                 return "length"
@@ -120,23 +155,68 @@ class Conversations:
                 return "parse_error"
             calls = tuple(_with_types(call, opening.tools) for call in calls)
             answer = await self._in_time(environment.step(Reply(text=text, calls=calls)))
-            walked.add_answer(answer.messages, answer.rewards)
+            walked.add_turns(answer.messages)
+            walked.add_rewards(answer.rewards)
             if answer.done:
                 return "done"
             if turn + 1 == max_turns:
                 return "max_turns"
-            talk.answer(answer.messages)
             if walked.num_left <= 0:
+                return "length"
+            is_added = await self._in_thread(talk.answer, answer.messages, max_tokens=walked.num_left)
+            if not is_added or walked.num_left <= 0:
                 return "length"
         raise AssertionError("a last turn returns")
 
+    def _open(self, prompt: Prompt, opening: Opening) -> Conversation:
+        """The conversation that an environment begins.
+
+        Raises:
+            ValueError: it begins with more tokens than there may be, of which few were counted if there are far too
+                many.
+        """
+        row_messages = prompt.row["messages"]
+        messages = row_messages if opening.messages is None else opening.messages
+        if opening.messages is None and not opening.tools:
+            return Conversation(self._template, messages, (), prompt_token_ids=prompt.token_ids)
+        limit = self._max_prompt_tokens
+        texts = [*(str(message["content"]) for message in messages), json.dumps(opening.tools, default=str)]
+        is_too_long = self._template.plain.has_more_tokens(texts, limit)
+        num_tokens = f"more than {limit}"
+        if not is_too_long:
+            row_texts = [message["content"] for message in row_messages if isinstance(message["content"], str)]
+            talk = Conversation(self._template, messages, opening.tools, row_texts=row_texts)
+            is_too_long = len(talk.token_ids) > limit
+            num_tokens = str(len(talk.token_ids))
+        if is_too_long:
+            raise ValueError(
+                f"the environment's first prompt has {num_tokens} tokens ({sum(map(len, texts)):,} characters): raise "
+                f"--max_prompt_token_length {limit}"
+            )
+        return talk
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """What a function of templates and tokenizers returns, in the one thread that they are for."""
+        return await self._loop.run_in_executor(self._rendering, partial(function, *args, **kwargs))
+
     async def _in_time(self, call: Awaitable[T], timeout_s: float | None = None) -> T:
-        """What foreign code answers, within its time."""
+        """What foreign code answers.
+
+        Raises:
+            EnvironmentLate: it has not within its time.
+        """
+        limit_s = timeout_s or self._flags.environment_timeout_s
         try:
-            async with asyncio.timeout(timeout_s or self._flags.environment_timeout_s):
+            async with asyncio.timeout(limit_s) as deadline:
                 return await call
-        except SystemExit as error:  # the loop would end with it, and so all other episodes
-            raise RuntimeError(f"SystemExit: {error}") from error
+        except TimeoutError as error:
+            if not deadline.expired():  # one of its own
+                raise
+            blocker = self._watch.blocker
+            why = f", while the event loop of all environments is blocked by {blocker}" if blocker else ""
+            raise EnvironmentLate(f"the environment took longer than {limit_s:g} s{why}") from error
+        except RunError as error:  # none of ours: this one ends its episode alone
+            raise EnvironmentFault(describe_error(error)) from error
 
 
 def _with_types(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
@@ -162,11 +242,10 @@ class _Walked:
     rewards: dict[str, float] = field(default_factory=dict)
     routes: bytes = b""
 
-    def begin(self, token_ids: list[int], messages: Sequence[Mapping[str, Any]], *, is_own: bool) -> None:
+    def begin(self, token_ids: list[int], *, is_own: bool) -> None:
         self.token_ids = token_ids
         self.num_prompt = len(token_ids)
         self.own_prompt = tuple(token_ids) if is_own else ()
-        self.turns += [{"role": message["role"], "content": message["content"]} for message in messages]
 
     @property
     def num_left(self) -> int:
@@ -192,11 +271,14 @@ class _Walked:
         self.spans.append(Span(start=stop - len(reply.token_ids), stop=stop))
         self.turns.append({"role": "assistant", "content": text})
 
-    def add_answer(self, messages: Sequence[ChatMessage], rewards: Mapping[str, float]) -> None:
-        self.turns += [{"role": message["role"], "content": message["content"]} for message in messages]
+    def add_turns(self, messages: Sequence[ChatMessage]) -> None:
+        for message in messages:
+            self.turns.append({"role": message["role"], "content": _cut_middle(message["content"])})
+
+    def add_rewards(self, rewards: Mapping[str, float]) -> None:
         for name, reward in rewards.items():
             before = self.rewards.get(name, 0.0) if self.adds_rewards else 0.0
-            self.rewards[name] = before + float(reward)
+            self.rewards[name] = read_reward(before + read_reward(reward, name), name)
 
     def completion(self, status: EpisodeStatus, problem: str) -> Completion:
         """All of it as one completion, which ends with its last reply."""
@@ -219,3 +301,12 @@ class _Walked:
                 problem=problem,
             ),
         )
+
+
+def _cut_middle(text: str) -> str:
+    """A text of a trace, which leaves out the middle of a long one."""
+    num_left_out = len(text) - MAX_TRACE_CHARACTERS
+    if num_left_out <= 0:
+        return text
+    half = MAX_TRACE_CHARACTERS // 2
+    return f"{text[:half]}\n[… {num_left_out:,} characters are left out here …]\n{text[-half:]}"

@@ -72,7 +72,9 @@ class Fleet:
         self.publisher.engines = self.engines
         self.conversations: Conversations | None = None
         if run.environments is not None:
-            self.conversations = Conversations(self.engines, run.chat, run.environments, run.config)
+            self.conversations = Conversations(
+                self.engines, run.chat, run.environments, run.config, warn=run.console.warn
+            )
 
     def new_conductor(self) -> Conductor:
         """A new conductor at the start of the run; it may load another state."""

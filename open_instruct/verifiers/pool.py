@@ -6,7 +6,6 @@ Foreign code runs in processes that are killed when they take too long. Callable
 import json
 import os
 import queue
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from open_instruct.records import Check, Completion, Prompt, Verdict
 from open_instruct.sandbox.sandbox import Child, Forks
 from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.event_loop import awaited
+from open_instruct.verifiers.finite import MAX_REWARD, describe_unusable
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.verifier import Verifier, is_thought, said, without_key, without_thinking
 from open_instruct.wording import counted
@@ -90,7 +90,7 @@ class VerifierPool:
             "prompt": prompt,
         }
         answer = self._ask_worker(name, asked) if verifier.isolated else verdicts(verifier, **asked)
-        low, high = (0.0, 1.0) if verifier.is_bounded else (-sys.float_info.max, sys.float_info.max)
+        low, high = (0.0, 1.0) if verifier.is_bounded else (-MAX_REWARD, MAX_REWARD)
         outcomes = []
         for score in answer.get("scores", [answer] * len(completions)):
             if isinstance(score, dict):
@@ -98,7 +98,9 @@ class VerifierPool:
             elif low <= score <= high:
                 outcomes.append(Outcome(score=score))
             else:
-                problem = f"gave {score}, which is not between {low:g} and {high:g}"
+                unusable = describe_unusable(score)
+                out_of_bounds = f"{score}, which is not between 0 and 1"
+                problem = f"gave {unusable or out_of_bounds}"
                 outcomes.append(self._without_score(name, problem))
         return outcomes
 
@@ -163,6 +165,9 @@ def verdict_of(prompt: Prompt, completion: Completion, outcomes: Sequence[Outcom
             reward = 0.0
     if config.non_stop_penalty and completion.is_truncated:
         reward = config.non_stop_penalty_value
+    if unusable := describe_unusable(reward):  # a sum or a product of numbers that each were usable
+        problems.append(f"the reward is {unusable}")
+        reward = 0.0
     return Verdict(reward=reward, scores=scores, problems=tuple(problems))
 
 

@@ -286,11 +286,19 @@ def ask(tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., Asked]]:
     chat = ChatFormat.choose(tokenizer, "chatml")
     opened: list[Conversations] = []
 
-    def ask(factory: Callable[..., Any], texts: Sequence[str | None], *, max_tokens: int = 400, **limits: Any) -> Asked:
+    def ask(
+        factory: Callable[..., Any],
+        texts: Sequence[str | None],
+        *,
+        max_tokens: int = 400,
+        watch: Mapping[str, Any] | None = None,
+        **limits: Any,
+    ) -> Asked:
         engines = Engines(tokenizer, texts)
         config = grpo_config("--max_prompt_token_length", "2000")
         config.environment = EnvironmentSection(**({"max_turns": 4, "environment_timeout_s": 0.5} | limits))
-        conversations = Conversations(engines, chat, {"it": factory}, config)  # type: ignore[arg-type]
+        pool: Any = engines
+        conversations = Conversations(pool, chat, {"it": factory}, config, **(watch or {}))
         opened.append(conversations)
         (prompt_ids,) = chat.tokenize([chat.render([USER], ())[0]])
         prompt = Prompt(
@@ -421,7 +429,7 @@ class TestEpisodes:
 
         completion, _ = ask(Exits, ["x<|im_end|>"])
         assert completion.episode is not None and completion.episode.status == "env_error"
-        assert completion.episode.problem == "RuntimeError: SystemExit: 3"
+        assert completion.episode.problem.endswith("SystemExit: 3")
 
     def test_fault_of_the_sandbox_is_no_answer_to_the_policy(
         self, ask: Callable[..., Asked], monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,9 @@ def too_many(completions, **columns):
 def nothing(completions):
     return [None]
 
+def number(completions):
+    return [float(text) for text in completions]
+
 async def waits(completions):
     await asyncio.sleep(0.01)
     return [float(len(text)) for text in completions]
@@ -60,7 +63,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def pool(mine: str) -> Iterator[VerifierPool]:
-    names = ("short", "same", "asked", "ranked", "too_many", "nothing", "waits")
+    names = ("short", "same", "asked", "ranked", "too_many", "nothing", "number", "waits")
     pool = VerifierPool(
         RewardSection(verifier=[f"{mine}:{name}" for name in names], num_verifier_processes=1, verifier_timeout_s=60.0)
     )
@@ -95,6 +98,15 @@ def test_reward_function_is_called_once_a_prompt(pool: VerifierPool) -> None:
 def test_wrong_return_of_a_reward_function_is_a_problem(pool: VerifierPool, name: str, problem: str) -> None:
     outcome = score(pool, Check(verifier=name, ground_truth=ROW), "hi")
     assert outcome.score == 0.0 and outcome.problem is not None and problem in outcome.problem
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e308", "-1e16"])
+def test_reward_with_which_float32_cannot_compute_is_a_problem(pool: VerifierPool, number: str) -> None:
+    outcome = score(pool, Check(verifier="number", ground_truth=ROW), number)
+    assert outcome.score == 0.0
+    assert outcome.problem is not None and number.lstrip("-") in outcome.problem.replace("e+", "e")
+    assert "not finite" in outcome.problem
+    assert score(pool, Check(verifier="number", ground_truth=ROW), "-1e15").score == -1e15
 
 
 def test_reward_function_gets_all_columns_of_a_row(mine: str) -> None:

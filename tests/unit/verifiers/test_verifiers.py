@@ -173,7 +173,7 @@ class TestPool:
             ("exit", "odd: SystemExit"),
             ("not a number", "odd: ValueError"),
             ("7", "odd: gave 7.0, which is not between 0 and 1"),
-            ("nan", "odd: gave nan, which is not between 0 and 1"),
+            ("nan", "odd: gave nan, which is not finite"),
         ],
     )
     def test_failing_verifier_gives_no_score(self, hasty_pool: VerifierPool, completion: str, problem: str) -> None:
