@@ -172,9 +172,9 @@ class Conversation:
             InputError: the template does not say what stands between.
             TypeError: a role or a content is no text.
         """
-        for message in messages:
-            if not isinstance(message["role"], str) or not isinstance(message["content"], str):
-                raise TypeError(f"role and content of a turn are texts, not {message['content']!r:.80}")
+        parts: list[Any] = [part for message in messages for part in (message["role"], message["content"])]
+        if odd := [part for part in parts if not isinstance(part, str)]:
+            raise TypeError(f"role and content of a turn are texts, not {odd[0]!r:.80}")
         contents = [message["content"] for message in messages]
         if max_tokens is not None and self._template.plain.has_more_tokens(contents, max_tokens):
             return False
