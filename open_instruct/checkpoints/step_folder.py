@@ -102,17 +102,21 @@ def damage_of(folder: Path, *, share: int = 0, num_shares: int = 1) -> list[str]
         manifest = read_manifest(folder)
     except Damaged as error:
         return [str(error)]
-    damage = []
-    for name, written in sorted(manifest.files.items())[share::num_shares]:
-        path = folder / name
-        try:
-            if not path.is_file():
-                damage.append(f"{path} is missing")
-            elif path.stat().st_size != written.num_bytes or digest_of(path) != written.xxh3:
-                damage.append(f"{path} is not what was written")
-        except OSError as error:
-            damage.append(f"{path} cannot be read: {error.strerror}")
-    return damage
+    files = sorted(manifest.files.items())[share::num_shares]
+    damage = [damage_of_file(folder / name, written) for name, written in files]
+    return [problem for problem in damage if problem is not None]
+
+
+def damage_of_file(path: Path, written: WrittenFile) -> str | None:
+    """What is wrong with a file of a checkpoint; None where it is what was written."""
+    try:
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != written.num_bytes or digest_of(path) != written.xxh3:
+            return f"{path} is not what was written"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return None
 
 
 def step_of(folder: Path) -> int:

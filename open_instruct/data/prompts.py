@@ -16,7 +16,7 @@ from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.prompt_rows import json_value, parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.token_dataset import TokenDataset, check_saved_place, load_token_dataset
+from open_instruct.data.token_dataset import TokenDataset, check_saved_place, load_token_dataset, rows_fact, seed_fact
 from open_instruct.errors import RunError
 from open_instruct.records import Check, Prompt
 from open_instruct.verifiers.registry import judges_named
@@ -181,21 +181,21 @@ class PromptStream:
             "seed": self.seed,
         }
 
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """:raises InputError: the state is of other prompts, or of another seed."""
+        check_saved_place(
+            state_dict,
+            rows_fact(self.dataset.dataset, flag="dataset_mixer_list", limit="--max_prompt_token_length"),
+            seed_fact(state_dict, self.seed),
+        )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where another stream over the same prompts stood.
 
         Raises:
             InputError: the state is of other prompts, or of another seed.
         """
-        check_saved_place(
-            state_dict,
-            (
-                "data_fingerprint",
-                self.dataset.fingerprint,
-                "give the same prompts, template and --max_prompt_token_length",
-            ),
-            ("seed", self.seed, f"give --seed {state_dict['seed']}"),
-        )
+        self.check_state(state_dict)
         self._num_drawn = state_dict["num_drawn"]
         self._next_ticket = state_dict["next_ticket"]
         self._excluded = set(state_dict["excluded"])

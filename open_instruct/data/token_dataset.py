@@ -190,24 +190,59 @@ def _kept(path: Path) -> tuple[dict[str, np.ndarray], DataReport] | None:
         return None
 
 
-def check_saved_place(state_dict: Mapping[str, Any], *facts: tuple[str, Any, str]) -> None:
-    """Refuse a saved position that would mean other rows in this run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceFact:
+    """Something that a saved place in the data depends on, and how a run that differs in it is refused.
+
+    Example: `PlaceFact(key="seed", value=3, flag="seed", problem="--seed was 1, is 3", remedy="give --seed 1")`.
+    """
+
+    key: str
+    """Its name in the saved place."""
+    value: Any
+    """What it is in this run."""
+    flag: str
+    problem: str
+    remedy: str
+
+
+def rows_fact(dataset: TokenDataset, *, key: str = "data_fingerprint", flag: str, limit: str) -> PlaceFact:
+    """The fact that the rows of a mixer list are those of the checkpoint; `limit` is the flag that cuts them."""
+    return PlaceFact(
+        key=key,
+        value=dataset.fingerprint,
+        flag=flag,
+        problem=f"the rows of --{flag}, as they are tokenised, are not those that the checkpoint was written with",
+        remedy=f"give the same rows, template and {limit}",
+    )
+
+
+def seed_fact(saved: Mapping[str, Any], seed: int) -> PlaceFact:
+    """The fact that rows come in the checkpoint's order."""
+    before = saved.get("seed")
+    return PlaceFact(
+        key="seed",
+        value=seed,
+        flag="seed",
+        problem=f"the checkpoint was written with --seed {before}, this run has {seed}",
+        remedy=f"give --seed {before}",
+    )
+
+
+def check_saved_place(saved: Mapping[str, Any], *facts: PlaceFact) -> None:
+    """Refuse a saved place that would mean other rows in this run.
 
     Args:
-        state_dict: the saved position, from the checkpoint.
-        facts: what the position depends on: each a key of `state_dict`, the value in this run, and the remedy if the
-            two differ.
+        saved: the place, from the checkpoint; a fact that it lacks, as one of an older version may, is passed over.
+        facts: what the place depends on.
 
     Raises:
-        InputError: a fact differs; the message names the first.
+        InputError: a fact differs; the message is of the first.
     """
-    for key, ours, remedy in facts:
-        if state_dict[key] != ours:
-            raise InputError(
-                f"the checkpoint was written with {key} {state_dict[key]}, this run has {ours}: {remedy}, or start "
-                "afresh with another --output_dir or --overwrite_output_dir",
-                kind="other_run",
-            )
+    for fact in facts:
+        if saved.get(fact.key, fact.value) != fact.value:
+            remedy = f"{fact.remedy}, or start afresh with another --output_dir or --overwrite_output_dir"
+            raise InputError(f"{fact.problem}: {remedy}", kind="other_run", flag=fact.flag, remedy=remedy)
 
 
 def cache_root(cache_dir: str | Path | None) -> Path:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 from olmo_core.train.callbacks import Callback
 
+from open_instruct.checkpoints.saved_place import read_saved_place
 from open_instruct.config.training import TrainingConfig, backend_named
 from open_instruct.data.token_dataset import cache_root
 from open_instruct.errors import InputError
@@ -17,12 +18,13 @@ from open_instruct.learner.loop import Loop
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.reference import Comparison
 from open_instruct.learner.rows.datasets import load_datasets
-from open_instruct.learner.rows.sample_loader import SampleLoader
+from open_instruct.learner.rows.sample_loader import SampleLoader, check_place_of_samples
 from open_instruct.learner.scoring import Heldout, Scorer, compare_with, open_reference_cache, reference_logprobs
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.objectives.objective import Objective
 from open_instruct.packing.balance import best_fit
 from open_instruct.packing.steps import BatchShape
+from open_instruct.parallel.process import on_main_process
 from open_instruct.records import REFERENCE
 from open_instruct.run.cadence import Cadence, stopped_by
 from open_instruct.run.metrics_log import logging_steps
@@ -90,6 +92,7 @@ class _Learning:
             pad_to_multiple_of=run.layout.model_parallel_degree,
             prefix_sharing=objective.prefix_sharing(config) if config.data.packing else "off",
         )
+        on_main_process(self._refuse_other_rows)
         self.samples: Sequence[Sequence[int]] = [(row,) for row in range(len(self.rows))]  # each the rows of one
         if objective.fills_packs(config):
             self.samples = best_fit(range(len(self.rows)), self.rows.num_tokens.tolist(), self.shape.max_seq_length)
@@ -116,6 +119,17 @@ class _Learning:
             )
         moves = objective.reference_moves(config)
         self.reference_moves = moves if moves.get("update_freq") else {}
+
+    def _refuse_other_rows(self) -> None:
+        """:raises InputError: the run's newest checkpoint was written with other rows; no model is loaded yet."""
+        if (saved := read_saved_place(self.run.directory.path)) is not None:
+            check_place_of_samples(
+                saved,
+                self.rows,
+                seed=self.config.optim.seed,
+                shape=self.shape,
+                num_ranks=self.run.layout.data_parallel_world_size,
+            )
 
     def score_frozen(self) -> tuple[dict[str, np.ndarray], Heldout | None]:
         """The reference's log-probs of the rows, (N, D) by their name, and the held-out rows with theirs.

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from open_instruct.checkpoints.saved_place import read_saved_place
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.rollout_sections import TOOL_SET, RewardSection
 from open_instruct.config.training import backend_named
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
-from open_instruct.data.token_dataset import TokenDataset, cache_root
+from open_instruct.data.prompts import Prompts, PromptStream, load_prompt_dataset, row_changes
+from open_instruct.data.token_dataset import TokenDataset, cache_root, check_saved_place, rows_fact
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.environments.environment import Factory, begin_run
 from open_instruct.environments.registry import known_environments
@@ -47,6 +48,9 @@ from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.reward_models import ModelVerifier
 from open_instruct.verifiers.verifier import Verifier
 from open_instruct.wording import counted
+
+CONVERSATIONS = "conversations_fingerprint"
+"""The key in the driver's state of the fingerprint of the rows of --sft_mixer_list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +108,8 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         answering = _prepare_judges_and_environments(config, (prompts, held_out), verifiers, environments, console)
         if answering:
             check_bridges(chat)
+        conversations = load_conversations(config, pretrained.tokenizer, console=console)
+        refuse_other_rows(directory.path, prompts, conversations, seed=config.optim.seed)
         yield RolloutRun(
             config=config,
             layout=layout,
@@ -114,7 +120,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             prompts=prompts,
             held_out=held_out,
             environments=environments if answering else None,
-            conversations=load_conversations(config, pretrained.tokenizer, console=console),
+            conversations=conversations,
             trackers=tuple(trackers),
         )
 
@@ -193,6 +199,17 @@ def _read_prompts(
             "new; take them out of --dataset_mixer_list or --dataset_mixer_eval_list"
         )
     return prompts, held_out
+
+
+def refuse_other_rows(folder: Path, prompts: Prompts, conversations: TokenDataset | None, *, seed: int) -> None:
+    """:raises InputError: the newest checkpoint in `folder` was written with other rows; Ray is not started yet."""
+    place = read_saved_place(folder)
+    if place is None or (state := place.get("drivers_state")) is None:
+        return
+    PromptStream(prompts, seed).check_state(state["conductor"]["prompts"])
+    if conversations is not None:
+        fact = rows_fact(conversations, key=CONVERSATIONS, flag="sft_mixer_list", limit="--max_seq_length")
+        check_saved_place(state, fact)
 
 
 def _look_at_programs(

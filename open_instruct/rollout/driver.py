@@ -16,7 +16,7 @@ from open_instruct.packing.rollouts import RankStep
 from open_instruct.parallel.peers import activity
 from open_instruct.records import RolloutGroup
 from open_instruct.rollout.agreement import AgreementWatch, build_probe, plan_probe
-from open_instruct.rollout.checked_run import RolloutRun
+from open_instruct.rollout.checked_run import CONVERSATIONS, RolloutRun
 from open_instruct.rollout.evaluation import evaluate
 from open_instruct.rollout.fleet import Fleet
 from open_instruct.rollout.samples import work_of_ranks
@@ -172,6 +172,8 @@ class Driver:
 
     def _save(self, *, waits: bool) -> None:
         state = {"step": self.step, "num_tokens": self.num_tokens, "conductor": self.conductor.state_dict()}
+        if self.run.conversations is not None:
+            state[CONVERSATIONS] = self.run.conversations.fingerprint
         with self.view.phase("saving"):
             self._learners(LearnerProcess.save_state, state, waits=waits)
 

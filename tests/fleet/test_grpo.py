@@ -256,6 +256,14 @@ def test_terminated_run_saves_and_resumes(variant: Callable[..., GRPOCase], undi
     assert "SIGTERM: stopped after step" in said.splitlines()[-1]
     assert_nothing_left(case, process)
 
+    rows = case.prompts.read_text()
+    try:
+        case.prompts.write_text(rows.replace("Number", "Figure"))
+        said = finished(case.start(), exit_code=2)
+    finally:
+        case.prompts.write_text(rows)
+    assert "--dataset_mixer_list" in said and "weight sync:" not in said  # which is said once Ray is there
+
     said = case.run()
     assert "resuming after step" in said
     assert untimed(case.rows())[-1]["reward"] == untimed(undisturbed.rows())[-1]["reward"]

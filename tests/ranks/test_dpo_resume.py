@@ -143,6 +143,16 @@ def test_terminated_run_resumes_bitwise_in_float32(
     assert 2 <= num_steps < NUM_STEPS, "stopped too late to prove anything"
     assert (dpo_case.folder / stopped / f"step{num_steps}").is_dir()
 
+    rows = dpo_case.rows.read_text()
+    try:
+        dpo_case.rows.write_text("".join(reversed(rows.splitlines(keepends=True))))
+        process = start(command(stopped), ranks=1)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        dpo_case.rows.write_text(rows)
+    # Before the reference's log-probs are asked for, and so before a model is there.
+    assert process.returncode == 2 and "--mixer_list" in output and "log-probs" not in output, output
+
     finish(start(command(stopped), ranks=1))
     assert dpo_case.trajectory(stopped) == dpo_case.trajectory(undisturbed)
     assert dpo_case.weights_digest(stopped) == dpo_case.weights_digest(undisturbed)

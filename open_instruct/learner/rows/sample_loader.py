@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from open_instruct.data.token_dataset import TokenDataset, check_saved_place
+from open_instruct.data.token_dataset import PlaceFact, TokenDataset, check_saved_place, rows_fact, seed_fact
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.records import StepBatch
 
@@ -75,19 +75,33 @@ class SampleLoader:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_saved_place(
-            state_dict,
-            ("data_fingerprint", self.dataset.fingerprint, "give the same data, template and --max_seq_length"),
-            ("seed", self.seed, f"give --seed {state_dict['seed']}"),
-            (
-                "num_samples_per_step",
-                self.num_samples_per_step,
-                "choose --per_device_train_batch_size and --gradient_accumulation_steps so that their product "
-                f"times {self.dp_world_size} data-parallel ranks is {state_dict['num_samples_per_step']}",
-            ),
-        )
+        check_place_of_samples(state_dict, self.dataset, seed=self.seed, shape=self.shape, num_ranks=self.dp_world_size)
         self.epoch = state_dict["epoch"]
         self.batches_processed = state_dict["batches_processed"]
+
+
+def check_place_of_samples(
+    saved: Mapping[str, Any], dataset: TokenDataset, *, seed: int, shape: BatchShape, num_ranks: int
+) -> None:
+    """Refuse the `SampleLoader.state_dict` of a checkpoint where `num_ranks` would take other rows from there on.
+
+    :raises InputError: rows, seed or the number of rows in a step are others.
+    """
+    num_now = shape.max_samples_per_rank * num_ranks
+    num_before = saved.get("num_samples_per_step")
+    check_saved_place(
+        saved,
+        rows_fact(dataset, flag="mixer_list", limit="--max_seq_length"),
+        seed_fact(saved, seed),
+        PlaceFact(
+            key="num_samples_per_step",
+            value=num_now,
+            flag="gradient_accumulation_steps",
+            problem=f"the checkpoint was written with {num_before} samples in a step, this run has {num_now}",
+            remedy=f"choose --per_device_train_batch_size and --gradient_accumulation_steps so that their product "
+            f"times {num_ranks} data-parallel ranks is {num_before}",
+        ),
+    )
 
 
 def built_ahead(build: Callable[[T], V], items: Iterable[T]) -> Generator[V]:

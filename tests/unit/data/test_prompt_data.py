@@ -336,7 +336,7 @@ def test_state_of_other_prompts_or_another_seed_is_refused(load: Load, dataset: 
     with refused("other_run", "seed", "0", "1"):
         PromptStream(dataset, seed=1).load_state_dict(state)
     other, _ = load(numbered(tmp_path / "others.jsonl", 6), "1.0")
-    with refused("other_run", None, "same prompts"):
+    with refused("other_run", "dataset_mixer_list", "--max_prompt_token_length"):
         PromptStream(other, seed=0).load_state_dict(state)
 
 
