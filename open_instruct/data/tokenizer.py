@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.data.chat import panics_as_errors, squeezed
 from open_instruct.data.files.foreign_json import check_files, one_line, read_object
+from open_instruct.data.tokenizer_ids import WHITE_SPACE, find_other_ids
 from open_instruct.errors import InputError
 from open_instruct.whole_file import near_files
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 TOKENIZER_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
 DOWNLOADED = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.jinja")
 MAX_TOKENS = 2**24
-# The white space of prose and code; a tokenizer that changes it would teach, and be asked with, another text.
-WHITE_SPACE = " a  b\n\n\tc 12\n    d \n"
 
 
 def load_tokenizer(
@@ -34,7 +33,8 @@ def load_tokenizer(
 
     Raises:
         InputError: no such folder, or it is asked for a revision; the tokenizer's files are missing or damaged; their
-            ids contradict each other; or the tokenizer does not keep a text as it is.
+            ids contradict each other; transformers gives a text other ids than tokenizer.json does; or the tokenizer
+            does not keep a text as it is.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -48,6 +48,7 @@ def load_tokenizer(
             tokenizer.backend_tokenizer.no_padding()
             text = _join_pieces(tokenizer, "a", "b")
             white_space = _join_pieces(tokenizer, WHITE_SPACE)
+            other_ids = find_other_ids(tokenizer.backend_tokenizer, fields)
     except InputError:
         raise
     except Exception as error:  # the library raises many kinds of errors: its own and its parsers'
@@ -56,6 +57,12 @@ def load_tokenizer(
             kind="bad_model",
         ) from error
     _check_ids(tokenizer, folder, fields, settings)
+    if other_ids is not None:
+        raise InputError(
+            f"{flag}: transformers opens the tokenizer of {name_or_path} with other ids than its tokenizer.json gives: "
+            f"{other_ids}. Take out of {CONFIG_NAME} what changes it, or write that into tokenizer.json",
+            kind="bad_model",
+        )
     if text != "ab":
         raise InputError(
             f"{flag}: the tokenizer of {name_or_path} does not keep a text as it is ('a' and 'b' end to end read "

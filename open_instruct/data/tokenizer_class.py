@@ -15,24 +15,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.data.tokenizer import CONFIG_NAME, TOKENIZER_NAME, WHITE_SPACE, read_tokenizer_files
+from open_instruct.data.tokenizer import CONFIG_NAME, TOKENIZER_NAME, read_tokenizer_files
+from open_instruct.data.tokenizer_ids import MODEL_SETTINGS, PARTS, PROSE, WHITE_SPACE, without_vocabulary
 from open_instruct.errors import InputError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 GENERIC_CLASS = "PreTrainedTokenizerFast"
-PARTS = ("normalizer", "pre_tokenizer", "decoder")
-# How a BPE model takes a piece; a class that makes one of its own may leave them out.
-MODEL_SETTINGS = (
-    "type",
-    "byte_fallback",
-    "ignore_merges",
-    "fuse_unk",
-    "continuing_subword_prefix",
-    "end_of_word_suffix",
-)
-PROSE = "It's 1234567 o'clock,\nand   we'll meet\tat 3:45!\n\n    def f(x): return x[10:] + 'ab'  # été, 漢字, 👍🏽\r\n"
 
 
 def exported_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,25 +70,13 @@ def _find_difference(
     """What AutoTokenizer would read otherwise than the file; None where it is the same."""
     from tokenizers import Tokenizer
 
-    small = _without_vocabulary(fields)
+    small = without_vocabulary(fields)
     try:
         theirs = _open_by_auto_class(small, settings, model_fields)
     except Exception as error:  # of a class that cannot be made of these files
         return f"{type(error).__name__} when they open it"
     ours = Tokenizer.from_str(json.dumps(small))
     return next(_differences(ours, theirs), None)
-
-
-def _without_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokenizer.json with a model that knows nothing (of Unigram: little); its parts are as they were."""
-    model = dict(fields["model"])
-    if isinstance(model.get("vocab"), list):
-        model["vocab"] = model["vocab"][: 1 + max(0, model.get("unk_id") or 0)]
-    else:
-        model["vocab"] = {}
-    if "merges" in model:
-        model["merges"] = []
-    return {**fields, "model": model, "added_tokens": []}
 
 
 def _open_by_auto_class(

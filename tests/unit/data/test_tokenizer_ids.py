@@ -4,21 +4,24 @@ The folders are small tokenizers of the kinds that people publish, each with ano
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import ChatTemplate
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.data.tokenizer_class import copy_tokenizer, exported_tokenizer_config
+from open_instruct.data.tokenizer_ids import WHITE_SPACE, find_other_ids
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES
 from open_instruct.toys.tiny import built_in_corpus, train_tokenizer
+from tests.refusals import refused
 
 BOS, EOS, CALL = "<|begin|>", "<|end|>", "<|call|>"
 TEXT = f"{BOS}It's 1234567 o'clock,\n\n\tdef f(x):\n    return  x[10:]  # été, 漢字 👍🏽\n{EOS}"
@@ -93,6 +96,51 @@ def test_ids_are_those_of_the_file_whatever_class_is_named(kinds: dict[str, Path
         assert (loaded.bos_token_id, loaded.eos_token_id) == (0, 1)
 
 
+def test_setting_that_changes_ids_is_refused_with_both_ids(kinds: dict[str, Path], tmp_path: Path) -> None:
+    """Of a large vocabulary beside a config.json without a version: transformers then splits otherwise."""
+    folder = write(tmp_path, {"fix_mistral_regex": True}, source=kinds["byte-level, as GPT-2's"], family="mistral")
+    assert load_tokenizer(str(folder))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary |= {f"unused{number}": len(vocabulary) + number for number in range(100_001)}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with refused("bad_model", None, "tokenizer_config.json") as caught:
+        load_tokenizer(str(folder))
+    other, right = re.findall(r"\[([\d, ]+)\]", str(caught.value))
+    reference = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = str(reference.encode(WHITE_SPACE, add_special_tokens=False).ids)
+    assert right in ids and other not in ids
+    change(folder, "tokenizer_config.json", fix_mistral_regex=False)
+    assert load_tokenizer(str(folder))
+
+
+def replaced(tokenizer: Tokenizer, **parts: Any) -> Tokenizer:
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    return tokenizer
+
+
+CHANGES: dict[str, Callable[[Tokenizer], Any]] = {
+    "normalizer": lambda tokenizer: replaced(tokenizer, normalizer=normalizers.NFKC()),
+    "pre-tokenizer": lambda tokenizer: replaced(tokenizer, pre_tokenizer=pre_tokenizers.ByteLevel()),
+    "decoder": lambda tokenizer: replaced(tokenizer, decoder=decoders.Metaspace()),
+    "digits": lambda tokenizer: replaced(
+        tokenizer, pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
+    ),
+    "added token": lambda tokenizer: tokenizer.add_tokens([AddedToken("\t", normalized=False)]),
+    "model's setting": lambda tokenizer: setattr(tokenizer.model, "ignore_merges", False),
+}
+
+
+@pytest.mark.parametrize("change_made", CHANGES)
+def test_every_part_that_is_otherwise_is_found(kinds: dict[str, Path], change_made: str) -> None:
+    path = kinds["byte-level, as GPT-2's"] / "tokenizer.json"
+    fields, loaded = json.loads(path.read_text()), Tokenizer.from_file(str(path))
+    assert find_other_ids(loaded, fields) is None
+    CHANGES[change_made](loaded)
+    assert find_other_ids(loaded, fields)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "olmoe", "olmo2", "qwen3_5_text"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_exports_and_engines_have_the_ids_of_the_file(
@@ -128,9 +176,8 @@ def test_tokenizer_that_readers_replace_is_refused(kinds: dict[str, Path], tmp_p
     (family,) = (name for name, each in FAMILIES.items() if each.forces_tokenizer)
     folder = write(tmp_path / "own", {}, source=kinds["byte-level, three digits"], family=family)
     assert load_tokenizer(str(folder))
-    with pytest.raises(InputError, match=family) as refused:
+    with refused("bad_model", None, family):
         exported_tokenizer_config(folder, {"model_type": family})
-    assert refused.value.kind == "bad_model"
 
 
 # --- special tokens, and what a file may say of them -----------------------------------------------------
