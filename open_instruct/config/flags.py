@@ -133,6 +133,8 @@ class Flag:
         """
         if not all(map(_is_text, words)):
             raise InputError("holds a null byte or one that is not UTF-8; give text", kind="bad_value")
+        if self.kind is list and self.default == [] and [word.lower() for word in words] == ["none"]:
+            return []
         if self.kind is list and (words or not self.or_one):
             items = [self._value_of_word(word, self.item_kind) for word in words]
             return items[0] if self.or_one and len(items) == 1 else items
@@ -168,6 +170,9 @@ class Flag:
     def _hint(self, word: str) -> str:
         if (here := OTHER_WORDS.get(word.lower())) in self.choices:
             return f"; that is called {here} here"
+        parts = word.split(",")
+        if self.kind is list and len(parts) > 1 and all(part in self.choices for part in parts):
+            return f"; words of a list have spaces between them: {' '.join(parts)}"
         number = _finite_number(float, word) if int in (self.kind, self.item_kind) else None
         if number is None or number != int(number):
             return ""

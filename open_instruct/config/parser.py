@@ -305,12 +305,14 @@ def called_here(name: str, known: Iterable[str], prefix: str) -> str | None:
     hint = table.get(name) or table.get(".".join(name.split(".")[-2:])) or table.get(name.split(".")[-1])
     if hint is None or isinstance(hint, str):
         return hint
+    if isinstance(hint, dict):
+        return next((sentence for flag, sentence in hint.items() if flag in known), hint.get("else"))
     ours = next((flag for flag in hint if flag in known), None)
     return None if ours is None else f"is called {prefix}{ours} here"
 
 
 @cache
-def names_of_other_suites() -> dict[str, str | list[str]]:
-    """Flags of ours, or a sentence, by the other suite's name."""
+def names_of_other_suites() -> dict[str, str | list[str] | dict[str, str]]:
+    """By the other suite's name: flags of ours, a sentence, or a sentence for each flag that a command may have."""
     table = read_table("other_suites.yaml")
     return {name: hint for names, hint in table.items() for name in names.split(", ")}

@@ -72,7 +72,9 @@ def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> It
                 f"'{name} 1.0' (all rows) or '{name} 500' (so many)"
             )
     if len(names) != len(amounts):
-        yield f"--{flag}: '{names[-1]}' has no amount; names and amounts alternate: '{names[-1]} 1.0'"
+        name, _, amount = names[-1].rpartition(":")
+        pair = f"{name} {amount}" if name and amount.replace(".", "", 1).isdecimal() else f"{names[-1]} 1.0"
+        yield f"--{flag}: '{names[-1]}' has no amount; names and amounts alternate: '{pair}'"
     if len(splits) not in (1, len(names)):
         sets = counted(len(names), "data set")
         yield f"--{flag}_splits: {len(splits)} splits for {sets} in --{flag}; give one for all, or one for each"

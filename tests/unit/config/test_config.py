@@ -256,6 +256,12 @@ class TestYaml:
             parse(DPOConfig, [yaml_file(tmp_path, text)])
         assert str(caught.value).startswith(str(tmp_path / "run.yaml"))
 
+    def test_none_is_an_empty_list_where_that_is_the_default(self) -> None:
+        given = ["--output_dir", "o", "--model_name_or_path", "m", "--mixer_list", "r", "1.0"]
+        assert parse(DPOConfig, [*given, "--report_to", "none"]).logging.report_to == []
+        with refused("bad_value", "report_to", "wandb tensorboard"):
+            parse(DPOConfig, [*given, "--report_to", "wandb,tensorboard"])
+
     def test_word_is_a_list_of_one_and_null_an_empty_list(self, tmp_path: Path) -> None:
         config = parse(DPOConfig, [yaml_file(tmp_path, "report_to: wandb\neval_mixer_list: null\n")])
         assert (config.logging.report_to, config.data.eval_mixer_list) == (["wandb"], [])

@@ -118,6 +118,27 @@ def test_packed_lines(tmp_path: Path) -> None:
             open_rows(str(write(path, damaged)))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "remedy"),
+    [
+        ("rows.jsonl", gzip.compress(b"{}"), ".gz"),
+        ("rows.csv.gz", b"PK\x03\x04" + bytes(9), ".gz"),
+        ("rows.jsonl", '{"n": 1}'.encode("utf-16"), "iconv"),
+        ("rows.csv", b"\xfe\xff" + "n\n1\n".encode("utf-16-be"), "iconv"),
+        ("rows.csv", b"PK\x03\x04" + bytes(9), "CSV"),
+        ("rows.jsonl", b"PAR1" + bytes(9), ".parquet"),
+        ("rows.jsonl.gz", gzip.compress(b"\xff\xfe{\x00"), "iconv"),
+    ],
+)
+def test_file_of_another_kind_is_refused_by_its_first_bytes(
+    tmp_path: Path, name: str, content: bytes, remedy: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with refused("unreadable_file", "mixer_list", name, remedy):
+        open_rows(str(path))
+
+
 # --- .json ----------------------------------------------------------------------------------------------
 
 

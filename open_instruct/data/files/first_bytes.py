@@ -1,0 +1,34 @@
+"""What a file is by its first bytes, where its name says otherwise."""
+
+from pathlib import Path
+
+from open_instruct.data.files.rows import unpacked
+from open_instruct.errors import InputError
+
+# By how files of each kind begin: what it is, and what would be read.
+KINDS = {
+    b"\x1f\x8b": ("packed by gzip", "give it a name that ends in .gz"),
+    b"\x28\xb5\x2f\xfd": ("packed by zstd", "unpack it with `zstd -d`"),
+    b"PK\x03\x04": ("a zip archive (an .xlsx is one)", "unpack it, or save the table as CSV"),
+    b"PAR1": ("a Parquet file", "give it a name that ends in .parquet"),
+    b"ARROW1": ("an Arrow file", "give it a name that ends in .arrow"),
+    b"\xff\xfe": ("text in UTF-16", "save it as UTF-8, as with `iconv -f UTF-16 -t UTF-8`"),
+    b"\xfe\xff": ("text in UTF-16", "save it as UTF-8, as with `iconv -f UTF-16 -t UTF-8`"),
+}
+
+
+def refuse_other_kinds(path: Path, name: str, *, flag: str) -> None:
+    """Refuse a file of text that is none.
+
+    :raises InputError: says what it is.
+    :raises OSError: it cannot be read.
+    """
+    with unpacked(path) as file:
+        first = file.read(max(map(len, KINDS)))
+    for beginning, (kind, remedy) in KINDS.items():
+        if first.startswith(beginning):
+            raise InputError(
+                f"{flag}: {name} is {kind}, which its name does not say: {remedy}",
+                kind="unreadable_file",
+                remedy=remedy,
+            )
