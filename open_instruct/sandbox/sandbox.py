@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, Popen
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from open_instruct.errors import RunError
 
@@ -34,6 +34,10 @@ PIECE_BYTES = 1 << 16
 # are to start no threads.
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
+Status = Literal["done", "exit", "error", "late", "died"]
+STATUSES = get_args(Status)
+ANSWERED = {"status", "value", "problem"}  # of `Ran`, by the process
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
@@ -43,10 +47,26 @@ class Ran:
     of no more use.
     """
 
-    status: Literal["done", "exit", "error", "late", "died"]
+    status: Status
     output: str
     value: str = ""  # the repr of its last line if that is an expression, or of None
     problem: str = ""  # the traceback
+
+
+def _parse_answer(answer: bytes | bytearray, *, output: str) -> Ran:
+    """What a process has answered, which a program may have forged: an object of texts, with a status that there is.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    try:
+        fields = json.loads(answer)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    is_flat = isinstance(fields, dict) and all(isinstance(value, str) for value in fields.values())
+    if not is_flat or fields.get("status") not in STATUSES or not fields.keys() <= ANSWERED:
+        raise ValueError("it is no answer")
+    return Ran(output=output, **fields)
 
 
 class Child:
@@ -66,13 +86,13 @@ class Child:
         """What came of a request. What else the process has written to its socket is `output`, and no answer."""
         deadline_s = time.monotonic() + timeout_s
         mark = secrets.token_hex(16)
-        told = b""
+        told = bytearray()
         try:
             self._connection.settimeout(max(timeout_s, 1e-3))  # 0 would be no time-out
             self._connection.sendall(self._unsent + json.dumps({"asked": request, "mark": mark}).encode() + b"\n")
             self._unsent = b""
             self._has_begun = self._has_begun or self._connection.recv(1) == b"+"
-            while not (mark.encode() in told and told.endswith(b"\n")) and len(told) <= max_bytes:
+            while not (told.endswith(b"\n") and mark.encode() in told) and len(told) <= max_bytes:
                 if (left_s := deadline_s - time.monotonic()) <= 0:
                     raise TimeoutError  # also where it writes without an end, and there is always something to read
                 self._connection.settimeout(left_s)
@@ -80,10 +100,10 @@ class Child:
                     break
                 told += piece
             output, _, answer = told.partition(mark.encode())
-            return Ran(output=output.decode(errors="replace").removesuffix("\n"), **json.loads(answer))
+            return _parse_answer(answer, output=output.decode(errors="replace").removesuffix("\n"))
         except TimeoutError:
             return Ran(status="late", output=told.decode(errors="replace"))
-        except (OSError, ValueError, TypeError):  # it has been closed, or has given no answer
+        except (OSError, ValueError):  # it has been closed, or has given no answer
             return Ran(status="died", output=told.decode(errors="replace"))
 
     def close(self) -> None:

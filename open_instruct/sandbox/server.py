@@ -24,6 +24,7 @@ from numbers import Number
 from typing import Any, NoReturn
 
 from open_instruct.parallel import processes
+from open_instruct.sandbox.usage import Allowance
 from open_instruct.sandbox.walls import TABLES, Walls
 from open_instruct.users_code import load_named
 
@@ -32,6 +33,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 PR_SET_CHILD_SUBREAPER = 36
 # A forked child of the parent may hold the other end of the control socket, too.
 PARENT_WATCH_INTERVAL_MS = 1000
+COUNT_INTERVAL_MS = TABLES["counted"]["interval_ms"]
 
 
 def main(control: socket.socket, *, answers_with: str) -> None:
@@ -43,12 +45,14 @@ def main(control: socket.socket, *, answers_with: str) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     walls = None if answers_with else _walls()
     may_start_others = walls is None or walls.filter is None  # no wall keeps a child from it
+    allowance = Allowance.for_machine() if walls else None
     control.sendall(b"+")
     children: dict[int, int] = {}  # by the descriptor of what closes when they are to be ended
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while not is_over and os.getppid() == parent:
-        for descriptor, _ in poll.poll(PARENT_WATCH_INTERVAL_MS):
+        counts = allowance is not None and bool(children)
+        for descriptor, _ in poll.poll(COUNT_INTERVAL_MS if counts else PARENT_WATCH_INTERVAL_MS):
             if descriptor in children:
                 poll.unregister(descriptor)
                 os.close(descriptor)
@@ -72,6 +76,9 @@ def main(control: socket.socket, *, answers_with: str) -> None:
             children[life] = child
             os.close(work)
             poll.register(life, 0)  # its end alone
+        if allowance is not None:
+            for child in allowance.find_excess(children.values()):
+                os.kill(child, signal.SIGKILL)  # its client finds its socket closed
         if _reap_all_but(children.values()) and may_start_others:
             _end_all_but(children.values())  # they may hold its socket, on which its client waits
     for child in children.values():
@@ -130,10 +137,7 @@ def _live(work: int, walls: Walls | None, server: int, answers_with: str) -> NoR
         if walls is None:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         else:
-            with tempfile.TemporaryFile() as stdin:  # a file, so that all ways of reading it work
-                stdin.write(settings["stdin"].encode())
-                stdin.seek(0)
-                os.dup2(stdin.fileno(), 0)
+            _take_stdin(settings["stdin"])
             os.dup2(work, 1)
             os.dup2(work if settings["stderr"] else 2, 2)
             walls.put_up(cpu_s=settings["cpu_s"])
@@ -157,6 +161,16 @@ def _live(work: int, walls: Walls | None, server: int, answers_with: str) -> NoR
             connection.sendall(f"\n{request['mark']}{json.dumps(answer)}\n".encode())
     finally:
         os._exit(0)
+
+
+def _take_stdin(text: str) -> None:
+    """Have `text` be what this process reads: a file, so that all ways of reading work, which cannot be written to."""
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode(errors="replace"))  # a row may have half a surrogate pair
+        file.seek(0)
+        reading = os.open(f"/dev/fd/{file.fileno()}", os.O_RDONLY)
+    os.dup2(reading, 0)
+    os.close(reading)
 
 
 def _ran(names: dict[str, Any], *, code: str, is_plain: bool) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """What keeps a program in: walls that a process puts up around itself, before it runs a word of the program.
 
-Landlock closes the files, seccomp the calls that lead out of a process, limits of resources its memory and its time.
-None of them can be taken down again. A wall that this machine has not is left out: trial.py finds out which stand.
+Landlock closes the files, seccomp all system calls but those that a program needs, limits of resources its memory and
+its time. None of them can be taken down again. A wall that this machine has not is left out: trial.py finds out which
+stand.
 """
 
 import ctypes
@@ -31,7 +32,8 @@ class Walls:
         # What a path of imports names beside these, such as the checkout of a project, may hold rows and their answers.
         sys.path[:] = [path for path in sys.path if path in packages or path.startswith(libraries)]
         self._ruleset = _ruleset([*packages, libraries, f"{libraries}64", *TABLES["readable"]])
-        self.filter = _filter(is_truncate_free=self._ruleset is not None and self._ruleset.abi_version < TRUNCATE_ABI)
+        abi = None if self._ruleset is None else self._ruleset.abi_version
+        self.filter = _filter(refused_flags=_refused_flags(abi))
 
     def put_up(self, *, cpu_s: int) -> None:
         """Raises if a wall that this machine has cannot be put up."""
@@ -62,21 +64,36 @@ def _ruleset(readable: list[str]) -> Ruleset | None:
     return ruleset
 
 
-def _filter(*, is_truncate_free: bool) -> Any:
-    """The filter of system calls; None where there is no seccomp, or no libseccomp."""
+def _refused_flags(landlock_abi: int | None) -> int:
+    """The flags with which no file may be opened, since Landlock does not forbid what they do; None is no Landlock."""
+    if landlock_abi is None:
+        return os.O_ACCMODE | os.O_CREAT | os.O_TRUNC  # so files can be read at least, and not changed
+    return os.O_TRUNC if landlock_abi < TRUNCATE_ABI else 0
+
+
+def _filter(*, refused_flags: int) -> Any:
+    """The filter of system calls; None where there is no seccomp, or no libseccomp.
+
+    A call that libseccomp does not know stays refused.
+    """
     try:
         import pyseccomp
     except (ImportError, RuntimeError, OSError):
         return None
-    calls = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
-    for name in " ".join(TABLES["denied"]).split():
-        calls.add_rule(pyseccomp.ERRNO(errno.EPERM), name)
-    more = TABLES["denied_without_truncate"] if is_truncate_free else []
-    for name, number, comparison, *values in [*TABLES["denied_by_argument"], *more]:
-        argument = pyseccomp.Arg(number, getattr(pyseccomp, comparison), *values)
-        calls.add_rule(pyseccomp.ERRNO(errno.EPERM), name, argument)
+    calls = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
+    rules = [[name] for name in " ".join(TABLES["allowed"]).split()]
+    rules += TABLES["allowed_by_argument"]
+    for name, number in TABLES["opening"].items():
+        without_flags = [number, "MASKED_EQ", refused_flags, 0]
+        rules.append([name, without_flags] if refused_flags else [name])
+    for name, *conditions in rules:
+        arguments = [
+            pyseccomp.Arg(number, getattr(pyseccomp, comparison), *values) for number, comparison, *values in conditions
+        ]
+        with suppress(OSError):
+            calls.add_rule(pyseccomp.ALLOW, name, *arguments)
     for ends in TABLES["numbers_of_newer_calls"]:
         for number in range(*ends):
-            with suppress(OSError):  # libseccomp is older than the call
+            with suppress(OSError):
                 calls.add_rule(pyseccomp.ERRNO(errno.ENOSYS), number)
     return calls

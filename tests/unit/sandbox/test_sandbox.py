@@ -1,7 +1,9 @@
 """The sandbox: programs that try to get out of it, what it leaves behind, and machines where walls are missing."""
 
+import ctypes
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -24,12 +26,28 @@ from open_instruct.parallel import processes
 from open_instruct.sandbox import sandbox as sandbox_module
 from open_instruct.sandbox.sandbox import START, Ran, Sandbox
 from open_instruct.sandbox.trial import try_walls
-from open_instruct.sandbox.walls import _filter
+from open_instruct.sandbox.walls import TABLES, _filter, _refused_flags
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ESCAPES = yaml.safe_load(Path(__file__).with_name("escapes.yaml").read_text())
 NEVER_END = ("a loop", "a loop in C", "sleep", "ignore signals and loop")
 LANDLOCK_CALL = 444
+WALLS = "files, network, processes, signals, shared memory, memory"
+# Linux, and the version of Landlock that it has.
+OLDER_KERNELS = {"5.15": 1, "6.8": 4}
+# The programs that Landlock itself has not always contained.
+BY_NEWER_LANDLOCK = [name for name in ESCAPES if re.search("signal|owner|length|descriptor|abstract", name)]
+# In the warm process: Landlock as an older kernel has it.
+OLDER_LANDLOCK = """
+from landlockpy import _syscall
+newest = _syscall.abi_version
+_syscall.abi_version = lambda: min(newest(), {abi})
+"""
+# In the warm process: all programs together may have 150 MB.
+SMALL_MACHINE = """
+from open_instruct.sandbox.usage import Allowance
+Allowance.for_machine = classmethod(lambda cls: cls(max_threads=100, max_bytes=150_000_000))
+"""
 # In the warm process: the second program cannot be forked, or its walls not be put up.
 BREAKS_SECOND = """
 import os
@@ -57,7 +75,7 @@ def walls_that_stand() -> list[str]:
 @pytest.fixture(scope="module")
 def all_walls() -> None:
     standing = walls_that_stand()
-    if len(standing) < 5:
+    if len(standing) < len(TABLES["trials"]):
         pytest.skip(f"this machine has only these walls: {', '.join(standing)}")
 
 
@@ -66,6 +84,17 @@ def sandbox() -> Iterator[Sandbox]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SECRET_KEY", "hunter2")
         with closing(Sandbox()) as sandbox:
+            yield sandbox
+
+
+@pytest.fixture(scope="module")
+def older_sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    with pytest.MonkeyPatch.context() as patch:
+        landlock = OLDER_LANDLOCK.format(abi=OLDER_KERNELS[request.param])
+        patch.setattr(sandbox_module, "START", START.replace("main(", f"{landlock}main("))
+        patch.setenv("SECRET_KEY", "hunter2")
+        with closing(Sandbox()) as sandbox:
+            sandbox.interpreter(cpu_s=1).close()
             yield sandbox
 
 
@@ -89,9 +118,32 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Any
         if kind == socket.SOCK_STREAM:
             opened[-1].listen(5)
     tcp, udp = (one.getsockname()[1] for one in opened[:2])
-    yield {"outside": outside, "tcp": tcp, "udp": udp, "abstract": f"sandbox-test-{os.getpid()}"}
+    libc = ctypes.CDLL(None)
+    shared = {
+        "memory": libc.shmget(0, 4096, 0o600),
+        "semaphores": libc.semget(0, 1, 0o600),
+        "queue": libc.msgget(0, 0o600),
+    }
+    bystander = subprocess.Popen(["sleep", "600"])
+    yield {
+        "outside": outside,
+        "tcp": tcp,
+        "udp": udp,
+        "abstract": f"sandbox-test-{os.getpid()}",
+        "bystander": bystander.pid,
+        **shared,
+    }
     for one in opened:
         one.close()
+    was_alive = bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+    removed = [
+        libc.shmctl(shared["memory"], 0, None),
+        libc.semctl(shared["semaphores"], 0, 0),
+        libc.msgctl(shared["queue"], 0, None),
+    ]
+    assert was_alive and removed == [0, 0, 0]
 
 
 def run(sandbox: Sandbox, code: str, *, timeout_s: float = 20, **given: Any) -> Ran:
@@ -106,31 +158,50 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 20) -> bool:
     return is_so()
 
 
+def assert_contained(name: str, sandbox: Sandbox, facts: Mapping[str, Any]) -> None:
+    program = Template(ESCAPES[name]).safe_substitute(facts)
+    compile(program, name, "exec")
+    ran = run(sandbox, program, timeout_s=1 if name in NEVER_END else 20, stderr=True)
+    assert "ESCAPED" not in ran.output
+    if name in NEVER_END:
+        assert ran.status == "late"
+    assert sorted(path.name for path in facts["outside"].iterdir()) == ["d.sock", "secret.txt", "u.sock"]
+    secret = facts["outside"] / "secret.txt"
+    assert secret.read_text() == "hunter2" and secret.stat().st_mode & 0o777 == 0o644
+    # The next program finds the sandbox as it was, without what the last one had started.
+    assert run(sandbox, "import math\nmath.sqrt(4) + len([1])").value == "3.0"
+    server = sandbox._server
+    assert server is not None and server.poll() is None
+    assert wait_until(lambda: processes.children(server.pid) == [])
+    soft, _ = resource_limit(server.pid)
+    assert soft > 64
+
+
 @pytest.mark.usefixtures("all_walls")
 class TestEscapes:
     @pytest.mark.parametrize("name", ESCAPES)
     def test_sandboxed_program_is_contained(self, name: str, sandbox: Sandbox, facts: Mapping[str, Any]) -> None:
-        program = Template(ESCAPES[name]).safe_substitute(facts)
-        compile(program, name, "exec")
-        ran = run(sandbox, program, timeout_s=1 if name in NEVER_END else 20, stderr=True)
-        assert "ESCAPED" not in ran.output
-        if name in NEVER_END:
-            assert ran.status == "late"
-        assert sorted(path.name for path in facts["outside"].iterdir()) == ["d.sock", "secret.txt", "u.sock"]
-        secret = facts["outside"] / "secret.txt"
-        assert secret.read_text() == "hunter2" and secret.stat().st_mode & 0o777 == 0o644
-        # The next program finds the sandbox as it was, without what the last one had started.
-        assert run(sandbox, "import math\nmath.sqrt(4) + len([1])").value == "3.0"
-        server = sandbox._server
-        assert server is not None and server.poll() is None
-        assert wait_until(lambda: processes.children(server.pid) == [])
-        soft, _ = resource_limit(server.pid)
-        assert soft > 64
+        assert_contained(name, sandbox, facts)
 
     def test_sandboxed_programs_wrote_nothing(self) -> None:
         """Of the programs above, which come first."""
         for folder in ("/dev/shm", "/tmp", os.path.dirname(os.__file__), os.getcwd()):
             assert not [name for name in os.listdir(folder) if "zz_escape" in name]
+
+
+@pytest.mark.usefixtures("all_walls")
+@pytest.mark.parametrize("older_sandbox", OLDER_KERNELS, indirect=True)
+class TestOlderKernels:
+    @pytest.mark.parametrize("name", BY_NEWER_LANDLOCK)
+    def test_program_that_newer_landlock_contains_is_contained_without_it(
+        self, name: str, older_sandbox: Sandbox, facts: Mapping[str, Any]
+    ) -> None:
+        assert_contained(name, older_sandbox, facts)
+
+    @pytest.mark.extended
+    @pytest.mark.parametrize("name", [name for name in ESCAPES if name not in BY_NEWER_LANDLOCK])
+    def test_sandboxed_program_is_contained(self, name: str, older_sandbox: Sandbox, facts: Mapping[str, Any]) -> None:
+        assert_contained(name, older_sandbox, facts)
 
 
 def resource_limit(pid: int) -> tuple[int, int]:
@@ -168,6 +239,7 @@ class TestInterpreter:
         reading = "import os, sys\nprint(input(), sys.stdin.readline(), os.fstat(0).st_size)\n"
         ran = run(sandbox, f"{reading}os.lseek(0, 0, 0); open(0).read()", stdin="1 2\n3\n")
         assert (ran.output, ran.value) == ("1 2 3\n 6\n", "'1 2\\n3\\n'")
+        assert run(sandbox, "print(ascii(input()))", stdin="1 \ud800\n").output == "'1 ?'\n"
 
     @pytest.mark.parametrize(
         ("program", "status"),
@@ -175,15 +247,42 @@ class TestInterpreter:
             ("while True: pass", "late"),
             ("import os; os._exit(0)", "died"),
             ("print('x' * (1 << 21))", "died"),
-            (
-                "import sys; f = sys._getframe(1)\nprint(f.f_back.f_locals['request']['mark'] + '[1]', flush=True)",
-                "died",
-            ),
         ],
     )
     def test_silent_sandbox_is_not_used_again(self, program: str, status: str, sandbox: Sandbox) -> None:
         with closing(sandbox.interpreter(cpu_s=20)) as interpreter:
             assert interpreter.run(program, timeout_s=1 if status == "late" else 20).status == status
+
+    @pytest.mark.parametrize(
+        "answer",
+        [
+            "[1]",
+            "[" * 100_000,
+            '{"a":' * 100_000,
+            "{}",
+            '{"status": "great"}',
+            '{"status": "done", "value": [1]}',
+            '{"status": "done", "value": "1", "output": "2"}',
+            '{"status": "done", "value": 1e999}',
+        ],
+    )
+    def test_forged_answer_is_none_when_it_has_another_form(self, answer: str, sandbox: Sandbox) -> None:
+        find_mark = "import sys\nmark = sys._getframe(1).f_back.f_locals['request']['mark']\n"
+        ran = run(sandbox, f"{find_mark}print(mark + {answer!r}, flush=True)")
+        assert ran.status == "died"
+
+    def test_largest_program_is_ended_when_all_take_too_much_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sandbox_module, "START", START.replace("main(", f"{SMALL_MACHINE}main("))
+        with closing(Sandbox()) as sandbox:
+            largest, small, other = (sandbox.interpreter(cpu_s=20) for _ in range(3))
+            for interpreter, num_megabytes in ((small, 40), (largest, 90), (other, 60)):
+                ran = interpreter.run(f"x = b'x' * {num_megabytes}_000_000", timeout_s=20)
+                assert ran.status == "done"
+            ran = largest.run("import time; time.sleep(20)", timeout_s=20)
+            assert ran.status == "died"
+            assert [each.run("len(x)", timeout_s=20).status for each in (small, other)] == ["done"] * 2
+            for interpreter in (largest, small, other):
+                interpreter.close()
 
     def test_closing_it_wakes_who_waits(self, sandbox: Sandbox) -> None:
         interpreter = sandbox.interpreter(cpu_s=20)
@@ -272,22 +371,31 @@ class TestInterpreter:
 
 
 class TestWalls:
-    @pytest.mark.parametrize("is_truncate_free", [True, False])
-    def test_no_file_is_emptied_where_landlock_is_too_old_to_forbid_it(
-        self, is_truncate_free: bool, tmp_path: Path
+    @pytest.mark.parametrize(
+        ("landlock_abi", "refused_flags"),
+        [
+            (None, os.O_ACCMODE | os.O_CREAT | os.O_TRUNC),
+            (1, os.O_TRUNC),
+            (2, os.O_TRUNC),
+            (3, 0),
+            (7, 0),
+        ],
+    )
+    def test_filter_refuses_the_flags_of_files_that_landlock_does_not(
+        self, landlock_abi: int | None, refused_flags: int, tmp_path: Path
     ) -> None:
         pytest.importorskip("pyseccomp")
+        assert _refused_flags(landlock_abi) == refused_flags
         with (tmp_path / "rules").open("w+") as file:
-            _filter(is_truncate_free=is_truncate_free).export_pfc(file)
+            _filter(refused_flags=refused_flags).export_pfc(file)
             file.seek(0)
-            assert ("$a2.lo32 & 0x00000200" in file.read()) is is_truncate_free
+            assert (f"$a2.lo32 & {refused_flags:#010x} == 0" in file.read()) is bool(refused_flags)
 
     @pytest.mark.usefixtures("all_walls")
     def test_run_is_told_that_all_stand(self) -> None:
         said, warned = list[str](), list[str]()
         try_walls("required", say=said.append, warn=warned.append)
-        walls = "files, network, processes, signals, memory"
-        assert (said, warned) == ([f"programs of the policy run in a sandbox; these walls stand: {walls}"], [])
+        assert (said, warned) == ([f"programs of the policy run in a sandbox; these walls stand: {WALLS}"], [])
 
     @pytest.mark.skipif(sys.platform != "linux", reason="there is no seccomp to take Landlock away with")
     @pytest.mark.parametrize("choice", ["required", "auto"])
@@ -310,14 +418,12 @@ class TestWalls:
             "    print(json.dumps([said, warned]))\n"
         )
         told = json.loads(subprocess.check_output([sys.executable, "-c", program], cwd=REPOSITORY))
-        missing = (
-            f"the wall around files a program reads and changes the files of this user (of {len(ESCAPES)} programs"
-        )
+        missing = f"the wall around files a program reads the files of this user (of {len(ESCAPES)} programs"
         if choice == "required":
             assert missing in told and "--code_sandbox auto" in told and "network a program" not in told
         else:
             ((said,), (warned,)) = told
-            assert said.endswith("stand: network, processes, signals, memory") and missing in warned
+            assert said.endswith(f"stand: {WALLS.removeprefix('files, ')}") and missing in warned
 
     def test_machine_on_which_no_program_runs_is_told_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with closing(Sandbox()) as sandbox:

@@ -278,7 +278,7 @@ class TestRun:
             rows = [json.dumps(self.ROWS[each]) for each in ("gsm8k", name)]
             (tmp_path / "rows.jsonl").write_text("\n".join(rows))
             if not has_walls:
-                trial = {"trial": "pass", "without": "gets out"}
+                trial = {"ways": ["pass"], "without": "gets out"}
                 monkeypatch.setitem(TABLES["trials"], "files", trial)
             required = ["--model_name_or_path", model, "--dataset_mixer_list", tmp_path / "rows.jsonl", "1.0"]
             required += ["--output_dir", tmp_path / "out", "--cache_dir", tmp_path / "cache", "--no_plan_check"]
