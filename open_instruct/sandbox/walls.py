@@ -81,7 +81,7 @@ def _filter(*, refused_flags: int) -> Any:
     except (ImportError, RuntimeError, OSError):
         return None
     calls = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
-    rules = [[name] for name in " ".join(TABLES["allowed"]).split()]
+    rules: list[list[Any]] = [[name] for name in " ".join(TABLES["allowed"]).split()]
     rules += TABLES["allowed_by_argument"]
     for name, number in TABLES["opening"].items():
         without_flags = [number, "MASKED_EQ", refused_flags, 0]
