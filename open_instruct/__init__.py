@@ -1,17 +1,13 @@
 """Post-training (DPO, GRPO) of open language models on OLMo-core, sharded as HSDP."""
 
-import importlib.util
 import logging
 import os
-import tempfile
 
 __version__ = "0.1.0"
 
-# OLMo-core, once imported, makes a folder in /tmp for each process, for what Triton compiles, and leaves it there.
-if importlib.util.find_spec("triton") is None:
-    os.environ.setdefault("OLMO_DISABLE_PER_RANK_TRITON_CACHE", "1")
-else:
-    os.environ.setdefault("OLMO_TRITON_CACHE_BASE", os.path.join(tempfile.gettempdir(), f"olmo-triton-{os.getuid()}"))
+# OLMo-core, once imported, makes a folder in /tmp for each process, for what Triton compiles, and leaves it
+# there. Ranks have one of their own by parallel/triton_cache.py.
+os.environ.setdefault("OLMO_DISABLE_PER_RANK_TRITON_CACHE", "1")
 
 # transformers imports torchao in every process where it is installed, --float8_linears or not. What PyTorch then says
 # of two of its classes, and torchao of kernels for other machines, is no warning to anybody.

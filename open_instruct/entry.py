@@ -31,6 +31,7 @@ from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.node_sizes import node_sizes_from_environment
+from open_instruct.parallel.triton_cache import remove_temporary_folders
 from open_instruct.report.closing import print_results
 from open_instruct.run import run_lock
 from open_instruct.run.cadence import set_handler, stop_signals_handled
@@ -295,6 +296,7 @@ def leave(exit_code: int) -> NoReturn:
     run that succeeded.
     """
     run_lock.release_all()
+    remove_temporary_folders()
     with suppress(OSError):  # they may lie on a full disk, or their reader be gone
         logging.shutdown()
         sys.stdout.flush()

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from olmo_core.distributed.utils import get_local_rank
+
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.learner.backend import Metrics
@@ -10,6 +12,7 @@ from open_instruct.learner.policy import Policy
 from open_instruct.objectives import dpo, policy_gradient
 from open_instruct.objectives.objective import BoundLoss
 from open_instruct.objectives.sft import cross_entropy
+from open_instruct.parallel.triton_cache import set_triton_cache
 
 
 class ObjectiveTrainModule(FSDP2Backend):
@@ -22,6 +25,7 @@ class ObjectiveTrainModule(FSDP2Backend):
 
     def __init__(self, *, loss: BoundLoss, **olmo_core: Any) -> None:
         super().__init__(**olmo_core)
+        set_triton_cache(get_local_rank())
         self.policy = Policy(self, loss)
 
     def pre_train(self) -> None:

@@ -15,6 +15,7 @@ from olmo_core.utils import seed_all
 from open_instruct.parallel import peers
 from open_instruct.parallel.data_parallel import keep_mesh
 from open_instruct.parallel.listening import LOOPBACK_INTERFACE
+from open_instruct.parallel.triton_cache import set_triton_cache
 
 T = TypeVar("T")
 
@@ -55,6 +56,7 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
     )
     seed_all(seed)
     local_rank = get_local_rank()
+    set_triton_cache(local_rank)
     peers.meet(rank=dist.get_rank(), num_ranks=dist.get_world_size())
     return Process(
         rank=dist.get_rank(),
