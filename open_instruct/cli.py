@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import NoReturn
 
 from open_instruct import __version__
 from open_instruct.config.help import asks_for_help, print_help
+from open_instruct.config.packaged import packaged_name, packaged_settings
 from open_instruct.config.parser import nearest
 from open_instruct.entry import leave, run_to_exit_code
 from open_instruct.errors import EXIT_INPUT, InputError
@@ -80,7 +80,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name in FLAGS and asks_for_help(words):
         flags, command, line = FLAGS[name]
         line = line.format(commands="|".join(objective_names()))
-        print_help(resolve_name(f"open_instruct.{flags}"), f"{PROGRAM} {command}", line)
+        print_help(resolve_name(f"open_instruct.{flags}"), f"{PROGRAM} {command}", words, line)
         return 0
     return resolve_name(f"open_instruct.{COMMANDS[name][1]}")(words)
 
@@ -96,9 +96,12 @@ def usage() -> str:
     return f"""\
 usage: {PROGRAM} COMMAND [--flag value ...]
 
+To begin: `{PROGRAM} tiny-model DIR` writes a small model, `{PROGRAM} preview dpo --model_name_or_path DIR
+--mixer_list rows.jsonl 1.0` shows what would be learned, and `dpo` with the same flags and --output_dir OUT learns it.
+
 {listed}
 
-`{PROGRAM} COMMAND --help` lists a command's flags; `{PROGRAM} --version` prints the version."""
+`{PROGRAM} COMMAND --help` shows a command's flags; `{PROGRAM} --version` prints the version."""
 
 
 def configs_command(words: Sequence[str]) -> int:
@@ -109,14 +112,13 @@ def configs_command(words: Sequence[str]) -> int:
     if asks_for_help(words):
         print(CONFIGS_USAGE)
         return 0
-    folder = Path(str(files("open_instruct"))) / "configs"
-    configs = {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.glob("*/*.yaml"))}
+    configs = packaged_settings()
     if not words:
         width = max(map(len, configs))
         for name, path in configs.items():
             print(f"{name:{width}}  {_first_sentence(path)}")
         return 0
-    name = words[0].removeprefix("configs/").removesuffix(".yaml")
+    name = packaged_name(words[0])
     if len(words) > 1 or name not in configs:
         raise InputError(
             f"'{' '.join(words)}' is not one of the files{nearest(name, configs)}\n{CONFIGS_USAGE}", kind="bad_value"

@@ -87,7 +87,7 @@ def run_entry(
     def run() -> int:
         if asks_for_help(words):
             if _rank() == 0:
-                print_help(config_class, program)
+                print_help(config_class, program, words)
             return 0
         unneeded: list[str] = []
         try:
@@ -122,7 +122,7 @@ def run_entry(
 
 def _refuse(program: str, error: InputError) -> int:
     asking = f"python {sys.argv[0]}" if Path(sys.argv[0]).name == program else program
-    lines = (f"{program}: {error}", f"Nothing was started. `{asking} --help` lists every flag.")
+    lines = (f"{program}: {error}", f"Nothing was started. `{asking} --help` shows the flags.")
     # Every rank has the same words, so none can be the only one that knows.
     _report_failure(*lines, known_to_all=True)
     return EXIT_INPUT

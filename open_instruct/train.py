@@ -34,7 +34,7 @@ OBJECTIVE_FLAG = "--objective"
 USAGE = f"""\
 usage: open-instruct train {OBJECTIVE_FLAG} FILE.py:NAME [FILE.yaml] [--flag value ...]
 
-Trains an objective of your own (docs/your_own_loss.md); behind it, --help lists its flags.
+Trains an objective of your own (docs/your_own_loss.md); behind it, --help shows its flags.
 Those that are built in are commands of their own: {", ".join(OBJECTIVES)}."""
 
 

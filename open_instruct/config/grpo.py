@@ -21,9 +21,9 @@ class GRPOConfig(LearnerConfig):
     """Train a policy on verifiable rewards: vLLM engines generate, sharded learners train, weights flow back.
 
     Examples:
-        python open_instruct/grpo_olmo_core_actor.py configs/grpo/tiny_cpu.yaml --model_name_or_path MODEL_DIR
-            --dataset_mixer_list prompts.jsonl 1.0 --output_dir runs/first
-        open-instruct grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --ray_address auto --output_dir runs/olmo3
+        open-instruct grpo grpo/tiny_cpu --model_name_or_path MODEL_DIR --dataset_mixer_list prompts.jsonl 1.0
+            --output_dir runs/first
+        open-instruct grpo grpo/olmo3_7b_2x8_plus_8_engines --ray_address auto --output_dir runs/olmo3
     """
 
     data: rollout_sections.PromptDataSection

@@ -1,11 +1,11 @@
-"""`--help` in the terminal."""
+"""`--help` in the terminal: the flags that most runs set; `--help all`: every flag; `--help WORD`: those about it."""
 
 import inspect
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,32 +17,81 @@ from open_instruct.config.flags import Flag, flags_of, flags_of_section, section
 from open_instruct.wording import pages_in
 
 MIN_WIDTH, MAX_WIDTH = 40, 110
+ALL = "all"
+# What most runs set. A command shows those that it has, with those that must be given and those of one's own objective.
+MOST_USED = frozenset(
+    {
+        *("chat_template_name", "eval_mixer_list", "max_seq_length", "response_length"),
+        *("loss_type", "beta", "loss_fn", "kd_loss", "reward_tokens", "verifier", "environment"),
+        *("learning_rate", "num_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
+        *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "total_episodes"),
+        *("num_processes", "fsdp_shard_degree", "num_learners_per_node", "vllm_num_engines", "single_gpu_mode"),
+        *("activation_checkpointing", "use_lora", "report_to"),
+    }
+)
 
 
 def asks_for_help(words: Iterable[str]) -> bool:
     return not {"--help", "-h"}.isdisjoint(words)
 
 
-def help_page(config_class: type, program: str, width: int, usage: str = "") -> Text:
+def help_topic(words: Sequence[str]) -> str | None:
+    """The word behind `--help`: `all`, or what flags are asked for; None where there is none.
+
+    Example: `["dpo", "--help", "lora"]` asks for `lora`.
+    """
+    at = next(index for index, word in enumerate(words) if word in ("--help", "-h"))
+    return " ".join(words[at + 1 :]).strip("- ").lower() or None
+
+
+def help_page(config_class: type, program: str, width: int, usage: str = "", topic: str | None = None) -> Text:
     """The page of `--help`.
 
-    `usage` is the usage line of a command that also takes the flags of a run.
+    Args:
+        config_class: has the flags.
+        program: the command as it was typed.
+        width: characters of a line.
+        usage: the usage line of a command that also takes the flags of a run.
+        topic: the word behind `--help`.
     """
     description, examples = told_of(config_class)
+    chosen = chosen_flags(config_class, topic)
     pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
     pages.globals |= {"wrapped": partial(_wrapped, width), "escape": escape, "default_of": _default_of}
     page = pages.get_template("help.txt.jinja").render(
         program=program,
         usage=usage,
         required=[f"--{flag.name} {flag.metavar}" for flag in flags_of(config_class).values() if flag.required],
+        topic=topic,
+        num_flags=len(flags_of(config_class)),
+        num_shown=sum(len(flags) for flags in chosen.values()),
         description=description,
         sections=[
-            (title_of(each) if name else "Flags", flags_of_section(each).values())
+            (title_of(each) if name else "Flags", chosen[name])
             for name, each in sections_of(config_class).items()
+            if chosen[name]
         ],
         examples=examples,
     )
     return Text.from_markup(page.rstrip(), emoji=False)
+
+
+def chosen_flags(config_class: type, topic: str | None) -> dict[str, list[Flag]]:
+    """The flags that a page of help shows, by their section."""
+
+    def is_shown(flag: Flag, section_class: type) -> bool:
+        if topic is None:
+            is_own = not section_class.__module__.startswith("open_instruct.")
+            return flag.required or flag.name in MOST_USED or is_own
+        return topic == ALL or topic.replace("-", "_") in flag.name or topic in flag.meaning.lower()
+
+    sections = sections_of(config_class)
+    if topic is None and list(sections) == [""]:  # a command with few flags
+        topic = ALL
+    return {
+        name: [flag for flag in flags_of_section(section_class).values() if is_shown(flag, section_class)]
+        for name, section_class in sections.items()
+    }
 
 
 def told_of(config_class: type) -> tuple[str, list[str]]:
@@ -51,9 +100,10 @@ def told_of(config_class: type) -> tuple[str, list[str]]:
     return description, [" ".join(each.split()) for each in re.split(r"\n(?=\S)", textwrap.dedent(examples)) if each]
 
 
-def print_help(config_class: type, program: str, usage: str = "") -> None:
-    """Print `--help` for the width of the terminal, styled where stdout is one and plain elsewhere."""
-    page = help_page(config_class, program, min(shutil.get_terminal_size().columns, MAX_WIDTH), usage)
+def print_help(config_class: type, program: str, words: Sequence[str], usage: str = "") -> None:
+    """Print the help that `words` ask for, styled where stdout is a terminal and plain elsewhere."""
+    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    page = help_page(config_class, program, width, usage, help_topic(words))
     if sys.stdout.isatty():
         Console(highlight=False, soft_wrap=True).print(page)
     else:  # rich would take a reader that has read enough for a failure

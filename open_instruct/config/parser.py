@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
+from open_instruct.config.packaged import packaged_settings, settings_file
 from open_instruct.config.suites.upstream_flags import Fate, read_table, taken
 from open_instruct.errors import InputError, Kind, Problem
 from open_instruct.whole_file import read_asked
@@ -106,6 +107,8 @@ class _Reader:
         """The values of the file that the first word may name, and of the flags after it, which replace them."""
         words = list(argv)
         values: dict[str, Any] = {}
+        if words and not words[0].startswith("-"):
+            words[0] = settings_file(words[0])
         if words and words[0].lower().endswith(YAML_SUFFIXES) and not words[0].startswith("-"):
             values = self._values_of(self._in_file(words.pop(0)))
         return values | self._values_of(self._on_command_line(words))
@@ -241,7 +244,8 @@ def groups_of(words: Sequence[str], problems: list[Problem]) -> list[tuple[str, 
             text = f"'{word}': a YAML file can only be the first word, and there can be only one"
             problems.append(Problem(text, kind="stray_word"))
         else:
-            text = f"'{word}': expected a flag (--name), or a YAML file as the first word"
+            hint = nearest(word, packaged_settings())
+            text = f"'{word}': expected a flag (--name), or a YAML file as the first word{hint}"
             problems.append(Problem(text, kind="stray_word"))
     return groups
 

@@ -71,9 +71,9 @@ class DistillConfig(TrainingConfig):
     their cross-entropy. Both are sharded as HSDP.
 
     Examples:
-        open-instruct distill configs/distill/olmo2_1b_from_7b_8gpu.yaml --num_processes 8 --output_dir runs/small
         open-instruct distill --model_name_or_path SMALL --teacher_model_name_or_path LARGE --mixer_list chats.jsonl
             1.0 --output_dir runs/small
+        open-instruct distill distill/olmo2_1b_from_7b_8gpu --num_processes 8 --output_dir runs/small
     """
 
     distillation: DistillationSection

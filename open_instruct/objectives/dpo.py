@@ -39,8 +39,8 @@ class DPOConfig(TrainingConfig):
     """Train a model on preference pairs with DPO or one of its relatives, sharded as HSDP, and export it.
 
     Examples:
-        open-instruct dpo configs/dpo/olmo3_7b_8gpu.yaml --num_processes 8 --output_dir runs/olmo3
         open-instruct dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir runs/first
+        open-instruct dpo dpo/olmo3_7b_8gpu --num_processes 8 --output_dir runs/olmo3
     """
 
     data: PreferenceDataSection

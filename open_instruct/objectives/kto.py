@@ -67,8 +67,8 @@ class KTOConfig(TrainingConfig):
     """Train a model with KTO on single replies that are labelled good or bad, sharded as HSDP, and export it.
 
     Examples:
-        open-instruct kto configs/kto/olmo3_7b_8gpu.yaml --num_processes 8 --output_dir runs/olmo3_kto
         open-instruct kto --model_name_or_path MODEL_DIR --mixer_list labelled.jsonl 1.0 --output_dir runs/first
+        open-instruct kto kto/olmo3_7b_8gpu --num_processes 8 --output_dir runs/olmo3_kto
     """
 
     data: PreferenceDataSection

@@ -79,8 +79,8 @@ class PRMConfig(TrainingConfig):
     """Train a process reward model on solutions whose steps are labelled, sharded as HSDP, and export it.
 
     Examples:
-        open-instruct prm configs/prm/qwen3_8b_8gpu.yaml --num_processes 8 --output_dir runs/prm
         open-instruct prm --model_name_or_path MODEL_DIR --mixer_list steps.jsonl 1.0 --output_dir runs/first
+        open-instruct prm prm/qwen3_8b_8gpu --num_processes 8 --output_dir runs/prm
     """
 
     steps: StepSection

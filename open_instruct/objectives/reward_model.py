@@ -60,8 +60,8 @@ class RewardModelConfig(TrainingConfig):
     """Train a reward model on preference pairs, sharded as HSDP, and export it as transformers' class with a score.
 
     Examples:
-        open-instruct reward_model configs/reward_model/olmo3_7b_8gpu.yaml --num_processes 8
         open-instruct reward_model --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir runs/rm
+        open-instruct reward_model reward_model/olmo3_7b_8gpu --num_processes 8
     """
 
     data: PreferenceDataSection

@@ -24,8 +24,8 @@ class SFTConfig(TrainingConfig):
     """Train a model on conversations, every assistant turn of them, sharded as HSDP, and export it.
 
     Examples:
-        open-instruct sft configs/sft/olmo3_7b_8gpu.yaml --num_processes 8 --output_dir runs/olmo3_sft
         open-instruct sft --model_name_or_path MODEL_DIR --mixer_list chats.jsonl 1.0 --output_dir runs/warm
+        open-instruct sft sft/olmo3_7b_8gpu --num_processes 8 --output_dir runs/olmo3_sft
     """
 
     data: SFTDataSection

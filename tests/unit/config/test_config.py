@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from open_instruct.config import resolved
 from open_instruct.config.flags import LARGEST_INT, NONE_WORDS, Flag, flags_of
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.help import help_page, told_of
+from open_instruct.config.help import MOST_USED, chosen_flags, help_page, help_topic, told_of
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import _git_state, as_flat_dict, refuse_conflicts, resume_conflicts, write_config
 from open_instruct.config.suites.upstream_flags import taken, upstream_table
 from open_instruct.errors import InputError
 from open_instruct.losses.preference import PREFERENCE_LOSSES
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
+from open_instruct.objectives.registry import objective_named, objective_names
 from open_instruct.objectives.sft import SFTConfig
 from open_instruct.parallel.layout_command import LayoutFlags
 from open_instruct.users_code import load_named
@@ -311,6 +312,13 @@ class TestYaml:
         with refused("unreadable_file"):
             parse(DPOConfig, [str(folder)])
 
+    @pytest.mark.parametrize("word", ["dpo/tiny_cpu", "configs/dpo/tiny_cpu.yaml", "configs/dpo/tiny_cpu"])
+    def test_file_of_the_package_goes_by_its_name(self, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir("/")
+        assert parse(DPOConfig, [word, "--seed", "3"]).run.output_dir == "runs/tiny_cpu"
+        with refused("stray_word", None, "dpo/tiny_cpu"):
+            parse(DPOConfig, ["dpo/tini_cpu"])
+
     def test_only_one_file(self, tmp_path: Path) -> None:
         path = yaml_file(tmp_path, "")
         with refused("stray_word"):
@@ -319,7 +327,7 @@ class TestYaml:
 
 class TestHelp:
     def test_every_flag_is_shown_with_its_meaning_and_default(self) -> None:
-        text = help_page(DPOConfig, "program", 100).plain
+        text = help_page(DPOConfig, "program", 100, topic="all").plain
         joined = " ".join(text.split())
         for flag in flags_of(DPOConfig).values():
             assert f"--{flag.name} {flag.metavar}" in joined
@@ -328,12 +336,35 @@ class TestHelp:
         assert "--output_dir STR [required]" in joined
         assert "usage: program [FILE.yaml] --model_name_or_path STR" in joined
         examples = told_of(DPOConfig)[1]
+        assert "--help all" not in joined
         assert len(examples) == 2 and all(example in text for example in examples)
+
+    @pytest.mark.parametrize("command", objective_names())
+    def test_few_flags_are_shown_at_first_with_an_example_that_names_no_checkout(self, command: str) -> None:
+        config_class = objective_named(command).config_class
+        chosen = [flag for flags in chosen_flags(config_class, None).values() for flag in flags]
+        assert 10 <= len(chosen) <= 22 and {flag.name for flag in chosen if flag.required} >= {"output_dir"}
+        page = help_page(config_class, "program", 100).plain
+        assert f"{len(chosen)} of {len(flags_of(config_class))} flags" in " ".join(page.split())
+        assert all("configs/" not in example and ".py" not in example for example in told_of(config_class)[1])
+
+    def test_flags_most_runs_set_are_flags(self) -> None:
+        known = set().union(*(flags_of(objective_named(name).config_class) for name in objective_names()))
+        assert known >= MOST_USED
+
+    def test_word_behind_help_chooses_the_flags_about_it(self) -> None:
+        assert help_topic(["run.yaml", "--help", "--lora-r"]) == "lora-r"
+        assert help_topic(["--seed", "1", "-h"]) is None
+        chosen = {flag.name for flags in chosen_flags(DPOConfig, "lora").values() for flag in flags}
+        assert chosen >= {"use_lora", "lora_r", "adapter_name_or_path"} and "beta" not in chosen
+        assert {flag.name for flags in chosen_flags(DPOConfig, "lora-r").values() for flag in flags} == {"lora_r"}
+        page = help_page(DPOConfig, "program", 100, topic="nowhere").plain
+        assert "No flag is about 'nowhere'" in page and " 0 of " not in page
 
     def test_examples_are_told_apart_from_the_description(self, tmp_path: Path) -> None:
         description, examples = told_of(GRPOConfig)
         assert "Examples" not in description
-        assert [example.split()[0] for example in examples] == ["python", "open-instruct"]
+        assert [example.split()[0] for example in examples] == ["open-instruct", "open-instruct"]
         assert "--model_name_or_path MODEL_DIR --dataset_mixer_list" in examples[0]
         own = (REPOSITORY / "docs" / "your_own_loss.md").read_text().partition("```python\n")[2].partition("```")[0]
         (tmp_path / "mine.py").write_text(own)
@@ -385,6 +416,8 @@ def values_of(flag: Flag) -> st.SearchStrategy[Any]:
             strategy = st.lists(strategy)
     else:
         number = st.floats(allow_nan=False, allow_infinity=False)
+        if flag.is_path:  # which is filled in before it is in a config
+            text = text.filter(lambda path: "$" not in path and not path.startswith("~"))
         of_kinds = {
             bool: st.booleans(),
             int: st.integers(-LARGEST_INT, LARGEST_INT),
