@@ -57,9 +57,9 @@ def build_activation_checkpointing(
 ) -> TransformerActivationCheckpointingConfig | None:
     """The config; None: keep every activation.
 
-    The compiler spends a memory budget, see `compiles`. Without CUDA nothing is compiled, and OLMo-core would silently
-    keep every activation, so whole blocks are recomputed instead. Offloading recomputes blocks too, and moves their
-    inputs to the host, see inputs_on_host.py.
+    The compiler spends a memory budget, see `compiles`. On a CPU it is not asked to, and OLMo-core would silently keep
+    every activation, so whole blocks are recomputed instead. Offloading recomputes blocks too, and moves their inputs
+    to the host, see inputs_on_host.py.
 
     :raises InputError: a pattern of modules matches nothing in `model`.
     """
@@ -94,7 +94,10 @@ def _selected(patterns: Sequence[str], model: Transformer) -> list[str]:
 
 @lru_cache
 def compiler_problem(device: torch.device) -> str | None:
-    """Why PyTorch's compiler cannot compile a sum on `device`; on CUDA it wants Triton and a C compiler."""
+    """Why PyTorch's compiler cannot compile a sum on `device`.
+
+    On CUDA it wants Triton and a C compiler, on a CPU a C++ compiler.
+    """
     try:
         torch.compile(lambda tensor: tensor + 1.0)(torch.zeros(8, device=device))
     except Exception as error:
@@ -105,20 +108,24 @@ def compiler_problem(device: torch.device) -> str | None:
 def compiles(memory: MemorySection, *, layout: ShardLayout, device: torch.device) -> bool:
     """Whether blocks are compiled. On CUDA they are, unless --no_compile_model is given.
 
-    Under tensor, context or expert parallelism they are compiled only on request. --activation_memory_budget is a
-    request too, since the compiler is what spends that budget.
+    Under tensor, context or expert parallelism they are compiled only on request, and so they are on a CPU, where a
+    short run is over before the compiler is. On CUDA --activation_memory_budget is a request too, since the compiler
+    is what spends that budget.
 
     :raises InputError: compilation was requested, and the compiler does not work.
     """
-    is_asked = memory.compile_model or memory.activation_memory_budget < 1
+    on_cuda = device.type == "cuda"
     is_split = layout.model_parallel_degree * layout.expert_parallel_degree > 1
-    if device.type != "cuda" or memory.compile_model is False or (is_split and not is_asked):
+    is_asked = memory.compile_model or (on_cuda and memory.activation_memory_budget < 1)
+    is_default = on_cuda and not is_split
+    if memory.compile_model is False or not (is_asked or is_default):
         return False
     what = compiler_problem(device)
     if what is not None and is_asked:
         flag = "--compile_model" if memory.compile_model else "--activation_memory_budget"
+        remedy = "Install Triton and a C compiler" if on_cuda else "Install a C++ compiler (g++)"
         raise InputError(
-            f"{flag}: PyTorch's compiler does not work here ({what}). Install Triton and a C compiler, or leave the "
+            f"{flag}: PyTorch's compiler does not work here ({what}). {remedy}, or leave the "
             "flag out and use --activation_checkpointing full where memory is short",
             kind="machine",
         )
@@ -128,12 +135,10 @@ def compiles(memory: MemorySection, *, layout: ShardLayout, device: torch.device
 def kernel_warnings(memory: MemorySection, *, param_dtype: str, device: torch.device) -> Iterator[str]:
     """Warnings about settings that have no effect on this device, or leave its speed unused."""
     if device.type != "cuda":
-        if memory.compile_model:
-            yield "--compile_model does nothing without CUDA: the model runs uncompiled"
         if (budget := memory.activation_memory_budget) < 1.0:
             yield (
-                f"--activation_memory_budget {budget} needs the compiler, which is skipped without CUDA: recomputing "
-                "whole blocks instead (--activation_checkpointing full)"
+                f"--activation_memory_budget {budget} is for CUDA: recomputing whole blocks instead "
+                "(--activation_checkpointing full)"
             )
         elif memory.activation_checkpointing == "offload":
             yield "--activation_checkpointing offload does without CUDA what full does: all is on the host"

@@ -97,14 +97,17 @@ def can_attend_in_parts(query_THD: torch.Tensor, segments: Segments, *, left: in
     return query_THD.device.type == "cpu" and not window_hides_keys
 
 
-@torch.compiler.disable
 def attend_in_parts(qkv_T: QKV, segments: Segments, *, scale: float | None = None) -> torch.Tensor:
     """Every token of queries (T, H, D) attends to its segment's prefix and to the tokens before it in the segment.
 
     Keys and values are those of the row, (T, G, D). The result has shape (T, H, D).
     """
+    attended: torch.Tensor
+    if torch.compiler.is_compiling():
+        attended, _ = attend_in_parts_compiled(*qkv_T, segments.cu_queries, segments.cu_keys, scale)
+        return attended
     parts = find_parts(segments.lengths, segments.prefix_lengths)
-    attended: torch.Tensor = _AttentionInParts.apply(*qkv_T, parts, scale)
+    attended = _AttentionInParts.apply(*qkv_T, parts, scale)
     return attended
 
 
@@ -118,19 +121,7 @@ class _AttentionInParts(torch.autograd.Function):
         parts: tuple[Part, ...],
         scale: float | None,
     ) -> torch.Tensor:
-        out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
-        lse_TH = query_THD.new_empty(query_THD.shape[:2], dtype=_sum_dtype(query_THD))
-        for part in parts:
-            qkv = part.select_queries(query_THD), part.select_keys(key_TGD), part.select_keys(value_TGD)
-            part_out, part_lse = _flash(*qkv, 0.0, part.is_square, scale=scale)
-            out, lse = part.select_queries(out_THD), part.select_queries(lse_TH)
-            if part.is_square:
-                out.copy_(part_out)
-                lse.copy_(part_lse)
-            else:
-                share = torch.sigmoid(part_lse - lse)
-                out.lerp_(part_out, share.unsqueeze(-1).to(out.dtype))
-                torch.logaddexp(lse, part_lse, out=lse)
+        out_THD, lse_TH = _attend(QKV(query_THD, key_TGD, value_TGD), parts, scale=scale)
         ctx.save_for_backward(query_THD, key_TGD, value_TGD, out_THD, lse_TH)
         ctx.parts, ctx.scale = parts, scale
         return out_THD
@@ -138,14 +129,110 @@ class _AttentionInParts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query_THD, key_TGD, value_TGD, out_THD, lse_TH = ctx.saved_tensors
-        qkv_T = (query_THD, key_TGD, value_TGD)
-        # In float32 at least: a sum of many shares in 16 bits would lose the small ones.
-        grads = [tensor.new_zeros(tensor.shape, dtype=lse_TH.dtype) for tensor in qkv_T]
-        for part in ctx.parts:
-            # A function, so that one part's share is freed before the next is computed.
-            _add_share(grads, part, grad_out_THD, qkv_T, out_THD, lse_TH, scale=ctx.scale)
-        return *(grad.to(query_THD.dtype) for grad in grads), None, None
+        *qkv, out_THD, lse_TH = ctx.saved_tensors
+        grads = _find_gradients(grad_out_THD, QKV(*qkv), out_THD, lse_TH, ctx.parts, scale=ctx.scale)
+        return *grads, None, None
+
+
+def _attend(qkv_T: QKV, parts: Iterable[Part], *, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, (T, H, D), and the logarithm of the sum behind each query's weights, (T, H)."""
+    query_THD, key_TGD, value_TGD = qkv_T
+    out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+    lse_TH = query_THD.new_empty(query_THD.shape[:2], dtype=_sum_dtype(query_THD))
+    for part in parts:
+        qkv = part.select_queries(query_THD), part.select_keys(key_TGD), part.select_keys(value_TGD)
+        part_out, part_lse = _flash(*qkv, 0.0, part.is_square, scale=scale)
+        out, lse = part.select_queries(out_THD), part.select_queries(lse_TH)
+        if part.is_square:
+            out.copy_(part_out)
+            lse.copy_(part_lse)
+        else:
+            share = torch.sigmoid(part_lse - lse)
+            out.lerp_(part_out, share.unsqueeze(-1).to(out.dtype))
+            torch.logaddexp(lse, part_lse, out=lse)
+    return out_THD, lse_TH
+
+
+def _find_gradients(
+    grad_out_THD: torch.Tensor,
+    qkv_T: QKV,
+    out_THD: torch.Tensor,
+    lse_TH: torch.Tensor,
+    parts: Iterable[Part],
+    *,
+    scale: float | None,
+) -> QKV:
+    """The gradients of queries, keys and values."""
+    # In float32 at least: a sum of many shares in 16 bits would lose the small ones.
+    sums = [tensor.new_zeros(tensor.shape, dtype=lse_TH.dtype) for tensor in qkv_T]
+    for part in parts:
+        # A function, so that one part's share is freed before the next is computed.
+        _add_share(sums, part, grad_out_THD, qkv_T, out_THD, lse_TH, scale=scale)
+    return QKV(*(each.to(qkv_T.query.dtype) for each in sums))
+
+
+# The same for compiled blocks, whose graphs take tensors and numbers, and see no further into these two operators.
+
+
+@torch.library.custom_op("open_instruct::attend_in_parts", mutates_args=())
+def attend_in_parts_compiled(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    cu_queries: torch.Tensor,
+    cu_keys: torch.Tensor,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_attend`; `cu_queries` and `cu_keys` are those of `Segments`."""
+    return _attend(QKV(query_THD, key_TGD, value_TGD), _read_parts(cu_queries, cu_keys), scale=scale)
+
+
+@torch.library.custom_op("open_instruct::attend_in_parts_backward", mutates_args=())
+def attend_in_parts_backward(
+    grad_out_THD: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_TH: torch.Tensor,
+    cu_queries: torch.Tensor,
+    cu_keys: torch.Tensor,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `_find_gradients`."""
+    qkv_T, parts = QKV(query_THD, key_TGD, value_TGD), _read_parts(cu_queries, cu_keys)
+    grads = _find_gradients(grad_out_THD, qkv_T, out_THD, lse_TH, parts, scale=scale)
+    return grads.query, grads.key, grads.value
+
+
+@attend_in_parts_compiled.register_fake
+def _(query_THD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    lse_TH = query_THD.new_empty(query_THD.shape[:2], dtype=_sum_dtype(query_THD))
+    return torch.empty_like(query_THD, memory_format=torch.contiguous_format), lse_TH
+
+
+@attend_in_parts_backward.register_fake
+def _(grad_out_THD: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in others[:3])
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *qkv, cu_queries, cu_keys, ctx.scale = inputs
+    ctx.save_for_backward(*qkv, *output, cu_queries, cu_keys)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _go_backward(ctx: Any, grad_out_THD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    grads = attend_in_parts_backward(grad_out_THD, *ctx.saved_tensors, ctx.scale)
+    return *grads, None, None, None
+
+
+attend_in_parts_compiled.register_autograd(_go_backward, setup_context=_keep_for_backward)
+
+
+def _read_parts(cu_queries: torch.Tensor, cu_keys: torch.Tensor) -> tuple[Part, ...]:
+    lengths, num_keys = cu_queries.diff(), cu_keys.diff()
+    return find_parts(tuple(lengths.tolist()), tuple((num_keys - lengths).tolist()))
 
 
 def _add_share(

@@ -25,7 +25,11 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 def works(device: torch.device) -> None:
-    assert device == CUDA, "a CPU is not asked"
+    return None
+
+
+def is_not_asked(device: torch.device) -> None:
+    raise AssertionError("trying the compiler takes seconds")
 
 
 def is_broken(device: torch.device) -> str:
@@ -37,8 +41,9 @@ class TestCompiling:
         ("memory", "degrees", "device", "problem", "expected"),
         [
             ({}, {}, CUDA, works, True),
-            ({}, {}, CPU, works, False),
-            ({"compile_model": True}, {}, CPU, works, False),
+            ({}, {}, CPU, is_not_asked, False),
+            ({"activation_memory_budget": 0.5}, {}, CPU, is_not_asked, False),
+            ({"compile_model": True}, {}, CPU, works, True),
             ({"compile_model": False}, {}, CUDA, works, False),
             ({}, {}, CUDA, is_broken, False),
             ({}, {"tensor_parallel_degree": 2}, CUDA, works, False),
@@ -63,18 +68,19 @@ class TestCompiling:
         assert compiles(MemorySection(**memory), layout=layout, device=device) is expected
 
     @pytest.mark.parametrize(
-        ("memory", "flag"),
+        ("memory", "device", "flag", "remedy"),
         [
-            ({"compile_model": True}, "--compile_model"),
-            ({"activation_memory_budget": 0.5}, "--activation_memory_budget"),
+            ({"compile_model": True}, CUDA, "--compile_model", "Triton"),
+            ({"activation_memory_budget": 0.5}, CUDA, "--activation_memory_budget", "Triton"),
+            ({"compile_model": True}, CPU, "--compile_model", "g++"),
         ],
     )
     def test_asked_for_and_impossible_is_refused(
-        self, memory: dict[str, Any], flag: str, monkeypatch: pytest.MonkeyPatch
+        self, memory: dict[str, Any], device: torch.device, flag: str, remedy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(kernels, "compiler_problem", is_broken)
-        with refused("machine", None, f"{flag}"):
-            compiles(MemorySection(**memory), layout=resolve_layout([2]), device=CUDA)
+        with refused("machine", None, flag, remedy):
+            compiles(MemorySection(**memory), layout=resolve_layout([2]), device=device)
 
     def test_sum_is_compiled_to_find_out(self) -> None:
         def refuses(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

@@ -273,7 +273,7 @@ class TestMemory:
             ({"activation_memory_budget": 0.5}, "cuda", "budget", False),
             ({"activation_memory_budget": 0.5}, "cpu", "full", True),
             ({"activation_memory_budget": 0.5, "compile_model": True}, "cpu", "full", True),
-            ({"compile_model": True}, "cpu", None, True),
+            ({"compile_model": True}, "cpu", None, False),
         ],
     )
     def test_table_of_the_docs(

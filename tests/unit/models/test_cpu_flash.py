@@ -14,7 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from open_instruct.models.attention import cpu_flash
-from open_instruct.models.attention.cpu_flash import attend_in_parts, can_attend_in_parts, find_parts
+from open_instruct.models.attention.cpu_flash import (
+    attend_in_parts,
+    attend_in_parts_compiled,
+    can_attend_in_parts,
+    find_parts,
+)
 from open_instruct.models.attention.segments import QKV, Segments
 from tests.unit.models.test_shared_attention import CPU, defined, tensors
 
@@ -88,6 +93,22 @@ def test_parts_give_the_values_and_gradients_of_the_definition(segments: Segment
     their_grads = torch.autograd.grad(theirs, (query, key, value), grad)
     for one, other in zip((ours, *our_grads), (theirs, *their_grads), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_operator_of_compiled_blocks_gives_the_same_bits(dtype: torch.dtype) -> None:
+    segments = Segments.of((300, 20, 200), (0, 250, 0), device=CPU)
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(520, heads, 8, generator=generator).to(dtype) for heads in (4, 2, 2, 4))
+    *qkv, grad = (tensor.requires_grad_() for tensor in drawn)
+    ours = attend_in_parts(QKV(*qkv), segments)
+    operands = (*qkv, segments.cu_queries, segments.cu_keys, None)
+    theirs, _ = attend_in_parts_compiled(*operands)
+    grads = (torch.autograd.grad(each, qkv, grad) for each in (ours, theirs))
+    for one, other in zip((ours, *next(grads)), (theirs, *next(grads)), strict=True):
+        assert torch.equal(one, other)
+    # What the compiler is told of shapes and dtypes is so.
+    torch.library.opcheck(attend_in_parts_compiled, operands, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_equal_documents_and_replies_take_one_call_for_all_squares_of_a_size() -> None:
