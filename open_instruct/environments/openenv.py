@@ -4,9 +4,10 @@ A session is an episode's own. Where an action is one text, the policy plays a g
 action of any other form is a tool that it calls.
 """
 
+import asyncio
 import json
-import urllib.request
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from open_instruct.environments.environment import EnvironmentFault, Source, Tool, ToolAnswer, Toolbox, schema_of
@@ -29,13 +30,14 @@ class OpenEnvServer(Source):
             InputError: no server answers there, or its actions are calls of MCP tools.
         """
         try:
-            with urllib.request.urlopen(f"{self._url}/schema", timeout=START_TIMEOUT_S) as answer:
-                action = json.load(answer)["action"]
+            with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running loop
+                action = thread.submit(asyncio.run, self._read_schema()).result()["action"]
             fields = {name: each for name, each in action["properties"].items() if name != "metadata"}
             texts = [name for name, each in fields.items() if each.get("type") == "string"]
         except Exception as error:  # of whatever answers there
+            reason = str(error) or type(error).__name__
             raise InputError(
-                f"{self._origin}: no OpenEnv server answers at {self._url}/schema: {error}", kind="remote"
+                f"{self._origin}: no OpenEnv server answers at {self._url}/schema: {reason}", kind="remote"
             ) from error
         if "tool_name" in fields:
             raise InputError(
@@ -43,6 +45,16 @@ class OpenEnvServer(Source):
             )
         self._text_field = texts[0] if texts and len(fields) == 1 else ""
         self._schema = schema_of("act", action.get("description", "Takes a step"), {**action, "properties": fields})
+
+    async def _read_schema(self) -> Any:
+        import aiohttp  # comes with vLLM
+
+        deadline = aiohttp.ClientTimeout(total=START_TIMEOUT_S)  # also of a server that sends byte by byte
+        async with (
+            aiohttp.ClientSession(timeout=deadline, raise_for_status=True) as client,
+            client.get(f"{self._url}/schema") as answer,
+        ):
+            return json.loads(await answer.read())
 
     def __call__(self, **row: Any) -> Any:
         session = OpenEnv(self._url, self._text_field)

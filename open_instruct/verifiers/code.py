@@ -12,6 +12,7 @@ import re
 import textwrap
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from decimal import Decimal, InvalidOperation
@@ -29,7 +30,13 @@ SHARE_OF_TIME = 0.9
 _FENCE = re.compile(r"((?<!`)`{3,}+|(?<![^\n])[ \t]*+~{3,}+)[ \t]*+([^\s`]*)[^`\n]*\n")
 MAX_FENCES = 20  # that may be the end of one block
 PYTHON = ("python", "py", "python3")
+# What reading text that is no literal raises.
 NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
+# Members of a set or a dict with one hash. Each is compared with all the others, so that 50,000 multiples of 2**61 - 1,
+# whose hash is 0, cost a billion comparisons. Of values that nobody has forged a few have one hash.
+MAX_EQUAL_HASHES = 64
+# As contests write numbers. Decimal also reads 1_000 and the digits of all scripts.
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 
 
 class Code(Verifier):
@@ -88,7 +95,7 @@ class Code(Verifier):
                 return False
             ran = interpreter.run(call, timeout_s=deadline_s - time.monotonic(), is_plain=True)
         try:
-            return ran.status == "done" and (not expected or ast.literal_eval(ran.value) == ast.literal_eval(expected))
+            return ran.status == "done" and (not expected or read_literal(ran.value) == read_literal(expected))
         except NO_LITERAL:
             return False
 
@@ -172,15 +179,48 @@ def asked_value(test: str) -> tuple[str, str]:
 
 def _is_literal(node: ast.expr) -> bool:
     try:
-        ast.literal_eval(node)
+        value_of_literal(node)
     except NO_LITERAL:
         return False
     return True
 
 
 def _is_same_line(line: str, expected: str) -> bool:
+    if line.strip() == expected.strip():
+        return True
     try:
-        is_same = line.strip() == expected.strip()
-        return is_same or [*map(Decimal, line.split())] == [*map(Decimal, expected.split())]
-    except InvalidOperation:
+        numbers = read_numbers(line)
+        return numbers is not None and numbers == read_numbers(expected)
+    except InvalidOperation:  # an exponent that is larger than any
         return False
+
+
+def read_literal(text: str) -> Any:
+    """The value that a text is the literal of.
+
+    Raises:
+        ValueError, SyntaxError, TypeError, MemoryError, RecursionError: there is none.
+    """
+    return value_of_literal(ast.parse(text.strip(), mode="eval").body)
+
+
+def value_of_literal(expression: ast.expr) -> Any:
+    """As `read_literal`, of an expression."""
+    for node in ast.walk(expression):
+        members: list[Any] = []
+        if isinstance(node, ast.Set):
+            members = node.elts
+        elif isinstance(node, ast.Dict):
+            members = node.keys
+        hashes = Counter(hash(ast.literal_eval(member)) for member in members if member)
+        if max(hashes.values(), default=0) > MAX_EQUAL_HASHES:
+            raise ValueError("its members are chosen to have one hash")
+    return ast.literal_eval(expression)
+
+
+def read_numbers(line: str) -> list[Decimal] | None:
+    """The numbers between the spaces of a line; None where something else stands there, too."""
+    words = line.split()
+    if not all(map(_NUMBER.fullmatch, words)):
+        return None
+    return [*map(Decimal, words)]

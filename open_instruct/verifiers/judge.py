@@ -22,7 +22,8 @@ import yaml
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
 from open_instruct.verifiers import event_loop
-from open_instruct.verifiers.verifier import JUDGE_KEY, Verifier, said, without_thinking
+from open_instruct.verifiers.secret_key import JUDGE_KEY, without_key
+from open_instruct.verifiers.verifier import Verifier, said, without_thinking
 from open_instruct.verifiers.words import between_answer_tags
 from open_instruct.whole_file import read_asked
 
@@ -135,6 +136,25 @@ def server_of(flags: RewardSection) -> "JudgeServer":
     return _SERVERS.setdefault(json.dumps(asdict(flags)), JudgeServer(flags))
 
 
+def _client_with_deadline(timeout_s: float) -> Any:
+    """A client each of whose requests ends in this time, also where the answer comes byte by byte.
+
+    The timeout that openai gives to its own client is of each byte.
+    """
+    import httpx
+    import openai
+
+    class Client(openai.DefaultAsyncHttpxClient):
+        async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await super().send(request, **options)
+            except TimeoutError as error:
+                raise httpx.ReadTimeout("the whole answer took too long", request=request) from error
+
+    return Client()
+
+
 class JudgeServer:
     """Asks for verdicts, each once: equal questions share one, also those of other runs with the same cache."""
 
@@ -161,9 +181,13 @@ class JudgeServer:
             )
         import openai
 
-        limits: dict[str, Any] = {"timeout": flags.llm_judge_timeout, "max_retries": flags.llm_judge_max_retries}
-        key = os.environ.get(JUDGE_KEY) or "none"
-        self._client = openai.AsyncOpenAI(base_url=flags.llm_judge_url, api_key=key, **limits)
+        self._client = openai.AsyncOpenAI(
+            base_url=flags.llm_judge_url,
+            api_key=os.environ.get(JUDGE_KEY) or "none",
+            timeout=flags.llm_judge_timeout,
+            max_retries=flags.llm_judge_max_retries,
+            http_client=_client_with_deadline(flags.llm_judge_timeout),
+        )
         JUDGE_COSTS.update({f"judge/{name}": 0.0 for name in COSTS} | JUDGE_COSTS)
         for self._forces in (True, False):
             try:
@@ -227,7 +251,7 @@ class JudgeServer:
         end = without_thinking(answer).replace("*", "").strip(" .\n").lower()
         verdict = next((verdict for verdict in scores if end.endswith(verdict.lower())), None)
         if verdict is None:
-            raise ValueError(f"the judge gave no verdict, but {answer[-MAX_SHOWN_CHARACTERS:]!r}")
+            raise ValueError(f"the judge gave no verdict, but {without_key(answer)[-MAX_SHOWN_CHARACTERS:]!r}")
         with suppress(sqlite3.Error):  # a verdict that cannot be kept is asked for again, no more
             self._cache.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", [key, verdict])
         return verdict

@@ -20,7 +20,8 @@ from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.event_loop import awaited
 from open_instruct.verifiers.finite import MAX_REWARD, describe_unusable
 from open_instruct.verifiers.registry import known_verifiers
-from open_instruct.verifiers.verifier import Verifier, is_thought, said, without_key, without_thinking
+from open_instruct.verifiers.secret_key import without_key
+from open_instruct.verifiers.verifier import MAX_READ_CHARACTERS, Verifier, is_thought, said, without_thinking
 from open_instruct.wording import counted
 
 MAX_TRACEBACK_CHARACTERS = 4000
@@ -237,5 +238,5 @@ def _score(value: Any) -> float | dict[str, str]:
 
 
 def _failure(error: BaseException) -> dict[str, str]:
-    shown = without_key("".join(traceback.format_exception(error)))
+    shown = without_key("".join(traceback.format_exception(error))[-MAX_READ_CHARACTERS:])
     return {"problem": said(error), "traceback": shown[-MAX_TRACEBACK_CHARACTERS:]}

@@ -1,14 +1,14 @@
 """The base class of verifiers, which score a completion against a row's ground truth, from 0 to 1."""
 
-import os
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.verifiers.secret_key import without_key
 
-JUDGE_KEY = "OPENAI_API_KEY"
 MAX_SAID_CHARACTERS = 500
+MAX_READ_CHARACTERS = 20_000  # of an error, which may repeat all that a server has sent
 
 Score = float | Awaitable[float]
 
@@ -99,9 +99,5 @@ def is_thought(prompt: str, completion: str) -> bool:
 
 def said(error: BaseException) -> str:
     """What an error says, on one line, without the key of a judge, which a server may repeat."""
-    return without_key(" ".join(f"{type(error).__name__}: {error}".split()))[:MAX_SAID_CHARACTERS]
-
-
-def without_key(text: str) -> str:
-    """A text for logs and traces."""
-    return text.replace(os.environ.get(JUDGE_KEY) or "\0", f"${JUDGE_KEY}")
+    words = f"{type(error).__name__}: {error}"[:MAX_READ_CHARACTERS].split()
+    return without_key(" ".join(words))[:MAX_SAID_CHARACTERS]

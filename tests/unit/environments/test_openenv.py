@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from open_instruct.config.rollout_sections import EnvironmentSection
+from open_instruct.environments import openenv
 from open_instruct.environments.environment import EnvironmentFault, Opening, Reply, Turn, begin_run, make_environment
 from open_instruct.environments.registry import factory_named, known_environments
 from tests.refusals import refused
@@ -49,6 +50,7 @@ class Server:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.num_open = 0
+        self.num_bytes = 0
         self.resets: list[dict[str, Any]] = []
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -67,9 +69,20 @@ class Server:
         return int(site._server.sockets[0].getsockname()[1])
 
     async def schema(self, request: Any) -> Any:
+        if self.kind == "drip":
+            return await self._drip(request)
         action = {"type": "object", "properties": METADATA | ACTIONS[self.kind], "additionalProperties": False}
         action |= {"description": "A move of the game.", "required": list(ACTIONS[self.kind])[:1]}
         return web.json_response({"action": action, "observation": {}, "state": {}})
+
+    async def _drip(self, request: Any) -> Any:
+        """Send a byte every 50 ms, for 10 s."""
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for self.num_bytes in range(200):
+            await answer.write(b" ")
+            await asyncio.sleep(0.05)
+        return answer
 
     async def session(self, request: Any) -> Any:
         socket = web.WebSocketResponse()
@@ -176,3 +189,13 @@ def test_openenv_server_without_answer_is_refused(server: Server) -> None:
             played(server.url, [calls("act", column=13)])
     with refused("remote", "environment", "openenv:http://127.0.0.1:9"):
         played("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("server", ["drip"], indirect=True)
+def test_openenv_server_that_answers_byte_by_byte_is_refused_in_time(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openenv, "START_TIMEOUT_S", 0.3)
+    with refused("remote", "environment", "/schema"):
+        played(server.url)
+    assert server.num_bytes < 100

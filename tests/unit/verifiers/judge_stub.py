@@ -4,13 +4,16 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = Callable[[dict[str, Any]], str | int | float]
-"""Of a request's body: the text of the reply, a status, or seconds (a float) after which nothing comes."""
+Answer = Callable[[dict[str, Any]], str | int | float | None]
+"""Of a request's body: the text of the reply, a status, or seconds (a float) after which nothing comes.
+
+None is an answer that comes byte by byte, for 10 seconds.
+"""
 
 CUT = "[cut]"  # the end of what a judge says that was cut at its limit
 
@@ -37,6 +40,16 @@ def judge_stub(answer: Answer) -> Iterator[Stub]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def drip(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", "200")
+            self.end_headers()
+            with suppress(OSError):  # nobody waits for more
+                for _ in range(200):
+                    self.wfile.write(b" ")
+                    time.sleep(0.05)
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with stub.lock:
@@ -47,6 +60,9 @@ def judge_stub(answer: Answer) -> Iterator[Stub]:
             said = stub.answer(body)
             with stub.lock:
                 stub.num_at_once -= 1
+            if said is None:
+                self.drip()
+                return
             if isinstance(said, float):
                 time.sleep(said)
                 self.close_connection = True

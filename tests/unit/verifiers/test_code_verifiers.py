@@ -24,7 +24,7 @@ from open_instruct.sandbox import sandbox
 from open_instruct.sandbox.walls import TABLES
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers import code as code_module
-from open_instruct.verifiers.code import Code, CodeStdio, asked_value, program_of
+from open_instruct.verifiers.code import Code, CodeStdio, asked_value, program_of, read_literal
 from open_instruct.verifiers.pool import VerifierPool
 from tests.refusals import refused
 from tests.unit.scored import score
@@ -94,6 +94,8 @@ class TestCode:
                 ["assert f() == (1,)", "assert f() == [1]", "assert f() is not None", "f(3)"],
                 2 / 4,
             ),
+            ("def add(a, b): return '\ud800'", TESTS, 0.0),
+            ("def f(): return '\\ud800'", ["assert f() == '\\ud800'"], 1.0),
             ("def add(a, b)", TESTS, 0.0),
             ("", TESTS, 0.0),
         ],
@@ -101,6 +103,24 @@ class TestCode:
     def test_test_that_fails_costs_itself(self, program: str, tests: list[str], rate: float) -> None:
         verifier = code(code_max_execution_time=2)
         assert verifier.score(f"```python\n{program}\n```", tests) == pytest.approx(rate)
+
+    @pytest.mark.parametrize(
+        "members",
+        [
+            "{",
+            "{1: {",
+            "[{(",
+        ],
+    )
+    def test_set_of_numbers_with_one_hash_is_no_value(self, members: str) -> None:
+        """Of 4,000 members the slow way would compare 8 million; what is refused is not built at all."""
+        numbers = [str(each * (2**61 - 1)) for each in range(4000)]
+        ends = {"{": "}", "{1: {": "}}", "[{(": ",)}]"}
+        between = ",), (" if members.endswith("(") else ", "
+        text = members + between.join(numbers) + ends[members]
+        with pytest.raises(ValueError, match="hash"):
+            read_literal(text)
+        assert read_literal("{-1, -2, (1,), 'a', 1.5}") == {-1, -2, (1,), "a", 1.5}
 
     @pytest.mark.parametrize(("threshold", "rate"), [(0.0, 2 / 3), (2 / 3, 2 / 3), (0.7, 0.0), (1.0, 0.0)])
     def test_below_the_threshold_nothing_counts(self, threshold: float, rate: float) -> None:
@@ -154,6 +174,14 @@ class TestCodeStdio:
             ("if __name__ == '__main__':\n    print(' 3.0 ')", {"input": "", "output": "3"}, 1.0),
             ("print('1.50 x')", {"input": "", "output": "1.5 x"}, 0.0),
             ("print(1); print(); print(2)", {"input": "", "output": "1\n2"}, 0.0),
+            ("print('1_000')", {"input": "", "output": "1000"}, 0.0),
+            ("print('\u0661\u0662')", {"input": "", "output": "12"}, 0.0),
+            ("print('1e3', '+.5', '2.')", {"input": "", "output": "1000 0.5 2"}, 1.0),
+            ("print('1e' + '9' * 99)", {"input": "", "output": "1"}, 0.0),
+            ("print(input() == '?')", {"input": "\ud800", "output": "True"}, 1.0),
+            ("print('a\ud800')", {"input": "", "output": "a\ud800"}, 0.0),
+            ("print('\\ud800')", {"input": "", "output": "?"}, 0.0),
+            ("print(1, flush=True); import os; os._exit(0)", {"input": "", "output": "1"}, 0.0),
             ("print(input()); import sys; sys.exit()", {"input": "a", "output": "a"}, 1.0),
             ("print(input()); 1 / 0", {"input": "a", "output": "a"}, 0.0),
             ("print(input()); input()", {"input": "a", "output": "a"}, 0.0),

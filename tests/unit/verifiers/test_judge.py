@@ -1,5 +1,6 @@
 """Models that judge: what they are asked, how their answers are read, and what goes wrong at their server."""
 
+import base64
 import json
 import time
 from collections.abc import Iterator
@@ -18,9 +19,10 @@ from open_instruct.errors import InputError
 from open_instruct.records import Check, Prompt
 from open_instruct.rollout import checked_run
 from open_instruct.toys.tiny import write_tiny_model
-from open_instruct.verifiers.judge import CACHE_FILE, JUDGE_COSTS, JUDGE_PROMPTS, parse_rubrics
+from open_instruct.verifiers.judge import CACHE_FILE, JUDGE_COSTS, JUDGE_PROMPTS, MAX_SHOWN_CHARACTERS, parse_rubrics
 from open_instruct.verifiers.pool import Outcome, VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
+from open_instruct.verifiers.secret_key import without_key
 from tests.refusals import refused
 from tests.unit.scored import completion_of
 from tests.unit.verifiers.judge_stub import CUT, Answer, Stub, judge_stub
@@ -230,8 +232,10 @@ def test_failure_costs_one_verdict(tmp_path: Path) -> None:
         assert judge.scores("general-quality", ["bad"]) == [0.6]
 
 
-def test_slow_answer_costs_its_verdict(tmp_path: Path) -> None:
-    with judged(lambda body: 3.0, tmp_path, llm_judge_timeout=0.2) as judge:
+@pytest.mark.parametrize("slow", [3.0, None])
+def test_slow_answer_costs_its_verdict(slow: float | None, tmp_path: Path) -> None:
+    """One that does not come, and one that comes byte by byte."""
+    with judged(lambda body: slow, tmp_path, llm_judge_timeout=0.3) as judge:
         (outcome,) = judge.outcomes("general-quality", ["5"])
     assert outcome.score == 0 and "APITimeoutError" in str(outcome.problem)
 
@@ -291,6 +295,55 @@ def test_key_is_sent_and_told_to_nobody_else(tmp_path: Path) -> None:
         assert "Bearer $OPENAI_API_KEY" in str(outcome.problem)
         assert KEY not in str(outcome.problem) + "".join(judge.said) + repr(judge.flags)
     assert not [path for path in tmp_path.iterdir() if KEY.encode() in path.read_bytes()]
+
+
+def test_key_that_a_judge_says_is_in_no_problem_when_its_words_are_cut(tmp_path: Path) -> None:
+    num_others = MAX_SHOWN_CHARACTERS - len(KEY) // 2
+    with judged(lambda body: f"{KEY} {'-' * num_others}", tmp_path) as judge:
+        (outcome,) = judge.outcomes("general-quality", ["5"])
+        shown = str(outcome.problem) + "".join(judge.said)
+    pieces = [KEY[at : at + 4] for at in range(len(KEY) - 3)]
+    assert "gave no verdict" in shown and not [each for each in pieces if each in shown]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"a {KEY} b", "a $OPENAI_API_KEY b"),
+        (f"{KEY}{KEY}", "$OPENAI_API_KEY" * 2),
+        (f"cut: {KEY[2:12]}", "cut: $OPENAI_API_KEY"),
+        (f"short: {KEY[:7]}", f"short: {KEY[:7]}"),
+    ],
+)
+def test_pieces_of_the_key_are_taken_out(text: str, shown: str) -> None:
+    assert without_key(text) == shown
+
+
+@pytest.mark.parametrize("secret", [KEY, "sk-proj-" + "Zz09_/+?" * 4, "0123456789"])
+@pytest.mark.parametrize("before", ["", "x", "Bearer ", "key: "])
+def test_base64_of_the_key_cannot_be_decoded_when_it_is_taken_out(
+    before: str, secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", secret)
+    plain = f"{before}{secret} and more".encode()
+    pieces = [secret[at : at + 8].encode() for at in range(len(secret) - 7)]
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        shown = without_key(encode(plain).decode())
+        assert "$OPENAI_API_KEY" in shown
+        for left in shown.split("$OPENAI_API_KEY"):
+            for start in range(4):
+                letters = left[start:].encode().translate(bytes.maketrans(b"-_", b"+/"))
+                decoded = base64.b64decode(letters[: len(letters) // 4 * 4] or b"")
+                assert not [piece for piece in pieces if piece in decoded]
+
+
+def test_cache_of_verdicts_names_no_key(tmp_path: Path) -> None:
+    with judged(lambda body: "Score: 5", tmp_path) as judge:
+        assert judge.scores("general-quality", [f"The key is {KEY}."]) == [0.5]
+        files = [path.read_bytes() for path in tmp_path.glob(f"{CACHE_FILE}*")]
+    stored = b"".join(files)
+    assert b"Score: 5" in stored
+    assert KEY.encode() not in stored and base64.b64encode(KEY.encode())[:-4] not in stored
 
 
 def test_judge_is_one_verifier_of_several(tmp_path: Path) -> None:
