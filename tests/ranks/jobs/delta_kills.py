@@ -28,10 +28,14 @@ from open_instruct.weights.sender import WeightSender
 from tests.ranks.jobs.weights import unsharded
 
 LEARNER, RECEIVERS = "learner", ("receiver 0", "receiver 1")
-PHASES = {LEARNER: ("compare", "send"), **dict.fromkeys(RECEIVERS, ("stage", "apply", "between versions"))}
+IN_RECEIVERS = ("stage", "apply", "between versions")
+PHASES = {LEARNER: ("compare", "send"), **dict.fromkeys(RECEIVERS, IN_RECEIVERS)}
+PHASES_OF_WHOLE_WEIGHTS = PHASES | {LEARNER: ("send",)}
 KILLS_A_SYNC = 0.25
 CHANGED = 0.02
 PATIENCE_S = 60.0
+# Within which everybody knows of a loss: half of the sync's own time-out, so that it is known otherwise.
+BOUND_S = PATIENCE_S / 2
 
 
 class Member:
@@ -52,7 +56,7 @@ class Member:
     def answer(self) -> Any:
         """None of one that was killed, and the text of an error."""
         try:
-            assert self.pipe.poll(PATIENCE_S), f"{self.name} hangs"
+            assert self.pipe.poll(BOUND_S), f"{self.name} hangs"
             return self.pipe.recv()
         except EOFError:
             self.process.join()
@@ -60,24 +64,28 @@ class Member:
             return None
 
 
-def syncs(num_syncs: int, backend: str, seed: int) -> dict[str, int]:
-    """How often somebody was killed in each phase; every version is compared on every receiver."""
+def syncs(num_syncs: int, backend: str, seed: int, changes_alone: bool = True) -> dict[str, int]:
+    """How often somebody was killed in each phase; every version is compared on every receiver.
+
+    With `changes_alone` what has changed travels, else all weights; a receiver loads these as they come.
+    """
     choose = random.Random(seed)
-    members = {name: Member(name, backend) for name in PHASES}
+    phases = PHASES if changes_alone else PHASES_OF_WHOLE_WEIGHTS
+    members = {name: Member(name, backend, changes_alone) for name in phases}
     kills: Counter[str] = Counter()
     is_open = False
     for version in range(1, num_syncs + 1):
-        victim = choose.choice(sorted(PHASES)) if choose.random() < KILLS_A_SYNC else ""
-        phase = choose.choice(PHASES[victim]) if victim else ""
+        victim = choose.choice(sorted(phases)) if choose.random() < KILLS_A_SYNC else ""
+        phase = choose.choice(phases[victim]) if victim else ""
         while True:
             is_open = is_open or opened(members)
-            digests = sent(members, version, {victim: phase})
+            digests = sent(members, version, {victim: phase}, changes_alone=changes_alone)
             killed = [name for name, member in members.items() if not member.process.is_alive()]
             assert killed == ([victim] if victim else [])
             if not killed:
                 break
             kills[phase] += 1
-            members[victim] = Member(victim, backend)
+            members[victim] = Member(victim, backend, changes_alone)
             victim, is_open = "", False
         assert set(digests) == {members_digest(members[LEARNER], version)}, (version, digests)
     for member in members.values():
@@ -95,14 +103,17 @@ def opened(members: dict[str, Member]) -> bool:
     return True
 
 
-def sent(members: dict[str, Member], version: int, dies: dict[str, str]) -> list[str]:
-    """The digests of what receivers hold then: all of this version; or, where somebody dies, of one version each."""
+def sent(members: dict[str, Member], version: int, dies: dict[str, str], *, changes_alone: bool) -> list[str]:
+    """The digests of what receivers hold then: all of this version; or, where somebody dies and `changes_alone`
+    travel, of one version each. (Whole weights that came in part are loaded, and are of no use.)"""
     for name, member in members.items():
         member.tell("send" if name == LEARNER else "stage", version, dies.get(name, ""))
     waiting = {member.pipe: member for member in members.values()}
     answers: dict[str, Any] = {}
     while waiting:
-        for pipe in wait(list(waiting), PATIENCE_S):
+        ready = wait(list(waiting), BOUND_S)
+        assert ready, f"{[member.name for member in waiting.values()]} know of no loss"
+        for pipe in ready:
             member = waiting.pop(cast(Connection, pipe))
             answers[member.name] = member.answer()
             if answers[member.name] is None and member.name != LEARNER:
@@ -112,7 +123,7 @@ def sent(members: dict[str, Member], version: int, dies: dict[str, str]) -> list
     for member in alive:
         member.tell("apply" if has_come else "digest", version, dies.get(member.name, ""))
     digests = [member.answer() for member in alive]
-    if not has_come:
+    if not has_come and changes_alone:
         before = members_digest(members[LEARNER], version - 1) if members[LEARNER].process.is_alive() else None
         assert before is None or {*digests} <= {before, ""}, "what was not applied changed nothing"
     return digests
@@ -145,7 +156,7 @@ def dying(function: Callable[..., Any], after: int) -> Callable[..., Any]:
     return called
 
 
-def learner(pipe: Connection, backend: str) -> None:
+def learner(pipe: Connection, backend: str, changes_alone: bool) -> None:
     os.environ |= {"MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = tiny_config("llama", SIZES["tiny"], vocab_size=300, tie=False)
@@ -156,8 +167,8 @@ def learner(pipe: Connection, backend: str) -> None:
         backend=backend,
         dtype=torch.bfloat16,
         bucket_bytes=50_000,
-        timeout_s=PATIENCE_S / 2,
-        changes_alone=True,
+        timeout_s=PATIENCE_S,
+        changes_alone=changes_alone,
     )
     assert len(sender.manifest.buckets) > 4
 
@@ -197,7 +208,7 @@ def noise(name: str, version: int, shape: torch.Size) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{name} {version}".encode())))
 
 
-def receiver(pipe: Connection, backend: str) -> None:
+def receiver(pipe: Connection, backend: str, changes_alone: bool) -> None:
     ends: list[IncomingWeights] = []
     held: dict[str, torch.Tensor] = {}
 
@@ -211,20 +222,29 @@ def receiver(pipe: Connection, backend: str) -> None:
         if dies_in == "between versions":
             os.kill(os.getpid(), signal.SIGKILL)
         (incoming,) = ends
-        if dies_in == "stage":
-            incoming._mirror.change = dying(incoming._mirror.change, 3)  # type: ignore[union-attr, method-assign]
         try:
+            if not changes_alone:
+                load_as_they_come(incoming, dies_in)
+                return "done"
+            if dies_in == "stage":
+                incoming._mirror.change = dying(incoming._mirror.change, 3)  # type: ignore[union-attr, method-assign]
             incoming.stage(version)
         except RunError as error:
             incoming.fail(error)
             raise
         return "done"
 
-    def apply(version: int, dies_in: str) -> str:
+    def load_as_they_come(incoming: IncomingWeights, dies_in: str) -> None:
+        if dies_in == "stage":
+            incoming._incoming.take = dying(incoming._incoming.take, 3)  # type: ignore[method-assign]
         load = dying(held.__setitem__, 3) if dies_in == "apply" else held.__setitem__
-        for weights in ends[0].buckets():
+        for weights in incoming.buckets():
             for name, tensor in weights:
                 load(name, tensor.clone())
+
+    def apply(version: int, dies_in: str) -> str:
+        if changes_alone:
+            load_as_they_come(ends[0], dies_in)
         return digest_of(held)
 
     serve(pipe, {"open": open_channel, "stage": stage, "apply": apply, "digest": lambda *_: digest_of(held)})

@@ -236,6 +236,39 @@ def test_failed_version_is_no_base_of_the_next(
     assert_holds(follows, sender.weights)
 
 
+@pytest.mark.parametrize("num_removed", [0, 1, 3])
+def test_disk_that_is_full_while_a_chain_is_pruned_leaves_whole_weights(
+    chain: tuple[Sender, FolderWeights, FolderWeights], monkeypatch: pytest.MonkeyPatch, num_removed: int
+) -> None:
+    """Removing a file takes room on some file systems. The new anchor is whole by then, and the run can go on."""
+    sender, follows, late = chain
+    sender._anchor_every = 2
+    sender.weights["a"][3, 1] += 1
+    removed: list[Path] = []
+    unlink = Path.unlink
+
+    def remove_some(path: Path, missing_ok: bool = False) -> None:
+        if len(removed) == num_removed:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        removed.append(path)
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", remove_some)
+        with pytest.raises(RunError, match="No space left") as raised:
+            sender.send(3)
+    assert str(raised.value).endswith("make room, or name another --weight_sync_folder")
+    for receiver in (follows, late):
+        receiver.stage(3)
+        assert_holds(receiver, sender.weights)
+    sender.weights["c"][0, 0] += 1
+    sender.send(4)
+    for receiver in (follows, FolderWeights({"chain": late.chain, "manifest": sender.manifest.described()}, index=1)):
+        receiver.stage(4)
+        assert_holds(receiver, sender.weights)
+    assert {path.stem for path in sender._folder.iterdir()} == {f"{Path(late.chain).name}-4"}
+
+
 def test_link_names_the_version(chain: tuple[Sender, FolderWeights, FolderWeights]) -> None:
     sender, follows, _ = chain
     said = json.loads(Path(f"{follows.chain}-2.json").read_text())
