@@ -7,7 +7,6 @@ second one, and environments in others still. One that waits for its environment
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -180,18 +179,18 @@ class Conversations:
         if opening.messages is None and not opening.tools:
             return Conversation(self._template, messages, (), prompt_token_ids=prompt.token_ids)
         limit = self._max_prompt_tokens
-        texts = [*(str(message["content"]) for message in messages), json.dumps(opening.tools, default=str)]
-        is_too_long = self._template.plain.has_more_tokens(texts, limit)
+        text = self._template.render(self._template.with_tools(messages, opening.tools))
+        is_too_long = self._template.plain.has_more_tokens([text], limit)
         num_tokens = f"more than {limit}"
         if not is_too_long:
-            row_texts = [message["content"] for message in row_messages if isinstance(message["content"], str)]
+            row_texts = [each["content"] for each in row_messages if isinstance(each["content"], str)]
             talk = Conversation(self._template, messages, opening.tools, row_texts=row_texts)
             is_too_long = len(talk.token_ids) > limit
             num_tokens = str(len(talk.token_ids))
         if is_too_long:
             raise ValueError(
-                f"the environment's first prompt has {num_tokens} tokens ({sum(map(len, texts)):,} characters): raise "
-                f"--max_prompt_token_length {limit}"
+                f"the environment's first prompt has {num_tokens} tokens ({len(text):,} characters): "
+                f"raise --max_prompt_token_length {limit}"
             )
         return talk
 
