@@ -61,9 +61,9 @@ def parts_of_step(run: RunFiles) -> dict[str, float]:
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
 
-def planned_bytes(run: RunFiles) -> int:
+def planned_bytes(run: RunFiles) -> float:
     """The planned memory of the largest phase; 0 without a plan."""
-    return max((phase["total_bytes"] for phase in run.plan.get("phases", [])), default=0)
+    return run.plan.peak_bytes if run.plan else 0
 
 
 @cache
@@ -191,7 +191,7 @@ def _reward(run: RunFiles) -> Iterator[Finding]:
 def _memory(run: RunFiles) -> Iterator[Finding]:
     measured = max(run.numbers("peak_memory_gib"), default=0.0)
     planned = planned_bytes(run) / 2**30
-    limit = run.plan.get("memory_bytes", 0) / 2**30
+    limit = run.plan.memory_bytes / 2**30 if run.plan else 0
     if measured > 0.95 * limit > 0:
         yield _found("memory_nearly_full", measured, limit)
     elif run.numbers("peak_reserved_gib") and measured > 1.15 * planned > 0:

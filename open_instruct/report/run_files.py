@@ -22,7 +22,9 @@ from pyarrow import compute, parquet
 
 from open_instruct.config.parser import MAX_YAML_BYTES
 from open_instruct.errors import InputError
+from open_instruct.report.run_forms import PlannedMemory, parse_layout, parse_plan, read_form
 from open_instruct.run.run_directory import RunDirectory, is_number, rows_of
+from open_instruct.shard_layout import ShardLayout
 from open_instruct.whole_file import read_whole
 from open_instruct.wording import counted
 
@@ -42,7 +44,8 @@ class RunFiles:
     """A run as its files have it.
 
     `config` has the resolved flags, `made_with` the versions and the git state above them, `rows` the steps of
-    metrics.jsonl, `evaluations` those of eval.jsonl. `layout` and `plan` are empty where the run left none.
+    metrics.jsonl, `evaluations` those of eval.jsonl. `layout` and `plan` are None where the run left none, or one of
+    another form, of which `left_out` has a sentence.
 
     Example, of a run that was asked for four steps and has taken one::
 
@@ -54,8 +57,9 @@ class RunFiles:
     made_with: tuple[str, ...] = ()
     rows: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    layout: Mapping[str, Any] = field(default_factory=dict)
-    plan: Mapping[str, Any] = field(default_factory=dict)
+    layout: ShardLayout | None = None
+    plan: PlannedMemory | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
     has_ended: bool = False
 
     @classmethod
@@ -68,6 +72,8 @@ class RunFiles:
                 f"{folder} holds no run: it has neither config.yaml nor metrics.jsonl; give the --output_dir of a run",
                 kind="missing_file",
             )
+        layout, no_layout = read_form(directory.layout, parse_layout)
+        plan, no_plan = read_form(directory.plan, parse_plan)
         config, made_with = _settings_in(directory.config) if directory.config.is_file() else ({}, ())
         return cls(
             folder=folder,
@@ -75,8 +81,9 @@ class RunFiles:
             made_with=made_with,
             rows=list(rows_of(directory.metrics)),
             evaluations=list(rows_of(directory.evaluations)),
-            layout=_object_in(directory.layout, "warnings"),
-            plan=_object_in(directory.plan, "peak_phase"),
+            layout=layout,
+            plan=plan,
+            left_out={"layout": no_layout, "plan": no_plan},
             has_ended=directory.hf_model.exists() or directory.adapter.exists(),
         )
 
@@ -122,14 +129,6 @@ def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         ) from error
     head = text.partition("\n\n")[0].splitlines()
     return config if isinstance(config, dict) else {}, tuple(line.removeprefix("# ") for line in head)
-
-
-def _object_in(path: Path, key: str) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is missing or damaged, or is another, without `key`."""
-    with suppress(OSError, ValueError):
-        value = json.loads(path.read_text(encoding="utf-8"))
-        return value if isinstance(value, dict) and key in value else {}
-    return {}
 
 
 def read_rollouts(folder: Path, *, most: int) -> tuple[pyarrow.Table | None, list[str]]:
@@ -182,12 +181,17 @@ def packed_rollouts(run: RunFiles, table: pyarrow.Table | None) -> dict[str, str
         blocks["logprobs"] = packed(thousandths.clip(-32768, 32767).round().astype("<i2").tobytes())
         blocks["versions"] = packed(flat(table, "versions").astype("<u4").tobytes())
         pieces = _texts_of_tokens(run, numpy.unique(token_ids).tolist())
-    rows += [_held_out(row["step"], sample) for row in run.evaluations for sample in row.get("samples") or ()]
+    rows += [_held_out(row["step"], sample) for row in run.evaluations for sample in _samples(row)]
     for row in rows:
         row |= {name: row[name] if is_number(row[name]) else None for name in ("reward", "advantage")}
     if rows:
         blocks["text"] = packed(json.dumps({"rows": rows, "pieces": pieces}, allow_nan=False).encode())
     return blocks
+
+
+def _samples(evaluation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    samples = evaluation.get("samples")
+    return [each for each in samples if isinstance(each, dict)] if isinstance(samples, list) else []
 
 
 def _held_out(step: float, sample: Mapping[str, Any]) -> dict[str, Any]:

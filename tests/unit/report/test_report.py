@@ -31,6 +31,7 @@ from open_instruct.report import health, page
 from open_instruct.report.charts import MAX_POINTS, histograms_of, series_of
 from open_instruct.report.health import Finding, findings_of, parts_of_step
 from open_instruct.report.run_files import RunFiles, differing_flags, read_rollouts
+from open_instruct.report.run_forms import PlannedMemory, PlannedPhase
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.rollout.traces import write_traces
 from open_instruct.run.metrics_log import MetricsLog
@@ -97,6 +98,48 @@ def run(tmp_path: Path) -> Path:
     words = Tokenizer(WordLevel({"zero": 0, "one": 1, "two": 2}, unk_token="zero"))
     words.save(str(directory.hf_model / "tokenizer.json"))
     return directory.path
+
+
+def layouts() -> list[str]:
+    """Layouts of which one field, or none but one, is as it should be."""
+    whole = resolve_layout([2]).as_json()
+    changes: list[dict[str, Any]] = [
+        {"gpus_per_node": []},
+        {"gpus_per_node": [0, 2]},
+        {"gpus_per_node": [-1, 3]},
+        {"gpus_per_node": ["2"]},
+        {"gpus_per_node": [10**9], "shard_degree": 10**9},
+        {"shard_degree": "2"},
+        {"shard_degree": None},
+        {"shard_degree": -2, "num_replicas": -1},
+        {"num_replicas": 0},
+        {"num_replicas": 2.5},
+        {"tensor_parallel_degree": [1]},
+        {"warnings": 3},
+        {"warnings": [3]},
+    ]
+    return [json.dumps(whole | change) for change in changes]
+
+
+def plans() -> list[str]:
+    phase = {"name": "backward", "total_bytes": 3, "parts": {"parameters": 3}}
+    whole = {"memory_bytes": 2**30, "peak_phase": "backward", "phases": [phase]}
+    changes: list[dict[str, Any]] = [
+        {"phases": []},
+        {"phases": {}},
+        {"phases": [3]},
+        {"phases": [phase | {"total_bytes": "3"}]},
+        {"phases": [phase | {"total_bytes": None}]},
+        {"phases": [phase | {"total_bytes": -1}]},
+        {"phases": [phase | {"parts": []}]},
+        {"phases": [phase | {"parts": {"parameters": "x"}}]},
+        {"phases": [phase | {"name": 3}]},
+        {"phases": [phase, {"name": "forward"}]},
+        {"memory_bytes": "80 GiB"},
+        {"memory_bytes": math.inf},
+        {"memory_bytes": 10**400},
+    ]
+    return [json.dumps(whole | change) for change in changes]
 
 
 class _Page(HTMLParser):
@@ -224,6 +267,9 @@ class TestPage:
             ('{"gpus_per_node": [1], "shard_groups": [[0]]}', '{"a": 1}'),
             ('{"gpus_per_node": 3}', '{"phases": [{}]}'),
             ("", "[]"),
+            ("null", "3"),
+            ("[" * 100_000, '{"phases":' * 100_000),
+            *zip(layouts(), plans(), strict=True),
         ],
     )
     def test_damaged_files_and_others_are_passed_over(self, run: Path, layout: str, plan: str) -> None:
@@ -235,7 +281,7 @@ class TestPage:
             file.write(b'{"step": 4, "los\xff')
         parsed = page_of(run)
         words = " ".join(parsed.words)
-        assert "The run left no layout." in words and "left no plan" in words
+        assert "layout.json is of another form" in words and "plan.json is of another form" in words
         assert "traces/step2.parquet cannot be read" in words and "traces/stepX.parquet cannot be read" in words
         rows = json.loads(parsed.unpacked("text"))["rows"]
         assert [row["step"] for row in rows[:6]] == [1, 1, 1, 3, 3, 3]
@@ -372,7 +418,8 @@ class TestHealth:
         )
 
     def test_memory(self) -> None:
-        plan = {"memory_bytes": 80 * 2**30, "phases": [{"total_bytes": 40 * 2**30}]}
+        phase = PlannedPhase(name="backward", total_bytes=40 * 2**30, parts={})
+        plan = PlannedMemory(memory_bytes=80 * 2**30, peak_phase="backward", phases=(phase,))
 
         def said(**columns: float) -> str:
             return " ".join(finding.text for finding in said_of(rows_with(**columns), plan=plan))
