@@ -12,7 +12,9 @@ from open_instruct.config.resolved import as_flat_dict
 from open_instruct.objectives.registry import objective_named
 from tests.refusals import refused
 
-CASES: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "flag_cases.yaml").read_text(encoding="utf-8"))
+CASES: dict[str, Any] = yaml.load(
+    Path(__file__).with_name("flag_cases.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader
+)
 
 
 def cases(kind: str) -> Iterator[tuple[Any, ...]]:

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 # It looks for CUDA as PyTorch does while it is imported, if it was built for CUDA.
 LOOK_FOR_CUDA = "from torch.utils import cpp_extension; assert cpp_extension._find_cuda_home()"
 
@@ -15,6 +17,7 @@ def stderr_of(program: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_pytorch_says_nothing_of_a_compiler_without_a_gpu() -> None:
     assert "CUDA_HOME" in stderr_of(LOOK_FOR_CUDA)  # left alone it does
     assert "CUDA_HOME" not in stderr_of(f"import open_instruct; {LOOK_FOR_CUDA}")

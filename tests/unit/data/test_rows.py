@@ -47,7 +47,7 @@ def expanded(value: Any) -> Any:
     return {key: expanded(item) for key, item in value.items()}
 
 
-ROWS = expanded(yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8")))
+ROWS = expanded(yaml.load(Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader))
 
 
 def taught_cases(section: str) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """Tools of a real MCP server, over its stdin and stdout and over HTTP, as an environment."""
 
 import asyncio
+import importlib.util
 import json
 import shlex
 import subprocess
@@ -25,7 +26,11 @@ from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.train_case import free_ports
 from tests.unit.environments.test_environments import USER, Asked, ask, calls, decoded, tokenizer  # noqa: F401  # fixtures
 
-pytest.importorskip("mcp", reason="comes with vLLM")
+# A program that imports the library of servers is at work for three seconds.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="mcp comes with vLLM"),
+]
 
 SERVER = """
 import os, sys

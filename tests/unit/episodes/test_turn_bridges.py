@@ -288,7 +288,7 @@ def test_no_answer_breaks_the_turns_behind_it(place: str, evil: str, with_added:
     assert answer_twice(evil) == answer_twice("fine")
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     pieces=st.lists(st.sampled_from([*WORDS, "\n" * 40, " the" * 30, "x" * 99]), max_size=99), limit=st.integers(0, 9)
 )

@@ -105,7 +105,10 @@ def outcome(model: Transformer, batch: PackedBatch, *, learned: bool) -> tuple[A
         return scores.logprobs_N, scores.entropy_N, *gradients
 
 
-@pytest.mark.parametrize("family", [pytest.param("olmo3", marks=pytest.mark.slow), "qwen3"])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("olmo3", marks=pytest.mark.slow), pytest.param("qwen3", marks=pytest.mark.extended)],
+)
 def test_few_versions_serve_every_row_of_a_run(family: str) -> None:
     plain, model = new_model(family), new_model(family)
     model.apply_compile()
@@ -124,7 +127,13 @@ def test_few_versions_serve_every_row_of_a_run(family: str) -> None:
     assert (versions_of_blocks(model), versions_of(losses_of_logits)) == before
 
 
-@pytest.mark.parametrize("family", ["olmo_hybrid", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("olmo_hybrid", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", marks=pytest.mark.extended),
+    ],
+)
 def test_layers_that_remember_are_left_out_of_what_is_compiled(family: str) -> None:
     """In their middle; before it and after it they are compiled."""
     plain, model = new_model(family), new_model(family)
@@ -144,6 +153,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_sharded_blocks_are_compiled_too(alone: DeviceMesh) -> None:
     """In bfloat16 over float32 shards, as a run has them: FSDP's hooks stay outside."""
     models = [build_model(hf_config("llama")) for _ in "12"]
@@ -167,6 +177,7 @@ def test_sharded_blocks_are_compiled_too(alone: DeviceMesh) -> None:
     assert compiled.FALLBACKS.count == 0
 
 
+@pytest.mark.slow
 def test_blocks_are_compiled_around_what_ranks_exchange_of_a_row(alone: DeviceMesh) -> None:
     """PyTorch's compiler would leave out the whole block, and say nothing."""
     plain, model = new_model("llama"), new_model("llama")
@@ -241,6 +252,7 @@ def test_compiled_blocks_are_recomputed(family: str, parts: tuple[str, ...]) -> 
     assert versions_of_blocks(model) > 0 and compiled.FALLBACKS.count == 0
 
 
+@pytest.mark.slow
 def test_compiled_blocks_route_tokens_as_they_are_told() -> None:
     """Rows of many lengths, with and without; few versions serve them all."""
     plain, model = new_model("qwen3_moe"), new_model("qwen3_moe")

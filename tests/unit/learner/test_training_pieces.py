@@ -397,6 +397,7 @@ def test_trackio_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert calls == [begun | {"resume": "never"}, *of_each, begun | {"resume": "allow"}, *of_each]
 
 
+@pytest.mark.slow
 def test_trackio_itself_has_every_step_once(tmp_path: Path) -> None:
     """In a process of its own, which has it write elsewhere."""
     pytest.importorskip("trackio")

@@ -108,7 +108,9 @@ class TestDefaults:
         assert set(upstream_defaults(trainer)) <= known
 
 
-CASES: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "migration_cases.yaml").read_text(encoding="utf-8"))
+CASES: dict[str, Any] = yaml.load(
+    Path(__file__).with_name("migration_cases.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader
+)
 
 
 def cases(kind: str) -> list[tuple[Any, ...]]:

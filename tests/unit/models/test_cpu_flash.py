@@ -70,7 +70,7 @@ def computed_pairs(segments: Segments) -> Counter[tuple[int, int]]:
     return pairs
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(trees())
 def test_parts_compute_every_visible_pair_once(segments: Segments) -> None:
     with small_squares():

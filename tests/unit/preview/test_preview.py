@@ -110,6 +110,7 @@ def test_prompts_with_what_answers_them(model: Path, tmp_path: Path) -> None:
     assert [row.note for row in shown.rows] == ["answered by counter", 'answered by counter; judged by gsm8k: "3"']
 
 
+@pytest.mark.slow
 def test_users_own_code_may_load_torch(model: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import torch\n\ndef even(completion, ground_truth):\n    return 1.0\n")
     rows = write_rows(tmp_path / "p.jsonl", {"prompt": "q", "ground_truth": "2", "dataset": "even"})

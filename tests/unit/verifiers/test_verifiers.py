@@ -441,6 +441,7 @@ class TestOwnFiles:
             assert [score(pool, check(name), "0.25") for name in ("odd", "inline")] == [Outcome(score=0.25)] * 2
         assert "mine" not in sys.modules
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("word", "entry"),
         [
