@@ -222,6 +222,7 @@ class Episode:
     rewards: Mapping[str, float] = field(default_factory=dict)  # of the environment, by name
     prompt_token_ids: tuple[int, ...] = ()  # of the first prompt, where it is not the row's
     problem: str = ""  # why the environment failed
+    answers: tuple[Span, ...] = ()  # what the environment wrote between replies, without what the template puts around
 
     @property
     def has_failed(self) -> bool:

@@ -10,13 +10,14 @@ tool's answer is no end of a turn (foreign_texts.py).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from open_instruct.data.chat import ChatFormat
 from open_instruct.environments.environment import ChatMessage
 from open_instruct.episodes.foreign_texts import REPLY_MARK, ForeignTexts, PlainTokenizer, split_at_marks
 from open_instruct.errors import InputError
+from open_instruct.records import Span
 from open_instruct.verifiers.verifier import is_thought
 
 DESCRIPTION = """\
@@ -62,14 +63,16 @@ class TurnTemplate:
 
     def encode(self, text: str, contents: Sequence[str]) -> list[int]:
         """The ids of a template's text, in which marks stand for `contents`."""
-        token_ids: list[int] = []
+        return [token_id for ids, _ in self.encode_pieces(text, contents) for token_id in ids]
+
+    def encode_pieces(self, text: str, contents: Sequence[str]) -> Iterator[tuple[list[int], bool]]:
+        """The same, piece by piece: the ids, and whether they are of one of `contents`."""
         for position, piece in enumerate(split_at_marks(text)):
             if position % 2:
-                token_ids += self.plain.encode(contents[int(piece)])
+                yield self.plain.encode(contents[int(piece)]), True
             elif piece:
                 (ids,) = self._chat.tokenize([piece])
-                token_ids += ids
-        return token_ids
+                yield ids, False
 
     def encode_opening(
         self,
@@ -128,7 +131,8 @@ def check_bridges(chat: ChatFormat) -> None:
 class Conversation:
     """The turns of one episode, as the template has them and as the ids that were and will be sampled from.
 
-    `token_ids` begin with the first prompt. Call `reply` and `answer` in turn.
+    `token_ids` begin with the first prompt; `answers` are the spans in them of what answered, without what the template
+    writes around it. Call `reply` and `answer` in turn.
     """
 
     def __init__(
@@ -147,6 +151,7 @@ class Conversation:
         self._text = template.render(self._turns)
         self._opening, self._header = template.opening_of_reply(self._turns)
         self._has_end = False
+        self.answers: list[Span] = []
         self.token_ids: list[int] = list(
             prompt_token_ids or template.encode_opening(messages, tools, text=self._text, row_texts=row_texts)
         )
@@ -199,5 +204,10 @@ class Conversation:
                 kind="bad_value",
             )
         self._turns, self._text = [*turns, *literal], whole
-        self.token_ids += self._template.encode(behind_end if self._has_end else behind_reply, written)
+        bridge = behind_end if self._has_end else behind_reply
+        for ids, is_content in self._template.encode_pieces(bridge, written):
+            start = len(self.token_ids)
+            self.token_ids += ids
+            if is_content:
+                self.answers.append(Span(start=start, stop=len(self.token_ids)))
         return True

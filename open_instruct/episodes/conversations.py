@@ -137,7 +137,7 @@ class Conversations:
         opening = await self._in_time(environment.start())
         walked.add_turns(prompt.row["messages"] if opening.messages is None else opening.messages)
         talk = await self._in_thread(self._open, prompt, opening)
-        walked.begin(talk.token_ids, is_own=opening.messages is not None or bool(opening.tools))
+        walked.begin(talk, is_own=opening.messages is not None or bool(opening.tools))
         names = [tool["function"]["name"] for tool in opening.tools]
         max_turns = min(flags.max_turns, int(prompt.row.get("max_steps") or flags.max_turns))
         for turn in range(max_turns):
@@ -237,14 +237,16 @@ class _Walked:
     own_prompt: tuple[int, ...] = ()
     replies: list[Completion] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    answers: list[Span] = field(default_factory=list)  # in `token_ids`; the conversation adds to them
     turns: list[Mapping[str, str]] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
     routes: bytes = b""
 
-    def begin(self, token_ids: list[int], *, is_own: bool) -> None:
-        self.token_ids = token_ids
-        self.num_prompt = len(token_ids)
-        self.own_prompt = tuple(token_ids) if is_own else ()
+    def begin(self, talk: Conversation, *, is_own: bool) -> None:
+        self.token_ids = talk.token_ids
+        self.answers = talk.answers
+        self.num_prompt = len(talk.token_ids)
+        self.own_prompt = tuple(talk.token_ids) if is_own else ()
 
     @property
     def num_left(self) -> int:
@@ -282,6 +284,9 @@ class _Walked:
     def completion(self, status: EpisodeStatus, problem: str) -> Completion:
         """All of it as one completion, which ends with its last reply."""
         num_tokens = self.spans[-1].stop if self.spans else 0
+        behind_prompt = (
+            Span(start=answer.start - self.num_prompt, stop=answer.stop - self.num_prompt) for answer in self.answers
+        )
         is_cut = status in CUT or bool(self.replies and self.replies[-1].is_truncated)
         return Completion(
             token_ids=tuple(self.token_ids[self.num_prompt : self.num_prompt + num_tokens]),
@@ -294,6 +299,7 @@ class _Walked:
             episode=Episode(
                 status=status,
                 replies=tuple(self.spans),
+                answers=tuple(answer for answer in behind_prompt if answer.stop <= num_tokens),
                 turns=tuple(self.turns),
                 rewards=self.rewards,
                 prompt_token_ids=self.own_prompt,

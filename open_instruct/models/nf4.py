@@ -1,8 +1,9 @@
 """Matrices held in 4 bits a value, in NF4 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314, section 3 and appendix E).
 
-Of every 64 values of a row the largest in size is their scale, in the dtype that is computed in; a value is the nearest
-of 16 levels, times that. Two plain tensors hold it, which are sharded by rows as any other: blocks lie within a row, so
-quantising shard by shard is quantising the whole. Bytes are as those of bitsandbytes and torchao.
+Of every 64 values of a row the largest in size is their scale; a value is the nearest of 16 levels, times that. Two
+plain tensors hold it, which are sharded by rows as any other: blocks lie within a row, so quantising shard by shard is
+quantising the whole. Levels are chosen by the scale in float32, as bitsandbytes does, and so are the same bytes; then
+the scale is rounded to the dtype that is computed in.
 
 Legend of the shape suffixes: O output features of a layer, I input features, P pairs of them (I / 2), K blocks of them,
 B features of a block.
@@ -28,12 +29,12 @@ AS_WIDE_AS_TWO = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
 def quantized(values_OI: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes (O, P), two to a byte with the first in its high half, and the scales (O, K), of `dtype`."""
     blocks_OKB = values_OI.float().unflatten(1, (-1, BLOCK))
-    scales_OK = blocks_OKB.abs().amax(-1).to(dtype)
+    scales_OK = blocks_OKB.abs().amax(-1)
     levels = torch.tensor(LEVELS, device=values_OI.device)
     # A block of zeros divides to NaN, for which any level will do: its scale is 0.
-    shares = (blocks_OKB / scales_OK.float().unsqueeze(-1)).flatten(1)
+    shares = (blocks_OKB / scales_OK.unsqueeze(-1)).flatten(1)
     codes_OI = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
-    return codes_OI[:, ::2] << 4 | codes_OI[:, 1::2], scales_OK
+    return codes_OI[:, ::2] << 4 | codes_OI[:, 1::2], scales_OK.to(dtype)
 
 
 def dequantized(codes_OP: torch.Tensor, scales_OK: torch.Tensor, pairs: torch.Tensor | None = None) -> torch.Tensor:

@@ -82,7 +82,9 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
             used.append(learns and len(completion.logprobs) > 0 and not is_masked)
             if used[-1]:
                 sample = _sample(group, completion, advantage)
-                samples.append(with_answers(sample, config.answers_ce_coef) if config.answers_ce_coef else sample)
+                if config.answers_ce_coef and completion.episode is not None:
+                    sample = with_answers(sample, completion, config.answers_ce_coef)
+                samples.append(sample)
         is_used.append(tuple(used))
     everything = (*batch.groups, *batch.rejected)
     # How many steps older than the learners' weights are the weights that made each token.
@@ -173,21 +175,29 @@ def _sample(group: RolloutGroup, completion: Completion, advantage: float) -> Ro
     )
 
 
-def with_answers(sample: RolloutSample, coef: float) -> RolloutSample:
-    """An episode of which what stands between its replies is learned too, by cross-entropy alone, weighed by `coef`.
+def with_answers(sample: RolloutSample, completion: Completion, coef: float) -> RolloutSample:
+    """An episode of which what its environment wrote is learned too, by cross-entropy alone, weighed by `coef`.
 
-    Example: replies of two tokens and of one, with one token between them, have `weights["ce"]` (0, 0, coef, 0).
+    What the template writes around an answer, the end of a reply that was cut among it, is not learned.
+
+    Example: replies of two tokens and of one, between them three tokens of which the environment wrote the second, have
+    `weights["ce"]` (0, 0, 0, coef, 0, 0).
     """
+    assert completion.episode is not None
     replies = sample.document.responses
     places = range(replies[0].start, replies[-1].stop)
+    num_prompt = len(sample.document.token_ids) - len(completion.token_ids)
     sampled = {place for reply in replies for place in range(reply.start, reply.stop)}
+    answered = {
+        num_prompt + place for answer in completion.episode.answers for place in range(answer.start, answer.stop)
+    }
     is_reply = tuple(float(place in sampled) for place in places)
     logprobs = iter(sample.engine_logprobs)
     return replace(
         sample,
         document=replace(sample.document, responses=(Span(start=places.start, stop=places.stop),)),
         engine_logprobs=tuple(next(logprobs) if own else 0.0 for own in is_reply),
-        weights={"rl": is_reply, "kl": is_reply, "ce": tuple(coef * (1.0 - own) for own in is_reply)},
+        weights={"rl": is_reply, "kl": is_reply, "ce": tuple(coef * (place in answered) for place in places)},
     )
 
 

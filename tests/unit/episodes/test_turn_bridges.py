@@ -164,6 +164,20 @@ def test_tools_text_cannot_become_a_turn(tokenizer: PreTrainedTokenizerFast) -> 
     assert evil in tokenizer.decode(bridge)
 
 
+@pytest.mark.parametrize("end", ["", "<|im_end|>"])
+def test_answers_are_what_the_environment_wrote_and_nothing_of_the_template(
+    end: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Neither headers nor the end of a turn, which the template also puts behind a reply that was cut."""
+    talk = Conversation(template_of(tokenizer, "chatml"), [{"role": "user", "content": "What?"}], [TOOL])
+    for texts_of_turn in (["7 apples", "8"], ["9 pears"]):
+        first = len(talk.answers)
+        talk.reply(tokenizer(f"calls{end}", add_special_tokens=False)["input_ids"])
+        talk.answer([{"role": "tool", "content": text} for text in texts_of_turn])
+        spans = talk.answers[first:]
+        assert [tokenizer.decode(talk.token_ids[span.start : span.stop]) for span in spans] == texts_of_turn
+
+
 def test_template_that_says_nothing_of_the_next_turn_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     only_last = ChatTemplate(name="own", text="{{ messages[-1].content + eos_token + 'Answer:' }}")
     talk = Conversation(TurnTemplate(ChatFormat(tokenizer, only_last)), [{"role": "user", "content": "What?"}], [])

@@ -252,7 +252,7 @@ def told(values: Sequence[int]) -> bytes:
 def test_episode_keeps_for_each_token_what_it_was_sampled_with() -> None:
     """The last request was fed all tokens before it, maybe to newer weights."""
     walked = _Walked(request(0), adds_rewards=False)
-    walked.begin([1, 2], [], is_own=False)
+    walked.begin(SimpleNamespace(token_ids=[1, 2], answers=[]), is_own=False)  # type: ignore[arg-type]
     for ids, routes in (([3, 4], [10, 11, 12]), ([5, 6, 7], [20, 21, 22, 23, 24, 25])):
         walked.token_ids += ids
         reply = Completion(

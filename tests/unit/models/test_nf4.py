@@ -58,6 +58,15 @@ def test_bytes_are_those_of_bitsandbytes() -> None:
     torch.testing.assert_close(scales, matrix.view(2, 2, 64).abs().amax(-1), rtol=0, atol=0)
 
 
+def test_bytes_of_a_float32_matrix_are_the_same_whatever_is_computed_in() -> None:
+    """Of bitsandbytes too, which keeps its scales in float32."""
+    matrix = random_matrix()
+    codes, scales = quantized(matrix, torch.float32)
+    rounded_codes, rounded_scales = quantized(matrix, torch.bfloat16)
+    assert torch.equal(rounded_codes, codes)
+    assert torch.equal(rounded_scales, scales.bfloat16()) and not torch.equal(rounded_scales.float(), scales)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_value_is_the_nearest_level_times_its_scale(dtype: torch.dtype) -> None:
     matrix = random_matrix(dtype)

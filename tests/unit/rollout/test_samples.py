@@ -156,15 +156,17 @@ def test_episodes_that_begin_with_one_turn_share_it_and_learn_it_twice() -> None
 
 def test_answers_of_environments_may_be_learned() -> None:
     """By cross-entropy alone: the policy loss has the tokens, log-probs and counts that it has without."""
-    steps = Episode(status="done", replies=(Span(start=0, stop=2), Span(start=3, stop=4)), turns=())
-    ids = (50, 51, 7, 60)
+    replies = (Span(start=0, stop=2), Span(start=5, stop=6))
+    steps = Episode(status="done", replies=replies, turns=(), answers=(Span(start=3, stop=4),))
+    ids = (50, 51, 8, 7, 9, 60)  # the template's tokens are around the answer's
     episode = replace(completion(3), token_ids=ids, logprobs=(-0.1, -0.2, -0.3), episode=steps)
     group = group_of([1.0, 0.0], [episode, episode])
     (plain, _), (both, _) = (learned_of(group, flags=f"--answers_ce_coef {coef}").samples for coef in (0.0, 0.25))
-    assert plain.document.responses == (Span(start=3, stop=5), Span(start=6, stop=7)) and not plain.weights
-    assert both.document.responses == (Span(start=3, stop=7),) and both.advantage == plain.advantage
-    assert both.engine_logprobs == (-0.1, -0.2, 0.0, -0.3)
-    assert both.weights == {"rl": (1, 1, 0, 1), "kl": (1, 1, 0, 1), "ce": (0, 0, 0.25, 0)}
+    assert plain.document.responses == (Span(start=3, stop=5), Span(start=8, stop=9)) and not plain.weights
+    assert both.document.responses == (Span(start=3, stop=9),) and both.advantage == plain.advantage
+    assert both.engine_logprobs == (-0.1, -0.2, 0.0, 0.0, 0.0, -0.3)
+    is_reply = (1, 1, 0, 0, 0, 1)
+    assert both.weights == {"rl": is_reply, "kl": is_reply, "ce": (0, 0, 0, 0.25, 0, 0)}
     counts, plain_counts = counts_of([both]), counts_of([plain])
     assert counts["rl_labels"] == plain_counts["rl_labels"] == 3 and counts["rl_rows"] == plain_counts["rl_rows"] == 1
     assert (counts["ce_labels"], plain_counts["ce_labels"]) == (1, 0)
