@@ -96,7 +96,7 @@ class SkipStepHistory(Callback):
 def build_optimizer_config(
     optim: OptimizerSection, *, device: torch.device, names: Collection[str], on_host: bool = False
 ) -> core.OptimConfig[Any]:
-    """The OLMo-core config of `--optimizer`; AdamW is fused where there is CUDA.
+    """The OLMo-core config of `--optimizer`; PyTorch computes AdamW in one pass on CUDA and on CPUs (`fused`).
 
     :param names: of the parameters. OLMo-core refuses a pattern that names nothing.
     :param on_host: whether the host of a device has AdamW's moments.
@@ -111,7 +111,7 @@ def build_optimizer_config(
         return HostSkipStepAdamWConfig(**common)
     if optim.optimizer == "adamw_8bit" or on_host:
         return AdamW8bitConfig(has_codes=optim.optimizer == "adamw_8bit", on_host=on_host, **common)
-    return core.AdamWConfig(fused=device.type == "cuda", **common)
+    return core.AdamWConfig(fused=True, **common)
 
 
 def build_scheduler(optim: OptimizerSection, *, num_steps: int) -> Scheduler:

@@ -6,9 +6,9 @@ Sources of the rest:
 - `models/load.py` reads a chunk of one tensor at a time; `models/export.py` and `weights/manifest.py` are those
   of the export and of the weight sync, and `models/lora/adapters.py` of adapters that are added for both: the first
   half of each is whole, and a rank's part of one matrix is there in float32, without its adapter and with it.
-- `torch.optim.AdamW` on a CPU works on one parameter after the other, with two temporaries of its size; fused, on CUDA,
-  with none. 8-bit AdamW has six of a chunk. OLMo-core's `SkipStepAdamW` updates all at once, with three temporaries of
-  the size of all shards. Clipping scales gradients in place. Gradients are freed at the start of the next step.
+- `torch.optim.AdamW` is fused and has none. That of Muon works on one parameter after the other, with two temporaries
+  of its size. 8-bit AdamW has six of a chunk. OLMo-core's `SkipStepAdamW` updates all at once, with three temporaries
+  of the size of all shards. Clipping scales gradients in place. Gradients are freed at the start of the next step.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class Moments:
             # iterates, and two squares of its shorter side. AdamW is not fused there.
             matrices = [each for each in self.shape.parameters if state.uses_muon(each, self.workload)]
             return max([adamw_bytes, *(2 * (5 * each.num_params + 2 * min(each.shape) ** 2) for each in matrices)])
-        return 0 if self.workload.on_cuda else adamw_bytes
+        return 0
 
     def _merging(self) -> dict[str, int]:
         """Temporaries of merging adapters, see the head of this file."""

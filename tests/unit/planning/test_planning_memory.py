@@ -366,7 +366,7 @@ def test_keys_are_gathered_as_the_row_has_them(prefixes: tuple[int, ...]) -> Non
     assert workload.gathered_keys == len(row.key_index_K) == 400
 
 
-@pytest.mark.parametrize("name", ["muon", "adamw_8bit"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "adamw_8bit"])
 def test_step_needs_what_it_really_does(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a rank orthogonalises the largest matrix, or steps chunk by chunk; the first step makes the moments."""
     monkeypatch.setattr(eight_bit, "CHUNK_VALUES", chunk := 2**14)
