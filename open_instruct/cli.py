@@ -35,6 +35,8 @@ COMMANDS = {
     "export": ("write a checkpoint of a run as a Hugging Face folder", "run.export_command:main"),
     "merge": ("add an adapter to the model that it was trained beside", "run.merge_command:main"),
     "score": ("write the rows of a file with a reward model's score of each", "run.score_command:main"),
+    "chat": ("talk to what a run has trained, or to any model", "commands.chat:main"),
+    "serve": ("serve what a run has trained as OpenAI's API does, by vLLM", "commands.serve:main"),
     "tiny-model": ("write a small random checkpoint, to try things on", "toys.tiny:tiny_model_command"),
 }
 RUN = "{commands} [FILE.yaml] --model_name_or_path STR"
@@ -48,6 +50,7 @@ FLAGS = {
     "export": ("run.export_command:ExportFlags", "export RUN", ""),
     "merge": ("run.merge_command:MergeFlags", "merge", ""),
     "score": ("run.score_command:ScoreFlags", "score MODEL FILE", ""),
+    "chat": ("commands.chat:ChatFlags", "chat RUN|MODEL", ""),
     "tiny-model": ("toys.tiny:TinyModelFlags", "tiny-model DIR", ""),
 }
 

@@ -15,6 +15,7 @@ from open_instruct.run.console import Console, time_words
 from open_instruct.run.run_directory import RunDirectory, exported_by, is_number, rows_of
 from open_instruct.wording import counted
 
+ADAPTER_KIND = ("adapter_config.json", "task_type")
 NUM_HELD_OUT = 3  # the first ones in the table of metrics, which say most about the objective
 
 
@@ -58,11 +59,11 @@ def held_out_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _next_command(model: Path) -> dict[str, str]:
-    """The server of a model that talks; a judge has no such one, and an adapter no config.json."""
-    config = model / "config.json"
-    if not config.exists() or "CausalLM" not in str(read_object(config).get("architectures")):
+    """How to talk to a model, or to an adapter; a judge has no such command."""
+    name, field = ("config.json", "architectures") if (model / "config.json").exists() else ADAPTER_KIND
+    if not any(word in str(read_object(model / name).get(field)) for word in ("CausalLM", "CAUSAL_LM")):
         return {}
-    return {"talk": f"transformers serve {shlex.quote(str(model))}"}
+    return {"talk": f"open-instruct chat {shlex.quote(str(model.parent))}"}
 
 
 def _first_to_last(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:

@@ -105,6 +105,7 @@ NOT_RUN = {
     r"grpo_fast\.py": "settings for 24 GPUs: tests/fleet/test_grpo.py runs it on two learners under stage 3",
     r"open-instruct grpo |grpo_olmo_core_actor\.py": "a fleet: below, and tests/fleet/test_grpo_folders.py",
     r"open-instruct replay": "needs a GRPO run with traces: tests/ranks/test_replay.py",
+    r"open-instruct (chat|serve)": "needs a run: tests/unit/commands/test_chat.py, tests/fleet/test_serving.py",
     r"open-instruct merge": "needs an adapter: tests/unit/run/test_merge_command.py",
     r"open-instruct score": "needs a reward model: tests/unit/run/test_score_command.py",
     r"sbatch|launch_multi_node\.sh": "nodes: tests/house/test_scripts.py, with stubs of torchrun and Slurm",

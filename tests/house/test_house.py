@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from open_instruct.commands.chat import ChatFlags
 from open_instruct.config.flags import OWN, flags_of
 from open_instruct.config.suites.upstream_flags import upstream_table
 from open_instruct.families import FAMILIES
@@ -82,6 +83,7 @@ FLOORS = [
     {"preview"},
     {"episodes"},
     {"rollout"},
+    {"commands"},
     {
         "entry",
         "distill",
@@ -142,6 +144,7 @@ FOREIGN_FLAGS = {
         "rdzv_endpoint",
         "rdzv_id",
     ),
+    *("port", "max_model_len"),  # of vLLM's server
     *("nodes", "signal", "index_url", "extra_index_url", "require_hashes", "no_deps", "no_index", "target"),
     *("help", "version", "no_build_isolation", "from"),
     *("model", "host", "url", "system_prompt", "model_args", "tasks", "apply_chat_template", "batch_size"),
@@ -460,6 +463,7 @@ def known_flags() -> frozenset[str]:
         ReplayFlags,
         ReportFlags,
         ScoreFlags,
+        ChatFlags,
     )
     configs = (*trained, *others, TinyModelFlags)
     flags = [flag for config_class in configs for flag in flags_of(config_class).values()]

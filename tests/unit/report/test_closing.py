@@ -32,7 +32,7 @@ def test_closing_names_results_and_next_steps(tmp_path: Path, capsys: pytest.Cap
         "held out: preference_accuracy 0 -> 0.5",
         "time: 2 min",
         f"model: {folder}/hf_model",
-        f"talk: transformers serve {folder}/hf_model",
+        f"talk: open-instruct chat {folder}",
         f"report: open-instruct report {folder}",
     ]
 

@@ -1,0 +1,1 @@
+"""Commands that take what a run has left: each file is one, or knows one thing for several."""

@@ -1,0 +1,60 @@
+"""`open-instruct serve`: what a run has left, behind vLLM's server, which speaks as OpenAI's API does."""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from open_instruct.commands.talking_models import ADAPTER_CONFIG, TalkingModel, find_model
+from open_instruct.data.files.foreign_json import read_object
+from open_instruct.errors import InputError
+
+USAGE = """\
+usage: open-instruct serve RUN|MODEL [--flag value ...]
+
+Starts vLLM's server with the model that a run has left (or with any model's folder, or an adapter), on this machine
+alone. Further flags are those of `vllm serve`: --port 8001, --host 0.0.0.0, --max-model-len 4096.
+
+Examples
+  open-instruct serve runs/first
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+      -d '{"model": "runs/first", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}'"""
+SERVER = "vllm.entrypoints.openai.api_server"
+LOOPBACK = "127.0.0.1"
+
+
+def main(words: Sequence[str]) -> int:
+    """Become vLLM's server.
+
+    :raises InputError: there is no such model, or no vLLM.
+    """
+    if {"--help", "-h"} & set(words):
+        print(USAGE)
+        return 0
+    if not words or words[0].startswith("-"):
+        raise InputError("the first word is a run or a model's folder: open-instruct serve RUN", kind="stray_word")
+    model = find_model(words[0])
+    if find_spec("vllm") is None:
+        raise InputError(
+            "vLLM, whose server this is, is not installed: `pip install vllm` for this PyTorch; `transformers serve "
+            f"{model.folder}` is a slower one",
+            kind="missing_package",
+        )
+    command = [sys.executable, "-m", SERVER, *server_words(model), *words[1:]]
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def server_words(model: TalkingModel) -> list[str]:
+    """The flags of vLLM's server for a model: it goes by the name that it was given here."""
+    words = ["--model", str(model.folder), "--host", LOOPBACK]
+    if model.adapter is None:
+        return [*words, "--served-model-name", model.name]
+    rank = read_object(model.adapter / ADAPTER_CONFIG).get("r", 16)
+    return [
+        *words,
+        *("--tokenizer", str(model.tokenizer_folder)),
+        *("--enable-lora", "--max-lora-rank", str(rank)),
+        *("--lora-modules", f"{model.name}={Path(model.adapter)}"),
+    ]
