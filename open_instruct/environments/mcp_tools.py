@@ -5,6 +5,7 @@ each episode would keep a machine busy with starting them; what a server remembe
 """
 
 import asyncio
+import logging
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -15,6 +16,27 @@ from open_instruct.environments.environment import EnvironmentFault, ToolServer,
 from open_instruct.errors import InputError
 
 START_TIMEOUT_S = 60.0
+
+
+class _StrayLines(logging.Filter):
+    """Makes one warning of the tracebacks of mcp, which logs one for each line of a server that is no message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_warned = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.exc_info = record.exc_text = None
+        if "parse" not in str(record.msg):
+            return True
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.msg = "an MCP server writes to stdout what is no message; such lines are passed over (log to stderr)"
+        is_first = not self._has_warned
+        self._has_warned = True
+        return is_first
+
+
+logging.getLogger("mcp.client.stdio").addFilter(_StrayLines())
 
 
 class McpServer(ToolServer):

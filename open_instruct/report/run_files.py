@@ -21,6 +21,7 @@ import yaml
 from pyarrow import compute, parquet
 
 from open_instruct.config.parser import MAX_YAML_BYTES
+from open_instruct.data.files.unfolding import check_unfolding
 from open_instruct.errors import InputError
 from open_instruct.report.run_forms import PlannedMemory, parse_layout, parse_plan, read_form
 from open_instruct.run.run_directory import RunDirectory, is_number, rows_of
@@ -229,6 +230,7 @@ def _num_bytes(metadata: parquet.FileMetaData) -> int:
 
 
 def _read(path: Path) -> pyarrow.Table:
+    check_unfolding(path)
     table = parquet.read_table(path, columns=list(COLUMNS))  # which refuses a file that lacks one
     if any((lengths_of(table, name) != lengths_of(table)).any() for name in OF_TOKENS):
         raise ValueError("a row has token_ids, logprobs and versions of different lengths")

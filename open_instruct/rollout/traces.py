@@ -13,6 +13,7 @@ from pyarrow import parquet
 from pydantic import TypeAdapter
 
 from open_instruct.data.files.foreign_json import one_line
+from open_instruct.data.files.unfolding import check_unfolding
 from open_instruct.errors import InputError, RunError
 from open_instruct.records import Completion, RolloutGroup
 from open_instruct.rollout.samples import RolloutStepBatch, StepSamples
@@ -127,6 +128,7 @@ def read_traces(run_folder: Path, step: int) -> list[RolloutGroup]:
     if not path.exists():
         raise InputError(f"{path} does not exist: {_steps_there_are(run_folder)}", kind="missing_file")
     try:
+        check_unfolding(path)
         rows = [row for row in parquet.read_table(path, schema=SCHEMA).to_pylist() if not row["rejected"]]
         for row in rows:
             _check_row(row)

@@ -15,6 +15,7 @@ from typing import IO, Any
 from open_instruct.data.files.arrow_values import row_conversion
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.data.files.rows import MalformedRow, RowSource, file_rows, unpacked
+from open_instruct.data.files.unfolding import check_declared_size
 from open_instruct.errors import InputError
 
 _DELIMITERS = ",;\t"
@@ -151,6 +152,7 @@ def _parquet(path: Path) -> tuple[int, Any, Batches]:
     from pyarrow.parquet import ParquetFile
 
     file = ParquetFile(path, memory_map=True)
+    check_declared_size(file.metadata, path.stat().st_size)
 
     def batches() -> Iterator[Any]:
         for group in range(file.metadata.num_row_groups):

@@ -17,7 +17,9 @@ from transformers.utils import chat_template_utils
 from open_instruct.data import chat, chat_templates, template_renderer, template_trial
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import choose_chat_template
+from open_instruct.data.files import unfolding
 from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.files.tables import column_file
 from open_instruct.data.template_trial import refuse_endless
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
@@ -267,3 +269,33 @@ def test_trace_of_another_vocabulary_is_refused() -> None:
     check_trace_fits([group], 901)
     with refused("conflict", None, "token 900", "vocab_size 900"):
         check_trace_fits([group], 900)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt": [7] * 500_000},
+        {"prompt": [[7] * 500_000]},
+        {"prompt": [{"a": None}] * 500_000},
+    ],
+    ids=["rows", "one long row", "nothing"],
+)
+def test_parquet_file_is_refused_by_its_declared_size(
+    columns: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unfolding, "ALWAYS_BYTES", 2**20)
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(Table.from_pydict(columns), path)
+    assert path.stat().st_size < 4000
+    with refused("unreadable_file", "mixer_list", "unfolds to 4,000,000"):
+        column_file(path, path.name, "--mixer_list")
+
+
+def test_trace_whose_texts_unfold_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (row, *_) = trace_rows()
+    rows = [row | {"sample_index": index, "prompt": "x" * 100_000} for index in range(50)]
+    assert write_trace(tmp_path, rows) and len(read_traces(tmp_path, 1)) == 1
+    monkeypatch.setattr(unfolding, "ALWAYS_BYTES", 2**20)
+    monkeypatch.setattr(unfolding, "MOST_TIMES_ITS_SIZE", 100)
+    with refused("unreadable_file", None, "step1.parquet", "unfolds to"):
+        read_traces(tmp_path, 1)

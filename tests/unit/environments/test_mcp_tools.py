@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import logging
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import EnvironmentSection
+from open_instruct.environments import mcp_tools
 from open_instruct.environments.environment import EnvironmentFault, Reply, begin_run, make_environment
 from open_instruct.environments.mcp_tools import McpServer
 from open_instruct.environments.registry import factory_named, known_environments
@@ -165,6 +167,41 @@ def test_call_that_is_late_leaves_the_session_to_others(program: str) -> None:
     )
     assert first == ["2"] and isinstance(late, EnvironmentFault) and "TimeoutError" in str(late)
     assert count[0].startswith("1 in ")
+
+
+@pytest.fixture
+def stray_lines() -> Iterator[mcp_tools._StrayLines]:
+    """Of a process that has not warned yet."""
+    logger = logging.getLogger("mcp.client.stdio")
+    before = logger.filters
+    logger.filters = [mcp_tools._StrayLines()]
+    yield logger.filters[0]
+    logger.filters = before
+
+
+def test_traceback_of_a_stray_line_is_one_warning(
+    stray_lines: mcp_tools._StrayLines, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("mcp.client.stdio")
+    for line in ("Working...", "Done."):
+        try:
+            json.loads(line)
+        except ValueError:
+            logger.exception("Failed to parse JSONRPC message from server")
+    logger.warning("a process is left")
+    first, other = caplog.records
+    assert first.levelno == logging.WARNING and first.exc_info is None and "stdout" in first.getMessage()
+    assert other.getMessage() == "a process is left"
+
+
+@pytest.mark.extended
+def test_server_that_writes_stray_lines_answers_with_one_warning(
+    program: str, stray_lines: mcp_tools._StrayLines, caplog: pytest.LogCaptureFixture
+) -> None:
+    noisy = shlex.join(["sh", "-c", f"echo Working...; echo Still.; exec {program} stdio"])
+    assert said(factory_named(f"mcp:{noisy}", origin=""), calls("add", a=1)) == [["2"]]
+    (record,) = [each for each in caplog.records if each.name == "mcp.client.stdio"]
+    assert record.exc_info is None and "stdout" in record.getMessage()
 
 
 def test_tools_at_an_address(address: str) -> None:
