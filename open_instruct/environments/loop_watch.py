@@ -1,6 +1,7 @@
 """Names the code that blocks an event loop, such as a `time.sleep` in an `async def`."""
 
 import asyncio
+import selectors
 import sys
 import threading
 import time
@@ -9,9 +10,10 @@ from pathlib import Path
 from types import FrameType
 
 OURS = str(Path(__file__).resolve().parents[1])
-LIBRARY = str(Path(asyncio.__file__).parent)
+LIBRARY = (str(Path(asyncio.__file__).parent), selectors.__file__)
 INTERVAL_S = 1.0
 LIMIT_S = 5.0
+PROBE_S = 0.5
 
 
 class LoopWatch:
@@ -46,6 +48,12 @@ class LoopWatch:
     def close(self) -> None:
         self._is_closed.set()
 
+    async def probe(self) -> str:
+        """What blocks the loop at this moment; empty where it answers. Call it in another loop."""
+        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop))
+        await asyncio.wait([answer], timeout=PROBE_S)
+        return "" if answer.done() else find_blocker(self._thread_name)
+
     def _watch(self) -> None:
         while not self._is_closed.wait(self._interval_s):
             alive = threading.Event()
@@ -57,6 +65,8 @@ class LoopWatch:
 
     def _name_blocker(self, silent_s: float) -> None:
         place = find_blocker(self._thread_name)
+        if not place:  # the machine is slow
+            return
         self.blocker = f"{place}, for {silent_s:.0f} s"
         function = place.partition(" ")[0]
         if function in self._warned:
@@ -70,7 +80,7 @@ class LoopWatch:
 
 
 def find_blocker(thread_name: str) -> str:
-    """The function that runs in the thread, with its file and line: the first one that is foreign.
+    """The foreign function that runs in the loop of this thread, with its file and line; empty where none does.
 
     Example: `Shop.buy (mine.py:12)`, also where that has called something of a library.
     """
@@ -78,11 +88,11 @@ def find_blocker(thread_name: str) -> str:
     frame = sys._current_frames().get(idents[0] or 0) if idents else None
     frames = list(_frames(frame))[::-1]  # from the thread's first function on
     last_of_ours = max((at for at, each in enumerate(frames) if _is_in(each, OURS)), default=-1)
-    foreign = [each for each in frames[last_of_ours + 1 :] if not _is_in(each, LIBRARY)]
-    if not frames:
-        return "a thread that has ended"
-    code = (foreign or frames[-1:])[0]
-    return f"{code.f_code.co_qualname} ({Path(code.f_code.co_filename).name}:{code.f_lineno})"
+    foreign = [each for each in frames[last_of_ours + 1 :] if not any(_is_in(each, part) for part in LIBRARY)]
+    if not foreign:
+        return ""
+    code = foreign[0].f_code
+    return f"{code.co_qualname} ({Path(code.co_filename).name}:{foreign[0].f_lineno})"
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

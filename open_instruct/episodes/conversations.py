@@ -211,7 +211,7 @@ class Conversations:
         except TimeoutError as error:
             if not deadline.expired():  # one of its own
                 raise
-            blocker = self._watch.blocker
+            blocker = await self._watch.probe()
             why = f", while the event loop of all environments is blocked by {blocker}" if blocker else ""
             raise EnvironmentLate(f"the environment took longer than {limit_s:g} s{why}") from error
         except RunError as error:  # none of ours: this one ends its episode alone

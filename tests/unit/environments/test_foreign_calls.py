@@ -175,6 +175,23 @@ def test_blocked_loop_is_named_while_others_end(
         gate.set()
     assert "Blocks.step (test_foreign_calls.py:" in warnings[0]
     assert blocked.episode is not None and blocked.episode.status == "timeout"
+    assert "Blocks.step (test_foreign_calls.py:" in blocked.episode.problem
+
+
+def test_environment_that_is_merely_late_blocks_nothing(ask: Callable[..., Asked]) -> None:  # noqa: F811
+    class Waits:
+        async def start(self) -> Opening:
+            return Opening()
+
+        async def step(self, reply: Reply) -> Turn:
+            await asyncio.sleep(3600)
+            return Turn(done=True)
+
+        async def close(self) -> None: ...
+
+    completion, _ = ask(Waits, ["x<|im_end|>"], environment_timeout_s=0.05)
+    assert completion.episode is not None and completion.episode.status == "timeout"
+    assert "block" not in completion.episode.problem
 
 
 def test_watch_names_what_blocks_a_loop_until_it_goes_on() -> None:
@@ -285,9 +302,9 @@ class TestHugeTexts:
         assert len(requests) == 1 and completion.replies[-1].stop == len(completion.token_ids)
         most = USUAL_CHARACTERS_PER_TOKEN * (400 + SLACK_TOKENS)
         assert sum(encoded_lengths) <= most
-        kept = completion.episode.turns[-1]["content"]
-        assert len(kept) < conversations_module.MAX_TRACE_CHARACTERS + 100
-        assert kept.startswith(text) and kept.endswith(text) and "characters are left out" in kept
+        shown = completion.episode.turns[-1]["content"]
+        assert len(shown) < conversations_module.MAX_TRACE_CHARACTERS + 100
+        assert shown.startswith(text) and shown.endswith(text) and "characters are left out" in shown
 
     @pytest.mark.parametrize("is_whole", [False, True])
     def test_first_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
