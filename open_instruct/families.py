@@ -41,6 +41,8 @@ class Family:
         engine_needs: a package that vLLM's model of the family imports, and that vLLM does not bring along.
         default_head_dim: of a config.json that gives none; None: hidden_size / num_attention_heads.
         expert_size: the field of config.json that gives the width of an expert; None: every MLP is dense.
+        heads_without_class: the kinds of heads (`models.hf.head_kinds.Head`) that transformers has no class of the
+            family for, so that a model trained with one could not be opened.
 
     Example: the queries and keys of Qwen 3 are normalised head by head, and its heads may be of any size::
 
@@ -66,6 +68,7 @@ class Family:
     engine_needs: str | None = None
     default_head_dim: int | None = None
     expert_size: str | None = None
+    heads_without_class: tuple[str, ...] = ()
 
     def is_sparse(self, hf_config: Any, layer: int) -> bool:
         """Whether the MLP of a layer is many experts, a few of which compute each token."""
@@ -95,7 +98,14 @@ class Family:
         return given
 
 
-OLMO2 = Family(name="OLMo 2", config_class="Olmo2Config", qk_norm="full", norm_after=True, in_float32=True)
+OLMO2 = Family(
+    name="OLMo 2",
+    config_class="Olmo2Config",
+    qk_norm="full",
+    norm_after=True,
+    in_float32=True,
+    heads_without_class=("classes",),
+)
 # By the `model_type` of config.json.
 FAMILIES = {
     "olmo2": OLMO2,
@@ -118,7 +128,13 @@ FAMILIES = {
         expert_size="moe_intermediate_size",
         has_window_switch=True,
     ),
-    "olmoe": Family(name="OLMoE", config_class="OlmoeConfig", qk_norm="full", expert_size="intermediate_size"),
+    "olmoe": Family(
+        name="OLMoE",
+        config_class="OlmoeConfig",
+        qk_norm="full",
+        expert_size="intermediate_size",
+        heads_without_class=("score", "classes"),
+    ),
     "llama": Family(name="Llama 3", config_class="LlamaConfig", qk_norm="none"),
     "olmo_hybrid": replace(
         OLMO2,
@@ -126,6 +142,7 @@ FAMILIES = {
         config_class="OlmoHybridConfig",
         may_not_turn=True,
         delta="apart",
+        heads_without_class=("score", "classes"),
         delta_norm_eps=1e-5,
         delta_may_negate=True,
     ),
@@ -139,6 +156,7 @@ FAMILIES = {
         turned_share=0.25,
         engine_needs="torchvision",
         delta="fused",
+        heads_without_class=("classes",),
     ),
 }
 

@@ -19,8 +19,11 @@ if __name__ == "__main__":
 
 from open_instruct.config.help import asks_for_help
 from open_instruct.config.training import TrainingConfig
+from open_instruct.data.tokenizer import given_folder
 from open_instruct.entry import leave, run_entry, run_to_exit_code, typed
 from open_instruct.errors import InputError
+from open_instruct.models.hf.head_kinds import check_head
+from open_instruct.models.hf.hf_config import config_fields
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import OBJECTIVES
 from open_instruct.run.earlier_command import refuse_another_command
@@ -94,6 +97,8 @@ def look_at_run(config: TrainingConfig, *, objective: Objective) -> None:
     """:raises InputError: what the flags name, or the first of the rows, will not do, as far as shows without torch."""
     refuse_another_command(config, objective.name)
     look_at(config)
+    if (folder := given_folder(config.model.model_name_or_path)) is not None:
+        check_head(config_fields(folder)["model_type"], objective.head(config))
     form = objective.rows_of(config)
     if (check := vars(form).get("check")) is not None:
         look_at_rows(form, config, "mixer_list", "eval_mixer_list", check=check)

@@ -49,12 +49,20 @@ class StepBuilder(RowBuilder):
             )
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
-        steps = self.find_steps(row)
-        labels = self.find_labels(row, steps)
+        labels = self.find_labels(row, self.find_steps(row))
         return RenderedRow(
-            texts=(self.find_prompt(row), *(text for step in steps for text in (step, self.step_end))),
+            texts=self.find_texts(row),
             values=tuple(self.parse_label(label, number) for number, label in enumerate(labels, start=1)),
         )
+
+    def find_texts(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """The text before the first step, then each step and what ends it.
+
+        Raises:
+            MalformedRow: there are none.
+        """
+        steps = self.find_steps(row)
+        return (self.find_prompt(row), *(text for step in steps for text in (step, self.step_end)))
 
     def find_prompt(self, row: Mapping[str, Any]) -> str:
         """The text before the first step: messages are rendered, a text stands as it is behind any bos token."""

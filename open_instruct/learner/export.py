@@ -41,6 +41,7 @@ def export_policy(
             base=str(pretrained.folder),
             fingerprint=pretrained.files.fingerprint,
             chat_template=pretrained.chat_template,
+            more_config=more_config,
             card=partial(card_of, run.directory, trained_by=trained_by, is_adapter=True),
         )
         run.console.say(f"the adapter is in {run.directory.adapter}", style="green")

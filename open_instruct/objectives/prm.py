@@ -204,7 +204,7 @@ def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
     """
     class_name = find_class(hf_config, "classes")
     if class_name is None:
-        raise InputError(no_class_problem(hf_config, "classes"), kind="unsupported_model")
+        raise InputError(no_class_problem(hf_config.model_type, "classes"), kind="unsupported_model")
     return {
         "architectures": [class_name],
         "num_labels": HEAD_SIZES["classes"],

@@ -207,7 +207,7 @@ def exported(
     """
     fields = fields_of_class(hf_config)
     if not fields:
-        raise InputError(no_class_problem(hf_config, "score"), kind="unsupported_model")
+        raise InputError(no_class_problem(hf_config.model_type, "score"), kind="unsupported_model")
     pad, data = tokenizer.pad_token_id, config.data
     chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
     try:

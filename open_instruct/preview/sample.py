@@ -26,6 +26,7 @@ from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
+from open_instruct.models.hf.head_kinds import check_head
 from open_instruct.models.hf.hf_config import config_fields
 from open_instruct.objectives.objective import Objective
 from open_instruct.records import Document
@@ -94,7 +95,8 @@ def sample_of(
     model = config.model
     folder = Path(model.model_name_or_path).expanduser()
     if (folder / "config.json").is_file():
-        config_fields(folder)  # which refuses a model that the run would refuse
+        fields = config_fields(folder)  # which refuses a model that the run would refuse
+        check_head(fields["model_type"], objective.head(config))
     name = model.tokenizer_name_or_path or model.model_name_or_path
     tokenizer = load_tokenizer(name, revision=model.revision_of_tokenizer)
     chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)

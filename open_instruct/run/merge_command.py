@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> int:
     from open_instruct.models.hf.names import TensorNames
     from open_instruct.models.load import check_cover, parameter_shapes
     from open_instruct.models.lora.adapters import MergedWeights
-    from open_instruct.models.lora.files import check_base, open_adapter, read_head
+    from open_instruct.models.lora.files import check_base, open_adapter, read_head, read_model_fields
     from open_instruct.models.lora.peft_config import read_settings
     from open_instruct.models.shards import held
     from open_instruct.run.first_look import local_folder
@@ -83,7 +83,7 @@ def main(words: Sequence[str]) -> int:
         dtype=dtype,
         weights=MergedWeights(plain, adapter, scale=lora.scale),
         **_settings(base, adapter_folder, head),
-        more_config=_fields_of_head(hf_config, head),
+        more_config=_fields_of_head(hf_config, head) | read_model_fields(adapter_folder),
     )
     out = Path(flags.output_dir).absolute()
     print(f"{base} with the adapter of {adapter_folder} is in {out} ({num_bytes / 1e6:,.1f} MB)")

@@ -153,10 +153,7 @@ class ProcessRewardModel(ModelVerifier):
         if placeholder is None:
             texts = [prompt, *chain.from_iterable((step, separator) for step in steps)]
         else:
-            # As Math-Shepherd writes them: each step on its line, and the placeholder behind a space at its end.
-            first, *others = [f"{step} " for step in steps]
-            lines = [prompt + first, *(separator + other for other in others)]
-            texts = ["", *chain.from_iterable((line, placeholder) for line in lines)]
+            texts = write_step_lines(prompt, steps, separator=separator, placeholder=placeholder)
         pieces = list(map(self.tokenize, texts))
         ends = list(accumulate(map(len, pieces), initial=-1))[3::2]
         logits = self.compute_logits(list(chain.from_iterable(pieces)))[ends]
@@ -166,6 +163,16 @@ class ProcessRewardModel(ModelVerifier):
 
 
 MODEL_VERIFIERS = {kind.name: kind for kind in (RewardModel, ProcessRewardModel)}
+
+
+def write_step_lines(prompt: str, steps: Sequence[str], *, separator: str, placeholder: str) -> list[str]:
+    """Steps as Math-Shepherd writes them, in texts to be tokenised apart: each on its line, the placeholder behind it.
+
+    Example: of the steps a and b, `["", "Q?a ", "ки", "\nb ", "ки"]`.
+    """
+    first, *others = [f"{step} " for step in steps]
+    lines = [prompt + first, *(separator + other for other in others)]
+    return ["", *chain.from_iterable((line, placeholder) for line in lines)]
 
 
 def _count_labels(config: dict[str, Any]) -> int:

@@ -81,7 +81,7 @@ ELSEWHERE = {
     "for layer in model.modules()": ("tests/fleet/test_grpo_kinds.py", "agree_on_experts"),
     'if self.device.type == "cpu":': ("tests/fleet/test_weight_sync_engine.py", "TIED"),
     "has_cache_size = settings": ("tests/unit/engines/test_engine_choices.py", "refusal_of_memory"),
-    "run/score_command.py": ("tests/unit/run/test_score_command.py", "score_command"),
+    "run/scorers.py": ("tests/unit/run/test_score_command.py", "score_command"),
     "planning/": ("tests/unit/planning/test_planning_memory.py", "on_cuda"),
 }
 """Rooms, files and beginnings of statements that other tests come by: which test does, and the words that say so."""

@@ -1,6 +1,7 @@
 """Rows of each objective, made of the same synthetic pairs, and the start models that learn from them."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,25 @@ def write_pairs(path: Path, *, num_rows: int, seed: int) -> None:
     write(path, [row | ({"margin": 0.25 * n} if n % 3 else {}) for n, row in enumerate(read(path))])
 
 
+def write_solutions(path: Path, *, num_rows: int, seed: int) -> None:
+    """Sums step by step; from the first wrong one on all are. Some labels are soft."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(num_rows):
+        numbers = [draw.randint(1, 9) for _ in range(draw.randint(2, 6))]
+        wrong_from = draw.randint(1, 6)
+        total = 0
+        steps: list[str] = []
+        labels: list[float | bool] = []
+        for number, summand in enumerate(numbers):
+            is_right = number < wrong_from
+            steps.append(f"{total} + {summand} = {total + summand + (not is_right)}")
+            labels.append(draw.choice([is_right, 0.9 if is_right else 0.2]))
+            total += summand
+        rows.append({"prompt": f"{' + '.join(map(str, numbers))}?\n", "completions": steps, "labels": labels})
+    write(path, rows)
+
+
 def write_objective_case(folder: Path, entry: str, *, family: str) -> TrainCase:
     """Model and rows of the command `entry`, and the flags that only it has; SFT's model has a tied head."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,6 +68,8 @@ def write_objective_case(folder: Path, entry: str, *, family: str) -> TrainCase:
     elif entry == "reward_model":
         write_pairs(rows, num_rows=NUM_ROWS, seed=1)
         own["max_seq_length"] = 448
+    elif entry == "prm":
+        write_solutions(rows, num_rows=NUM_ROWS, seed=1)
     else:
         write_conversations(rows, num_rows=NUM_ROWS, seed=1)
     if entry == "sft":

@@ -24,6 +24,7 @@ FAMILIES = {
     "dpo": "olmo2",
     "distill": "olmo2",
     "kto": "olmo3",
+    "prm": "qwen2",
     "reward_model": "llama",
     "sft": "qwen3",
 }

@@ -1,7 +1,6 @@
 """Process reward models: that no cut of a batch changes one, and what is exported is what transformers scores with."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from open_instruct.run import merge_command
 from tests.ranks.objective_case import (
     assert_opens_whole,
     assert_resumed_bitwise,
@@ -19,31 +19,15 @@ from tests.ranks.objective_case import (
     train,
     write,
 )
+from tests.ranks.objective_rows import write_solutions
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase
+
+pytestmark = pytest.mark.extended
 
 NUMBERS = ("loss", "accuracy")
 WORDS: dict[str, Any] = {"reward_tokens": ["+", "-"], "placeholder_token": "@"}
 LORA: dict[str, Any] = {"use_lora": "true", "lora_r": 8, "lora_alpha": 16, "learning_rate": 2e-3}
-
-
-def write_solutions(path: Path, *, num_rows: int, seed: int) -> None:
-    """Sums step by step; from the first wrong one on all are. Some labels are soft."""
-    draw = random.Random(seed)
-    rows = []
-    for _ in range(num_rows):
-        numbers = [draw.randint(1, 9) for _ in range(draw.randint(2, 6))]
-        wrong_from = draw.randint(1, 6)
-        total = 0
-        steps: list[str] = []
-        labels: list[float | bool] = []
-        for number, summand in enumerate(numbers):
-            is_right = number < wrong_from
-            steps.append(f"{total} + {summand} = {total + summand + (not is_right)}")
-            labels.append(draw.choice([is_right, 0.9 if is_right else 0.2]))
-            total += summand
-        rows.append({"prompt": f"{' + '.join(map(str, numbers))}?\n", "completions": steps, "labels": labels})
-    write(path, rows)
 
 
 def with_placeholders(row: dict[str, Any]) -> dict[str, Any]:
@@ -96,6 +80,8 @@ def test_layouts_of_ranks_change_nothing(one_process: TrainCase) -> None:
         "fsdp_2": {"ranks": 2},
         "context_2": {"context_parallel_degree": 2, "batch": 4},
         "tensor_2": {"tensor_parallel_degree": 2},
+        "zero_0": {"ranks": 2, "backend": "deepspeed", "deepspeed_stage": 0},
+        "zero_1": {"ranks": 2, "backend": "deepspeed", "deepspeed_stage": 1},
         "zero_2": {"ranks": 2, "backend": "deepspeed", "deepspeed_stage": 2},
         "zero_3": {"ranks": 2, "backend": "deepspeed", "deepspeed_stage": 3},
         "zero_split": {"backend": "deepspeed", "deepspeed_stage": 2, "tensor_parallel_degree": 2},
@@ -206,4 +192,12 @@ def test_adapter_with_its_head_opens_in_peft_and_is_the_merged_model(one_process
     with torch.no_grad():
         ours, theirs = (each(ids).logits for each in (open_whole(run / "hf_model"), model))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    flags = {
+        "model_name_or_path": one_process.model,
+        "adapter_name_or_path": run / "adapter",
+        "output_dir": run / "merged",
+    }
+    assert merge_command.main([word for name, value in flags.items() for word in (f"--{name}", str(value))]) == 0
+    for name in ("config.json", "model.safetensors"):
+        assert (run / "merged" / name).read_bytes() == (run / "hf_model" / name).read_bytes()
     assert one_process.is_exported_again("adapters") and one_process.is_exported_again("base")

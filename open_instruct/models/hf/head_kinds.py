@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
+from open_instruct.errors import InputError
+from open_instruct.families import FAMILIES
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -43,12 +46,21 @@ def find_class(hf_config: PretrainedConfig, head: Head) -> str | None:
     return modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(hf_config.model_type)
 
 
-def no_class_problem(hf_config: PretrainedConfig, head: Head) -> str:
-    """Why a model of this family cannot have a head of this kind, where `find_class` finds none, and what to do."""
+def check_head(model_type: str, head: Head) -> None:
+    """The same without transformers, which takes seconds to load: asked by a plan, a preview and a run alike.
+
+    :raises InputError: transformers has no class of this family with a head of this kind.
+    """
+    if head in FAMILIES[model_type].heads_without_class:
+        raise InputError(no_class_problem(model_type, head), kind="unsupported_model")
+
+
+def no_class_problem(model_type: str, head: Head) -> str:
+    """Why a model of this family cannot have a head of this kind, where transformers has no class, and what to do."""
     remedy = "start from a model of another family"
     if head == "classes":
         remedy = f"give --reward_tokens + -, which are read of the model's own head, or {remedy}"
     return (
-        f"transformers has no {hf_config.model_type}{CLASS_ENDINGS[head]}, so a trained model of this family could not "
-        f"be opened anywhere; {remedy}"
+        f"transformers has no {model_type}{CLASS_ENDINGS[head]}, so a trained model of this family could not be opened "
+        f"anywhere; {remedy}"
     )

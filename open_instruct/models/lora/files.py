@@ -4,7 +4,7 @@ A matrix is there under `base_model.model.` + the Hugging Face name of its layer
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from open_instruct.parallel.process import on_main_process
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 BASE_FINGERPRINT = "base_fingerprint"  # in the header of the weights, which other readers pass over
+MODEL_FIELDS = "model_fields"  # likewise: what the merged model's config.json adds to the base's, as JSON
 PREFIX = "base_model.model."
 TASK_TYPES: dict[Head, str] = {"vocabulary": "CAUSAL_LM", "score": "SEQ_CLS", "classes": "TOKEN_CLS"}
 
@@ -88,6 +89,22 @@ def check_base(folder: Path, base: Path, fingerprint: str) -> str | None:
     return None
 
 
+def read_model_fields(folder: Path) -> dict[str, Any]:
+    """The fields that a model with this adapter added has in config.json, beside its base's; none of others' adapters.
+
+    :raises InputError: they are damaged.
+    """
+    with safe_open(folder / WEIGHTS_NAME, framework="pt") as adapter:
+        text = (adapter.metadata() or {}).get(MODEL_FIELDS, "{}")
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"{folder / WEIGHTS_NAME}: {MODEL_FIELDS} in its header is damaged ({error}); export the run again",
+            kind="bad_model",
+        ) from None
+
+
 def write_adapter(
     folder: Path,
     adapter: Iterable[tuple[str, torch.Tensor]],
@@ -97,6 +114,7 @@ def write_adapter(
     base: str,
     fingerprint: str,
     chat_template: str | None = None,
+    more_config: Mapping[str, Any] | None = None,
     card: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Write `adapter`, whole matrices by OLMo-core's names, in place of an earlier one. Collective; rank 0 writes.
@@ -104,6 +122,7 @@ def write_adapter(
     :param base: the name of the base model, for readers.
     :param fingerprint: of the weights of `base`, checked when a run goes on from the adapter.
     :param chat_template: of training, where it is not the base's own.
+    :param more_config: the fields that config.json of the merged model adds to the base's.
     :param card: gives the text of README.md; only rank 0 calls it.
     :raises RunError: the disk filled up or failed; an earlier one is unharmed.
     """
@@ -116,7 +135,8 @@ def write_adapter(
         with export_files.disk_errors(folder, RunError):
             export_files.prepare_folder(folder, sum(tensor.nbytes for tensor in tensors.values()))
             beside = export_files.partial_folder_of(folder)
-            save_file(tensors, beside / WEIGHTS_NAME, metadata={"format": "pt", BASE_FINGERPRINT: fingerprint})
+            header = {"format": "pt", BASE_FINGERPRINT: fingerprint, MODEL_FIELDS: json.dumps(dict(more_config or {}))}
+            save_file(tensors, beside / WEIGHTS_NAME, metadata=header)
             config = _config(lora, base=base, head=names.head)
             (beside / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             export_files.write_texts(beside, chat_template=chat_template, card=card())

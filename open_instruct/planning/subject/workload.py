@@ -12,7 +12,7 @@ from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.errors import InputError
-from open_instruct.models.hf.head_kinds import HEAD_SIZES
+from open_instruct.models.hf.head_kinds import HEAD_SIZES, check_head
 from open_instruct.models.hf.names import names_module
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.policy_gradient import chooses_tokens, measures_entropy
@@ -207,9 +207,14 @@ def workload_of(config: RunConfig, shape: ModelShape, layout: ShardLayout, *, pr
 
 
 def shape_of_run(config: RunConfig, model: str) -> ModelShape:
-    """The start model with the head and the adapters that the run gives it; see `model_shape`."""
+    """The start model with the head and the adapters that the run gives it; see `model_shape`.
+
+    Raises:
+        InputError: also where a trained model of the family could not be opened with that head.
+    """
     shape = adapted(model_shape(model), config.adapters)
     head = objective_of(config).head(config)
+    check_head(shape.family, head)
     return shape if head == "vocabulary" else with_scores(shape, HEAD_SIZES[head])
 
 

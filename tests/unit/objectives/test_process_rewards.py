@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +21,19 @@ from open_instruct.data.report import DataReport
 from open_instruct.data.step_rows import PlaceholderBuilder, StepBuilder
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
+from open_instruct.families import FAMILIES
+from open_instruct.models.hf.head_kinds import HEAD_SIZES, find_class
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.objectives.prm import PRM, class_shares, exported, step_losses
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.records import ROW_VALUES, Batch, Check
+from open_instruct.run import score_command
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.registry import judges_named, known_verifiers
+from tests.refusals import refused
 from tests.unit.objective_runs import config_of, load_rows, write_rows
 from tests.unit.objectives.trl_prm import NUM_STEPS, TOLERANCE, train_ours, write_problem
 from tests.unit.scored import score
@@ -167,6 +173,28 @@ def test_family_without_a_class_of_the_head_is_refused_with_the_words_as_the_way
     words = config_of(PRM, "--reward_tokens", "+", "-")
     words.model.model_name_or_path = str(model)
     assert open_pretrained(words, tmp_path / "out", head=PRM.head(words)).names.head == "vocabulary"
+
+
+def test_plan_preview_and_run_refuse_such_a_family_before_torch_is_loaded(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", family="olmo2")
+    (tmp_path / "steps.jsonl").write_text(json.dumps({"prompt": "p", "completions": ["a"], "labels": [1]}) + "\n")
+    words = ["--model_name_or_path", str(model), "--mixer_list", str(tmp_path / "steps.jsonl"), "1.0"]
+    run = ["prm", *words, "--output_dir", str(tmp_path / "out")]
+    calls = [["plan", "prm", *words, "--gpus_per_node", "8"], ["preview", "prm", *words], run]
+    calls.append(["reward_model", *run[1:]])  # which has a class: its rows are what is refused
+    program = "import sys; from open_instruct.cli import main\n"
+    program += f"print([main(words) for words in {calls!r}])\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[2, 2, 2, 2]" and not (tmp_path / "out").exists()
+    assert done.stderr.count("--reward_tokens + -") == 3 and "steps.jsonl" in done.stderr
+
+
+def test_families_say_which_heads_transformers_has_no_class_for() -> None:
+    for model_type, family in FAMILIES.items():
+        for head in HEAD_SIZES:
+            has_class = find_class(SimpleNamespace(model_type=model_type), head) is not None  # type: ignore[arg-type]
+            assert has_class == (head not in family.heads_without_class), (model_type, head)
 
 
 MESSAGES = [{"role": "user", "content": "1 + 2 + 3?"}]
@@ -386,6 +414,59 @@ def test_lines_of_the_page_score_a_file(folder: Path, tmp_path: Path, monkeypatc
     for row, before in zip(scored, map(json.loads, rows.splitlines()), strict=True):
         texts = ["<|bos|>" + before["prompt"], *(part for step in before["completions"] for part in (step, "\n"))]
         assert row == before | {"scores": pytest.approx(scores_by_transformers(model, texts, []), abs=1e-5)}
+
+
+TEXT_ROW = {"input": f"Q?{LINES[0]} @\n{LINES[1]} @\n{LINES[2]} @", "id": 7}
+LIST_ROW = {"prompt": "Q?", "completions": LINES, "labels": [True, False, False]}
+PLACEHOLDER = ["--placeholder_token", "@"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "row", "texts"),
+    [
+        ([], LIST_ROW, ["<|bos|>Q?", *SEPARATED[1:]]),
+        (PLACEHOLDER, TEXT_ROW, ON_LINES),
+        (PLACEHOLDER, LIST_ROW, ["", f"<|bos|>{ON_LINES[1]}", *ON_LINES[2:]]),
+        ([*PLACEHOLDER, "--reward_tokens", "+", "-"], TEXT_ROW, ON_LINES),
+    ],
+)
+def test_score_command_writes_a_score_for_each_step(
+    folder: Path, tmp_path: Path, words: list[str], row: dict[str, Any], texts: list[str]
+) -> None:
+    """Beside a row of one step, with which it is padded, and cut behind its second step."""
+    model = copy_as(folder, tmp_path / "prm", *words)
+    expected = scores_by_transformers(model, texts, ["+", "-"] if "--reward_tokens" in words else [])
+    short = {"input": "Q?1 @"} if "input" in row else {"prompt": "Q?", "completions": ["1"]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (row, short)))
+    out = tmp_path / "scored.jsonl"
+    command = ["score", str(model), str(tmp_path / "rows.jsonl"), "--output", str(out), "--param_dtype", "float32"]
+    assert main(command) == 0
+    first, second = map(json.loads, out.read_text().splitlines())
+    assert first == row | {"scores": pytest.approx(expected, abs=1e-5)}
+    assert len(second["scores"]) == 1 and 0 < second["scores"][0] < 1
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    num_fitting = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts[:5])
+    assert main([*command, "--max_seq_length", str(num_fitting)]) == 0
+    first, _ = map(json.loads, out.read_text().splitlines())
+    assert first == row | {"scores": pytest.approx(expected[:2], abs=1e-5), "truncated": True}
+
+
+def test_score_command_refuses_rows_of_the_other_form_and_what_is_no_model_of_steps(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = copy_as(folder, tmp_path / "prm")
+    rows = write_rows(tmp_path / "rows.jsonl", [LIST_ROW, TEXT_ROW])
+    command = [str(model), str(rows), "--output", str(tmp_path / "out.jsonl")]
+    with refused("bad_row", None, "line 2", "completions"):
+        score_command.main(command)
+    with refused("conflict", "normalize", "score_mean"):
+        score_command.main([*command, "--normalize"])
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]}))
+    with refused("unsupported_model", None, "Qwen3ForCausalLM", "prm"):
+        score_command.main(command)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_plan_counts_the_head_and_its_steps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from open_instruct.errors import InputError
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
-from open_instruct.models.lora.files import BASE_FINGERPRINT
+from open_instruct.models.lora.files import BASE_FINGERPRINT, MODEL_FIELDS
 from open_instruct.run.merge_command import main
 from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.verifiers.reward_models import ProcessRewardModel
 
 PREFIX = "base_model.model."
 
@@ -61,6 +62,26 @@ def test_each_matrix_has_its_product_added_and_the_head_is_the_adapters(model: P
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert (config["architectures"], config["num_labels"]) == (["LlamaForSequenceClassification"], 1)
     assert (tmp_path / "merged" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_fields_of_a_process_reward_model_are_in_the_merged_config(model: Path, tmp_path: Path) -> None:
+    """Of a head of classes, and of words of the model's own head; a verifier asks for them."""
+    separator = {"prm_step_separator": "\n\n", "prm_placeholder_token": None}
+    for task, words in (("TOKEN_CLS", None), ("CAUSAL_LM", ["+", "-"])):
+        fields = separator | {"prm_reward_tokens": words}
+        adapter, merged = tmp_path / task, tmp_path / f"merged_{task}"
+        matrices = write_adapter(adapter, model, base=model)
+        score = matrices.pop(f"{PREFIX}score.weight")
+        if words is None:
+            matrices |= {f"{PREFIX}score.weight": score.repeat(2, 1), f"{PREFIX}score.bias": torch.zeros(2)}
+        save_file(matrices, adapter / "adapter_model.safetensors", metadata={MODEL_FIELDS: json.dumps(fields)})
+        config = json.loads((adapter / "adapter_config.json").read_text()) | {"task_type": task}
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+        flags = {"model_name_or_path": model, "adapter_name_or_path": adapter, "output_dir": merged}
+        assert main([word for name, value in flags.items() for word in (f"--{name}", str(value))]) == 0
+        config = json.loads((merged / "config.json").read_text())
+        assert {name: config.get(name) for name in fields} == fields
+        assert ProcessRewardModel(str(merged)).config["prm_step_separator"] == "\n\n"
 
 
 def test_adapter_of_another_model_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
