@@ -49,6 +49,25 @@ def save_each(
     return results
 
 
+def take_steps(
+    cases: list[list[str]], ports: list[int], completions: list[int], saves: bool
+) -> list[list[dict[str, float]]]:
+    """The metrics of each case's steps; where it `saves`, a checkpoint is written after each of them."""
+    results = []
+    for flags, port in zip(cases, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        learner = Learner(flags, num_steps=len(completions))
+        rows = []
+        for num_completions in completions:
+            rows.append(learner.take_step(num_completions))
+            if saves:
+                learner.save({}, waits=True)
+        learner.loop.close()
+        results.append(rows)
+        stop_process()
+    return results
+
+
 def save_from_host(cases: list[list[str]], ports: list[int]) -> list[dict[str, Any]]:
     """`save_each` of two steps, with moments where --adam_offload has them on CUDA."""
     fsdp2.build_optimizer_config = partial(_on_host, fsdp2.build_optimizer_config)
