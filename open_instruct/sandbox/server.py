@@ -76,7 +76,7 @@ def main(control: socket.socket, *, answers_with: str) -> None:
             children[life] = child
             os.close(work)
             poll.register(life, 0)  # its end alone
-        if allowance is not None:
+        if allowance is not None and children:
             for child in allowance.find_excess(children.values()):
                 os.kill(child, signal.SIGKILL)  # its client finds its socket closed
         if _reap_all_but(children.values()) and may_start_others:

@@ -1,11 +1,13 @@
 """What programs take that no limit of Linux holds: threads, and memory all together.
 
 A limit of processes counts those of the whole user, and not root's; one of memory is each process's own. So the process
-that forks the programs counts, ten times a second, and says which are to be ended. In between they may take more.
+that forks the programs of a sandbox counts, ten times a second, and says which are to be ended. In between they may
+take more. A run has several sandboxes, one in each process of verifiers, so memory is counted over all of this user's.
 """
 
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,9 @@ from open_instruct.sandbox.walls import TABLES
 
 # Of the fields of /proc/PID/stat, those behind the name of the program, which may have any letters.
 THREADS, RESIDENT_PAGES = 17, 21
+SERVER = b"open_instruct.sandbox.server"  # in the command of a process that forks
+SEARCH_INTERVAL_S = 1.0
+MANY_SANDBOXES = 64  # less than the part of one of so many is nothing to search for the others for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +40,44 @@ def read_usage(pid: int) -> Usage:
     return Usage(threads=0, num_bytes=0)
 
 
+def find_sandboxes() -> list[int]:
+    """The processes of this user that fork programs."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (folder / "cmdline").read_bytes()
+            forks_programs = command.endswith(b"\0\0")  # of its words, the name of what answers is empty
+            if SERVER in command and forks_programs and folder.stat().st_uid == os.getuid():
+                found.append(int(folder.name))
+    return found
+
+
+def read_children(pid: int) -> list[int]:
+    """The processes that another has forked; none where the kernel does not say it."""
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def read_own_bytes(server: int, pids: Iterable[int]) -> dict[int, int]:
+    """The memory of each program, without what it shares with the process that has forked it."""
+    shared = read_usage(server).num_bytes
+    return {pid: max(0, read_usage(pid).num_bytes - shared) for pid in pids}
+
+
 class Allowance:
     """How much the programs forked by this process may have.
 
     Args:
         max_threads: of one program.
-        max_bytes: of all together, beside what each shares with this process.
+        max_bytes: of the programs of all sandboxes together.
     """
 
     def __init__(self, *, max_threads: int, max_bytes: int) -> None:
         self._max_threads = max_threads
         self._max_bytes = max_bytes
+        self._sandboxes: list[int] = []
+        self._next_search_s = 0.0
 
     @classmethod
     def for_machine(cls) -> "Allowance":
@@ -54,14 +86,25 @@ class Allowance:
         # A program that is alone may always have what its own limit gives it.
         return cls(max_threads=counted["threads"], max_bytes=max(share, TABLES["limits"]["AS"]))
 
-    def find_excess(self, pids: Iterable[int]) -> list[int]:
+    def find_excess(self, pids: Collection[int]) -> list[int]:
         """The programs to end: those with too many threads, and the largest while all have too much memory."""
-        usages = {pid: read_usage(pid) for pid in pids}
-        excess = [pid for pid, usage in usages.items() if usage.threads > self._max_threads]
-        shared = read_usage(os.getpid()).num_bytes
-        own_bytes = {pid: max(0, usage.num_bytes - shared) for pid, usage in usages.items() if pid not in excess}
-        while sum(own_bytes.values()) > self._max_bytes:
+        excess = [pid for pid in pids if read_usage(pid).threads > self._max_threads]
+        own_bytes = read_own_bytes(os.getpid(), {*pids} - {*excess})
+        left_bytes = self._max_bytes - self._find_bytes_of_others(sum(own_bytes.values()))
+        while own_bytes and sum(own_bytes.values()) > left_bytes:
             largest = max(own_bytes, key=own_bytes.__getitem__)
             excess.append(largest)
             del own_bytes[largest]
         return excess
+
+    def _find_bytes_of_others(self, num_bytes: int) -> int:
+        """The memory of other sandboxes' programs; 0 where `num_bytes`, which is ours, is within our part."""
+        if num_bytes * MANY_SANDBOXES <= self._max_bytes:
+            return 0
+        if time.monotonic() > self._next_search_s:
+            self._sandboxes = [pid for pid in find_sandboxes() if pid != os.getpid()]
+            self._next_search_s = time.monotonic() + SEARCH_INTERVAL_S
+        if num_bytes * (len(self._sandboxes) + 1) <= self._max_bytes:
+            return 0
+        of_each = [read_own_bytes(server, read_children(server)) for server in self._sandboxes]
+        return sum(sum(own_bytes.values()) for own_bytes in of_each)

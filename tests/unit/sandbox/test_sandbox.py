@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -43,10 +43,15 @@ from landlockpy import _syscall
 newest = _syscall.abi_version
 _syscall.abi_version = lambda: min(newest(), {abi})
 """
-# In the warm process: all programs together may have 150 MB.
+# In the warm process: the programs of this test's sandboxes may have 150 MB together.
 SMALL_MACHINE = """
-from open_instruct.sandbox.usage import Allowance
-Allowance.for_machine = classmethod(lambda cls: cls(max_threads=100, max_bytes=150_000_000))
+import os, psutil
+from open_instruct.sandbox import usage
+find_all = usage.find_sandboxes
+usage.find_sandboxes = lambda: [
+    pid for pid in find_all() if psutil.Process(pid).ppid() == os.getppid()
+]
+usage.Allowance.for_machine = classmethod(lambda cls: cls(max_threads=100, max_bytes=150_000_000))
 """
 # In the warm process: the second program cannot be forked, or its walls not be put up.
 BREAKS_SECOND = """
@@ -271,18 +276,23 @@ class TestInterpreter:
         ran = run(sandbox, f"{find_mark}print(mark + {answer!r}, flush=True)")
         assert ran.status == "died"
 
-    def test_largest_program_is_ended_when_all_take_too_much_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.skipif(sys.platform != "linux", reason="what processes have is read from /proc")
+    @pytest.mark.parametrize("num_sandboxes", [1, 2])
+    def test_largest_program_is_ended_when_all_take_too_much_memory(
+        self, num_sandboxes: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(sandbox_module, "START", START.replace("main(", f"{SMALL_MACHINE}main("))
-        with closing(Sandbox()) as sandbox:
-            largest, small, other = (sandbox.interpreter(cpu_s=20) for _ in range(3))
-            for interpreter, num_megabytes in ((small, 40), (largest, 90), (other, 60)):
+        with ExitStack() as stack:
+            sandboxes = [stack.enter_context(closing(Sandbox())) for _ in range(num_sandboxes)]
+            first, last = sandboxes[0], sandboxes[-1]
+            small, largest, other = (
+                stack.enter_context(closing(each.interpreter(cpu_s=20))) for each in (first, first, last)
+            )
+            for interpreter, num_megabytes in ((small, 20), (largest, 100), (other, 60)):
                 ran = interpreter.run(f"x = b'x' * {num_megabytes}_000_000", timeout_s=20)
                 assert ran.status == "done"
-            ran = largest.run("import time; time.sleep(20)", timeout_s=20)
-            assert ran.status == "died"
+            assert largest.run("import time; time.sleep(20)", timeout_s=20).status == "died"
             assert [each.run("len(x)", timeout_s=20).status for each in (small, other)] == ["done"] * 2
-            for interpreter in (largest, small, other):
-                interpreter.close()
 
     def test_closing_it_wakes_who_waits(self, sandbox: Sandbox) -> None:
         interpreter = sandbox.interpreter(cpu_s=20)
