@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def refuse_endless(text: str, renderings: Sequence[Mapping[str, Any]], *, templa
     )
 
 
+@lru_cache(maxsize=32)  # training, held-out and scored rows often begin with the same forms
 def _run_renderer(asked: str) -> signal.Signals | None:
     """The signal that ended the process, which is SIGPROF after `TIMEOUT_S`; None where it ended by itself.
 

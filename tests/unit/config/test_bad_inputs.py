@@ -17,9 +17,9 @@ from open_instruct.checkpoints.step_folder import damage_of
 from open_instruct.models.export_files import replacing_problem
 from open_instruct.objectives.dpo import DPO
 from open_instruct.parallel.process import stop_process
-from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.train import run_objective
 from scripts.demo_data.pairs import write_synthetic_preferences
+from tests.ranks.shallow import write_shallow_model
 
 Damage = Callable[[Path], None]
 
@@ -27,7 +27,7 @@ Damage = Callable[[Path], None]
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good")
-    write_tiny_model(folder / "model", family="llama")
+    write_shallow_model(folder / "model", layers=1, family="llama")
     write_synthetic_preferences(folder / "rows.jsonl", num_rows=4, seed=0)
     return folder
 
@@ -95,7 +95,7 @@ NORM = "model.norm.weight"
         (edit_tensors(lambda tensors: tensors.pop(NORM)), NORM),
         (edit_tensors(lambda tensors: tensors.update(extra=torch.zeros(2))), "extra"),
         (edit_tensors(lambda tensors: tensors.update({NORM: torch.zeros(3)})), NORM),
-        (edit_tensors(lambda tensors: tensors.update({NORM: torch.full((64,), float("nan"))})), NORM),
+        (edit_tensors(lambda tensors: tensors[NORM].fill_(float("nan"))), NORM),
         (truncate, "truncated"),
         (lambda model: (model / "model.safetensors").write_bytes(b"no tensors here"), "model.safetensors"),
         (lambda model: (model / "model.safetensors").unlink(), "safetensors"),
