@@ -81,12 +81,14 @@ def build_replica(pretrained: Pretrained, *, run: Run, config: LearnerConfig, **
     model = pretrained.build(init_device=config.model.init_device)
     model.splits_experts = run.layout.expert_parallel_degree > 1
     model.on_host = config.parallel.offload
+    is_compiled = compiles(config.memory, layout=run.layout, device=run.process.device)
+    model.compiles_on_cpu = is_compiled and run.process.device.type == "cpu"
     if run.layout.single_device:
         model = model.to(getattr(torch, config.model.param_dtype))
     return parallelize_model(
         model,
         world_mesh=mesh_of(run.layout, run.process.device),
-        compile_model=compiles(config.memory, layout=run.layout, device=run.process.device),
+        compile_model=is_compiled and run.process.device.type == "cuda",
         **kernels,
         **sharding(run, config),
     )

@@ -45,10 +45,12 @@ class SegmentTransformer(Transformer):
     `build_model` makes it.
 
     :ivar splits_experts: whether `apply_fsdp` splits experts over the ranks of a shard group.
+    :ivar compiles_on_cpu: whether blocks are compiled before they are sharded; OLMo-core does that with CUDA alone.
     :ivar on_host: whether `apply_fsdp` keeps shards of weights and gradients in host memory. The optimizer steps there.
     """
 
     splits_experts = False
+    compiles_on_cpu = False
     on_host = False
     context: ContextGroup | None = None  # the ranks that rows are split over, if they are
     balance_coefficient = 0.0  # of the loss that has routers spread tokens over experts evenly
@@ -111,6 +113,7 @@ class SegmentTransformer(Transformer):
         self, *, max_seq_len: int | None = None, device: torch.device | None = None, **_: object
     ) -> None:
         """Allocate this rank's shards, fill them with NaN, and warm up RoPE on `device`. No collective is entered."""
+        self._compile_on_cpu()
         device = device or get_default_device()
         self.to_empty(device="cpu" if self.on_host else device)
         for parameter in self.parameters():
@@ -130,6 +133,10 @@ class SegmentTransformer(Transformer):
     def apply_compile(self) -> None:
         prepare_compiler()
         super().apply_compile()
+
+    def _compile_on_cpu(self) -> None:
+        if self.compiles_on_cpu and not self.compile_enabled:
+            self.apply_compile()
 
     def apply_cp(self, cp_mesh: DeviceMesh, *_: object, **style: object) -> None:
         """Split rows over ranks, without OLMo-core's own splitting of inputs and RoPE's tables.
@@ -160,6 +167,7 @@ class SegmentTransformer(Transformer):
 
         Experts are left whole, each on a rank of the shard group, if they are to be split and as many for every rank.
         """
+        self._compile_on_cpu()
         in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
         style: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
         if self.on_host:

@@ -47,6 +47,8 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     }
     # FSDP gathers in the compute dtype; on a single device a copy in that dtype computes, unless the model is frozen.
     has_copy = run.layout.single_device and model.param_dtype != "float32" and config.adapters is None
+    is_compiled = not has_copy and compiles(config.memory, layout=run.layout, device=device)
+    transformer.compiles_on_cpu = is_compiled and device.type == "cpu"
     # An optimizer keeps its states where weights are, unless it is told otherwise.
     on_host = config.parallel.adam_offload and device.type == "cuda" and not config.parallel.offload
     module = FSDP2Backend(
@@ -54,7 +56,7 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
         model=transformer,
         optim=build_optimizer_config(optim, device=device, names=pretrained.names.olmo_core_names, on_host=on_host),
         scheduler=build_scheduler(optim, num_steps=num_steps),
-        compile_model=not has_copy and compiles(config.memory, layout=run.layout, device=device),
+        compile_model=is_compiled and device.type == "cuda",
         # Infinity clips nothing and still measures the norm.
         max_grad_norm=optim.max_grad_norm or math.inf,
         **sharding(run, config),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from open_instruct.models import compiled
+from open_instruct.models.build import build_model
 from open_instruct.records import PackedBatch
 from tests.unit.learner.test_compiled import (
     MOST_VERSIONS,
@@ -16,7 +17,7 @@ from tests.unit.learner.test_compiled import (
     versions_of_blocks,
 )
 from tests.unit.packing.test_prefix_sharing import assert_same
-from tests.unit.small_models import new_model
+from tests.unit.small_models import CPU, hf_config, new_model
 
 __all__ = ["compiler"]  # a fixture
 
@@ -43,3 +44,12 @@ def test_few_versions_without_a_break_serve_rows_on_a_cpu(rows: list[tuple[Packe
     assert 0 < versions_of_blocks(model) <= MOST_VERSIONS
     assert not torch._dynamo.utils.counters["graph_break"]
     assert compiled.FALLBACKS.count == 0
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_blocks_are_compiled_when_they_are_made_where_that_is_asked(is_asked: bool) -> None:
+    model = build_model(hf_config("llama"), init_device="meta")
+    model.compiles_on_cpu = is_asked
+    model.init_weights(device=CPU, max_seq_len=64)
+    assert model.compile_enabled == is_asked
+    assert all((block._compiled_call_impl is not None) == is_asked for block in model.blocks.values())

@@ -99,10 +99,8 @@ class TestCompiling:
             compiler_problem.cache_clear()
 
 
-@pytest.mark.parametrize(("words", "is_compiled"), [([], True), (["--no_compile_model"], False)])
-def test_one_gpu_computes_in_bfloat16_and_compiled_by_default(
-    words: list[str], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def parallelized(words: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What OLMo-core's `parallelize_model` is given of a run on one device with these flags."""
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(reference, "mesh_of", lambda layout, device: None)
     monkeypatch.setattr(
@@ -111,11 +109,31 @@ def test_one_gpu_computes_in_bfloat16_and_compiled_by_default(
     monkeypatch.setattr(kernels, "compiler_problem", works)
     required = ["--model_name_or_path", "none", "--mixer_list", "none", "1.0", "--output_dir", "none"]
     config = parse(DPOConfig, [*required, "--single_gpu_mode", *words])
-    run: Any = SimpleNamespace(layout=resolve_layout([1], single_device=True), process=SimpleNamespace(device=CUDA))
+    run: Any = SimpleNamespace(layout=resolve_layout([1], single_device=True), process=SimpleNamespace(device=device))
     start: Any = SimpleNamespace(build=lambda init_device: build_model(hf_config("llama"), init_device=init_device))
     reference.build_replica(start, run=run, config=config)
-    assert [(each["compile_model"], each["device"]) for each in asked] == [(is_compiled, CUDA)]
-    assert {parameter.dtype for parameter in asked[0]["model"].parameters()} == {torch.bfloat16}
+    (given,) = asked
+    assert given["device"] == device
+    return given
+
+
+@pytest.mark.parametrize(("words", "is_compiled"), [([], True), (["--no_compile_model"], False)])
+def test_one_gpu_computes_in_bfloat16_and_compiled_by_default(
+    words: list[str], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = parallelized(words, CUDA, monkeypatch)
+    assert given["compile_model"] == is_compiled
+    assert {parameter.dtype for parameter in given["model"].parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("words", "is_compiled"), [([], False), (["--compile_model"], True)])
+def test_model_compiles_itself_on_a_cpu_where_it_is_asked_to(
+    words: list[str], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OLMo-core would not compile it, and say so in its log alone."""
+    given = parallelized(words, CPU, monkeypatch)
+    assert given["model"].compiles_on_cpu == is_compiled
+    assert not given["compile_model"]
 
 
 @pytest.mark.parametrize(
