@@ -13,7 +13,12 @@ has by default.
 from harness.against_trl import arguments, compare
 from harness.training import DPO
 
-LAYOUTS = {"shared": ["--packing"], "packed": ["--packing", "--prefix_sharing", "off"], "padded": ["--no_packing"]}
+LAYOUTS = {
+    "shared": ["--packing"],
+    "packed": ["--packing", "--prefix_sharing", "off"],
+    "padded": ["--no_packing"],
+    "compiled": ["--packing", "--compile_model"],
+}
 
 
 if __name__ == "__main__":
