@@ -34,7 +34,7 @@ COMMANDS = {
     "replay": ("take one step of a GRPO run again, under its own or another loss", "replay:main"),
     "export": ("write a checkpoint of a run as a Hugging Face folder", "run.export_command:main"),
     "merge": ("add an adapter to the model that it was trained beside", "run.merge_command:main"),
-    "score": ("write the rows of a file with a reward model's score of each, or of each step", "run.score_command:main"),
+    "score": ("write a file's rows with a reward model's score of each, or of its steps", "run.score_command:main"),
     "chat": ("talk to what a run has trained, or to any model", "commands.chat:main"),
     "serve": ("serve what a run has trained as OpenAI's API does, by vLLM", "commands.serve:main"),
     "tiny-model": ("write a small random checkpoint, to try things on", "toys.tiny:tiny_model_command"),
