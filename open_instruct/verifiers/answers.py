@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.verifiers.math_answers import are_equal
-from open_instruct.verifiers.math_finder import find_answer, find_answers
+from open_instruct.verifiers.math_finder import find_answer, find_answers, find_readings
 from open_instruct.verifiers.math_text import clean
 from open_instruct.verifiers.verifier import Verifier
 from open_instruct.verifiers.words import (
@@ -187,7 +187,7 @@ class Math(Verifier):
         expected = _truth_of(ground_truth)
         if not answers or not answers[-1].strip():
             return 0.0
-        is_right = are_equal(answers[-1], expected)
+        is_right = any(are_equal(reading, expected) for reading in find_readings(completion))
         if not is_right and len(answers) > 1:  # a box for each entry of a list
             is_right = are_equal(", ".join(answers), expected)
         return float(is_right)

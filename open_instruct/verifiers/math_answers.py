@@ -172,7 +172,8 @@ def _same_brackets(ours: str, theirs: str) -> Verdict:
         return None
     if one is None or other is None:
         kind, inside = one or other or ("", "")
-        return kind == "{}" and _are_same(inside, theirs if one else ours)
+        is_of_empty = squeezed(inside) == r"\emptyset"  # the set that has the empty set is not empty
+        return kind == "{}" and not is_of_empty and _are_same(inside, theirs if one else ours)
     lists = split_items(one[1]), split_items(other[1])
     if one[0] == "{}" and other[0] == "{}":
         return _match(*map(_distinct, lists), has_order=False)

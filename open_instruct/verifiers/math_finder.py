@@ -7,6 +7,8 @@ r"""Where a completion says its answer.
 | "answer is …", "Answer: …" | the last, up to the end of its sentence, or of the next line if its own has nothing |
 | `**…**`, `$…$`, `\(…\)`, `\[…\]` | the last of these on the last line that has one |
 | none of them | the last line, if it is nothing but mathematics |
+
+In prose `- 73` may be an entry of a list, and `73!` exclaimed: either reading will do there.
 """
 
 import re
@@ -21,8 +23,12 @@ _SAID = re.compile(
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]|\*\*([^*\n]+)\*\*", re.DOTALL)
 _END_OF_SENTENCE = re.compile(
-    r"\n|(?<=[^\d\s])\.(?=\s|$)|(?<=\d)\.(?=\s+[A-Z\\$(]|\s*$)|[,;]?\s+\(?(?:because|since|as|so|which|hence|thus)\b|[!?]\s",
+    r"\n|(?<=[^\d\s])\.(?=\s|$)|(?<=\d)\.(?=\s+[A-Z\\$(]|\s*$)|[,;]?\s+\(?(?:because|since|as|so|which|hence|thus)\b|;\s+(?=[a-z]{2,})|[!?]\s+(?=[A-Za-z]{2,})",
 )
+# What begins an entry of a list: a dash, a dot, a number, a letter.
+_LIST_MARK = re.compile(r"^(?:[-–—+*•‣◦▪>]|\d{1,2}[.)]|[a-z]\))\s+(?=\S)")
+_EXCLAIMED = re.compile(r"(?<=\d)\s*[!?]+$")
+_SMILES = re.compile(r"\s*(?:[:;]-?\)|[\u2600-\u27bf\ufe0f\U0001f300-\U0001faff])+\s*$")
 _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}(?![A-Za-z]*\})")
 _NO_PROSE = re.compile(r"\\[A-Za-z]+(?:\s*\{[^{}]*\})?|\b(?:sin|cos|tan|log|ln|pi|sqrt|and|or)\b")
 
@@ -38,14 +44,37 @@ def find_answer(completion: str) -> str | None:
 
 def find_answers(completion: str) -> list[str]:
     """The answer as the last entry, before it those that stand in boxes of the same sentence."""
+    return _find(completion)[0]
+
+
+def find_readings(completion: str) -> list[str]:
+    """What the answer may say: as it is written, and in prose without the marks that may be none of mathematics.
+
+    Example: `find_readings("Answer:\n- 73!") == ["- 73!", "73!", "- 73", "73"]`: the dash may begin an entry of a list,
+    or be a minus, and the number may be exclaimed, or a factorial.
+    """
+    answers, is_prose = _find(completion)
+    if not is_prose:
+        return answers[-1:]
+    readings = answers[-1:]
+    if re.search(rf"^\s*{re.escape(readings[0])}", completion, re.MULTILINE):
+        readings += [_LIST_MARK.sub("", each) for each in readings]
+    readings += [_EXCLAIMED.sub("", each) for each in readings]
+    return list(dict.fromkeys(readings))
+
+
+def _find(completion: str) -> tuple[list[str], bool]:
+    """The answers that `find_answers` gives, and whether the last stands in prose: in no box, and in no formula."""
     judged = between_answer_tags(completion)
     boxes = list(_BOXED.finditer(judged))
     if boxes:
-        return _boxes(judged, boxes)
-    found = _said(judged) or _marked(judged) or _last_line(judged)
+        return _boxes(judged, boxes), False
+    said = _said(judged)
+    marked = None if said else _marked(judged)
+    found = said or marked or _last_line(judged)
     if found is None and judged != completion:
         found = judged
-    return [found] if found else []
+    return ([found] if found else []), marked is None and bool(found)
 
 
 def _boxes(text: str, boxes: list[re.Match[str]]) -> list[str]:
@@ -96,7 +125,9 @@ def _up_to_the_end_of_its_sentence(text: str) -> str:
     """Ends within formulas are none."""
     hidden = _MATH.sub(lambda match: re.sub(r"[^\n]", "x", match[0]) if match[5] is None else match[0], text)
     end = _END_OF_SENTENCE.search(hidden)
-    return (text[: end.start()] if end else text).strip(" *_").rstrip(".,;")
+    sentence = _SMILES.sub("", text[: end.start()] if end else text).strip()
+    # Behind a formula, or bold, a mark is of the sentence.
+    return re.sub(r"(?<=[*$\])])[!?]+$", "", sentence).strip(" *_").rstrip(".,;")
 
 
 def _marked(text: str) -> str | None:
@@ -112,7 +143,7 @@ def _marked(text: str) -> str | None:
 
 def _last_line(text: str) -> str | None:
     """The last line, if it is nothing but mathematics, or a word."""
-    lines = [line.strip(" *_`.") for line in text.splitlines() if line.strip(" *_`.")]
+    lines = [_SMILES.sub("", line).strip(" *_`.") for line in text.splitlines() if line.strip(" *_`.")]
     if not lines:
         return None
     is_alone = len(lines) == 1 and len(lines[0].split()) <= 3

@@ -108,7 +108,8 @@ def _is_huge(text: str) -> bool:
     towers = re.search(r"\^\s*\{?\s*[\d(]+\s*\^\s*\{?\s*\d*\s*\^", text) or re.search(
         r"\d\s*\^\{\s*\d+\s*\^\{?\s*\d\d", text
     )
-    return bool(towers) or any(int(each[:9]) > _MAX_EXPONENT for each in exponents)
+    is_factorial_of_factorial = re.search(r"!\s*[)}\]]*\s*!", text)
+    return bool(towers or is_factorial_of_factorial) or any(int(each[:9]) > _MAX_EXPONENT for each in exponents)
 
 
 def _number(value: Any) -> Any:
