@@ -204,7 +204,8 @@ def test_end_of_compiling_is_said_and_counted(
     assert "the compiler has made 1 versions of 'forward'" in said[0] and "--no_compile_model" in said[0]
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"], indirect=True)
 def test_compiled_blocks_give_the_same_gradients(request: pytest.FixtureRequest) -> None:
     """One block, and the head's loss; kernels take their time."""
     if "inductor" in request.node.name and shutil.which("g++") is None:
