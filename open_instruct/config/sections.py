@@ -16,6 +16,7 @@ Switch = Literal["auto", "on", "off"]
 PrefixSharing = Switch
 TRACKERS = ("wandb", "trackio", "tensorboard")
 Dtype = Literal["bfloat16", "float32"]
+BalanceScope = Literal["microbatch", "step"]
 ExportDtype = Literal["bfloat16", "float32", "source"]
 # The parameter-name patterns that each --weight_decay_on exempts from decay.
 # Only some models have the last two: biases, and the rates at which layers of the gated delta rule forget.
@@ -58,6 +59,11 @@ class ModelSection:
     )
     float8_linears: Literal["off", "tensorwise", "rowwise"] = flag(
         "multiply the matrices of blocks in float8 (by torchao), with a scale for each tensor, or for each row", "off"
+    )
+    router_balance: BalanceScope = flag(
+        "where config.json asks for a balance loss of experts: its shares are of each 'microbatch', as in "
+        "transformers, or of the whole 'step', which no cut of a batch changes",
+        "microbatch",
     )
     init_device: Literal["meta", "cpu"] = free_flag(
         "'meta' builds the model without storage, 'cpu' with real storage before it is sharded", "meta"

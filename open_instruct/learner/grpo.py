@@ -38,7 +38,7 @@ class GRPOLearner:
         self.drivers_state: dict[str, Any] = {}
         backend = backend_named(config.parallel.backend)
         held = backend.build(pretrained, run=run, config=config, num_steps=config.num_steps)
-        self.policy = Policy(held, GRPO.bind(config))
+        self.policy = Policy(held, GRPO.bind(config), balance_scope=config.model.router_balance)
         start, flags = reference or pretrained, config.loss
         if flags.beta > 0 and config.adapters is not None:
             held.reference = Reference(model=self.policy.computing_model)  # with its adapters off

@@ -111,7 +111,8 @@ class _Learning:
         if config.adapters is not None and (untrained := find_untrained_rows(pretrained, learned_token_ids(self.rows))):
             run.console.warn(untrained)
         backend = backend_named(config.parallel.backend)
-        self.policy = Policy(backend.build(pretrained, run=run, config=config, num_steps=self.num_steps), loss)
+        built = backend.build(pretrained, run=run, config=config, num_steps=self.num_steps)
+        self.policy = Policy(built, loss, balance_scope=config.model.router_balance)
         self.scorer = Scorer(policy=self.policy, shape=self.shape, run=run, config=config)
         if teacher is not None:
             self.policy.comparison, self.rows, self.heldout_rows = compare_with(

@@ -17,11 +17,12 @@ from olmo_core.nn.transformer import Transformer
 from olmo_core.train import Trainer
 
 from open_instruct.checkpoints.resume import last_checkpoint
+from open_instruct.config.sections import BalanceScope
 from open_instruct.errors import RunError
 from open_instruct.learner.backend import GRAD_NORM, Backend, Metrics
 from open_instruct.learner.measure.speed import OwnPace, StepClock, memory_so_far
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.learner.model.routing import balance, noted_routers
+from open_instruct.learner.model.routing import StepRouting, balance, check_balance_scope, noted_routers
 from open_instruct.learner.reference import Comparison
 from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.lora.adapters import adapters_off
@@ -53,11 +54,17 @@ class Policy:
     Args:
         backend: holds the weights and steps them.
         loss: the objective's, bound to the flags of the run.
+        balance_scope: what the balance loss of routers takes its shares of.
+
+    Raises:
+        InputError: `balance_scope` is "step", and the model has no such loss.
     """
 
-    def __init__(self, backend: Backend, loss: BoundLoss) -> None:
+    def __init__(self, backend: Backend, loss: BoundLoss, *, balance_scope: BalanceScope = "microbatch") -> None:
+        check_balance_scope(backend.model, balance_scope)
         self.backend = backend
         self.loss = loss
+        self._balance_scope = balance_scope
         self.model = backend.model  # the trained model: this rank's shards, in the parameters' own dtype
         self.computing_model = backend.computing_model  # the model to call
         self.device = backend.device
@@ -165,6 +172,7 @@ class Policy:
         """
         step = self.prepared(step)
         self._has_nothing_to_learn = step.counts["rows"] == 0
+        step_routing = self._count_routing(step)
         self.backend.set_mode("train")
         measured: list[Mapping[str, Metric]] = []
         losses: list[float | torch.Tensor] = []
@@ -174,7 +182,9 @@ class Policy:
                 with self._clock.timing("forward"), noted_routers(self.computing_model) as routers:
                     outputs = self.microbatch_loss(microbatch, step.counts)
                 share = 1 / (len(step.microbatches) * num_ranks)
-                added, of_routers = balance(self.model, routers, microbatch.packed, share=share)
+                added, of_routers = balance(
+                    self.model, routers, microbatch.packed, share=share, step_routing=step_routing
+                )
                 with self._clock.timing("backward"):
                     self.backend.backward(outputs.loss + added)
             losses.append(outputs.metrics["loss"].value)
@@ -198,6 +208,21 @@ class Policy:
             self._check_gradient(self._grad_norm)
         self._loss = reduced["loss"]
         return reduced if self.loss.derive is None else self.loss.derive(reduced)
+
+    def _count_routing(self, step: StepBatch) -> StepRouting | None:
+        """The tokens of each expert in the step, where the balance loss is the step's: a pass more if it is cut."""
+        if self._balance_scope != "step":
+            return None
+        routing = StepRouting(self.dp_process_group)
+        batches = [batch.packed for batch in step.microbatches]
+        if len(batches) > 1:
+            self.backend.set_mode("eval")
+            run_forward = partial(
+                token_logprobs, self.computing_model, device=self.device, temperature=self.loss.temperature
+            )
+            routing.count_microbatches(self.computing_model, batches, run_forward)
+            reshard(self.model)
+        return routing
 
     def update(self) -> Metrics:
         """Take the optimizer's step. Returns `grad_norm`, `lr`, and `step_skipped` where that can be.

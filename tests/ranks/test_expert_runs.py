@@ -109,6 +109,25 @@ def test_balance_loss_is_learned_beside_the_objective(
     assert "router/balance_loss" not in sft.metrics("without")[0]
 
 
+def test_balance_loss_of_a_step_does_not_depend_on_its_cut(
+    case: TrainCase, tmp_path: Path, run_ranks: Callable[..., list[Any]]
+) -> None:
+    """SFT on rows of unequal length, on 1, 2 and 4 ranks, in one microbatch a step or several."""
+    write_conversations(tmp_path / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
+    model = write_shallow_model(tmp_path / "model", family="qwen3_moe")
+    sft = balanced(replace(case, model=model, rows=tmp_path / "rows.jsonl", folder=tmp_path, own_flags={}))
+    flags = CONSTANT | {"router_balance": "step"}
+    cuts = {1: {"whole": 8, "cut": 2}, 2: {"two": 4, "two_cut": 2}, 4: {"four": 2, "four_cut": 1}}
+    for ranks, batches in cuts.items():
+        commands = [sft.command(name, ranks=ranks, batch=batch, **flags) for name, batch in batches.items()]
+        run_ranks(ranks, JOB, commands=commands, ports=free_ports(len(commands)), entry="sft")
+    for name in (name for batches in cuts.values() for name in batches):
+        for ours, expected in zip(sft.metrics(name), sft.metrics("whole"), strict=True):
+            assert ours["router/balance_loss"] == pytest.approx(expected["router/balance_loss"], rel=1e-6), name
+            assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-6), name
+            assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), name
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -50,6 +50,7 @@ class RoutedFeedForward(nn.Module):
         super().__init__()
         self.top_k, self.normalized = config.top_k, config.normalized
         self.is_noted = False  # whether what the router decides is kept for `taken`
+        self.notes_gradient = True  # of passes with gradient; else of those without
         self._noted: list[Routing] = []
         self.told_TK: torch.Tensor | None = None  # experts that are chosen in place of its own; -1: its own
         self.is_told = False  # whether there are any; compiled code does not look at them
@@ -62,7 +63,9 @@ class RoutedFeedForward(nn.Module):
         logits_TE = self.router(x_TD)
         probs_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
         weights_TK, experts_TK = self.route(self.allowed(probs_TE) if self.is_told else probs_TE)
-        if self.is_noted and torch.is_grad_enabled():  # a teacher without gradient may be the policy itself
+        if (
+            self.is_noted and torch.is_grad_enabled() == self.notes_gradient
+        ):  # a teacher without gradient may be the policy itself
             self._note(probs_TE, experts_TK)
         weights_TK = weights_TK.to(logits_TE.dtype)
         in_order_S, order_S = experts_TK.flatten().sort(stable=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode
 
-from open_instruct.learner.model.routing import balance, noted_routers
+from open_instruct.learner.model.routing import StepRouting, balance, noted_routers
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import TensorNames, unpacked
 from open_instruct.models.shards import held_of
@@ -28,9 +28,9 @@ def documents() -> list[torch.Tensor]:
     return [torch.randint(3, VOCAB_SIZE, (1, length + 1), generator=generator) for length in LENGTHS]
 
 
-def packed_of(ids: list[int], *, pad_to_multiple_of: int = 1) -> PackedBatch:
-    document = Document(token_ids=tuple(ids), responses=(Span(start=1, stop=len(ids)),))
-    return pack_documents([document], pad_to_multiple_of=pad_to_multiple_of)
+def packed_of(*ids_of_documents: list[int], pad_to_multiple_of: int = 1) -> PackedBatch:
+    documents = [Document(token_ids=tuple(ids), responses=(Span(start=1, stop=len(ids)),)) for ids in ids_of_documents]
+    return pack_documents(documents, pad_to_multiple_of=pad_to_multiple_of)
 
 
 def summed_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
@@ -106,6 +106,38 @@ def test_balance_loss_is_that_of_transformers() -> None:
     expected = gradients_of_transformers(reference)
     for name, gradient in gradients_by_hf_name(model, names).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5 * float(expected[name].abs().max()))
+
+
+def test_balance_loss_of_a_step_does_not_depend_on_its_microbatches() -> None:
+    """Neither its value nor its gradient; that of single microbatches does."""
+    config = hf_config("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.7)
+    documents_of_step = [list(range(3, 40)), list(range(60, 50, -1)), [7] * 20]
+    losses: list[torch.Tensor] = []
+    gradients: list[dict[str, torch.Tensor]] = []
+    for cut in ([[0, 1, 2]], [[0], [1, 2]], [[2], [1], [0]]):
+        model = same_model(config, hf_model(config))
+        batches = [packed_of(*(documents_of_step[index] for index in part), pad_to_multiple_of=8) for part in cut]
+
+        def run_forward(batch: PackedBatch, model: SegmentTransformer = model) -> None:
+            model(batch.input_ids_BT, segments=segments_of(batch.document_lengths))
+
+        step_routing = StepRouting(None)
+        if len(batches) > 1:
+            step_routing.count_microbatches(model, batches, run_forward)
+        parts = []
+        for batch in batches:
+            with noted_routers(model) as routers:
+                run_forward(batch)
+            added, _ = balance(model, routers, batch, share=1 / len(batches), step_routing=step_routing)
+            added.backward()
+            parts.append(added.detach())
+        losses.append(torch.stack(parts).sum())
+        gradients.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+    for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=0)
+        assert gradient.keys() == gradients[0].keys() != set()
+        for name, expected in gradients[0].items():
+            torch.testing.assert_close(gradient[name], expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
 
 
 def test_recomputed_blocks_note_their_routers_once_and_have_the_same_gradient() -> None:
