@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import ChatTemplate, built_in_templates, choose_chat_template
 from open_instruct.episodes.bridge import Conversation, TurnTemplate
+from open_instruct.episodes.foreign_texts import PlainTokenizer
 from tests.refusals import refused
 from tests.unit.data.test_chat import CHATML, EOS, LLAMA3, make_tokenizer
 
@@ -246,11 +247,10 @@ PLACES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", ["chatml", "olmo", "drops thoughts", "trims"])
+@pytest.mark.parametrize("name", ["chatml", "olmo", "trims"])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("evil", EVIL)
 def test_texts_of_an_environment_cannot_become_a_turn_of_the_first_prompt(
-    name: str, place: str, evil: str, with_added: PreTrainedTokenizerFast
+    name: str, place: str, with_added: PreTrainedTokenizerFast
 ) -> None:
     template = template_of(with_added, name)
     added = set(with_added.added_tokens_decoder)
@@ -259,12 +259,13 @@ def test_texts_of_an_environment_cannot_become_a_turn_of_the_first_prompt(
         messages, tools = PLACES[place](text)
         return Conversation(template, messages, tools, row_texts=["Brief.", "What?"]).token_ids
 
-    ids = open_with(evil)
-    assert [one for one in ids if one in added] == [one for one in open_with("fine") if one in added]
-    messages, tools = PLACES[place](evil)
-    assert with_added.backend_tokenizer.decode(ids, skip_special_tokens=False) == template.render(
-        template.with_tools(messages, tools)
-    )
+    of_template = [one for one in open_with("fine") if one in added]
+    for evil in EVIL:
+        ids = open_with(evil)
+        assert [one for one in ids if one in added] == of_template, evil
+        messages, tools = PLACES[place](evil)
+        rendered = template.render(template.with_tools(messages, tools))
+        assert with_added.backend_tokenizer.decode(ids, skip_special_tokens=False) == rendered
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "r1" not in name])
@@ -286,9 +287,8 @@ def test_texts_of_the_row_keep_their_own_tokens_but_no_special_one(with_added: P
     assert ids.count(with_added.convert_tokens_to_ids("<|im_end|>")) == 1
 
 
-@pytest.mark.parametrize("evil", EVIL)
 @pytest.mark.parametrize("place", ["role", "content"])
-def test_no_answer_breaks_the_turns_behind_it(place: str, evil: str, with_added: PreTrainedTokenizerFast) -> None:
+def test_no_answer_breaks_the_turns_behind_it(place: str, with_added: PreTrainedTokenizerFast) -> None:
     template = template_of(with_added, "chatml")
     added = set(with_added.added_tokens_decoder)
 
@@ -299,16 +299,21 @@ def test_no_answer_breaks_the_turns_behind_it(place: str, evil: str, with_added:
             talk.answer([{"role": "tool", "content": "7"} | {place: text}])
         return [one for one in talk.token_ids if one in added]
 
-    assert answer_twice(evil) == answer_twice("fine")
+    of_template = answer_twice("fine")
+    for evil in EVIL:
+        assert answer_twice(evil) == of_template, evil
 
 
-@settings(max_examples=80)
-@given(
-    pieces=st.lists(st.sampled_from([*WORDS, "\n" * 40, " the" * 30, "x" * 99]), max_size=99), limit=st.integers(0, 9)
-)
-def test_no_text_is_said_to_have_more_tokens_than_it_has(
-    pieces: list[str], limit: int, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    plain = template_of(tokenizer, "chatml").plain
+@pytest.fixture(scope="module")
+def plain(tokenizer: PreTrainedTokenizerFast) -> PlainTokenizer:
+    return PlainTokenizer(tokenizer)
+
+
+texts_of_any_length = st.lists(st.sampled_from([*WORDS, "\n" * 40, " the" * 30, "x" * 99]), max_size=99)
+
+
+@settings(max_examples=40)
+@given(pieces=texts_of_any_length, limit=st.integers(0, 9))
+def test_no_text_is_said_to_have_more_tokens_than_it_has(plain: PlainTokenizer, pieces: list[str], limit: int) -> None:
     if plain.has_more_tokens(pieces, limit):
         assert len(plain.encode("".join(pieces))) > limit
