@@ -175,6 +175,7 @@ def test_family_without_a_class_of_the_head_is_refused_with_the_words_as_the_way
     assert open_pretrained(words, tmp_path / "out", head=PRM.head(words)).names.head == "vocabulary"
 
 
+@pytest.mark.slow
 def test_plan_preview_and_run_refuse_such_a_family_before_torch_is_loaded(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", family="olmo2")
     (tmp_path / "steps.jsonl").write_text(json.dumps({"prompt": "p", "completions": ["a"], "labels": [1]}) + "\n")
