@@ -14,6 +14,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {"beta": 0.05, "kl_estimator": 2, "record_entropy": True},
     "minibatches": {"beta": 0.05, "num_mini_batches": 2, "num_epochs": 2, "loss_fn": "grpo", "clip_higher": 0.001},
 }
+CORRECTED = {"rho_correction": "sequence_mask", "rho_cap": 1.3}
+OTHER_LOSSES: dict[str, dict[str, Any]] = {
+    "cispo": CORRECTED,
+    "dr_grpo": CORRECTED,
+    "gspo": CORRECTED,
+    # Of sequences, and of tokens that are chosen among those of all ranks, once the weights have moved.
+    "gmpo": {"num_epochs": 2, "clip_lower": 0.001, "clip_higher": 0.001},
+    "clip_cov": {"num_epochs": 2, "cov_fraction": 0.2, "clip_cov_lower": 0.0, "clip_cov_upper": 9.0},
+    "kl_cov": {"num_epochs": 2, "cov_fraction": 0.2},
+}
+SHARDED_LOSSES = ("gmpo", "clip_cov", "kl_cov")
 # Completions of some groups begin with the same tokens, each with advantages of its own.
 TREES = {"trees": True}
 
@@ -36,16 +47,24 @@ def one_process(grpo_case: GRPOCase) -> dict[str, Rows]:
         cases[f"{way}/single"] = case(f"{way}_single", flags=flags, one_at_a_time=True)
         cases[f"{way}/accumulated"] = case(f"{way}_accumulated", flags=flags | {"pack_length": 48})
         cases[f"{way}/chunked"] = case(f"{way}_chunked", flags=flags, logits_per_chunk=5)
-    for loss_fn in ("cispo", "dr_grpo", "gspo"):
-        for name, job in {"": {}, "/single": {"one_at_a_time": True}}.items():
-            flags = {"loss_fn": loss_fn, "rho_correction": "sequence_mask", "rho_cap": 1.3}
-            cases[loss_fn + name] = grpo_case.case(
-                (loss_fn + name).replace("/", "_"), flags=flags, completions=[6, 6], **job
-            )
     cases["constant"] = grpo_case.case("constant", flags={"loss_denominator": 24}, completions=[6])
     cases["tokens"] = grpo_case.case("tokens", flags={}, completions=[6])
     cases["single_device"] = grpo_case.case("single_device", flags=WAYS["plain"] | {"single_gpu_mode": True}, **TREES)
     cases["nothing"] = grpo_case.case("nothing", flags=WAYS["plain"], completions=[6, 0, 6])
+    return grpo_case.run(run_ranks, 1, cases)
+
+
+@pytest.fixture(scope="module")
+def other_losses(grpo_case: GRPOCase) -> dict[str, Rows]:
+    """Runs of one process, by loss, and `ratio` by the clipped ratio alone."""
+    from tests.ranks.launch import run_ranks
+
+    cases = {}
+    for loss_fn, flags in OTHER_LOSSES.items():
+        case = partial(grpo_case.case, flags=flags | {"loss_fn": loss_fn}, completions=[6, 6])
+        cases[loss_fn] = case(loss_fn)
+        cases[f"{loss_fn}/single"] = case(f"{loss_fn}_single", one_at_a_time=True)
+    cases["ratio"] = grpo_case.case("ratio", flags={"num_epochs": 2}, completions=[6, 6])
     return grpo_case.run(run_ranks, 1, cases)
 
 
@@ -93,9 +112,26 @@ def test_cutting_does_not_matter(one_process: dict[str, Rows], way: str, cut: st
     assert_same_trajectory(one_process[f"{way}/{cut}"], one_process[way])
 
 
-@pytest.mark.parametrize("loss_fn", ["cispo", "dr_grpo", "gspo"])
-def test_cutting_does_not_matter_to_other_losses(one_process: dict[str, Rows], loss_fn: str) -> None:
-    assert_same_trajectory(one_process[f"{loss_fn}/single"], one_process[loss_fn])
+@pytest.mark.parametrize("loss_fn", OTHER_LOSSES)
+def test_cutting_does_not_matter_to_other_losses(other_losses: dict[str, Rows], loss_fn: str) -> None:
+    assert_same_trajectory(other_losses[f"{loss_fn}/single"], other_losses[loss_fn])
+
+
+def test_two_ranks_learn_by_other_losses(
+    grpo_case: GRPOCase, other_losses: dict[str, Rows], run_ranks: RunRanks
+) -> None:
+    cases = {
+        loss_fn: grpo_case.case(
+            f"{loss_fn}_fsdp_2",
+            flags=OTHER_LOSSES[loss_fn] | {"loss_fn": loss_fn, "num_learners_per_node": 2},
+            completions=[6, 6],
+        )
+        for loss_fn in SHARDED_LOSSES
+    }
+    for loss_fn, rows in grpo_case.run(run_ranks, 2, cases).items():
+        assert_same_trajectory(rows, other_losses[loss_fn])
+        # What the loss has beside a clipped ratio is at work, where the weights have moved since the rollout.
+        assert rows[-1]["grad_norm"] != pytest.approx(other_losses["ratio"][-1]["grad_norm"], rel=1e-4), loss_fn
 
 
 def test_single_device_mode(one_process: dict[str, Rows]) -> None:
