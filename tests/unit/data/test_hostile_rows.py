@@ -99,7 +99,8 @@ def test_template_without_an_end_is_refused(
     """Also beside the main thread, which alone Python can interrupt, and within a single operation."""
     monkeypatch.setattr(template_trial, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(template_trial, "PATIENCE", 3000)  # however busy the machine is
-    monkeypatch.setattr(tokenizer, "chat_template", template)
+    # Another text in a thread: the trial of a template that has been tried is remembered.
+    monkeypatch.setattr(tokenizer, "chat_template", f"{template}{{# {in_thread} #}}")
 
     def encode() -> None:
         encoded(ChatFormat.choose(tokenizer, None), CONVERSATION)
