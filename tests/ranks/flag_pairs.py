@@ -61,7 +61,7 @@ FACTORS: Mapping[str, Mapping[str, Flags]] = {
     "built": {"on meta": {}, "in memory": {"init_device": "cpu"}},
 }
 ONE_RANK = ("one", "single")
-# Refused once the model is read: docs/models.md says why, and tests of experts hold it.
+# Refused once the model is read: docs/models.md says why.
 REFUSED_BY_MODEL = {
     frozenset({("layout", "tensor"), ("model", "experts")}),
     frozenset({("layout", "experts"), ("model", "dense")}),

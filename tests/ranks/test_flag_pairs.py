@@ -9,6 +9,7 @@ import pytest
 
 from open_instruct.errors import Kind
 from tests.ranks.flag_pairs import (
+    REFUSED_BY_MODEL,
     Case,
     Level,
     collect_flags,
@@ -17,6 +18,7 @@ from tests.ranks.flag_pairs import (
     is_refused,
     list_pairs,
     list_runs,
+    spell_flags,
 )
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import run_ranks
@@ -31,6 +33,8 @@ JOB = "tests.ranks.jobs.flag_pairs:run_each"
 FAMILIES = {"dense": "qwen3", "experts": "qwen3_moe"}
 LAYOUTS = ("one", "single", "sharded", "replicas", "tensor", "context", "experts", "zero_1", "zero_2", "zero_3")
 ROWS_A_STEP = {"batch": 2, "max_train_steps": 2, "dist_timeout_s": 120}
+# What refuses them names a flag of the pair, or what of the model is in the way.
+USUAL: Case = {"layout": "one", "objective": "sft", "model": "dense"}
 
 
 class Cases:
@@ -114,3 +118,12 @@ def test_every_pair_of_flags_takes_two_steps(cases: Cases, runs: list[Case], lay
     ended = run(cases, chosen)
     failed = {describe(case): how for case, how in zip(chosen, ended, strict=True) if set(how) != {"done"}}
     assert not failed, "\n\n".join(f"{case}\n" + "\n".join(sorted(set(how))) for case, how in failed.items())
+
+
+@pytest.mark.parametrize("pair", REFUSED_BY_MODEL, ids=lambda pair: " ".join(level for _, level in sorted(pair)))
+def test_pairs_that_a_model_refuses_are_refused_by_a_sentence(cases: Cases, pair: frozenset[Level]) -> None:
+    case = USUAL | dict(pair)
+    (ended,) = run(cases, [case])
+    flags = spell_flags(collect_flags(dict(pair)))
+    assert all(how.startswith("refused: ") for how in ended), ended
+    assert all(any(word in how for word in flags if word.startswith("--")) for how in ended), ended
