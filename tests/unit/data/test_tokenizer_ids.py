@@ -3,9 +3,14 @@
 The folders are small tokenizers of the kinds that people publish, each with another class in its tokenizer_config.json.
 """
 
+import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from open_instruct.data.chat_templates import ChatTemplate
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.data.tokenizer_class import copy_tokenizer, exported_tokenizer_config
 from open_instruct.data.tokenizer_ids import WHITE_SPACE, find_other_ids
+from open_instruct.engines.vllm_options import engine_environment
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES
 from open_instruct.toys.tiny import built_in_corpus, train_tokenizer
@@ -161,6 +167,39 @@ def test_exports_and_engines_have_the_ids_of_the_file(
             assert reader(TEXT, add_special_tokens=False)["input_ids"] == raw.encode(TEXT, add_special_tokens=False).ids
             assert reader("a b")["input_ids"] == raw.encode("a b").ids
             assert reader.decode(raw.encode("a , b").ids[1:]) == "a , b"
+
+
+READ_BY_VLLM = """
+import json, sys
+from vllm.tokenizers import get_tokenizer
+folders, text = json.load(sys.stdin)
+ids = [get_tokenizer(folder).encode(text, add_special_tokens=False) for folder in folders]
+print("\\n" + json.dumps(ids))
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+def test_vllm_reads_exports_with_the_ids_of_the_file(kinds: dict[str, Path], tmp_path: Path) -> None:
+    """In a process of its own: vLLM sets its process up when it is imported."""
+    folders, expected = [], []
+    for number, (kind, family) in enumerate(product(KINDS, FAMILY_NAMES)):
+        name = CLASSES[number % len(CLASSES)]
+        source = write(tmp_path / f"source{number}", {"tokenizer_class": name}, source=kinds[kind], family=family)
+        exported = exported_tokenizer_config(source, {"model_type": family})
+        folders.append(str(write(tmp_path / f"out{number}", exported, source=kinds[kind], family=family)))
+        raw = Tokenizer.from_file(str(kinds[kind] / "tokenizer.json"))
+        expected.append(raw.encode(TEXT, add_special_tokens=False).ids)
+    done = subprocess.run(
+        [sys.executable, "-c", READ_BY_VLLM],
+        input=json.dumps([folders, TEXT]),
+        env=os.environ | engine_environment(on_cuda=False),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
 def engine_folder(folder: Path, tmp_path: Path) -> Path:
