@@ -200,6 +200,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], int, str]] = {
 }
 
 
+@pytest.mark.extended
 def test_damaged_and_planted_checkpoints(grpo_case: GRPOCase, tmp_path: Path) -> None:
     flags = flags_of(grpo_case, "damaged")
     call("save_each", 2, [with_layout(flags, FSDP_2)], num_saved=2)

@@ -105,8 +105,7 @@ def show_layout(draw: random.Random) -> None:
     "seeds",
     [
         range(80),
-        pytest.param(range(80, 400), marks=pytest.mark.slow),
-        pytest.param(range(400, 1600), marks=pytest.mark.extended),
+        pytest.param(range(80, 1600), marks=pytest.mark.extended),
     ],
     ids=str,
 )

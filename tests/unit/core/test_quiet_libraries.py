@@ -17,7 +17,7 @@ def stderr_of(program: str) -> str:
     return done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_pytorch_says_nothing_of_a_compiler_without_a_gpu() -> None:
     assert "CUDA_HOME" in stderr_of(LOOK_FOR_CUDA)  # left alone it does
     assert "CUDA_HOME" not in stderr_of(f"import open_instruct; {LOOK_FOR_CUDA}")

@@ -107,7 +107,7 @@ def outcome(model: Transformer, batch: PackedBatch, *, learned: bool) -> tuple[A
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param("olmo3", marks=pytest.mark.slow), pytest.param("qwen3", marks=pytest.mark.extended)],
+    [pytest.param("olmo3", marks=pytest.mark.extended), pytest.param("qwen3", marks=pytest.mark.extended)],
 )
 def test_few_versions_serve_every_row_of_a_run(family: str) -> None:
     plain, model = new_model(family), new_model(family)
@@ -130,7 +130,7 @@ def test_few_versions_serve_every_row_of_a_run(family: str) -> None:
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param("olmo_hybrid", marks=pytest.mark.slow),
+        pytest.param("olmo_hybrid", marks=pytest.mark.extended),
         pytest.param("qwen3_5_text", marks=pytest.mark.extended),
     ],
 )
@@ -153,7 +153,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_sharded_blocks_are_compiled_too(alone: DeviceMesh) -> None:
     """In bfloat16 over float32 shards, as a run has them: FSDP's hooks stay outside."""
     models = [build_model(hf_config("llama")) for _ in "12"]
@@ -177,7 +177,7 @@ def test_sharded_blocks_are_compiled_too(alone: DeviceMesh) -> None:
     assert compiled.FALLBACKS.count == 0
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_blocks_are_compiled_around_what_ranks_exchange_of_a_row(alone: DeviceMesh) -> None:
     """PyTorch's compiler would leave out the whole block, and say nothing."""
     plain, model = new_model("llama"), new_model("llama")
@@ -204,7 +204,7 @@ def test_end_of_compiling_is_said_and_counted(
     assert "the compiler has made 1 versions of 'forward'" in said[0] and "--no_compile_model" in said[0]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"], indirect=True)
 def test_compiled_blocks_give_the_same_gradients(request: pytest.FixtureRequest) -> None:
     """One block, and the head's loss; kernels take their time."""
@@ -217,7 +217,7 @@ def test_compiled_blocks_give_the_same_gradients(request: pytest.FixtureRequest)
     assert_same(results(model, shared), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
 @pytest.mark.parametrize(
     ("family", "parts"),
@@ -253,7 +253,7 @@ def test_compiled_blocks_are_recomputed(family: str, parts: tuple[str, ...]) -> 
     assert versions_of_blocks(model) > 0 and compiled.FALLBACKS.count == 0
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_compiled_blocks_route_tokens_as_they_are_told() -> None:
     """Rows of many lengths, with and without; few versions serve them all."""
     plain, model = new_model("qwen3_moe"), new_model("qwen3_moe")

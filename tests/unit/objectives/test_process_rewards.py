@@ -344,14 +344,15 @@ SEPARATED = ["Q?", LINES[0], "\n", LINES[1], "\n", LINES[2], "\n"]
 ON_LINES = ["", f"Q?{LINES[0]} ", "@", f"\n{LINES[1]} ", "@", f"\n{LINES[2]} ", "@"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "texts", "option"),
     [
-        ([], SEPARATED, ""),
-        ([], SEPARATED, ",mean"),
-        (["--placeholder_token", "@"], ON_LINES, ",product,cpu"),
-        (["--placeholder_token", "@", "--reward_tokens", "+", "-"], ON_LINES, ",min"),
+        pytest.param([], SEPARATED, "", marks=pytest.mark.slow),
+        pytest.param([], SEPARATED, ",mean", marks=pytest.mark.extended),
+        pytest.param(["--placeholder_token", "@"], ON_LINES, ",product,cpu", marks=pytest.mark.extended),
+        pytest.param(
+            ["--placeholder_token", "@", "--reward_tokens", "+", "-"], ON_LINES, ",min", marks=pytest.mark.extended
+        ),
     ],
 )
 def test_verifier_scores_the_steps_of_a_completion(

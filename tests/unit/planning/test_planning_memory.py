@@ -330,22 +330,26 @@ def test_passes_of_a_whole_model(
         assert made == pytest.approx(num_bytes, rel=0.05), name
 
 
-@pytest.mark.slow
+OTHER_TRACKED = (
+    Case(name="reduced last", num_layers=2, pairs=((150, 106),), num_microbatches=2, reduces_last=True),
+    Case(name="recomputed", num_layers=2, pairs=((150, 106),), param_dtype="bfloat16", checkpointing="full"),
+    Case(
+        name="of two kinds",
+        family="qwen3_moe",
+        num_layers=3,
+        pairs=((150, 106),),
+        param_dtype="bfloat16",
+        dense_layers=(1,),
+    ),
+    Case(name="remembers", family="olmo_hybrid", num_layers=3, pairs=((150, 106),)),
+)
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        Case(name="plain", num_layers=2, pairs=((150, 106),)),
-        Case(name="reduced last", num_layers=2, pairs=((150, 106),), num_microbatches=2, reduces_last=True),
-        Case(name="recomputed", num_layers=2, pairs=((150, 106),), param_dtype="bfloat16", checkpointing="full"),
-        Case(
-            name="of two kinds",
-            family="qwen3_moe",
-            num_layers=3,
-            pairs=((150, 106),),
-            param_dtype="bfloat16",
-            dense_layers=(1,),
-        ),
-        Case(name="remembers", family="olmo_hybrid", num_layers=3, pairs=((150, 106),)),
+        pytest.param(Case(name="plain", num_layers=2, pairs=((150, 106),)), marks=pytest.mark.slow),
+        *(pytest.param(case, marks=pytest.mark.extended) for case in OTHER_TRACKED),
     ],
     ids=lambda case: case.name,
 )
