@@ -13,7 +13,7 @@ from open_instruct.learner.backend import critics
 from open_instruct.learner.critic import RETURNS, Critic, of_critic, value_loss
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.packing.rollouts import counts_of, plan_steps_of_ranks, rollout_batch, rollout_minibatches
-from open_instruct.records import Batch, Document, RolloutSample, Span, StepBatch
+from open_instruct.records import Batch, Document, Episode, RolloutSample, Span, StepBatch
 from open_instruct.rollout.samples import with_answers
 
 GAMMA, LAMBDA = 0.9, 0.8
@@ -56,7 +56,10 @@ def update_of(*microbatches: list[RolloutSample]) -> StepBatch:
 
 
 def test_advantages_are_of_sampled_tokens_alone_over_all_turns() -> None:
-    update = update_of([with_answers(EPISODE, 0.5), SHORT, WRITTEN])
+    replies = (Span(start=0, stop=2), Span(start=4, stop=6))
+    episode = Episode(status="done", replies=replies, turns=(), answers=(Span(start=2, stop=4),))
+    completion: Any = SimpleNamespace(token_ids=EPISODE.document.token_ids[2:], episode=episode)
+    update = update_of([with_answers(EPISODE, completion, 0.5), SHORT, WRITTEN])
     (filled,) = critic_of(whiten_advantages=False).with_advantages([update])
     values = filled.microbatches[0].values
     old = valued(update.microbatches[0]).logprobs_N
