@@ -185,7 +185,7 @@ class PromptStream:
         """:raises InputError: the state is of other prompts, or of another seed."""
         check_saved_place(
             state_dict,
-            rows_fact(self.dataset.dataset, flag="dataset_mixer_list", limit="--max_prompt_token_length"),
+            rows_fact(self.dataset.fingerprint, flag="dataset_mixer_list", limit="--max_prompt_token_length"),
             seed_fact(state_dict, self.seed),
         )
 

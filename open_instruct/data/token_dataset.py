@@ -206,11 +206,11 @@ class PlaceFact:
     remedy: str
 
 
-def rows_fact(dataset: TokenDataset, *, key: str = "data_fingerprint", flag: str, limit: str) -> PlaceFact:
+def rows_fact(fingerprint: str, *, key: str = "data_fingerprint", flag: str, limit: str) -> PlaceFact:
     """The fact that the rows of a mixer list are those of the checkpoint; `limit` is the flag that cuts them."""
     return PlaceFact(
         key=key,
-        value=dataset.fingerprint,
+        value=fingerprint,
         flag=flag,
         problem=f"the rows of --{flag}, as they are tokenised, are not those that the checkpoint was written with",
         remedy=f"give the same rows, template and {limit}",

@@ -208,7 +208,7 @@ def refuse_other_rows(folder: Path, prompts: Prompts, conversations: TokenDatase
         return
     PromptStream(prompts, seed).check_state(state["conductor"]["prompts"])
     if conversations is not None:
-        fact = rows_fact(conversations, key=CONVERSATIONS, flag="sft_mixer_list", limit="--max_seq_length")
+        fact = rows_fact(conversations.fingerprint, key=CONVERSATIONS, flag="sft_mixer_list", limit="--max_seq_length")
         check_saved_place(state, fact)
 
 

@@ -91,7 +91,7 @@ def check_place_of_samples(
     num_before = saved.get("num_samples_per_step")
     check_saved_place(
         saved,
-        rows_fact(dataset, flag="mixer_list", limit="--max_seq_length"),
+        rows_fact(dataset.fingerprint, flag="mixer_list", limit="--max_seq_length"),
         seed_fact(saved, seed),
         PlaceFact(
             key="num_samples_per_step",
