@@ -8,6 +8,7 @@ from pathlib import Path
 
 from open_instruct.commands.talking_models import ADAPTER_CONFIG, TalkingModel, find_model
 from open_instruct.data.files.foreign_json import read_object
+from open_instruct.engines.vllm_options import engine_environment
 from open_instruct.errors import InputError
 
 USAGE = """\
@@ -22,6 +23,7 @@ Examples
       -d '{"model": "runs/first", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}'"""
 SERVER = "vllm.entrypoints.openai.api_server"
 LOOPBACK = "127.0.0.1"
+CPU_CACHE_BYTES = 1 << 30
 
 
 def main(words: Sequence[str]) -> int:
@@ -41,9 +43,25 @@ def main(words: Sequence[str]) -> int:
             f"{model.folder}` is a slower one",
             kind="missing_package",
         )
-    command = [sys.executable, "-m", SERVER, *server_words(model), *words[1:]]
+    import torch  # only now: a wrong word is refused at once
+
+    on_cuda = torch.cuda.is_available()
+    environment = os.environ | engine_environment(on_cuda) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    defaults = [] if on_cuda else words_on_a_cpu(words[1:])
+    command = [sys.executable, "-m", SERVER, *server_words(model), *defaults, *words[1:]]
     sys.stdout.flush()
-    os.execv(command[0], command)
+    os.execve(command[0], command, environment)
+
+
+def words_on_a_cpu(given: Sequence[str]) -> list[str]:
+    """Flags of vLLM's server on a CPU, but for those that are given: by default it wants nearly all memory."""
+    names = {word.partition("=")[0].replace("_", "-") for word in given}
+    words: list[str] = []
+    if not names & {"--kv-cache-memory-bytes", "--gpu-memory-utilization"}:
+        words += ["--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)]
+    if "--dtype" not in names:
+        words += ["--dtype", "float32"]
+    return [*words, "--enforce-eager"]
 
 
 def server_words(model: TalkingModel) -> list[str]:

@@ -14,8 +14,10 @@ from transformers import AutoTokenizer
 
 from open_instruct.records import RolloutGroup
 from open_instruct.rollout.traces import read_traces
-from tests.fleet.four_turns import NUM_TURNS
+from tests.fleet.four_turns import DIES_IN_TURN, NUM_TURNS
 from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, assert_no_process_left, write_prompts
+from tests.ranks import programs
+from tests.ranks.fork_server import REPOSITORY
 from tests.ranks.shallow import write_shallow_model
 
 pytestmark = pytest.mark.slow
@@ -104,13 +106,18 @@ def test_learned_tokens_are_those_that_were_sampled(undisturbed: GRPOCase) -> No
 
 
 @pytest.mark.extended
-def test_killed_driver_takes_all_with_it_and_the_run_goes_on_with_the_same_episodes(
+def test_driver_killed_within_its_episodes_takes_all_with_it_and_the_run_plays_the_same_again(
     undisturbed: GRPOCase, tmp_path: Path
 ) -> None:
+    """In the middle of the last step: some of its tickets are played, some are under way, some are not begun."""
     case = replace(undisturbed, output_dir=tmp_path / "out")
-    process = case.start()
-    case.when_step(3, process, lambda: process.send_signal(signal.SIGKILL))
+    turns_a_step = NUM_TURNS * CRITIC["num_unique_prompts_rollout"]
+    dies_in = (NUM_STEPS - 1) * turns_a_step + turns_a_step // 2
+    environment = {"PYTHONPATH": str(REPOSITORY), DIES_IN_TURN: str(dies_in)}
+    process = programs.start(case.command(), environment=environment, cwd=tmp_path)
     process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert len(case.rows()) == NUM_STEPS - 1
     assert_no_process_left(process)
     assert "resuming after step" in case.run()
     for ours, theirs in zip(groups(case), groups(undisturbed), strict=True):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from open_instruct.cli import main
 from open_instruct.commands import chat as chat_command
-from open_instruct.commands.serve import server_words
+from open_instruct.commands.serve import CPU_CACHE_BYTES, server_words, words_on_a_cpu
 from open_instruct.commands.talking_models import find_model, find_start_model
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
@@ -126,6 +126,11 @@ def test_adapter_is_found_with_its_base_and_served_beside_it(run: Path, model: P
     assert find_start_model(str(run)).folder == model
     with refused("conflict", "beside", "start"):
         find_start_model(str(model))
+
+
+def test_server_on_a_cpu_does_not_take_all_memory_unless_told_to() -> None:
+    assert words_on_a_cpu([])[:2] == ["--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)]
+    assert words_on_a_cpu(["--gpu_memory_utilization=0.5", "--dtype", "bfloat16"]) == ["--enforce-eager"]
 
 
 @pytest.mark.parametrize("words", [["chat"], ["chat", "--seed", "1"], ["serve"], ["serve", "--port", "1"]])
