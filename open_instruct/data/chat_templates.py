@@ -84,14 +84,13 @@ def choose_chat_template(
             )
         template = ChatTemplate(name="the tokenizer's own", text=own, is_foreign=True)
     if template.is_foreign:
-        # Jinja computes what is constant in a template while it compiles it.
-        template = _tried(tokenizer, template)
+        template = _try_on_plain_conversations(tokenizer, template)
     check_syntax(f"{template.name} chat template", template.text)
     return _behind_bos(tokenizer, template) if add_bos else template
 
 
-def _tried(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> ChatTemplate:
-    """Try the template on the plainest conversations.
+def _try_on_plain_conversations(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> ChatTemplate:
+    """The template, which notes that rendering the plainest conversations ends.
 
     Jinja computes what is constant in a template while it compiles it, so that may have no end either.
     """

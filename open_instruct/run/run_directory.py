@@ -59,8 +59,8 @@ class RunDirectory:
                 raise InputError(
                     f"{self.path / name} is {kind}, and a run has a file there: {WAY_OUT}", kind="other_run"
                 )
-        for step in self.path.glob("step*"):
-            if step.name.removeprefix("step").isdecimal() and not step.is_dir():
+        for step in self._find_steps():
+            if not step.is_dir():
                 kind = kind_of_other(step) or "a file"
                 raise InputError(
                     f"{step} is {kind}, and a run has the folder of a checkpoint there: {WAY_OUT}", kind="other_run"
@@ -68,8 +68,11 @@ class RunDirectory:
 
     def has_results(self) -> bool:
         """Whether a run has left a checkpoint or an export here."""
-        checkpoints = (path for path in self.path.glob("step*") if path.name.removeprefix("step").isdecimal())
-        return any(path.is_dir() for path in (*self.exports.values(), *checkpoints))
+        return any(path.is_dir() for path in (*self.exports.values(), *self._find_steps()))
+
+    def _find_steps(self) -> Iterator[Path]:
+        """What has the name of a checkpoint, `step12`."""
+        return (path for path in self.path.glob("step*") if path.name.removeprefix("step").isdecimal())
 
     def remove_partials(self) -> None:
         """Remove files that a killed run left half written."""
