@@ -5,7 +5,6 @@ Legend: B = 1 sequence, T tokens of the prompt.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from open_instruct.commands.talking_models import TalkingModel
 from open_instruct.engines.replies import Sampling
 from open_instruct.errors import InputError
+from open_instruct.run.opened_by_transformers import open_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -25,22 +25,15 @@ class TransformersEngine:
     """A model that transformers opens, on the GPU or, where there is none, the CPU."""
 
     def __init__(self, model: TalkingModel, tokenizer: PreTrainedTokenizerFast, *, dtype: str | None) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        if not sys.stderr.isatty():
-            logging.disable_progress_bar()
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        name = dtype or ("bfloat16" if device == "cuda" else "float32")
         try:
-            opened: Any = AutoModelForCausalLM.from_pretrained(
-                model.folder, dtype=getattr(torch, name), use_safetensors=True, trust_remote_code=False
-            )
+            opened = open_model(model.folder, "AutoModelForCausalLM", dtype)
+        except InputError:
+            raise
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise InputError(f"transformers cannot open {model.folder}: {error}", kind="bad_model") from error
         if model.adapter is not None:
             opened = _with_adapter(opened, model.adapter)
-        self._model = opened.to(device).eval()
+        self._model = opened.eval()
         self._tokenizer = tokenizer
         self._stopped = threading.Event()
         self.was_cut = False

@@ -23,6 +23,7 @@ from open_instruct.data.step_rows import PlaceholderBuilder, StepBuilder
 from open_instruct.data.tokenizer import load_tokenizer, single_token_id
 from open_instruct.errors import InputError
 from open_instruct.models.hf.head_kinds import CLASS_ENDINGS
+from open_instruct.run.opened_by_transformers import open_model
 from open_instruct.verifiers.reward_models import write_step_lines
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def open_scorer(
         )
     tokenizer = load_tokenizer(str(folder), flag="MODEL")
     chat = ChatFormat.choose(tokenizer, chat_template_name)
-    model = _load(folder, class_name, dtype)
+    model = open_model(folder, class_name, dtype)
     longest = getattr(model.config, "max_position_embeddings", None) or 2**31
     common: Any = {"model": model, "chat": chat, "max_seq_length": min(max_seq_length or longest, longest)}
     if not is_of_steps:
@@ -230,22 +231,6 @@ def _find_class(folder: Path, config: Mapping[str, Any], *, is_of_steps: bool) -
             kind="unsupported_model",
         )
     return f"AutoModel{ending}"
-
-
-def _load(folder: Path, class_name: str, dtype: str | None) -> Any:
-    """:raises InputError: the folder lacks a tensor, which transformers would draw."""
-    import torch
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    kind: Any = getattr(transformers, class_name)
-    model, report = kind.from_pretrained(folder, use_safetensors=True, dtype=chosen, output_loading_info=True)
-    if report["missing_keys"]:
-        missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise InputError(f"{folder} has no tensor {missing}: export the run again", kind="bad_model")
-    return model.eval().to(device)
 
 
 def _read_at_last(token_ids: Sequence[int]) -> TokenizedRow:
