@@ -8,7 +8,6 @@ from pathlib import Path
 
 from open_instruct.commands.talking_models import ADAPTER_CONFIG, TalkingModel, find_model
 from open_instruct.data.files.foreign_json import read_object
-from open_instruct.engines.vllm_options import engine_environment
 from open_instruct.errors import InputError
 
 USAGE = """\
@@ -43,7 +42,10 @@ def main(words: Sequence[str]) -> int:
             f"{model.folder}` is a slower one",
             kind="missing_package",
         )
-    import torch  # only now: a wrong word is refused at once
+    # Only now: a wrong word is refused at once, without torch.
+    import torch
+
+    from open_instruct.engines.vllm_options import engine_environment
 
     on_cuda = torch.cuda.is_available()
     environment = os.environ | engine_environment(on_cuda) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

@@ -52,10 +52,13 @@ def find_sandboxes() -> list[int]:
     return found
 
 
-def read_children(pid: int) -> list[int]:
-    """The processes that another has forked; none where the kernel does not say it."""
-    with suppress(OSError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def find_children(pid: int) -> list[int]:
+    """The processes that another has forked.
+
+    By the parent that each process names: not every kernel is built with /proc/PID/task/PID/children.
+    """
+    with suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children()]
     return []
 
 
@@ -106,5 +109,5 @@ class Allowance:
             self._next_search_s = time.monotonic() + SEARCH_INTERVAL_S
         if num_bytes * (len(self._sandboxes) + 1) <= self._max_bytes:
             return 0
-        of_each = [read_own_bytes(server, read_children(server)) for server in self._sandboxes]
+        of_each = [read_own_bytes(server, find_children(server)) for server in self._sandboxes]
         return sum(sum(own_bytes.values()) for own_bytes in of_each)
