@@ -157,13 +157,13 @@ def test_first_run_of_the_readme_works_in_an_empty_folder(tmp_path: Path) -> Non
 
 @pytest.mark.extended
 def test_every_command_of_a_page_runs(tmp_path: Path) -> None:
-    model = write_shallow_model(tmp_path / "model", family="olmo2")
+    models = {name: write_shallow_model(tmp_path / "models" / name, family=name) for name in ("olmo2", "qwen3")}
     shown: list[Shown] = []
     for page in PAGES:
         commands = [command for command in commands_of(page) if reason_of(command) is None]
         folder = tmp_path / page.stem
         if commands:
-            lay_out(folder, model)
+            lay_out(folder, models["qwen3" if "--family qwen3" in page.read_text() else "olmo2"])
         for words in prepared(folder, page) if commands else []:
             shown.append(Shown(page=page, command=shlex.join(words), folder=folder, words=words))
         for command in commands:
