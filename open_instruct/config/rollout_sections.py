@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from open_instruct.config.flags import OWN
-from open_instruct.config.sections import ParallelSection, RowsSection, RunSection, Switch, flag, free_flag
+from open_instruct.config.run_sections import RunSection
+from open_instruct.config.sections import ParallelSection, RowsSection, Switch, flag, free_flag
 from open_instruct.losses.advantages import ADVANTAGES
 from open_instruct.losses.policy import OVER_TOKENS, POLICY_LOSSES
 

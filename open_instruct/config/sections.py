@@ -14,7 +14,6 @@ from open_instruct.losses.preference import F_DIVERGENCES, PREFERENCE_LOSSES
 
 Switch = Literal["auto", "on", "off"]
 PrefixSharing = Switch
-TRACKERS = ("wandb", "trackio", "tensorboard")
 Dtype = Literal["bfloat16", "float32"]
 BalanceScope = Literal["microbatch", "step"]
 ExportDtype = Literal["bfloat16", "float32", "source"]
@@ -356,45 +355,4 @@ class MemorySection:
     )
     plan_check: bool = free_flag(
         "refuse to start where weights, gradients and optimizer states alone are more than a device's memory", True
-    )
-
-
-@dataclass(kw_only=True)
-class RunSection:
-    """Run directory"""
-
-    output_dir: str = free_flag("where checkpoints, metrics and the exported model go", is_path=True)
-    checkpointing_steps: int = free_flag(
-        "steps between checkpoints; 0, or the word epoch: one after each pass over the data", 500, minimum=0
-    )
-    ephemeral_save_interval: int | None = free_flag(
-        "steps between further checkpoints, each of which is removed once there is a newer one", None, minimum=1
-    )
-    keep_last_n_checkpoints: int = free_flag(
-        "older ones are removed; 0 or -1 keeps all", 3, minimum=0, note=" (0 keeps all)"
-    )
-    async_checkpoints: Switch = free_flag(
-        "write checkpoints from a copy in host memory while the training goes on; 'auto': on GPUs", "auto"
-    )
-    overwrite_output_dir: bool = free_flag("start afresh: remove the checkpoints and metrics found there", False)
-    export_dtype: ExportDtype = free_flag("dtype of the exported model; 'source': that of the start model", "source")
-    push_to_hub: bool = free_flag("upload the exported model to the Hugging Face hub at the end", False)
-    hub_model_id: str | None = free_flag(
-        "ORGANISATION/NAME on the hub; default: the output folder's name, yours", None, read_with="push_to_hub"
-    )
-    hub_private: bool = free_flag("make a new repository private", False, read_with="push_to_hub")
-
-
-@dataclass(kw_only=True)
-class LoggingSection:
-    """Logging"""
-
-    report_to: list[str] = free_flag("trackers that get the metrics, beside metrics.jsonl", [], choices=TRACKERS)
-    exp_name: str | None = free_flag(
-        "name of the run in the tracker; default: the output folder's", None, read_with="report_to wandb trackio"
-    )
-    wandb_project_name: str = free_flag("project in the tracker", "open_instruct", read_with="report_to wandb trackio")
-    wandb_entity: str | None = free_flag("user or team in wandb", None, read_with="report_to wandb")
-    profile_steps: list[int] = free_flag(
-        "first and last step to profile on rank 0, with its memory; written to OUT/profiler", []
     )

@@ -8,10 +8,11 @@ from open_instruct.errors import InputError
 
 WANDB_URL = "https://api.wandb.ai"
 WANDB_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
+SWANLAB_WITHOUT_LOGIN = ("local", "offline", "disabled")
 
 
 def check_trackers(report_to: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Refuse trackers whose package is not installed, and wandb where nobody has logged in.
+    """Refuse trackers whose package is not installed, and wandb or SwanLab where nobody has logged in.
 
     Raises:
         InputError: with the command that mends it.
@@ -30,6 +31,20 @@ def check_trackers(report_to: Sequence[str], environ: Mapping[str, str]) -> None
             "may hold rank 0), or WANDB_MODE=offline to keep the numbers on this machine",
             kind="remote",
         )
+    if "swanlab" in report_to and not _swanlab_may_log_in(environ):
+        raise InputError(
+            "--report_to swanlab: nobody has logged in here: run `swanlab login`, or set SWANLAB_API_KEY (on every "
+            "node that may hold rank 0), or SWANLAB_MODE=offline to keep the numbers on this machine",
+            kind="remote",
+        )
+
+
+def _swanlab_may_log_in(environ: Mapping[str, str]) -> bool:
+    """Whether SwanLab uploads nothing, or finds a key where it looks for one."""
+    if environ.get("SWANLAB_MODE", "").lower() in SWANLAB_WITHOUT_LOGIN or environ.get("SWANLAB_API_KEY"):
+        return True
+    own = environ.get("SWANLAB_ROOT") or environ.get("SWANLAB_SAVE_DIR") or "~/.swanlab"
+    return any((Path(folder).expanduser() / ".netrc").is_file() for folder in (".swanlab", own))
 
 
 def _wandb_may_log_in(environ: Mapping[str, str]) -> bool:

@@ -14,6 +14,7 @@ from open_instruct.config import sections
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.parser import nearest
 from open_instruct.config.rollout_sections import PromptDataSection
+from open_instruct.config.run_sections import LoggingSection, RunSection
 from open_instruct.errors import InputError
 from open_instruct.shard_layout import ShardLayout
 
@@ -29,8 +30,8 @@ class LearnerConfig:
     optim: sections.OptimizerSection
     parallel: sections.ParallelSection
     memory: sections.MemorySection
-    run: sections.RunSection
-    logging: sections.LoggingSection
+    run: RunSection
+    logging: LoggingSection
     lora: LoRASection = field(default_factory=LoRASection)
 
     @property

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from open_instruct.config.sections import RunSection
+from open_instruct.config.run_sections import RunSection
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.peers import doing

@@ -15,7 +15,7 @@ ZERO = (
 SPLIT_ROWS = ("sequence_parallel_size", "context_parallel_degree", "cp_degree")
 SOURCES = ("dataset_name", "train_file", "dataset_mixer", "mixer_list", "dataset_mixer_list")
 # Those whose scheduler holds the rate from the first step where it is constant.
-TRACKERS = ("wandb", "tensorboard")
+TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
 WITHOUT_WARMUP = ("dpo_tune_cache", "finetune", "grpo_fast", "ppo_fast", "reward_modeling")
 # Those that spare norms and biases of the decay, and embeddings no more than the others do.
 SPARING_NORMS = ("dpo_tune_cache", "finetune", "grpo_fast", "ppo_fast")

@@ -35,10 +35,10 @@ from open_instruct.parallel.peers import doing
 from open_instruct.planning.shown import check_plan
 from open_instruct.rollout.samples import load_conversations
 from open_instruct.run.console import Console
-from open_instruct.run.metrics_log import Tracker, build_trackers
 from open_instruct.run.opened import made_ready, memory_of, say_plan, say_what_changes_nothing, shared_by, with_chosen
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
+from open_instruct.run.trackers import Tracker, build_trackers
 from open_instruct.run.untrained_rows import find_untrained_rows
 from open_instruct.sandbox.trial import try_walls
 from open_instruct.shard_layout import ShardLayout

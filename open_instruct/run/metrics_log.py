@@ -6,26 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from open_instruct.config.resolved import as_flat_dict
-from open_instruct.config.sections import LoggingSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.metric_table import followed
 from open_instruct.run.alarms import GrowthWatch, SlownessWatch, phrase_of
 from open_instruct.run.opened import Run
 from open_instruct.run.run_directory import rows_of
+from open_instruct.run.trackers import Tracker, build_trackers
 from open_instruct.whole_file import replace_text
 
 log = logging.getLogger(__name__)
-
-
-class Tracker(Protocol):
-    """Takes metrics beside the file: a run of wandb or trackio, or an object with the same methods."""
-
-    def log(self, row: dict[str, Any], step: int) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 class MetricsLog:
@@ -109,68 +101,3 @@ def logging_steps(
             show(step, step_words(row))
 
         yield on_step
-
-
-class TensorBoard:
-    """Scalars under OUT/tensorboard."""
-
-    def __init__(self, folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def log(self, row: Mapping[str, float], step: int) -> None:
-        for name, value in row.items():
-            self._writer.add_scalar(name, value, step)
-
-    def finish(self) -> None:
-        self._writer.close()
-
-
-def _wandb_run(folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> Tracker:
-    """A resumed run continues the wandb run whose id is kept in OUT/wandb_id."""
-    import wandb
-
-    run_id = _kept(folder / "wandb_id") or wandb.util.generate_id()
-    replace_text(folder / "wandb_id", run_id)
-    return wandb.init(
-        id=run_id,
-        resume="allow",
-        project=logging.wandb_project_name,
-        entity=logging.wandb_entity,
-        name=logging.exp_name or folder.resolve().name,
-        config=dict(config),
-        dir=str(folder),
-    )
-
-
-def _trackio_run(folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> Tracker:
-    """On this machine; a resumed run continues the trackio run whose name is kept in OUT/trackio_name."""
-    import trackio
-
-    name = _kept(folder / "trackio_name")
-    run = trackio.init(
-        project=logging.wandb_project_name,
-        name=name or logging.exp_name or folder.resolve().name,
-        resume="allow" if name else "never",
-        config=dict(config),
-        embed=False,
-    )
-    replace_text(folder / "trackio_name", run.name)
-    return run
-
-
-def _kept(file: Path) -> str:
-    return file.read_text().strip() if file.exists() else ""
-
-
-TRACKERS: dict[str, Callable[..., Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": _wandb_run,
-    "trackio": _trackio_run,
-}
-
-
-def build_trackers(logging: LoggingSection, *, folder: Path, config: Mapping[str, Any]) -> list[Tracker]:
-    """The trackers named in `--report_to`, which `check_trackers` has accepted. Call on rank 0 only."""
-    return [begin(folder, logging, config) for name, begin in TRACKERS.items() if name in logging.report_to]

@@ -17,7 +17,7 @@ from open_instruct.whole_file import kind_of_other, replace_text
 
 OWN_FILES = (
     *("config.yaml", "layout.json", "run.log", "metrics.jsonl", "eval.jsonl", "pids.json", "plan.json"),
-    *("wandb_id", "trackio_name"),
+    *("wandb_id", "trackio_name", "mlflow_id", "swanlab_id"),
 )
 WAY_OUT = "move it away, or take another folder"
 
@@ -89,7 +89,8 @@ class RunDirectory:
             for step in self.path.glob("step*"):
                 if step.name.removeprefix("step").split("-")[0].isdigit():
                     shutil.rmtree(step)
-            for folder in (*self.exports.values(), self.path / "tensorboard", self.path / "traces"):
+            beside = [self.path / name for name in ("tensorboard", "swanlog", "traces")]
+            for folder in (*self.exports.values(), *beside):
                 shutil.rmtree(folder, ignore_errors=True)
             for name in OWN_FILES:
                 (self.path / name).unlink(missing_ok=True)

@@ -2,11 +2,7 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +14,7 @@ import torch
 import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.config.sections import LoggingSection, MemorySection, OptimSection
+from open_instruct.config.sections import MemorySection, OptimSection
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
 from open_instruct.learner.loop import merged
@@ -38,7 +34,7 @@ from open_instruct.models.build import build_model
 from open_instruct.packing.steps import BatchShape, collate, step_batch
 from open_instruct.parallel.reduce import over_microbatches, reduce_metrics
 from open_instruct.records import Metric
-from open_instruct.run.metrics_log import MetricsLog, build_trackers
+from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.toys.tiny import SIZES, tiny_config
@@ -335,89 +331,6 @@ class TestRunDirectory:
             directory.write_evaluation({"step": step, "score": score})
         rows = [json.loads(line) for line in directory.evaluations.read_text().splitlines()]
         assert rows == [{"step": 0, "score": 0.4}, {"step": 8, "score": 0.6}]
-
-
-def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (tracker,) = build_trackers(LoggingSection(report_to=["tensorboard"]), folder=tmp_path, config={})
-    tracker.log({"loss": 0.5, "rewards/margin": 0.25}, step=3)
-    tracker.finish()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("rewards/margin")] == [(3, 0.25)]
-    assert events.Scalars("loss")[0].value == 0.5
-
-
-def test_wandb_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """wandb itself needs an account: a stand-in records the calls."""
-    calls: list[Any] = []
-
-    class FakeRun:
-        def log(self, row: dict[str, float], step: int) -> None:
-            calls.append((step, row))
-
-        def finish(self) -> None:
-            calls.append("finished")
-
-    def init(**settings: Any) -> FakeRun:
-        calls.append({key: settings[key] for key in ("id", "project", "name", "config", "resume")})
-        return FakeRun()
-
-    fake = types.SimpleNamespace(init=init, util=types.SimpleNamespace(generate_id=lambda: "abc"))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    for _ in range(2):
-        (tracker,) = build_trackers(
-            LoggingSection(report_to=["wandb"], wandb_project_name="p"), folder=tmp_path, config={"seed": 1}
-        )
-        tracker.log({"loss": 0.5}, step=1)
-        tracker.finish()
-        fake.util.generate_id = lambda: "another"
-    started = {"id": "abc", "project": "p", "name": tmp_path.name, "config": {"seed": 1}, "resume": "allow"}
-    assert calls == [started, (1, {"loss": 0.5}), "finished"] * 2
-
-
-def test_trackio_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a stand-in, for those who have not installed it."""
-    calls: list[Any] = []
-
-    def init(**settings: Any) -> Any:
-        calls.append(settings)
-        log = lambda row, step: calls.append((step, row))  # noqa: E731
-        return types.SimpleNamespace(name=settings["name"], log=log, finish=lambda: calls.append("finished"))
-
-    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
-    for exp_name in ("first", "another"):
-        logging = LoggingSection(report_to=["trackio"], exp_name=exp_name)
-        (tracker,) = build_trackers(logging, folder=tmp_path, config={"seed": 1})
-        tracker.log({"loss": 0.5}, step=1)
-        tracker.finish()
-    begun = {"project": "open_instruct", "name": "first", "config": {"seed": 1}, "embed": False}
-    of_each = [(1, {"loss": 0.5}), "finished"]
-    assert calls == [begun | {"resume": "never"}, *of_each, begun | {"resume": "allow"}, *of_each]
-
-
-@pytest.mark.slow
-def test_trackio_itself_has_every_step_once(tmp_path: Path) -> None:
-    """In a process of its own, which has it write elsewhere."""
-    pytest.importorskip("trackio")
-    code = f"""
-from pathlib import Path
-from open_instruct.config.sections import LoggingSection
-from open_instruct.run.metrics_log import build_trackers
-folder = Path({str(tmp_path / "run")!r})
-for step in (1, 2):
-    (tracker,) = build_trackers(LoggingSection(report_to=["trackio"]), folder=folder, config={{}})
-    tracker.log({{"rewards/margin": 0.25 * step}}, step=step)
-    tracker.finish()
-from trackio.sqlite_storage import SQLiteStorage
-(run,) = SQLiteStorage.get_runs("open_instruct")
-print("TOLD", run, [(row["step"], row["rewards/margin"]) for row in SQLiteStorage.get_logs("open_instruct", run)])
-"""
-    (tmp_path / "run").mkdir()
-    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "kept"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert "TOLD run [(1, 0.25), (2, 0.5)]" in done.stdout, done.stdout + done.stderr
 
 
 def test_number_of_steps() -> None:
