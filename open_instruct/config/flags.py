@@ -78,15 +78,15 @@ class Flag:
 
     @property
     def other(self) -> str:
-        """The name of the flag that this one is read with; empty if it is always read."""
-        return self.read_with.partition(" ")[0]
+        """The name of the flag that this one is read with, the first of several; empty if it is always read."""
+        return self.read_with.partition(" ")[0].partition("|")[0]
 
     @property
     def condition(self) -> str:
         """`read_with` in words: `--beta above 0`, or `--loss_fn dppo_tv or dppo_kl`."""
         other, *values = self.read_with.split()
         if not values:
-            return f"--{other}"
+            return one_of(f"--{name}" for name in other.split("|"))
         return f"--{other} {one_of(values).replace('>', 'above ')}"
 
     @property
@@ -182,13 +182,14 @@ class Flag:
 def is_met(condition: str, values: Mapping[str, Any]) -> bool:
     """Whether the `values` of flags meet a `Flag.read_with`.
 
-    `use_lora` is met by any value that is not false, empty or none, and `beta >0` by a number above 0. `loss_fn dppo_kl
-    FILE.py:FUNCTION` is met by the word dppo_kl, and by any function of the user's own.
+    `use_lora` is met by any value that is not false, empty or none, `eval_mixer_list|eval_split` where that holds of
+    one of both, and `beta >0` by a number above 0. `loss_fn dppo_kl FILE.py:FUNCTION` is met by the word dppo_kl, and
+    by any function of the user's own.
     """
     other, *wanted = condition.split()
-    value = values[other]
     if not wanted or wanted == [">0"]:
-        return bool(value)
+        return any(bool(values[name]) for name in other.split("|"))
+    value = values[other]
     words = value if isinstance(value, list) else [value]
     return any(word in wanted or (OWN in wanted and ":" in word) for word in words)
 

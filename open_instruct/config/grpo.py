@@ -7,6 +7,7 @@ from typing import Literal
 from open_instruct.config import rollout_sections
 from open_instruct.config.flags import spelled
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
+from open_instruct.config.run_sections import RolloutRunSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.config.validation import changed, learner_problems, learner_warnings, microbatch_problems, refuse
 from open_instruct.errors import problems_of_kind
@@ -34,7 +35,7 @@ class GRPOConfig(LearnerConfig):
     parallel: rollout_sections.LearnerParallelSection
     fleet: rollout_sections.FleetSection
     evaluation: rollout_sections.EvaluationSection
-    run: rollout_sections.RolloutRunSection
+    run: RolloutRunSection
     critic: rollout_sections.CriticSection = field(default_factory=rollout_sections.CriticSection)
 
     @property

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from open_instruct.config.flags import OWN
-from open_instruct.config.run_sections import RunSection
 from open_instruct.config.sections import ParallelSection, RowsSection, Switch, flag, free_flag
 from open_instruct.losses.advantages import ADVANTAGES
 from open_instruct.losses.policy import OVER_TOKENS, POLICY_LOSSES
@@ -42,6 +41,9 @@ class PromptDataSection(RowsSection):
     dataset_mixer_eval_list_splits: list[str] = free_flag(
         "split of each held-out data set, or one for all", ["train"], read_with=HELD_OUT
     )
+    eval_split: float | None = flag(
+        "share of the prompts that is held out, chosen by what is in each", None, above=0, below=1
+    )
     sft_mixer_list: list[str] = flag(
         "conversations, in the same form, that steps learn from beside completions", [], is_path=True
     )
@@ -54,6 +56,10 @@ class PromptDataSection(RowsSection):
     )
 
     length_flags: ClassVar[str] = "--max_prompt_token_length and --response_length together:"
+
+    @property
+    def has_held_out_rows(self) -> bool:
+        return bool(self.dataset_mixer_eval_list) or self.eval_split is not None
 
     @property
     def max_seq_length(self) -> int:
@@ -369,7 +375,7 @@ class FleetSection:
 class EvaluationSection:
     """Evaluation"""
 
-    all_read_with: ClassVar[str] = HELD_OUT
+    all_read_with: ClassVar[str] = f"{HELD_OUT}|eval_split"
 
     local_eval_every: int = free_flag("steps between evaluations; 0: only at the end", 100, minimum=0)
     eval_on_step_0: bool = free_flag("evaluate before the first step too", False)
@@ -384,12 +390,3 @@ class EvaluationSection:
     def num_samples(self) -> int:
         """Completions of each held-out prompt."""
         return self.eval_num_samples or max([1, *self.eval_pass_at_k])
-
-
-@dataclass(kw_only=True)
-class RolloutRunSection(RunSection):
-    """Run directory"""
-
-    save_traces: bool | None = free_flag(
-        "keep all completions in OUT/traces, or none; default: those of the newest steps, up to 1 GiB", None
-    )

@@ -35,6 +35,15 @@ class RunSection:
 
 
 @dataclass(kw_only=True)
+class RolloutRunSection(RunSection):
+    """Run directory"""
+
+    save_traces: bool | None = free_flag(
+        "keep all completions in OUT/traces, or none; default: those of the newest steps, up to 1 GiB", None
+    )
+
+
+@dataclass(kw_only=True)
 class LoggingSection:
     """Logging"""
 

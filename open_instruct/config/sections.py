@@ -14,6 +14,7 @@ from open_instruct.losses.preference import F_DIVERGENCES, PREFERENCE_LOSSES
 
 Switch = Literal["auto", "on", "off"]
 PrefixSharing = Switch
+WITH_HELD_OUT = "eval_mixer_list|eval_split"  # what is read with either
 Dtype = Literal["bfloat16", "float32"]
 BalanceScope = Literal["microbatch", "step"]
 ExportDtype = Literal["bfloat16", "float32", "source"]
@@ -103,7 +104,13 @@ class DataSection(RowsSection):
     eval_mixer_list: list[str] = free_flag(
         "held-out rows, in the same form; scored before and after training", [], is_path=True
     )
-    eval_steps: int = free_flag("steps between further scores; 0: none", 0, read_with="eval_mixer_list", minimum=0)
+    eval_split: float | None = flag(
+        "share of the rows of --mixer_list that is held out, chosen by what is in each row",
+        None,
+        above=0,
+        below=1,
+    )
+    eval_steps: int = free_flag("steps between further scores; 0: none", 0, read_with=WITH_HELD_OUT, minimum=0)
     eval_mixer_list_splits: list[str] = free_flag(
         "split of each held-out data set, or one for all", ["train"], read_with="eval_mixer_list"
     )
@@ -112,6 +119,10 @@ class DataSection(RowsSection):
     cache_dataset_only: bool = free_flag("tokenise and store the rows, then stop; no GPU is needed", False)
 
     length_flags: ClassVar[str] = "--max_seq_length"
+
+    @property
+    def has_held_out_rows(self) -> bool:
+        return bool(self.eval_mixer_list) or self.eval_split is not None
 
 
 @dataclass(kw_only=True)

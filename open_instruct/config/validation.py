@@ -80,6 +80,14 @@ def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> It
         yield f"--{flag}_splits: {len(splits)} splits for {sets} in --{flag}; give one for all, or one for each"
 
 
+@problems_of_kind("conflict")
+def split_problems(data: Any) -> Iterator[str]:
+    for flag in ("eval_mixer_list", "dataset_mixer_eval_list"):
+        if data.eval_split is not None and getattr(data, flag, None):
+            given = f"--eval_split {data.eval_split}"
+            yield f"{given} holds out rows of the training mixture, and --{flag} names others: keep one of them"
+
+
 @problems_of_kind("bad_value")
 def column_problems(words: Sequence[str]) -> Iterator[str]:
     names = [word.partition("=")[0] for word in words]
@@ -175,6 +183,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
             empty = f"--{flag} is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
             yield Problem(empty, kind="bad_value")
         yield from mixer_problems(flag, words, splits)
+    yield from split_problems(config.data)
     yield from column_problems(config.data.columns)
     yield from parallel_problems(config.parallel)
     yield from backend_named(config.parallel.backend).problems(config)

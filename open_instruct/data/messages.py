@@ -64,6 +64,10 @@ class ReadRow(UserDict[str, Any]):
         """The keys with a value that nothing has read."""
         return (key for key, item in self.data.items() if item is not None and key not in self.read)
 
+    def read_part(self) -> dict[str, Any]:
+        """The keys with a value that was read."""
+        return {key: item for key, item in self.data.items() if item is not None and key in self.read}
+
 
 def conversation_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
     """The conversation of a row of any form; the last turn is the assistant's.

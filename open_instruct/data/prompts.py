@@ -12,6 +12,7 @@ import numpy as np
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.eval_split import row_content
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.prompt_rows import json_value, parse_prompt_row
 from open_instruct.data.report import DataReport
@@ -97,7 +98,10 @@ class PromptBuilder(RowBuilder):
                 )
             columns = json_value(answered_by.columns | {"messages": messages}, "the row")
             details |= {"environment": answered_by.name, "row": columns}
-        return RenderedRow(texts=(text,), details=json.dumps(details).encode())
+        # Two rows of one prompt, with another answer each, are on one side of --eval_split.
+        return RenderedRow(
+            texts=(text,), details=json.dumps(details).encode(), content=row_content({"messages": messages})
+        )
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         return pieces

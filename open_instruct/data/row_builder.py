@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.eval_split import Divider, Side, row_content
 from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.messages import REASONING, ReadRow, unread_of_messages
 from open_instruct.data.mixer import MixerEntry, select_rows
@@ -32,7 +33,8 @@ MOST_CUT = 0.1  # of the rows; above this share a warning says that the length l
 class RenderedRow:
     """A row as pieces of text that are tokenised apart; `RowBuilder` says which of them are learned.
 
-    `details` are bytes that are kept beside the tokens; `values` are numbers for the loss of the row.
+    `details` are bytes that are kept beside the tokens; `values` are numbers for the loss of the row; `content` is what
+    `--eval_split` decides by, where that is not all columns that were read.
 
     Example: `RenderedRow(texts=("User: Hi\nAssistant:", "Hello<eos>"))`.
     """
@@ -40,6 +42,12 @@ class RenderedRow:
     texts: tuple[str, ...]
     details: bytes = b""
     values: tuple[float, ...] = ()
+    content: str = ""
+
+
+ELSEWHERE = RenderedRow(texts=())
+"""In place of a row of the other side of `--eval_split`."""
+NOT_KEPT, ON_OTHER_SIDE = -1, -2  # in place of the number of a kept row
 
 
 class KeptRow(NamedTuple):
@@ -76,6 +84,7 @@ class RowBuilder(ABC):
         self.token_ids = array("i")  # of all kept rows, end to end
         self.kept: list[KeptRow] = []
         self.bad = BadRowLog()
+        self.divider: Divider | None = None
         self.unread: Counter[str] = Counter()  # by key that nothing reads: the number of rows with a value there
         self.filtered: Counter[str] = Counter()
         self.num_truncated = 0
@@ -140,9 +149,12 @@ class RowBuilder(ABC):
         sources: Sequence[RowSource],
         *,
         seed: int,
+        side: Side | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> tuple[dict[str, np.ndarray], DataReport]:
-        """Read all sources and return the arrays of the data set.
+        """Read all sources and return the arrays of the data set, with `side` of the rows of that side alone.
+
+        Rows that are held out are taken once, however often the mixture repeats them.
 
         `on_progress(done, total)` counts rows, unless they are so few that nobody would wait for them.
 
@@ -153,10 +165,14 @@ class RowBuilder(ABC):
         forms = [self.rows_in(source) for source in sources]
         selected = [select_rows(entry, len(form), seed) for entry, form in zip(entries, forms, strict=True)]
         distinct = [np.unique(indices) for indices in selected]
+        if side is not None:
+            self.divider = Divider(side)
+            selected = distinct if side.is_held_out else selected
         num_rows = sum(map(len, distinct))
         if num_rows <= _ROWS_AT_ONCE:
             on_progress = None
         order: list[np.ndarray] = []
+        num_taken: list[int] = []
         num_done = 0
         for form, indices, rows in zip(forms, selected, distinct, strict=True):
             places: list[int] = []
@@ -171,26 +187,34 @@ class RowBuilder(ABC):
                 self.end_source(form.name, first)
             taken = np.array(places, dtype=np.int64)[np.searchsorted(rows, indices)]
             order.append(taken[taken >= 0])
+            num_taken.append(int((taken != ON_OTHER_SIDE).sum()))
         if self._only_counts:
             raise self.refusal(num_rows)
         if not self.kept:
             raise self._nothing_left(num_rows)
-        order_N = np.concatenate(order)
-        arrays = self._arrays(order_N)
-        return arrays, DataReport(
-            sources=[
-                f"{form.name}: {len(indices):,} taken of {counted(len(form), 'row')}"
-                for form, indices in zip(forms, selected, strict=True)
-            ],
+        num_rows -= self.divider.num_others if self.divider is not None else 0
+        arrays = self._arrays(np.concatenate(order))
+        sentences = [
+            f"{form.name}: {num:,} taken of {counted(len(form), 'row')}"
+            for form, num in zip(forms, num_taken, strict=True)
+        ]
+        warnings = self._warnings() + [warning for source in sources for warning in source.warnings()]
+        return arrays, self._report(arrays, sources=sentences, num_rows=num_rows, warnings=warnings)
+
+    def _report(
+        self, arrays: Mapping[str, np.ndarray], *, sources: list[str], num_rows: int, warnings: list[str]
+    ) -> DataReport:
+        return DataReport(
+            sources=sources,
             num_rows=num_rows,
             bad=dict(self.bad.counts),
             bad_rows=self.bad.lines(),
             filtered=dict(self.filtered),
             num_truncated=self.num_truncated,
             num_kept=len(self.kept),
-            num_pairs=len(order_N),
+            num_pairs=len(arrays["num_tokens"]),
             num_tokens=int(arrays["num_tokens"].sum()),
-            warnings=self._warnings() + [warning for source in sources for warning in source.warnings()],
+            warnings=warnings,
             unit=self.unit,
         )
 
@@ -200,21 +224,26 @@ class RowBuilder(ABC):
         return bool(self.bad.counts) and self.on_bad_row == "error"
 
     def _add(self, rows: Sequence[RawRow]) -> list[int]:
-        """Add rows; returns the place of each among the kept rows, -1 of one that is not kept."""
+        """Add rows; returns the place of each among the kept rows, below 0 of one that is not kept."""
         rendered = [self.bad.reading(row, self._rendered) for row in rows]
         if self._only_counts:
-            return [-1] * len(rows)
+            return [NOT_KEPT] * len(rows)
         texts = [text for item in rendered if item is not None for text in item.texts]
         ids = iter(self.chat.tokenize(texts) if texts else ())
         places = []
         for row, item in zip(rows, rendered, strict=True):
+            if item is ELSEWHERE:
+                places.append(ON_OTHER_SIDE)
+                continue
             is_kept = item is not None and self._is_kept(row, item, list(islice(ids, len(item.texts))))
-            places.append(len(self.kept) - 1 if is_kept else -1)
+            places.append(len(self.kept) - 1 if is_kept else NOT_KEPT)
         return places
 
     def _rendered(self, value: Mapping[str, Any]) -> RenderedRow:
         read = ReadRow(value)
         rendered = self.render(read)
+        if self.divider is not None and not self.divider.takes(rendered.content or row_content(read.read_part())):
+            return ELSEWHERE
         self.unread.update({*read.unread(), *unread_of_messages(value, self.chat.reads_reasoning)})
         return rendered
 
@@ -324,6 +353,8 @@ class RowBuilder(ABC):
         return self.bad.error(num_rows, wanted=self.wanted, columns=self.columns, page=self.page)
 
     def _nothing_left(self, num_rows: int) -> InputError:
+        if self.divider is not None and self.divider.num_others == num_rows:
+            return self.divider.refusal()
         if not self.filtered:
             return self.refusal(num_rows)
         counts = ", ".join(f"{kind} {count:,}" for kind, count in (self.filtered + self.bad.counts).items())

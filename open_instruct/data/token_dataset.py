@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.eval_split import Side
 from open_instruct.data.mixer import MixerEntry
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
@@ -135,12 +136,14 @@ def load_token_dataset(
     seed: int,
     cache_dir: str | Path | None,
     columns: Sequence[str] = (),
+    side: Side | None = None,
     facts: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     **own: Any,
 ) -> tuple[TokenDataset, DataReport]:
     """The tokenised mixture, from the cache where the same mixture was built before.
 
+    `side` is that of `--eval_split` whose rows are wanted, None without that.
     `columns` are words such as `messages=conversations`: the key of a row, and the column that has it.
     `builder_of` is the class that builds the rows; `own` are its arguments, such as `max_seq_length`, as JSON;
     `facts` are other values that the arrays depend on, as JSON. Ranks are not coordinated here: one rank calls
@@ -166,11 +169,13 @@ def load_token_dataset(
         "seed": seed,
         "own": {**own, **(facts or {})},
     }
+    if side is not None:
+        identity["side"] = asdict(side)
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
     path = cache_root(cache_dir) / f"{builder.unit}s" / f"{digest[:32]}.safetensors"
     kept = _kept(path)
     if kept is None:
-        arrays, report = builder.build(entries, sources, seed=seed, on_progress=on_progress)
+        arrays, report = builder.build(entries, sources, seed=seed, side=side, on_progress=on_progress)
         write_arrays(path, arrays, {"report": asdict(report)})
     else:
         arrays, report = kept

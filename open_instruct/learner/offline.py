@@ -36,9 +36,10 @@ from open_instruct.wording import counted
 
 def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[str, Callback] | None = None) -> int:
     """The whole run, as every rank walks it; `callbacks` are OLMo-core's, by name. Returns the exit code."""
-    if config.data.eval_mixer_list and objective.evaluate is None:
+    if config.data.has_held_out_rows and objective.evaluate is None:
+        flag = "--eval_mixer_list" if config.data.eval_mixer_list else "--eval_split"
         raise InputError(
-            f"--eval_mixer_list: {objective.name} has no `evaluate`; write one, or leave the flag out", kind="own_code"
+            f"{flag}: {objective.name} has no `evaluate`; write one, or leave the flag out", kind="own_code"
         )
     with open_run(config, objective.name) as run:
         pretrained = open_pretrained(config, run.directory.hf_model, layout=run.layout, head=objective.head(config))

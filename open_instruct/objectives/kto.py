@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag, free_flag
 from open_instruct.config.training import TrainingConfig
+from open_instruct.data.eval_split import row_content
 from open_instruct.data.files.rows import MalformedRow, RawRow, RowSource, kind_of
 from open_instruct.data.messages import Message, check_is_learned, conversation_of
 from open_instruct.data.preference_rows import parse_preference_row
@@ -113,7 +114,9 @@ class UnpairedBuilder(RowBuilder):
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         messages, label = parse_labelled_row(row)
         prompt, (text,) = self.chat.render(messages[:-1], messages[-1:])
-        return RenderedRow(texts=(prompt, text), values=(float(label),))
+        # Both replies to a prompt are on one side of --eval_split.
+        content = row_content({"messages": messages[:-1]})
+        return RenderedRow(texts=(prompt, text), values=(float(label),), content=content)
 
 
 class MismatchedBuilder(UnpairedBuilder):

@@ -174,14 +174,14 @@ def _read_prompts(
     data = config.data
     changes = row_changes(config)
 
-    def read(title: str, flag: str) -> Prompts:
+    def read(title: str, flag: str, *, is_held_out: bool = False) -> Prompts:
         with console.counting(title) as on_progress:
             prompts, report = load_prompt_dataset(
                 max_prompt_token_length=data.max_prompt_token_length,
                 known_verifiers=verifiers,
                 known_environments=environments,
                 on_progress=on_progress,
-                **reading(config, pretrained.tokenizer, flag),
+                **reading(config, pretrained.tokenizer, flag, is_held_out=is_held_out),
                 **changes,
             )
         console.report(title, report.lines())
@@ -189,9 +189,10 @@ def _read_prompts(
 
     doing("reading the prompts")
     prompts = read("prompts", "dataset_mixer_list")
-    if not data.dataset_mixer_eval_list:
+    if not data.has_held_out_rows:
         return prompts, None
-    held_out = read("held-out prompts", "dataset_mixer_eval_list")
+    flag = "dataset_mixer_eval_list" if data.dataset_mixer_eval_list else "dataset_mixer_list"
+    held_out = read("held-out prompts", flag, is_held_out=True)
     if num_shared := held_out.count_shared(prompts):
         console.warn(
             f"{num_shared:,} of {counted(len(held_out), 'held-out prompt')} "

@@ -58,7 +58,7 @@ class Cadence:
 
 def cadence_of(config: GRPOConfig) -> Cadence:
     """The cadence of a run of GRPO."""
-    evaluates = bool(config.data.dataset_mixer_eval_list)
+    evaluates = config.data.has_held_out_rows
     return Cadence(
         num_steps=config.num_steps,
         save_every=config.run.checkpointing_steps,
