@@ -359,7 +359,8 @@ def test_page_for_notebooks_trains_as_a_program_and_names_refused_arguments(tmp_
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 5
     assert f"True {[row['rewards/accuracy'] for row in rows]}" in done.stdout
-    assert math.isclose(rows[0]["loss"], math.log(2), abs_tol=1e-3) and rows[-1]["loss"] < rows[0]["loss"]
+    # In bfloat16 the reference, whose rows are packed otherwise, may differ by a rounding of a logit.
+    assert math.isclose(rows[0]["loss"], math.log(2), abs_tol=5e-3) and rows[-1]["loss"] < rows[0]["loss"]
     assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 4
     AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf_model")
     assert not (tmp_path / "bad").exists()

@@ -23,7 +23,7 @@ def block_of_readme() -> str:
     """Its lines from a model to a trained one; two steps of 25, and the shell becomes the last command."""
     blocks = (REPOSITORY / "README.md").read_text().split("```\n")
     (block,) = (block for block in blocks if "\nopen-instruct grpo " in block)
-    assert " --total_episodes 1600 " in block and " --output_dir OUT\n" in block
+    assert " --total_episodes 1600 " in block and " --output_dir OUT_GRPO\n" in block
     return block.replace("\nopen-instruct grpo ", "\nexec open-instruct grpo ").replace(" 1600 ", " 128 ")
 
 
@@ -36,7 +36,7 @@ def test_only_caches_are_left_in_home_and_in_a_deep_folder_for_temporary_files(
         folder.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("TMPDIR", str(temporary))
-    case = GRPOCase(model=tmp_path / "tiny", prompts=tmp_path / "prompts.jsonl", output_dir=tmp_path / "OUT")
+    case = GRPOCase(model=tmp_path / "tiny", prompts=tmp_path / "prompts.jsonl", output_dir=tmp_path / "OUT_GRPO")
     found = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
         ["bash", "-ec", block_of_readme()],

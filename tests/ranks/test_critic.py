@@ -118,7 +118,8 @@ def assert_same_steps(ours: Rows, theirs: Rows) -> None:
     for a, b in zip(ours, theirs, strict=True):
         for name in a:
             if name.startswith("critic/"):
-                assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
+                # Values are of size 1, and their mean is near 0.
+                assert a[name] == pytest.approx(b[name], rel=1e-5, abs=5e-6), name
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "zero"])

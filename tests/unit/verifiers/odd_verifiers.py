@@ -12,8 +12,10 @@ from open_instruct.verifiers.verifier import Verifier
 
 
 def sign() -> None:
-    """Leave this process's id in the working folder."""
-    Path("spinning").write_text(str(os.getpid()))
+    """Leave this process's id in the working folder: a file that is there is whole."""
+    unfinished = Path(f"spinning.{os.getpid()}")
+    unfinished.write_text(str(os.getpid()))
+    unfinished.rename("spinning")
 
 
 class Odd(Verifier):

@@ -33,13 +33,15 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 USER_MODULE = Path(__file__).with_name("odd_verifiers.py").read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "odd_verifiers.py").write_text(USER_MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    sys.modules.pop("odd_verifiers", None)
-    return "odd_verifiers"
+@pytest.fixture(scope="module")
+def user_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("users")
+    (folder / "odd_verifiers.py").write_text(USER_MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        sys.modules.pop("odd_verifiers", None)
+        yield "odd_verifiers"
 
 
 @contextmanager
@@ -53,13 +55,14 @@ def open_pool(*words: str, num_processes: int = 1, timeout_s: float = 60, **said
         pool.close()
 
 
-@pytest.fixture
+# A pool starts processes that load much, which takes seconds: tests that leave none behind share one.
+@pytest.fixture(scope="module")
 def pool(user_module: str) -> Iterator[VerifierPool]:
     with open_pool(f"{user_module}:Odd", f"{user_module}:Inline", num_processes=2) as pool:
         yield pool
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hasty_pool(user_module: str) -> Iterator[VerifierPool]:
     """For what does not end."""
     with open_pool(f"{user_module}:Odd", num_processes=2, timeout_s=0.5) as pool:
@@ -184,10 +187,12 @@ class TestPool:
         assert score(hasty_pool, check("odd"), "0.5").score == 0.5
 
     def test_processes_of_a_verifier_end_with_it(
-        self, hasty_pool: VerifierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, user_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        assert score(hasty_pool, check("odd"), "leave a child and hang").problem == "odd: took more than 0.5 s, or died"
+        with open_pool(f"{user_module}:Odd", timeout_s=0.5) as pool:
+            outcome = score(pool, check("odd"), "leave a child and hang")
+        assert outcome.problem == "odd: took more than 0.5 s, or died"
         assert_ends(int(Path("spinning").read_text()))
 
     @pytest.mark.parametrize("then", ["", " and hang", " and die"])
@@ -481,7 +486,7 @@ class TestOwnFiles:
         assert all("FileNotFoundError" in str(outcome.problem) for outcome in outcomes)
         assert "Traceback" in said[0]
 
-    @pytest.mark.parametrize("paths", [None, "", os.pathsep])
+    @pytest.mark.parametrize("paths", [None, os.pathsep])
     def test_verifier_process_imports_nothing_else(self, monkeypatch: pytest.MonkeyPatch, paths: str | None) -> None:
         """An empty entry of PYTHONPATH, which shells make by mistake, means the working folder to Python."""
         planted = ("sympy", "mpmath", "gmpy2", "langdetect", "json", "re", "worker", "sitecustomize", "open_instruct")
