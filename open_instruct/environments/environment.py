@@ -91,8 +91,24 @@ class ToolAnswer:
     done: bool = False
 
 
+class OwnLoop(NamedTuple):
+    """An event loop in which the environments of one source run, apart from all others.
+
+    Example: `OwnLoop(name="taskset wordle", package="verifiers")`.
+    """
+
+    name: str  # of the loop and of its thread, as `lasting_loop` has it
+    package: str  # calls what the author of an environment wrote, and is not at fault itself
+
+
 class Source(ABC):
-    """A factory of environments that is made ready when a run begins: it has a key to find, or a server."""
+    """A factory of environments that is made ready when a run begins: it has a key to find, or a server.
+
+    Attributes:
+        own_loop: where its environments run, if that is not the loop that all others share.
+    """
+
+    own_loop: OwnLoop | None = None
 
     @abstractmethod
     def begin_run(self) -> None:
@@ -135,6 +151,13 @@ def begin_run(factory: Factory) -> None:
     """Make a factory of ours ready; see `Source`."""
     if isinstance(factory, Source):
         factory.begin_run()
+
+
+def find_own_loop(factory: Factory) -> OwnLoop | None:
+    """The event loop of its own that a factory's environments run in; None if they share one."""
+    if isinstance(factory, Source):
+        return factory.own_loop
+    return None
 
 
 class Environment(Protocol):

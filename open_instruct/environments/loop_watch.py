@@ -14,6 +14,8 @@ LIBRARY = (str(Path(asyncio.__file__).parent), selectors.__file__)
 INTERVAL_S = 1.0
 LIMIT_S = 5.0
 PROBE_S = 0.5
+SHARED_LOOP_REMEDY = "let it `await` what it waits for, or make it a plain `def`, which runs in a thread of its own"
+OWN_LOOP_REMEDY = "let it `await` what it waits for, with `asyncio.to_thread` where that is a plain function"
 
 
 class LoopWatch:
@@ -23,6 +25,8 @@ class LoopWatch:
         thread_name: of the thread in which the loop runs.
         limit_s: how long the loop may be silent.
         warn: is given a message, once for each function that blocks the loop.
+        environment: the name of the one whose loop it is; None where all others share it.
+        package: calls the environment's code in this loop, and is not named where that blocks.
     """
 
     def __init__(
@@ -33,12 +37,17 @@ class LoopWatch:
         warn: Callable[[str], None],
         limit_s: float = LIMIT_S,
         interval_s: float = INTERVAL_S,
+        environment: str | None = None,
+        package: str = "",
     ) -> None:
         self._loop = loop
         self._thread_name = thread_name
         self._warn = warn
         self._limit_s = limit_s
         self._interval_s = interval_s
+        self._package = package
+        self._users = "all environments" if environment is None else environment
+        self._remedy = SHARED_LOOP_REMEDY if environment is None else OWN_LOOP_REMEDY
         self._warned: set[str] = set()
         self._is_closed = threading.Event()
         self.blocker = ""
@@ -49,10 +58,14 @@ class LoopWatch:
         self._is_closed.set()
 
     async def probe(self) -> str:
-        """What blocks the loop at this moment; empty where it answers. Call it in another loop."""
+        """Which loop is blocked at this moment, and by what; empty where it answers.
+
+        Call it in another loop.
+        """
         answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop))
         await asyncio.wait([answer], timeout=PROBE_S)
-        return "" if answer.done() else find_blocker(self._thread_name)
+        blocker = "" if answer.done() else find_blocker(self._thread_name, self._package)
+        return f"the event loop of {self._users} is blocked by {blocker}" if blocker else ""
 
     def _watch(self) -> None:
         while not self._is_closed.wait(self._interval_s):
@@ -64,7 +77,7 @@ class LoopWatch:
             self.blocker = ""
 
     def _name_blocker(self, silent_s: float) -> None:
-        place = find_blocker(self._thread_name)
+        place = find_blocker(self._thread_name, self._package)
         if not place:  # the machine is slow
             return
         self.blocker = f"{place}, for {silent_s:.0f} s"
@@ -73,16 +86,16 @@ class LoopWatch:
             return
         self._warned.add(function)
         self._warn(
-            f"{place} has blocked the event loop of all environments for {silent_s:.0f} s, so that "
-            "others wait and may take too long: let it `await` what it waits for, or make it a "
-            "plain `def`, which runs in a thread of its own"
+            f"{place} has blocked the event loop of {self._users} for {silent_s:.0f} s, so that "
+            f"other episodes wait and may take too long: {self._remedy}"
         )
 
 
-def find_blocker(thread_name: str) -> str:
+def find_blocker(thread_name: str, package: str = "") -> str:
     """The foreign function that runs in the loop of this thread, with its file and line; empty where none does.
 
-    Example: `Shop.buy (mine.py:12)`, also where that has called something of a library.
+    Example: `Shop.buy (mine.py:12)`, also where that has called something of a library. A function
+    of `package` is named only where that has called nobody else's.
     """
     idents = [each.ident for each in threading.enumerate() if each.name == thread_name]
     frame = sys._current_frames().get(idents[0] or 0) if idents else None
@@ -91,8 +104,9 @@ def find_blocker(thread_name: str) -> str:
     foreign = [each for each in frames[last_of_ours + 1 :] if not any(_is_in(each, part) for part in LIBRARY)]
     if not foreign:
         return ""
-    code = foreign[0].f_code
-    return f"{code.co_qualname} ({Path(code.co_filename).name}:{foreign[0].f_lineno})"
+    blocking = next((each for each in foreign if not _is_of_package(each, package)), foreign[0])
+    code = blocking.f_code
+    return f"{code.co_qualname} ({Path(code.co_filename).name}:{blocking.f_lineno})"
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -104,3 +118,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_in(frame: FrameType, folder: str) -> bool:
     return frame.f_code.co_filename.startswith(folder)
+
+
+def _is_of_package(frame: FrameType, package: str) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] == package

@@ -11,7 +11,15 @@ from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, TypeVar
 
-from open_instruct.environments.environment import ChatMessage, EnvironmentFault, Opening, Reply, Source, Turn
+from open_instruct.environments.environment import (
+    ChatMessage,
+    EnvironmentFault,
+    Opening,
+    OwnLoop,
+    Reply,
+    Source,
+    Turn,
+)
 from open_instruct.errors import InputError
 from open_instruct.verifiers.event_loop import lasting_loop
 
@@ -27,6 +35,10 @@ class Taskset(Source):
     def __init__(self, where: str, *, origin: str) -> None:
         self._name, _, self._settings = where.partition(":")
         self._origin = origin
+        # Its rewards may be slow functions that run in the loop itself: one of its own, so that
+        # nothing else waits.
+        self._loop_name = f"taskset {self._name}"
+        self.own_loop = OwnLoop(name=self._loop_name, package="verifiers")
 
     def begin_run(self) -> None:
         """Load it.
@@ -48,8 +60,7 @@ class Taskset(Source):
         finally:  # each of its environments takes Ctrl-C for itself
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        # Its rewards may be slow functions that run in the loop itself: one of its own, so that nothing else waits.
-        self._loop = lasting_loop(f"taskset {self._name}")
+        self._loop = lasting_loop(self._loop_name)
         for each in getattr(self._taskset, "envs", [self._taskset]):
             if not isinstance(each, verifiers.MultiTurnEnv) or each.message_type != "chat":
                 raise InputError(

@@ -26,6 +26,7 @@ from open_instruct.environments.environment import (
     Opening,
     Reply,
     ToolCall,
+    find_own_loop,
     make_environment,
 )
 from open_instruct.environments.foreign_calls import (
@@ -83,13 +84,13 @@ class Conversations:
         self._loop = lasting_loop("episodes")
         # One thread, as a tokenizer is for one at a time.
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="turns")
-        self._watch = LoopWatch(
-            foreign_loop(),
-            thread_name=FOREIGN_LOOP,
-            warn=warn,
-            limit_s=blocked_limit_s,
-            interval_s=min(blocked_limit_s, INTERVAL_S),
-        )
+        watch = partial(LoopWatch, warn=warn, limit_s=blocked_limit_s, interval_s=min(blocked_limit_s, INTERVAL_S))
+        self._watch = watch(foreign_loop(), thread_name=FOREIGN_LOOP)
+        self._own_watches = {
+            name: watch(lasting_loop(own.name), thread_name=own.name, environment=name, package=own.package)
+            for name, factory in factories.items()
+            if (own := find_own_loop(factory)) is not None
+        }
 
     def ask(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:
         """The future completion of an episode that begins with `request`."""
@@ -100,7 +101,8 @@ class Conversations:
         for loop in (self._loop, foreign_loop()):  # what is left in the latter holds sessions of servers
             with suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(self._give_up(), loop).result(2 * CLOSE_TIMEOUT_S)
-        self._watch.close()
+        for watch in (self._watch, *self._own_watches.values()):
+            watch.close()
         self._rendering.shutdown(wait=False, cancel_futures=True)
 
     @staticmethod
@@ -115,7 +117,8 @@ class Conversations:
         environment: Environment | None = None
         try:
             environment = made = await self._in_time(
-                call_foreign(make_environment, self._factories[prompt.environment], prompt.row)
+                call_foreign(make_environment, self._factories[prompt.environment], prompt.row),
+                prompt.environment,
             )
             status = await self._walk(prompt, made, walked)
             problem = ""
@@ -128,13 +131,13 @@ class Conversations:
         finally:
             if environment is not None:
                 with suppress(Exception):
-                    await self._in_time(environment.close(), CLOSE_TIMEOUT_S)
+                    await self._in_time(environment.close(), prompt.environment, CLOSE_TIMEOUT_S)
         return walked.completion(status, problem)
 
     async def _walk(self, prompt: Prompt, environment: Environment, walked: _Walked) -> EpisodeStatus:
         """Ask and answer in turn; `walked` has what has come of it, also if this raises."""
         flags = self._flags
-        opening = await self._in_time(environment.start())
+        opening = await self._in_time(environment.start(), prompt.environment)
         walked.add_turns(prompt.row["messages"] if opening.messages is None else opening.messages)
         talk = await self._in_thread(self._open, prompt, opening)
         walked.begin(talk, is_own=opening.messages is not None or bool(opening.tools))
@@ -153,7 +156,8 @@ class Conversations:
                 walked.turns.append({"role": "parse_error", "content": str(error)})
                 return "parse_error"
             calls = tuple(_with_types(call, opening.tools) for call in calls)
-            answer = await self._in_time(environment.step(Reply(text=text, calls=calls)))
+            step = environment.step(Reply(text=text, calls=calls))
+            answer = await self._in_time(step, prompt.environment)
             walked.add_turns(answer.messages)
             walked.add_rewards(answer.rewards)
             if answer.done:
@@ -198,8 +202,8 @@ class Conversations:
         """What a function of templates and tokenizers returns, in the one thread that they are for."""
         return await self._loop.run_in_executor(self._rendering, partial(function, *args, **kwargs))
 
-    async def _in_time(self, call: Awaitable[T], timeout_s: float | None = None) -> T:
-        """What foreign code answers.
+    async def _in_time(self, call: Awaitable[T], name: str, timeout_s: float | None = None) -> T:
+        """What foreign code of the environment of that name answers.
 
         Raises:
             EnvironmentLate: it has not within its time.
@@ -211,11 +215,18 @@ class Conversations:
         except TimeoutError as error:
             if not deadline.expired():  # one of its own
                 raise
-            blocker = await self._watch.probe()
-            why = f", while the event loop of all environments is blocked by {blocker}" if blocker else ""
+            blocked = await self._find_blocked_loop(name)
+            why = f", while {blocked}" if blocked else ""
             raise EnvironmentLate(f"the environment took longer than {limit_s:g} s{why}") from error
         except RunError as error:  # none of ours: this one ends its episode alone
             raise EnvironmentFault(describe_error(error)) from error
+
+    async def _find_blocked_loop(self, name: str) -> str:
+        """Which loop that the environment of that name needs is blocked, and by what; empty if none."""
+        for watch in (self._own_watches.get(name), self._watch):
+            if watch is not None and (blocked := await watch.probe()):
+                return blocked
+        return ""
 
 
 def _with_types(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> ToolCall:

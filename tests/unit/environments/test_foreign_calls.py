@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from open_instruct.environments.built_in import Calculator
-from open_instruct.environments.environment import Opening, Reply, ToolAnswer, Turn
+from open_instruct.environments.environment import Opening, OwnLoop, Reply, Source, ToolAnswer, Turn
 from open_instruct.environments.foreign_calls import MAX_ERROR_CHARACTERS, call_foreign, describe_error
 from open_instruct.environments.loop_watch import LoopWatch
 from open_instruct.episodes import conversations as conversations_module
@@ -176,6 +176,54 @@ def test_blocked_loop_is_named_while_others_end(
     assert "Blocks.step (test_foreign_calls.py:" in warnings[0]
     assert blocked.episode is not None and blocked.episode.status == "timeout"
     assert "Blocks.step (test_foreign_calls.py:" in blocked.episode.problem
+
+
+def test_blocked_loop_of_one_environment_is_named_with_it(
+    ask: Callable[..., Asked],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A library that has a loop of its own calls what its user wrote there."""
+    monkeypatch.setattr(conversations_module, "CLOSE_TIMEOUT_S", 0.05)
+    gate = threading.Event()
+    warnings: list[str] = []
+    library: dict[str, Any] = {"__name__": "judging.rubric"}
+    exec("async def judge(reward):\n    return reward()", library)
+
+    def reward() -> None:
+        gate.wait()  # in place of time.sleep
+
+    class Judging(Source):
+        own_loop = OwnLoop(name="a loop of judging", package="judging")
+
+        def begin_run(self) -> None: ...
+
+        def __call__(self) -> Any:
+            return Episode()
+
+    class Episode:
+        async def start(self) -> Opening:
+            return Opening()
+
+        async def step(self, reply: Reply) -> Turn:
+            loop = lasting_loop("a loop of judging")
+            work = asyncio.run_coroutine_threadsafe(library["judge"](reward), loop)
+            await asyncio.wrap_future(work)
+            return Turn(done=True)
+
+        async def close(self) -> None: ...
+
+    try:
+        watch = {"warn": warnings.append, "blocked_limit_s": 0.05}
+        blocked, _ = ask(Judging(), ["x<|im_end|>"], watch=watch)
+        completion, _ = ask(Calculator, [f"{CALL}<|im_end|>"], environment_timeout_s=20)
+    finally:
+        gate.set()
+    (warning,) = warnings
+    assert "reward (test_foreign_calls.py:" in warning and "event loop of it " in warning
+    assert blocked.episode is not None and blocked.episode.status == "timeout"
+    assert "event loop of it is blocked by" in blocked.episode.problem
+    assert "reward (test_foreign_calls.py:" in blocked.episode.problem
+    assert completion.episode is not None and completion.episode.status == "done"
 
 
 def test_environment_that_is_merely_late_blocks_nothing(ask: Callable[..., Asked]) -> None:  # noqa: F811

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +13,28 @@ import pytest
 
 from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.data.prompt_rows import environment_of
-from open_instruct.environments.environment import Reply, ToolCall, begin_run, make_environment
+from open_instruct.environments.environment import (
+    EnvironmentFault,
+    Reply,
+    ToolCall,
+    begin_run,
+    make_environment,
+)
 from open_instruct.environments.registry import known_environments
+from open_instruct.episodes import conversations as conversations_module
 from open_instruct.errors import InputError
-from tests.unit.environments.test_environments import blocks_of_the_page
+from tests.unit.environments.test_environments import (  # noqa: F401  # fixtures
+    Asked,
+    ask,
+    blocks_of_the_page,
+    tokenizer,
+)
 
 verifiers = pytest.importorskip("verifiers", reason="pip install 'open-instruct[verifiers]'")
 
 TASKSETS = '''
+import threading
+
 import verifiers
 from datasets import Dataset
 
@@ -67,10 +82,16 @@ def exits(completion):
     raise SystemExit(3)
 
 
+def waits(completion):
+    GATE.wait()  # in place of time.sleep
+    return 1.0
+
+
 def compared(completions):
     return [0.0 for _ in completions]
 
 
+GATE = threading.Event()
 ROWS = Dataset.from_list([{"question": "How many?", "answer": "5"}])
 
 
@@ -86,7 +107,7 @@ def load_environment(kind="higher", max_turns=4):
     if kind == "completion":
         rows = Dataset.from_list([{"prompt": "How many?", "answer": "5"}])
         return verifiers.SingleTurnEnv(dataset=rows, rubric=verifiers.Rubric([is_right]), message_type="completion")
-    rewards = {"compared": [compared], "exits": [exits]}.get(kind, [is_right])
+    rewards = {"compared": [compared], "exits": [exits], "waits": [waits]}.get(kind, [is_right])
     return verifiers.SingleTurnEnv(dataset=ROWS, rubric=verifiers.Rubric(rewards))
 '''
 ADD = Reply(text="I add.", calls=(ToolCall(name="add", arguments={"a": 2, "b": 3}),))
@@ -211,9 +232,32 @@ def test_rewards_that_compare_completions_are_a_fault_that_says_so(name: str) ->
 
 
 def test_reward_that_exits_does_so_for_its_own_episode_alone(name: str) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(EnvironmentFault, match="SystemExit"):
         played(f'{name}:{{"kind": "exits"}}', [Reply(text="5")], row())
     assert played(f'{name}:{{"kind": "single"}}', [Reply(text="5")], row())[1] == 1.0
+
+
+def test_reward_that_blocks_the_loop_of_its_taskset_is_named(
+    name: str,
+    ask: Callable[..., Asked],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conversations_module, "CLOSE_TIMEOUT_S", 0.05)
+    word = f'{name}:{{"kind": "waits"}}'
+    factory = known_environments(EnvironmentSection(environment=word))[word]
+    begin_run(factory)
+    import tasks_of_the_test  # type: ignore[import-not-found]
+
+    warnings: list[str] = []
+    watch = {"warn": warnings.append, "blocked_limit_s": 0.05}
+    try:
+        completion, _ = ask(factory, ["x<|im_end|>"], watch=watch)
+    finally:
+        tasks_of_the_test.GATE.set()
+    (warning,) = warnings
+    assert "waits (tasks_of_the_test.py:" in warning and "event loop of it " in warning
+    assert completion.episode is not None and completion.episode.status == "timeout"
+    assert "waits (tasks_of_the_test.py:" in completion.episode.problem
 
 
 def test_ctrl_c_stays_with_the_run(name: str) -> None:
