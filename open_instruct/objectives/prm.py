@@ -179,7 +179,7 @@ def head(config: PRMConfig) -> Head:
 
 
 def exported(config: PRMConfig, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig) -> dict[str, Any]:
-    """The fields that say where a step ends, and which classes are told apart there.
+    """The fields that say how a text begins, where a step ends, and which classes are told apart there.
 
     Raises:
         InputError: transformers has no class of this family with the new head, or a reward token is no single token.
@@ -188,6 +188,8 @@ def exported(config: PRMConfig, tokenizer: PreTrainedTokenizerFast, hf_config: P
     fields: dict[str, Any] = {
         "prm_step_separator": steps.separator,
         "prm_placeholder_token": steps.placeholder_token,
+        # Of texts alone: elsewhere the chat template has it.
+        "prm_add_bos": (config.data.add_bos and steps.placeholder_token is not None) or None,
         "prm_reward_tokens": list(steps.reward_tokens) or None,
     }
     if steps.reward_tokens:

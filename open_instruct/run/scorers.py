@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 NORMALIZERS = ("score_mean", "score_std")
 SEPARATOR, PLACEHOLDER, WORDS = "prm_step_separator", "prm_placeholder_token", "prm_reward_tokens"
+ADD_BOS = "prm_add_bos"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,13 @@ class StepScorer(Scorer):
             return list(self.texts.find_texts(content))
         if self.texts is not None:
             prompt, steps = self.lists.find_prompt(content), self.lists.find_steps(content)
-            return write_step_lines(prompt, steps, separator=self.fields[SEPARATOR], placeholder=self.texts.step_end)
+            return write_step_lines(
+                prompt,
+                steps,
+                separator=self.fields[SEPARATOR],
+                placeholder=self.texts.step_end,
+                bos=self.texts.bos,
+            )
         if "completions" not in content and "input" in content:
             raise MalformedRow(
                 "missing_key", "no key 'completions': the model was trained without a placeholder, on lists of steps"
@@ -203,11 +210,14 @@ def open_scorer(
         mean, std = (float(config[name]) for name in NORMALIZERS) if normalize else (0.0, 1.0)
         return RewardScorer(mean=mean, std=std, **common)
     rows: Any = {"chat": chat, "classes": (), "right": 1, "max_seq_length": 2, "on_bad_row": "error"}
-    placeholder = config.get(PLACEHOLDER)
+    texts = None
+    if (placeholder := config.get(PLACEHOLDER)) is not None:
+        add_bos = bool(config.get(ADD_BOS))
+        texts = PlaceholderBuilder(step_end=placeholder, add_bos=add_bos, **rows)
     return StepScorer(
         fields=config,
         lists=StepBuilder(step_end=config[SEPARATOR], **rows),
-        texts=None if placeholder is None else PlaceholderBuilder(step_end=placeholder, add_bos=False, **rows),
+        texts=texts,
         word_ids=[single_token_id(tokenizer, word) for word in config.get(WORDS) or ()],
         **common,
     )

@@ -153,7 +153,8 @@ class ProcessRewardModel(ModelVerifier):
         if placeholder is None:
             texts = [prompt, *chain.from_iterable((step, separator) for step in steps)]
         else:
-            texts = write_step_lines(prompt, steps, separator=separator, placeholder=placeholder)
+            bos = self.tokenizer.bos_token if self.config.get("prm_add_bos") else ""
+            texts = write_step_lines(prompt, steps, separator=separator, placeholder=placeholder, bos=bos)
         pieces = list(map(self.tokenize, texts))
         ends = list(accumulate(map(len, pieces), initial=-1))[3::2]
         logits = self.compute_logits(list(chain.from_iterable(pieces)))[ends]
@@ -165,14 +166,20 @@ class ProcessRewardModel(ModelVerifier):
 MODEL_VERIFIERS = {kind.name: kind for kind in (RewardModel, ProcessRewardModel)}
 
 
-def write_step_lines(prompt: str, steps: Sequence[str], *, separator: str, placeholder: str) -> list[str]:
+def write_step_lines(
+    prompt: str, steps: Sequence[str], *, separator: str, placeholder: str, bos: str = ""
+) -> list[str]:
     """Steps as Math-Shepherd writes them, in texts to be tokenised apart: each on its line, the placeholder behind it.
+
+    Args:
+        bos: stands first, once, also where the prompt begins with it.
 
     Example: of the steps a and b, `["", "Q?a ", "ки", "\nb ", "ки"]`.
     """
+    prompt = prompt.removeprefix(bos)
     first, *others = [f"{step} " for step in steps]
     lines = [prompt + first, *(separator + other for other in others)]
-    return ["", *chain.from_iterable((line, placeholder) for line in lines)]
+    return [bos, *chain.from_iterable((line, placeholder) for line in lines)]
 
 
 def _count_labels(config: dict[str, Any]) -> int:

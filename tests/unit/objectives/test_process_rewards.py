@@ -33,6 +33,7 @@ from open_instruct.run.pretrained import open_pretrained
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.registry import judges_named, known_verifiers
+from open_instruct.verifiers.reward_models import ProcessRewardModel
 from tests.refusals import refused
 from tests.unit.objective_runs import config_of, load_rows, write_rows
 from tests.unit.objectives.trl_prm import NUM_STEPS, TOLERANCE, train_ours, write_problem
@@ -377,6 +378,19 @@ def test_verifier_scores_the_steps_of_a_completion(
     assert cut.score == ended.score == pytest.approx(found.score), "what was cut is no step, and a blank line is none"
 
 
+@pytest.mark.parametrize("prompt", ["Q?", "<|bos|>Q?"])
+def test_verifier_writes_the_bos_that_texts_with_placeholders_began_with(
+    folder: Path, tmp_path: Path, prompt: str
+) -> None:
+    """Once, also where the policy's prompt has it."""
+    model = copy_as(folder, tmp_path / "prm", *PLACEHOLDER, "--add_bos")
+    judge = ProcessRewardModel(str(model))
+    judge.load()
+    expected = scores_by_transformers(model, ["<|bos|>", *ON_LINES[1:]], [])
+    assert judge.score_steps(prompt, LINES).tolist() == pytest.approx(expected, abs=1e-5)
+    assert expected != pytest.approx(scores_by_transformers(model, ON_LINES, []), abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
@@ -431,6 +445,8 @@ PLACEHOLDER = ["--placeholder_token", "@"]
         (PLACEHOLDER, TEXT_ROW, ON_LINES),
         (PLACEHOLDER, LIST_ROW, ["", f"<|bos|>{ON_LINES[1]}", *ON_LINES[2:]]),
         ([*PLACEHOLDER, "--reward_tokens", "+", "-"], TEXT_ROW, ON_LINES),
+        ([*PLACEHOLDER, "--add_bos"], TEXT_ROW, ["<|bos|>", *ON_LINES[1:]]),
+        ([*PLACEHOLDER, "--add_bos"], LIST_ROW, ["<|bos|>", *ON_LINES[1:]]),
     ],
 )
 def test_score_command_writes_a_score_for_each_step(
