@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from open_instruct.planning.subject.devices import DEVICES
+from open_instruct.planning.subject.devices import DEVICES, find_gpu
 
 GIB = 2**30
 
@@ -21,15 +21,17 @@ def peak_flops() -> float | None:
     OLMo-core's own table takes a GPU that it does not know, an H200 among them, for an A100.
     """
     name = known_gpu()
-    return None if name is None else DEVICES[name].peak_tflops_bf16 * 1e12
+    if name is None or not DEVICES[name].has_bf16:
+        return None
+    return DEVICES[name].peak_tflops_bf16 * 1e12
 
 
 def known_gpu() -> str | None:
     """The planner's name of the GPU that is there; None where it knows none of that kind."""
     if not torch.cuda.is_available():
         return None
-    found = torch.cuda.get_device_name().lower()
-    return next((name for name, device in DEVICES.items() if device.name in found), None)
+    found = find_gpu(torch.cuda.get_device_name())
+    return None if found is None else found.name
 
 
 def wait(device: torch.device) -> None:

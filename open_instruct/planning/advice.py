@@ -76,7 +76,8 @@ class Advice:
 
     @cached_property
     def ranked(self) -> tuple[Plan, ...]:
-        """A plan for each way to share these GPUs: by tokens per second, then those that do not fit.
+        """A plan for each way to share these GPUs: by tokens per second, equally fast ones by the
+        memory that they leave, then those that do not fit.
 
         The other flags stay as they are, so a tensor degree makes the global batch of DPO and SFT smaller: what is
         compared is the tokens that all GPUs together learn from in a second. Empty in single_gpu_mode. Left out is what
@@ -89,7 +90,7 @@ class Advice:
     @cached_property
     def faster(self) -> Change | None:
         """The fastest layout that fits, if it is faster by `WORTH_A_CHANGE`."""
-        best = next((other for other in self.ranked if other.has_room), None)
+        best = _find_best(self.ranked)
         least = self.plan.tokens_per_second * WORTH_A_CHANGE
         if not self.plan.fits or best is None or best.tokens_per_second < least:
             return None
@@ -126,13 +127,32 @@ def fitting(setting: Setting, values: dict[str, Any]) -> Change | None:
     return change if change and change.plan.has_room else None
 
 
-def _order(plan: Plan) -> tuple[bool, float, bool, float]:
+def _find_best(ranked: Sequence[Plan]) -> Plan | None:
+    """Of the fastest that fit with room the one that stays in its nodes and exchanges least.
+
+    Where arithmetic bounds them all, it has most to spare.
+    """
+    with_room = [plan for plan in ranked if plan.has_room]
+    if not with_room:
+        return None
+    fastest = [plan for plan in with_room if _round_speed(plan) == _round_speed(with_room[0])]
+    return min(fastest, key=_spare_order)
+
+
+def _spare_order(plan: Plan) -> tuple[bool, float]:
+    exchanged_s = (plan.time.in_node_s + plan.time.cross_node_s) / plan.tokens_per_step
+    return plan.layout.straddles_nodes, exchanged_s
+
+
+def _round_speed(plan: Plan) -> float:
+    return float(f"{plan.tokens_per_second:.3g}")
+
+
+def _order(plan: Plan) -> tuple[bool, float, int, bool]:
     if not plan.fits:
-        return True, plan.peak.total_bytes, False, 0.0
-    # Where arithmetic bounds them all, the one that stays in its nodes and exchanges least has most to spare.
-    time = plan.time
-    exchanged_s = (time.in_node_s + time.cross_node_s) / plan.tokens_per_step
-    return False, -float(f"{plan.tokens_per_second:.3g}"), plan.layout.straddles_nodes, exchanged_s
+        return True, plan.peak.total_bytes, 0, False
+    # Among equally fast ones, where arithmetic bounds them all, memory is what they differ in.
+    return False, -_round_speed(plan), -plan.headroom_bytes, plan.layout.straddles_nodes
 
 
 def change_to_fit(plan: Plan, *, with_more_nodes: bool = True) -> Change | None:

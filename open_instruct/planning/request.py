@@ -12,7 +12,7 @@ from open_instruct.errors import InputError
 from open_instruct.objectives.registry import described_run
 from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.planning.plan import Setting
-from open_instruct.planning.subject.devices import Device, device_named
+from open_instruct.planning.subject.devices import CPU, Device, device_named, has_gpu_here
 from open_instruct.planning.subject.workload import RunConfig, objective_of, shape_of_run
 
 
@@ -28,6 +28,7 @@ class PlanFlags:
         open-instruct plan dpo --model_name_or_path allenai/OLMo-2-1124-7B --num_nodes 2 --gpus_per_node 8
         open-instruct plan dpo configs/dpo/olmo2_32b_32gpu_tp.yaml --gpus_per_node 4x8 --gpu h200 --html plan.html
         open-instruct plan grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --json
+        open-instruct plan dpo dpo/tiny_cpu --num_processes 2
     """
 
     num_nodes: int | None = flag("nodes of --gpus_per_node GPUs each; default: as many as that lists", None, minimum=1)
@@ -36,16 +37,24 @@ class PlanFlags:
         "for GRPO default: --num_learners_per_node; with that flag all GPUs of each node, those of engines too",
         [],
     )
-    gpu: str = flag("a100, h100, h200, b200, or memory_gib=N for any other, with the speeds of an H100", "h100")
+    gpu: str | None = flag(
+        "a100, h100, h200, b200, mi300x, l40s, a10g, v100, rtx4090, rtx5090, rtx6000-ada, rtx6000-blackwell, or "
+        "memory_gib=N for any other, with the speeds of an H100; cpu: this machine without one. Default: h100, and cpu "
+        "for a run in float32 where neither --gpus_per_node nor a GPU is here",
+        None,
+    )
     mfu: float = flag("assumed share of the GPU's peak FLOP/s (model FLOPs utilisation)", 0.4, above=0, maximum=1)
     shared_prompt_tokens: int = flag(
         "count prompts of so many tokens as computed once for a pair or group, as --prefix_sharing does", 0
     )
     in_node_gb_s: float | None = flag("GB/s that a GPU sends within its node; default: the GPU's", None, above=0)
     cross_node_gb_s: float | None = flag("GB/s that a GPU sends to other nodes; default: the GPU's", None, above=0)
+    all: bool = flag("print all that is known: what each phase holds, every exchange, weight syncs, all layouts", False)
     json: bool = flag("print the whole plan as JSON", False)
     html: str | None = flag("also write the plan as a page to this file", None)
 
+
+DEFAULT_GPU = "h100"
 
 # Flags that a run cannot do without and a plan does not read.
 ASSUMED = {"mixer_list": ["rows.jsonl", "1.0"], "dataset_mixer_list": ["rows.jsonl", "1.0"], "output_dir": "planned"}
@@ -74,16 +83,18 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     nodes = _nodes(config, sizes, frozenset(flags_given(type(config), words[1:])))
     if isinstance(config, GRPOConfig) and not config.parallel.single_gpu_mode:
         config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
-    warnings = (*objective.validate(config), *unneeded)
+    device, notes = _device(asked, config, nodes)
+    warnings = (*objective.validate(config), *unneeded, *notes)
     _check_shared_prompt(config, asked.shared_prompt_tokens)
     setting = Setting(
         config=config,
         shape=shape_of_run(config, config.model.model_name_or_path),
         gpus_per_node=nodes,
-        device=_device(asked),
+        device=device,
         mfu=asked.mfu,
+        on_cuda=not device.is_cpu,
         shared_prompt_tokens=asked.shared_prompt_tokens,
-        has_engines_in_node=len(sizes) == 1 and _has_room_for_engines(config, sizes[0] - sum(nodes)),
+        has_engines_in_node=device.is_cpu or (len(sizes) == 1 and _has_room_for_engines(config, sizes[0] - sum(nodes))),
     )
     return PlanRequest(setting=setting, warnings=warnings, asked=asked)
 
@@ -158,6 +169,33 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
         raise InputError(f"{given}: must be at least 1 and at most {longest} ({flag})", kind="out_of_range")
 
 
-def _device(asked: PlanFlags) -> Device:
+def _device(asked: PlanFlags, config: RunConfig, nodes: tuple[int, ...]) -> tuple[Device, list[str]]:
+    """The device that a process of the run has, and what is to be said of it."""
+    notes = []
+    name = asked.gpu
+    if name is None and _is_for_this_cpu(asked, config):
+        name = CPU
+        notes.append(
+            "planned for this machine's CPU, as the run computes in float32 and no GPU is here; "
+            "--gpu h100 plans for one"
+        )
+    # Without GPUs all of GRPO's learners are on this host.
+    num_sharing = sum(nodes) if isinstance(config, GRPOConfig) else max(nodes)
+    device = device_named(name or DEFAULT_GPU, num_sharing=num_sharing)
+    if not device.has_bf16 and config.model.param_dtype == "bfloat16":
+        notes.append(
+            f"--gpu {name}: it has no products in bfloat16, and times are those of float32; give --param_dtype float32"
+        )
     given = {name: getattr(asked, name) for name in ("in_node_gb_s", "cross_node_gb_s")}
-    return replace(device_named(asked.gpu), **{name: rate for name, rate in given.items() if rate is not None})
+    rates = {name: rate for name, rate in given.items() if rate is not None}
+    return replace(device, **rates), notes
+
+
+def _is_for_this_cpu(asked: PlanFlags, config: RunConfig) -> bool:
+    """Whether the run can only be meant for this machine, which has no GPU."""
+    names_nodes = asked.gpus_per_node or asked.num_nodes is not None
+    is_small = config.model.param_dtype == "float32"
+    is_one_node = not isinstance(config, GRPOConfig) or (
+        len(config.parallel.num_learners_per_node) == 1 and config.fleet.ray_address is None
+    )
+    return not names_nodes and is_small and is_one_node and not has_gpu_here()

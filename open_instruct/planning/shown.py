@@ -32,6 +32,7 @@ MEANT_TO_CROSS = ("replica", "sync", "world", "all")
 
 # The parts of a GPU's memory: the letter, the colours and the meaning of each, in the order in which they are drawn.
 PARTS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("parts.json").read_text("utf-8"))
+NO_BREAK_SPACE = "\u00a0"
 LETTERS = {label: part["letter"] for label, part in PARTS.items()}
 
 
@@ -62,6 +63,17 @@ def notes_on(plan: Plan) -> list[str]:
 def unit_of(plan: Plan) -> tuple[str, int]:
     """The unit that suits a plan, by name and in bytes."""
     return ("GiB", units.GIB) if plan.peak.total_bytes >= units.GIB else ("MiB", 2**20)
+
+
+def unit_name(plan: Plan) -> str:
+    """What has the memory of the plan: a GPU, or without one a process."""
+    return "GPU" if plan.setting.on_cuda else "process"
+
+
+def legend(plan: Plan) -> str:
+    """The letters of all phases in a line, "P parameters, G gradients"; no break parts one from its meaning."""
+    entries = (f"{LETTERS[label]} {label}" for label in parts_in_any(plan))
+    return ", ".join(entry.replace(" ", NO_BREAK_SPACE) for entry in entries)
 
 
 def parts_of(phase: Phase, plan: Plan) -> list[tuple[str, int]]:

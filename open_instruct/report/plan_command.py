@@ -1,11 +1,14 @@
-"""`open-instruct plan`: what a run would need, before any GPU is taken; printed by plan.txt.jinja (the layout drawn,
-a bar of a GPU's memory for every phase, traffic, time, advice), or as a page of plan.html.jinja.
+"""`open-instruct plan`: what a run would need, before any GPU is taken.
+
+It is printed on one screen by plan_short.txt.jinja; whole by plan.txt.jinja (the layout drawn, a bar
+of a GPU's memory for every phase, traffic, time, advice); or is a page of plan.html.jinja.
 """
 
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,8 +25,12 @@ from open_instruct.report.templates import rendered
 from open_instruct.whole_file import write_asked
 from open_instruct.wording import counted, pages_in
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 BAR_WIDTH = 48
 MAX_LAYOUTS_SHOWN = 8
+MAX_LINES = 40
 
 _ASCII = str.maketrans({"▕": "|", "·": ".", "×": "x", "◀": "<", "▶": ">"})
 
@@ -47,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     if request.asked.json:
         print(json.dumps(shown.as_record(plan, advice), indent=2))
     else:
-        print_plan(plan, advice, Console(file=sys.stdout))
+        print_plan(plan, advice, Console(file=sys.stdout), is_short=not request.asked.all)
     return 0
 
 
@@ -56,17 +63,37 @@ def html_page(plan: Plan, advice: Advice) -> str:
     return rendered("plan.html.jinja", plan=plan, advice=advice, said=shown.said, shown=shown)
 
 
-def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
-    """Print everything, with colours where the console has them and in plain lines elsewhere."""
+def print_plan(plan: Plan, advice: Advice, console: Console, *, is_short: bool = False) -> None:
+    """Print it, with colours where the console has them and in plain lines elsewhere.
+
+    Args:
+        is_short: print what fits into `MAX_LINES` of 80 columns, and otherwise everything.
+    """
     pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
     pages.globals |= {"said": shown.said, "wrapped": wrapped, "counted": counted, "units": units, "shown": shown}
-    pages.globals |= {"styled": _styled, "drawn": draw_layout, "bar": _bar, "most_layouts": MAX_LAYOUTS_SHOWN}
-    text = pages.get_template("plan.txt.jinja").render(plan=plan, advice=advice)
+    pages.globals |= {"styled": _styled, "drawn": draw_layout, "bar": _bar}
+    text = _shorten(pages, plan, advice) if is_short else _render(pages, "plan.txt.jinja", plan, advice)
     for line in Text.from_markup(text, emoji=False).split("\n"):
         line.rstrip()
         if console.options.ascii_only:
             line.plain = line.plain.translate(_ASCII)
         console.print(line, soft_wrap=True, highlight=False)
+
+
+def _render(pages: "Environment", name: str, plan: Plan, advice: Advice, **limits: Any) -> str:
+    return pages.get_template(name).render(plan=plan, advice=advice, **limits)
+
+
+def _shorten(pages: "Environment", plan: Plan, advice: Advice) -> str:
+    """The most that fits into `MAX_LINES`: fewer layouts, then none, then the fullest phase alone."""
+    choices = [(most_layouts, True) for most_layouts in range(MAX_LAYOUTS_SHOWN, -1, -1)]
+    text = ""
+    for most_layouts, shows_phases in [*choices, (0, False)]:
+        limits = {"most_layouts": most_layouts, "shows_phases": shows_phases}
+        text = _render(pages, "plan_short.txt.jinja", plan, advice, **limits)
+        if len(text.rstrip("\n").split("\n")) <= MAX_LINES:
+            break
+    return text
 
 
 def _styled(text: str, style: str) -> str:

@@ -15,7 +15,7 @@ from olmo_core.nn.transformer import Transformer
 
 from open_instruct.models.heads.logprob_head import LogprobHead, losses_of_logits
 from open_instruct.models.nf4 import FrozenLinear
-from open_instruct.planning.subject.devices import DEVICES
+from open_instruct.planning.subject.devices import find_gpu
 
 Moment = float | torch.cuda.Event
 MOST_PASSES = 256
@@ -111,8 +111,8 @@ def _seconds_between(began: Moment, ended: Moment) -> float | None:
 
 def peak_flops_per_second(device: torch.device) -> float | None:
     """Dense bfloat16 FLOP/s of a GPU whose published numbers are known here."""
-    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
-    return next((known.peak_tflops_bf16 * 1e12 for short, known in DEVICES.items() if short in name), None)
+    known = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return known.peak_tflops_bf16 * 1e12 if known is not None and known.has_bf16 else None
 
 
 def flops_of_step(model: Transformer, counts: Mapping[str, int], *, mean_length: int) -> int:

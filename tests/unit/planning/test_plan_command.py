@@ -18,12 +18,15 @@ from rich.console import Console
 
 from open_instruct.cli import main
 from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.planning import request
 from open_instruct.planning.advice import Advice, change_to_fit
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import PlanRequest, parse_request
 from open_instruct.planning.shown import LETTERS, PARTS, said, traffic_rows
 from open_instruct.planning.step_time import flops_per_step
+from open_instruct.planning.subject import units
+from open_instruct.planning.subject.devices import device_named
 from open_instruct.planning.subject.units import GIB
 from open_instruct.report import plan_command
 from open_instruct.report.plan_command import html_page, print_plan
@@ -266,6 +269,14 @@ TWO_PAIRS = ["--per_device_train_batch_size", "2", "--gradient_accumulation_step
 
 
 class TestRanking:
+    def test_equally_fast_layouts_are_ranked_by_the_room_that_they_leave(self) -> None:
+        fitting = [plan for plan in Advice(planned(*DPO_32B, "--num_nodes", "16")).ranked if plan.fits]
+        for sooner, later in pairwise(fitting):
+            speeds = [f"{plan.tokens_per_second:.3g}" for plan in (sooner, later)]
+            if speeds[0] == speeds[1]:
+                assert sooner.headroom_bytes >= later.headroom_bytes
+        assert len({f"{plan.tokens_per_second:.3g}" for plan in fitting}) < len(fitting)
+
     def test_every_triple_is_there_once(self) -> None:
         ranked = Advice(planned(*DPO_7B, *FULL)).ranked
         layouts = [plan.layout for plan in ranked]
@@ -502,10 +513,90 @@ class TestJson:
         assert {layout["context_parallel_degree"] for layout in record["layouts"]} == {1}
 
 
+class TestScreen:
+    @pytest.mark.parametrize(
+        "words",
+        [
+            [*DPO_7B, *KEEPS_ALL],
+            [*DPO_32B, "--num_nodes", "16"],
+            [*DPO_32B, "--num_nodes", "128"],
+            ["sft", *OLMO_7B, "--gpus_per_node", "1", "--gpu", "rtx4090"],
+            [*DPO_7B, *CONTEXT, "2", *TENSOR, "2", "--fsdp_shard_degree", "4"],
+            [*DPO_7B, "--backend", "deepspeed", "--deepspeed_stage", "3", "--offload"],
+            [*GRPO_7B, "8", "8", "--advantages", "gae", "--beta", "0.1", *SHARED, "200"],
+            [*ON_ONE_GPU, "--gpu", "memory_gib=24"],
+        ],
+        ids=lambda words: " ".join(words)[:60],
+    )
+    def test_plan_fits_into_forty_lines_of_eighty_columns_and_says_the_rest_with_all(
+        self, words: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["plan", *words]) == 0
+        short = capsys.readouterr().out.splitlines()
+        assert 12 < len(short) <= plan_command.MAX_LINES
+        assert "--all" in short[-1]
+        assert main(["plan", *words, "--all"]) == 0
+        whole = capsys.readouterr().out.splitlines()
+        assert len(whole) > len(short)
+        plan = planned(*words)
+        for line in (plan.peak.name, f"{units.gib(plan.peak.total_bytes)}"):
+            assert any(line in each for each in short) and any(line in each for each in whole)
+        speeds = [f"{each.tokens_per_second:,.0f}" for each in Advice(plan).ranked]
+        assert all(any(speed in line for line in whole) for speed in speeds)
+
+
+class TestCPU:
+    WORDS = ("dpo", "dpo/tiny_cpu", "--model_name_or_path", "Qwen/Qwen3-0.6B")
+
+    @pytest.mark.parametrize(
+        ("words", "is_cpu"),
+        [
+            (["--num_processes", "2"], True),
+            (["--num_processes", "2", "--gpu", "h100"], False),
+            (["--num_processes", "2", "--param_dtype", "bfloat16"], False),
+            (["--gpus_per_node", "2"], False),
+            (["--gpus_per_node", "2", "--gpu", "cpu"], True),
+        ],
+    )
+    def test_run_without_a_gpu_is_planned_for_this_machine(
+        self, words: list[str], is_cpu: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(request, "has_gpu_here", lambda: False)
+        asked = requested(*self.WORDS, *words)
+        assert (asked.setting.device.is_cpu, asked.setting.on_cuda) == (is_cpu, not is_cpu)
+        is_said = any("--gpu h100" in warning for warning in asked.warnings)
+        assert is_said == (is_cpu and "--gpu" not in words)
+        if is_cpu:
+            whole = device_named("cpu").memory_bytes
+            assert asked.setting.device.memory_bytes == pytest.approx(whole / 2, rel=1e-6)
+            text = page(plan_of(asked.setting))
+            assert "The layouts of 2 processes" in text
+            assert "H100" not in text and "CUDA and libraries" not in text
+
+    def test_machine_with_a_gpu_is_planned_with_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(request, "has_gpu_here", lambda: True)
+        assert requested(*self.WORDS, "--num_processes", "2").setting.on_cuda
+
+    def test_learners_of_a_run_without_a_gpu_share_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(request, "has_gpu_here", lambda: False)
+        words = ["grpo", "grpo/tiny_cpu", "--model_name_or_path", "Qwen/Qwen3-0.6B"]
+        setting = requested(*words).setting
+        assert setting.device.is_cpu and setting.has_engines_in_node
+        assert not requested(*words, "--num_learners_per_node", "2", "2").setting.device.is_cpu
+
+
+@pytest.mark.parametrize(("dtype", "is_warned"), [("bfloat16", True), ("float32", False)])
+def test_gpu_without_bfloat16_is_said_to_have_none(dtype: str, is_warned: bool) -> None:
+    words = ["sft", *OLMO_7B, "--gpus_per_node", "8", "--gpu", "v100", "--param_dtype", dtype]
+    asked = requested(*words)
+    assert any("--param_dtype float32" in warning for warning in asked.warnings) == is_warned
+    assert "no bfloat16" in " ".join(page(plan_of(asked.setting)).split())
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--help"]) == 0
     text = capsys.readouterr().out
-    for name in ("num_nodes", "gpus_per_node", "gpu", "mfu", "in_node_gb_s", "cross_node_gb_s", "json", "html"):
+    for name in ("num_nodes", "gpus_per_node", "gpu", "mfu", "in_node_gb_s", "cross_node_gb_s", "all", "json", "html"):
         assert f"--{name} " in text
 
 

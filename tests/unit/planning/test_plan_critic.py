@@ -11,7 +11,7 @@ from open_instruct.planning.subject.model import model_shape
 from open_instruct.planning.traffic import traffic_per_step
 
 RUN = "grpo --model_name_or_path allenai/OLMo-2-1124-7B --num_learners_per_node 8 --activation_checkpointing full"
-RUN += " --pack_length 8192 --num_unique_prompts_rollout 64 --num_mini_batches 2"
+RUN += " --gpu h100 --pack_length 8192 --num_unique_prompts_rollout 64 --num_mini_batches 2"
 GAE = " --advantages gae"
 STAGE = " --backend deepspeed --deepspeed_stage "
 

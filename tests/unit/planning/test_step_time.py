@@ -8,7 +8,7 @@ from open_instruct.packing.prefixes import FullRows
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second
 from open_instruct.planning.step_time import step_time as step_time_of
-from open_instruct.planning.subject.devices import DEVICES, Device, device_named
+from open_instruct.planning.subject.devices import DEVICES, Device, device_named, find_gpu
 from open_instruct.planning.subject.model import Adapters, LayerShape, ModelShape
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.planning.traffic import (
@@ -211,10 +211,59 @@ def test_devices() -> None:
 
 
 @pytest.mark.parametrize(
+    ("driver", "name", "memory_gib", "tflops"),
+    [
+        ("NVIDIA GeForce RTX 4090", "rtx4090", 24, 165),
+        ("NVIDIA GeForce RTX 5090", "rtx5090", 32, 210),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada", 48, 364),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx6000-blackwell", 96, 504),
+        ("NVIDIA L40S", "l40s", 48, 362),
+        ("NVIDIA A10G", "a10g", 24, 70),
+        ("Tesla V100-SXM2-32GB", "v100", 32, 16),
+        ("AMD Instinct MI300X", "mi300x", 192, 1307),
+        ("NVIDIA H100 80GB HBM3", "h100", 80, 989),
+    ],
+)
+def test_gpu_is_found_by_what_its_driver_calls_it(driver: str, name: str, memory_gib: float, tflops: float) -> None:
+    """Programs get a little less memory than the data sheet says."""
+    device = find_gpu(driver)
+    assert device is not None and device == device_named(name) == DEVICES[name]
+    assert 0.89 * memory_gib < device.memory_gib < memory_gib
+    assert device.peak_tflops_bf16 == pytest.approx(tflops, rel=0.03)
+    assert device.has_bf16 == (name != "v100")
+
+
+@pytest.mark.parametrize("driver", ["NVIDIA RTX A6000", "Quadro RTX 6000", "NVIDIA A10", "Tesla T4"])
+def test_gpu_that_is_none_of_ours_is_not_taken_for_one(driver: str) -> None:
+    assert find_gpu(driver) is None
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("RTX 4090", "rtx4090"),
+        ("5090", "rtx5090"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
+        ("rtx pro 6000 blackwell", "rtx6000-blackwell"),
+    ],
+)
+def test_gpu_is_named_in_its_makers_spelling_too(spelling: str, name: str) -> None:
+    assert device_named(spelling) == DEVICES[name]
+
+
+def test_processes_share_a_cpu() -> None:
+    alone, shared = device_named("cpu"), device_named("CPU", num_sharing=4)
+    assert alone.is_cpu and not DEVICES["h100"].is_cpu
+    assert shared.memory_gib == alone.memory_gib / 4
+    assert shared.peak_tflops_bf16 == alone.peak_tflops_bf16 / 4 > 0
+
+
+@pytest.mark.parametrize(
     ("name", "says"),
     [
         ("h10", "GiB: memory_gib=40; did you mean h100?"),
-        ("tpu", "--gpu tpu: known are a100, h100, h200, b200; of any other"),
+        ("tpu", "--gpu tpu: known are a100, h100, h200, b200, mi300x, rtx4090"),
+        ("RTX 6000", "rtx6000-ada, rtx6000-blackwell"),
         ("memory_gib=many", "--gpu memory_gib=many: known are a100"),
         ("memory_gib=inf", "give its memory, above 0"),
         ("memory_gib=1e308", "above 0 and at most 1,000,000 GiB: memory_gib=40"),
