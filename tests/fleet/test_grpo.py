@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 
 from open_instruct.rollout.traces import read_traces
 from open_instruct.run import export_command
-from tests.fleet import dying_run
+from tests.fleet import dying_engines, dying_run
 from tests.fleet.grpo_case import (
     NUM_PROMPTS_PER_STEP,
     NUM_SAMPLES_PER_PROMPT,
@@ -48,6 +49,8 @@ EVERY_STEP = {
 # So many that one can lose an engine, a learner and the driver one after the other.
 STEPS = range(1, 8)
 LAST_STEP_OF_THE_DRIVER = 5
+SECONDS_TO_MISS_AN_ENGINE = 30
+RESTART = "; starting it again ("
 UNDISTURBED = {
     "num_learners_per_node": 2,
     "total_episodes": len(STEPS) * NUM_PROMPTS_PER_STEP * NUM_SAMPLES_PER_PROMPT,
@@ -204,6 +207,43 @@ def test_process_that_dies_in_a_phase_of_a_weight_sync_is_replaced(
     assert_same_weights(case, undisturbed)
     for step in STEPS:
         assert token_ids_of(case, step) == token_ids_of(undisturbed, step)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("weight_sync", "backend", "phases"),
+    [
+        ("dense", "shm", dying_engines.PHASES_OF_WHOLE_WEIGHTS),
+        ("delta", "gloo", dying_engines.PHASES_OF_CHANGES),
+    ],
+)
+def test_engine_that_dies_in_any_phase_of_a_weight_sync_is_missed_in_seconds_and_replaced(
+    variant: Callable[..., GRPOCase],
+    undisturbed: GRPOCase,
+    tmp_path: Path,
+    weight_sync: str,
+    backend: str,
+    phases: tuple[str, ...],
+) -> None:
+    """To the very weights of an undisturbed run, and long before the sync's own time-out."""
+    flags = {"weight_sync": weight_sync, "weight_sync_backend": backend, "max_restarts": len(phases)}
+    case = variant(**UNDISTURBED, **flags, weight_sync_timeout_s=20 * SECONDS_TO_MISS_AN_ENGINE)
+    environment = dying_engines.write_deaths(tmp_path, phases)
+    process = programs.start(case.command(), environment=environment, cwd=case.output_dir.parent)
+    finished(process, exit_code=0)
+    died_s = dying_engines.read_deaths(tmp_path)
+    assert tuple(died_s) == phases
+    missed_s = [read_time_s(line) for line in (case.output_dir / "run.log").read_text().splitlines() if RESTART in line]
+    for phase, missed in zip(phases, missed_s, strict=True):
+        assert missed - died_s[phase] < SECONDS_TO_MISS_AN_ENGINE, phase
+    assert [row["step"] for row in case.rows()] == [*STEPS]
+    assert_same_weights(case, undisturbed)
+    assert_opens_whole(case.output_dir)
+
+
+def read_time_s(line: str) -> float:
+    """Of a line of `run.log`, in seconds since the epoch: `2026-11-29 03:24:39,120 rank 0 …`."""
+    return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
 def token_ids_of(case: GRPOCase, step: int) -> list[tuple[int, ...]]:
