@@ -1,9 +1,8 @@
 """The last lines of a finished run: its results, the folder of its model, and the next commands."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from rich.panel import Panel
 from rich.table import Table
@@ -11,8 +10,9 @@ from rich.table import Table
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.metric_table import followed, in_order
+from open_instruct.report.ends import Rows, describe_ends, step_ends
 from open_instruct.run.console import Console, time_words
-from open_instruct.run.run_directory import RunDirectory, exported_by, is_number, rows_of
+from open_instruct.run.run_directory import RunDirectory, exported_by, rows_of
 from open_instruct.wording import counted
 
 ADAPTER_KIND = ("adapter_config.json", "task_type")
@@ -27,8 +27,8 @@ def print_results(config: LearnerConfig, *, took_s: float) -> None:
     if not rows or not model.exists():
         return
     facts = {
-        f"{counted(rows[-1]['step'], 'step')}": learned_words(rows),
-        "held out": held_out_words(list(rows_of(directory.evaluations))),
+        f"{counted(rows[-1]['step'], 'step')}": describe_learning(rows),
+        "held out": describe_held_out(list(rows_of(directory.evaluations))),
         "time": time_words(took_s),
         "model": str(model),
         **_next_command(model),
@@ -46,16 +46,23 @@ def print_results(config: LearnerConfig, *, took_s: float) -> None:
     console.rich.print(Panel(table, title="what happened", title_align="left", expand=False))
 
 
-def learned_words(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The first and last values of the metrics in a step's line."""
+def describe_learning(rows: Rows) -> str:
+    """The first and the last values of the metrics in a step's line."""
+    return describe_ends({name: step_ends(rows, name) for name in learning_metrics()})
+
+
+def describe_held_out(evaluations: Rows) -> str:
+    """The first and the last values of the first metrics of the evaluations."""
+    names = in_order({name for row in evaluations for name in row} - {"step", "samples"})
+    ends = {name: step_ends(evaluations, name) for name in names}
+    known = {name: pair for name, pair in ends.items() if pair}
+    return describe_ends(dict(islice(known.items(), NUM_HELD_OUT)))
+
+
+def learning_metrics() -> list[str]:
+    """The names of the metrics in a step's line that say what was learned."""
     names = [entry.name for entry in followed() if entry.group == "Learning"]
-    return _first_to_last(rows, [name for name in names if not name.startswith("eval/")])
-
-
-def held_out_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """The first and last values of the first metrics of the evaluations."""
-    names = {name for row in evaluations[:1] for name in row} - {"step"}
-    return _first_to_last(evaluations, in_order(names)[:NUM_HELD_OUT])
+    return [name for name in names if not name.startswith("eval/")]
 
 
 def _next_command(model: Path) -> dict[str, str]:
@@ -64,16 +71,3 @@ def _next_command(model: Path) -> dict[str, str]:
     if not any(word in str(read_object(model / name).get(field)) for word in ("CausalLM", "CAUSAL_LM")):
         return {}
     return {"talk": f"open-instruct chat {shlex.quote(str(model.parent))}"}
-
-
-def _first_to_last(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    if not rows:
-        return ""
-    first, last = rows[0], rows[-1]
-    known = [name for name in names if is_number(first.get(name)) and is_number(last.get(name))]
-    return ", ".join(f"{name.removeprefix('eval/')} {_short(first[name])} -> {_short(last[name])}" for name in known)
-
-
-def _short(value: float) -> str:
-    """A number in four digits. Rounding noise around 0 is 0, and not -0."""
-    return f"{round(value, 6) + 0.0:.4g}"

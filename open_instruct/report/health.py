@@ -5,13 +5,14 @@ The sentences are in `findings.json`, and so are the rules that compare one metr
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import fsum
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
 
+from open_instruct.report.ends import mean_ends
 from open_instruct.report.run_files import RunFiles
 from open_instruct.run.run_directory import is_number
 from open_instruct.wording import counted
@@ -20,6 +21,8 @@ from open_instruct.wording import counted
 FEW_STEPS = 10
 PARTS_OF_TRAINING = ("time/data", "time/forward", "time/backward", "time/optimizer", "time/checkpoint")
 PARTS_OF_ROLLOUTS = ("time/generate", "time/train", "time/sync")
+# Of the larger of two mean rewards: a smaller change is chance.
+REWARD_CHANGE = 0.02
 # What is better where it is larger (1) or smaller (-1). The first of these that a run has is judged.
 HELD_OUT = (
     ("eval/pass_at_1", 1, "share of held-out prompts that are answered right"),
@@ -48,7 +51,10 @@ def findings_of(run: RunFiles) -> list[Finding]:
     """All findings about a run, the worst first."""
     rules = (_place, _finite, _loss, _gradient, _preferences, _held_out, _limits, _reward, _memory)
     findings = [finding for rule in rules for finding in rule(run)]
-    if not any(finding.level == "bad" for finding in findings) and len(run.rows) >= FEW_STEPS:
+    if _reward_rises(run):
+        # What is wrong with a run that learns is worth a look, and no failure.
+        findings = [replace(each, level="fair") if each.level == "bad" else each for each in findings]
+    if all(finding.level == "good" for finding in findings) and len(run.rows) >= FEW_STEPS:
         findings.append(_found("nothing_else"))
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
@@ -89,10 +95,13 @@ def _mean_after_first(run: RunFiles, name: str) -> float:
 
 
 def _ends(run: RunFiles, name: str) -> tuple[float, float]:
-    """Means over the first and over the last fifth of the steps."""
-    values = run.numbers(name)
-    size = max(1, len(values) // 5)
-    return mean(values[:size]), mean(values[-size:])
+    """Means over the first and over the last fifth of the steps, as the headline has them."""
+    return mean_ends(run.rows, name) or (0.0, 0.0)
+
+
+def _reward_rises(run: RunFiles) -> bool:
+    early, late = _ends(run, "reward")
+    return late - early > REWARD_CHANGE * max(abs(early), abs(late))
 
 
 def _place(run: RunFiles) -> Iterator[Finding]:
@@ -178,14 +187,17 @@ def _reward(run: RunFiles) -> Iterator[Finding]:
         return
     early, late = _ends(run, "reward")
     _, silent = _ends(run, "zero_std_fraction")
+    least = REWARD_CHANGE * max(abs(early), abs(late))
+    if late - early > least:
+        yield _found("reward_rose", early, late)
     if max(rewards) <= 0:
         yield _found("no_reward")
     elif silent > 0.7:
         yield _found("silent_groups_all_right" if late > 0.8 else "silent_groups", silent)
-    elif len(rewards) >= 2 * FEW_STEPS and late - early < 0.02 * max(abs(early), abs(late)):
+    elif len(rewards) >= 2 * FEW_STEPS and early - late > least:
+        yield _found("reward_fell", early, late)
+    elif len(rewards) >= 2 * FEW_STEPS and late - early <= least:
         yield _found("reward_flat", early, late)
-    elif late > early:
-        yield _found("reward_rose", early, late)
 
 
 def _memory(run: RunFiles) -> Iterator[Finding]:

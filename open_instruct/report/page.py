@@ -6,8 +6,9 @@ Words and bars stand in it, a script of ours draws curves and shows rollouts.
 import base64
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise, takewhile
 from math import fsum
 from pathlib import Path
@@ -18,16 +19,22 @@ from markupsafe import Markup
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
-from open_instruct.errors import InputError
+from open_instruct.errors import InputError, Problem
 from open_instruct.metric_table import entry_of, in_order
 from open_instruct.planning.subject.units import GIB
 from open_instruct.report.charts import histograms_of, series_of
-from open_instruct.report.closing import held_out_words, learned_words
+from open_instruct.report.closing import describe_held_out, learning_metrics
+from open_instruct.report.ends import count_steps_of_mean, describe_ends, mean_ends
 from open_instruct.report.health import findings_of, parts_of_step, planned_bytes
+from open_instruct.report.live_page import LivePage, serve_page
 from open_instruct.report.run_files import RunFiles, differing_flags, packed_rollouts, read_rollouts
 from open_instruct.report.templates import rendered
 from open_instruct.run.console import time_words
 from open_instruct.whole_file import write_asked
+
+MAX_ROLLOUTS, MAX_LIVE_ROLLOUTS = 10_000, 1_000
+# One after the other they are the page's script.
+SCRIPTS = ("marks.js", "curves.js", "rollouts.js", "live.js", "start.js")
 
 
 @dataclass(kw_only=True)
@@ -39,10 +46,18 @@ class ReportFlags:
     Examples:
         open-instruct report runs/dpo
         open-instruct report runs/a runs/b --out compared.html
+        open-instruct report runs/dpo --watch
     """
 
     out: str | None = flag("file to write; default: report.html in RUN, or here where there are several", None)
-    max_rollouts: int = flag("saved rollouts of each run that the page may hold; 0 leaves them out", 10_000, minimum=0)
+    watch: bool = flag("serve the page on this machine, at an address that is printed; it follows the run", False)
+    port: int = flag("port of 127.0.0.1 for --watch; 0 takes one that is free", 0, read_with="watch", minimum=0)
+    max_rollouts: int | None = flag(
+        f"saved rollouts of each run that the page may hold, 0 for none; "
+        f"default: {MAX_ROLLOUTS:,}, with --watch {MAX_LIVE_ROLLOUTS:,}",
+        None,
+        minimum=0,
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,9 +73,12 @@ def main(argv: Sequence[str]) -> int:
         )
     folders = [Path(name).expanduser() for name in names]
     flags = parse(ReportFlags, argv[len(names) :])
-    refuse(limit_problems(flags))
+    refuse([*limit_problems(flags), *_watch_problems(flags)])
+    if flags.watch:
+        return _watch(folders, flags)
     began_s = time.monotonic()
-    page = report_page(folders, max_rollouts=flags.max_rollouts)
+    most = MAX_ROLLOUTS if flags.max_rollouts is None else flags.max_rollouts
+    page = report_page(folders, max_rollouts=most)
     folder = folders[0] if len(folders) == 1 else Path()
     out = Path(flags.out).expanduser() if flags.out else folder / "report.html"
     write_asked(out, page, flag="--out")
@@ -68,10 +86,23 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def report_page(folders: Sequence[Path], *, max_rollouts: int) -> str:
-    """The text of the page about the runs in `folders`.
+def _watch_problems(flags: ReportFlags) -> Iterator[Problem]:
+    if flags.watch and flags.out:
+        yield Problem("--watch writes no file: leave --out out", kind="conflict", flag="out")
+    if flags.port and not flags.watch:
+        yield Problem("--port is read with --watch only: add --watch, or leave it out", kind="unread_flag")
 
-    Nothing in it but `page.js` can run: the page's policy names the digest of that script alone.
+
+def _watch(folders: Sequence[Path], flags: ReportFlags) -> int:
+    most = MAX_LIVE_ROLLOUTS if flags.max_rollouts is None else flags.max_rollouts
+    serve_page(LivePage(folders, partial(report_page, max_rollouts=most)), port=flags.port)
+    return 0
+
+
+def report_page(folders: Sequence[Path], *, max_rollouts: int, version: str = "", refresh_s: float = 0.0) -> str:
+    """The text of the page about the runs in `folders`; a served one has a `version` and follows its server's.
+
+    Nothing in it but our script can run: the page's policy names the digest of that script alone.
 
     :raises InputError: a folder holds no run.
     """
@@ -80,7 +111,7 @@ def report_page(folders: Sequence[Path], *, max_rollouts: int) -> str:
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     shown = [_shown(run, name, max_rollouts) for run, name in zip(runs, names, strict=True)]
-    script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
+    script = "\n".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     columns = {name for run in shown for name in (*run["curves"]["columns"], *run["held_out"]["columns"])}
     # What the script reads; it finds the blocks by their ids.
@@ -96,6 +127,8 @@ def report_page(folders: Sequence[Path], *, max_rollouts: int) -> str:
         data=data,
         script=Markup(script),
         digest=digest,
+        version=version,
+        refresh_s=refresh_s,
     )
 
 
@@ -132,11 +165,18 @@ def _headline(run: RunFiles) -> dict[str, str]:
         "model": str(run.config.get("model_name_or_path", "")),
         "objective": _objective(run),
         "data": ", ".join(map(str, sources)),
-        "first to last": learned_words(run.rows),
-        "held out": held_out_words(run.evaluations),
+        "first to last": _describe_means(run),
+        "held out": describe_held_out(run.evaluations),
         "time of its steps": time_words(seconds) if seconds else "",
     }
     return {name: words for name, words in facts.items() if words}
+
+
+def _describe_means(run: RunFiles) -> str:
+    """The means that findings judge by, so that both have the same numbers."""
+    words = describe_ends({name: mean_ends(run.rows, name) for name in learning_metrics()})
+    size = count_steps_of_mean(run.rows)
+    return f"{words} (means of the first and of the last {size} steps)" if words and size > 1 else words
 
 
 def _seconds(run: RunFiles) -> float:

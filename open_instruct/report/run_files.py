@@ -24,7 +24,7 @@ from open_instruct.config.parser import MAX_YAML_BYTES
 from open_instruct.data.files.unfolding import check_unfolding
 from open_instruct.errors import InputError
 from open_instruct.report.run_forms import PlannedMemory, parse_layout, parse_plan, read_form
-from open_instruct.run.run_directory import RunDirectory, is_number, rows_of
+from open_instruct.run.run_directory import RunDirectory, RunState, is_number, rows_of
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.whole_file import read_whole
 from open_instruct.wording import counted
@@ -37,6 +37,7 @@ TEXTS = (
     *("reward", "scores", "problems", "advantage", "used_in_training", "rejected"),
 )
 COLUMNS = (*TEXTS, *OF_TOKENS, "episode")
+ABSENT = "(no such flag)"
 UNREADABLE = (pyarrow.ArrowException, OSError, ValueError)
 
 
@@ -61,7 +62,11 @@ class RunFiles:
     layout: ShardLayout | None = None
     plan: PlannedMemory | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
-    has_ended: bool = False
+    state: RunState = "stopped"
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state == "ended"
 
     @classmethod
     def read(cls, folder: Path) -> RunFiles:
@@ -85,7 +90,7 @@ class RunFiles:
             layout=layout,
             plan=plan,
             left_out={"layout": no_layout, "plan": no_plan},
-            has_ended=directory.hf_model.exists() or directory.adapter.exists(),
+            state=directory.find_state(),
         )
 
     @property
@@ -105,10 +110,11 @@ class RunFiles:
 
 
 def differing_flags(runs: list[RunFiles]) -> Iterator[tuple[str, list[Any]]]:
-    """Yields the flags that all runs have with different values, and the value in each run."""
-    for name in runs[0].config:
-        values = [run.config[name] for run in runs if name in run.config]
-        if len(values) == len(runs) and any(value != values[0] for value in values):
+    """Yields every flag that differs, and its value in each run: `ABSENT` where a run has no such flag."""
+    names = dict.fromkeys(name for run in runs for name in run.config)
+    for name in names:
+        values = [run.config.get(name, ABSENT) for run in runs]
+        if any(value != values[0] for value in values):
             yield name, values
 
 

@@ -5,10 +5,11 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
@@ -19,6 +20,9 @@ OWN_FILES = (
     *("config.yaml", "layout.json", "run.log", "metrics.jsonl", "eval.jsonl", "pids.json", "plan.json"),
     *("wandb_id", "trackio_name", "mlflow_id", "swanlab_id"),
 )
+# A lease is renewed every few seconds; clocks of two machines may be some seconds apart.
+LEASE_SILENCE_S = 60.0
+RunState = Literal["ended", "running", "stopped"]
 WAY_OUT = "move it away, or take another folder"
 
 
@@ -65,6 +69,19 @@ class RunDirectory:
                 raise InputError(
                     f"{step} is {kind}, and a run has the folder of a checkpoint there: {WAY_OUT}", kind="other_run"
                 )
+
+    def has_live_lease(self) -> bool:
+        """Whether a process holds the folder and has renewed its lease of late, by the clock of this machine."""
+        try:
+            return time.time() - (self.path / "run.lease").stat().st_mtime < LEASE_SILENCE_S
+        except OSError:
+            return False
+
+    def find_state(self) -> RunState:
+        """Whether the run has left its model (`ended`), a process is at work on it, or neither."""
+        if self.hf_model.exists() or self.adapter.exists():
+            return "ended"
+        return "running" if self.has_live_lease() else "stopped"
 
     def has_results(self) -> bool:
         """Whether a run has left a checkpoint or an export here."""

@@ -9,6 +9,7 @@ import pytest
 from open_instruct.config.parser import parse
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.report.closing import print_results
+from open_instruct.report.ends import step_ends
 
 
 def finished(folder: Path, **architectures: Any) -> DPOConfig:
@@ -35,6 +36,18 @@ def test_closing_names_results_and_next_steps(tmp_path: Path, capsys: pytest.Cap
         f"talk: open-instruct chat {folder}",
         f"report: open-instruct report {folder}",
     ]
+
+
+def test_accuracy_begins_where_the_policy_has_left_its_reference() -> None:
+    accuracies, margins = [0.0, 0.5, 1.0], [1e-7, -0.1, 2.0]
+    rows = [
+        {"step": step, "rewards/accuracy": accuracy, "rewards/margin": margin}
+        for step, (accuracy, margin) in enumerate(zip(accuracies, margins, strict=True), start=1)
+    ]
+    assert step_ends(rows, "rewards/accuracy") == (0.5, 1.0)
+    assert step_ends(rows, "rewards/margin") == (0.0, 2.0)
+    # A loss without a reference tells pairs apart from the first step on.
+    assert step_ends([rows[0] | {"rewards/margin": 1.0}, *rows[1:]], "rewards/accuracy") == (0.0, 1.0)
 
 
 def test_judge_is_not_talked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdi
 from open_instruct.report import health, page
 from open_instruct.report.charts import MAX_POINTS, histograms_of, series_of
 from open_instruct.report.health import Finding, findings_of, parts_of_step
-from open_instruct.report.run_files import RunFiles, differing_flags, read_rollouts
+from open_instruct.report.run_files import ABSENT, RunFiles, differing_flags, read_rollouts
 from open_instruct.report.run_forms import PlannedMemory, PlannedPhase
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.rollout.traces import write_traces
@@ -244,15 +244,21 @@ class TestPage:
         parsed = page_of(run, other)
         assert [each["name"] for each in json.loads(parsed.scripts["data"])["runs"]] == [str(run), str(other)]
         words = [word for word in parsed.words if word.strip()]
-        differ = words[words.index("flags that differ") : words.index("Health")]
-        place = differ.index("--beta")
-        assert differ[place + 1 : place + 3] == ["0.5", "0.25"] and "--learning_rate" not in differ
+        differ = words[words.index("flags that differ: 2") : words.index("Health")]
+        for flag, values in {"--beta": ["0.5", "0.25"], "--output_dir": [str(run), str(other)]}.items():
+            place = differ.index(flag)
+            assert differ[place + 1 : place + 3] == values
+        assert "--learning_rate" not in differ
         assert "run1-token_ids" in parsed.scripts
 
     def test_flags_that_differ(self) -> None:
         a = RunFiles(folder=Path(), config={"beta": None, "seed": 1, "loss_fn": "dapo"})
         b = RunFiles(folder=Path(), config={"beta": 0.5, "seed": 1, "packing": True})
-        assert list(differing_flags([a, b])) == [("beta", [None, 0.5])]
+        assert list(differing_flags([a, b])) == [
+            ("beta", [None, 0.5]),
+            ("loss_fn", ["dapo", ABSENT]),
+            ("packing", [ABSENT, True]),
+        ]
         assert list(differing_flags([a])) == []
 
     def test_run_that_has_only_begun(self, tmp_path: Path) -> None:
@@ -365,7 +371,7 @@ def rows_with(num_steps: int = 40, **columns: Any) -> list[dict[str, Any]]:
 
 
 def said_of(rows: list[dict[str, Any]], **more: Any) -> list[Finding]:
-    return findings_of(RunFiles(folder=Path("a"), rows=rows, has_ended=True, **more))
+    return findings_of(RunFiles(folder=Path("a"), rows=rows, state="ended", **more))
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -377,6 +383,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "all cut": ({"reward": 0.5, "truncated_fraction": 0.9}, "90% of the completions are cut off"),
     "nothing right": ({"reward": 0.0, "zero_std_fraction": 1.0}, "Nothing was right"),
     "all the same": ({"reward": 0.9, "zero_std_fraction": 0.9}, "90% of the last groups taught nothing"),
+    "falling": ({"reward": lambda step: 1 - step / 50}, "The reward fell from 0.91 to 0.27"),
     "flat": ({"reward": 0.5, "zero_std_fraction": 0.1}, "The reward is flat"),
     "verifiers": ({"reward": 0.5, "num_verifier_problems": 3}, "Verifiers failed for 3 answers of a step"),
     "clipped": ({"reward": lambda step: step / 40, "clip_fraction": 0.4}, "40% of the tokens were clipped"),
@@ -401,6 +408,25 @@ class TestHealth:
         assert [finding.level for finding in said_of(rows_with(**good))] == ["good"]
         of_grpo = said_of(rows_with(**good, reward=lambda step: step / 40))
         assert [finding.level for finding in of_grpo] == ["good", "good"]
+
+    def test_nothing_is_red_where_the_reward_rose(self) -> None:
+        troubles = {"zero_std_fraction": 0.9, "truncated_fraction": 0.9, "num_verifier_problems": 2}
+        evaluations = [{"step": step, "eval/pass_at_1": 0.5 - step / 100} for step in (0, 40)]
+
+        def levels(**columns: Any) -> set[str]:
+            return {finding.level for finding in said_of(rows_with(**columns), evaluations=evaluations)}
+
+        assert levels(reward=lambda step: step / 100, **troubles) == {"good", "fair"}
+        assert "bad" in levels(reward=lambda step: 1 - step / 100, **troubles)
+
+    def test_headline_and_findings_have_the_same_numbers(self, run: Path) -> None:
+        rewards = [0.1 + 0.0127 * step + 0.05 * (step % 3) for step in range(1, 41)]
+        rows = [{"step": step, "reward": reward} for step, reward in enumerate(rewards, start=1)]
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        words = " ".join(" ".join(page_of(run).words).split())
+        early, late = (f"{sum(part) / 8:.4g}" for part in (rewards[:8], rewards[-8:]))
+        assert f"reward {early} → {late} (means of the first and of the last 8 steps)" in words
+        assert f"The reward rose from {early} to {late}." in words
 
     @pytest.mark.parametrize(
         ("scores", "words"),

@@ -86,6 +86,8 @@ class TestLooks:
         check_fits(tab, width)
         box = tab.said('document.getElementById("headline").getBoundingClientRect().toJSON()')
         assert box["height"] > 50 and box["top"] < 900
+        main = tab.said('document.querySelector("#main-curve path.curve").getBoundingClientRect().toJSON()')
+        assert width < 1000 or main["bottom"] < 900
         background = tab.said("getComputedStyle(document.body).backgroundColor")
         assert background == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[scheme]
         tab.said('document.querySelectorAll("#rollout-table tr[tabindex]")[2].click()')
@@ -108,6 +110,60 @@ class TestLooks:
         plan = test_plan_command.planned(*test_plan_command.DPO_7B)
         opened(tab, tmp_path, html_page(plan, Advice(plan)), width=width, scheme=scheme)
         check_fits(tab, width)
+
+
+def drawn(tab: Tab) -> list[int]:
+    """How many paths each figure has that is there to have a curve."""
+    return tab.said('[...document.querySelectorAll("figure.chart svg")].map(n => n.querySelectorAll("path").length)')
+
+
+class TestPaper:
+    def test_every_curve_is_drawn_before_it_is_printed(self, tab: Tab, other: Path, tmp_path: Path) -> None:
+        opened(tab, tmp_path, report_page([other], max_rollouts=0), width=1200, height=300, scheme="dark")
+        # As if printed at once: all curves wait that are not in sight.
+        tab.said("redraw(), dispatchEvent(new Event('beforeprint'))")
+        assert tab.said("charts.length") + 1 == len(drawn(tab)) and all(drawn(tab))
+        tab.call("Emulation.setEmulatedMedia", media="print")
+        assert tab.said("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        tab.call("Emulation.setEmulatedMedia", media="")
+
+
+class TestPhone:
+    def test_completions_are_as_wide_as_the_screen(self, tab: Tab, run: Path, tmp_path: Path) -> None:
+        opened(tab, tmp_path, report_page([run], max_rollouts=100), width=390)
+        widths = tab.said(
+            '[...document.querySelectorAll("#rollout-table td.text")].map(node => node.getBoundingClientRect().width)'
+        )
+        assert min(widths) > 350
+
+
+class TestMainCurve:
+    def test_it_shows_the_metric_that_is_chosen(self, tab: Tab, other: Path, tmp_path: Path) -> None:
+        opened(tab, tmp_path, report_page([other], max_rollouts=0), width=1200)
+        shown = 'document.querySelector("#main-curve figcaption").textContent'
+        assert tab.said(shown) == "reward"
+        tab.said(
+            """const select = byId("main-metric");
+            select.value = [...select.options].find(option => option.textContent === "mine/own").value;
+            select.dispatchEvent(new Event("input"))"""
+        )
+        assert tab.said(shown) == "mine/own"
+
+    def test_dragging_zooms_all_curves_and_a_button_shows_all_steps(
+        self, tab: Tab, other: Path, tmp_path: Path
+    ) -> None:
+        opened(tab, tmp_path, report_page([other], max_rollouts=0), width=1200, height=4000)
+        box = tab.said('document.querySelector("#main-curve svg").getBoundingClientRect().toJSON()')
+        y = box["top"] + box["height"] / 2
+        for kind, share in (("mousePressed", 0.5), ("mouseMoved", 0.7), ("mouseReleased", 0.9)):
+            x = box["left"] + share * box["width"]
+            tab.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
+        tab.settle()
+        assert tab.said("zoom.first") == pytest.approx(6.3, abs=0.4)
+        assert tab.said("zoom.last") == pytest.approx(10.9, abs=0.4)
+        assert charts_of(tab)["reward"]["ticks"][0] != "0.5"
+        tab.said('byId("all-steps").click()')
+        assert tab.said("zoom") is None
 
 
 class TestCurves:
