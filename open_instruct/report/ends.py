@@ -52,9 +52,9 @@ def _find_values(rows: Rows, name: str) -> list[float]:
 
 
 def _begins_as_reference(rows: Rows) -> bool:
-    margins = [abs(row["rewards/margin"]) for row in rows if is_number(row.get("rewards/margin"))]
-    first = rows[0].get("rewards/margin")
-    return is_number(first) and abs(first) <= SMALL_SHARE * max(margins)
+    margins = [row.get("rewards/margin") for row in rows]
+    sizes = [abs(margin) for margin in margins if margin is not None and is_number(margin)]
+    return is_number(margins[0]) and sizes[0] <= SMALL_SHARE * max(sizes)
 
 
 def _rounded(value: float) -> float:
