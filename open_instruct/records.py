@@ -280,6 +280,8 @@ class Verdict:
     reward: float
     scores: dict[str, float]
     problems: tuple[str, ...] = ()
+    overlong_penalty: float | None = None
+    """What `--overlong_penalty` has added to the reward; None without that flag."""
 
     @property
     def is_right(self) -> bool:

@@ -93,6 +93,7 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
             *learner_problems(config),
             *_rollout_problems(config),
             *_reward_problems(config.reward),
+            *_length_problems(config),
             *_loss_problems(config),
             *(_critic_problems(config) if config.rollout.has_critic else ()),
             *_fleet_problems(config),
@@ -146,6 +147,17 @@ def _reward_problems(reward: rollout_sections.RewardSection) -> Iterator[str]:
         yield f"--code_api_url {reward.code_api_url}: is an address such as http://localhost:1234/test_program"
     if reward.llm_judge_max_tokens >= reward.llm_judge_max_context_length:
         yield "--llm_judge_max_tokens leaves no room for a question: must be below --llm_judge_max_context_length"
+
+
+@problems_of_kind("conflict")
+def _length_problems(config: GRPOConfig) -> Iterator[str]:
+    buffer, response_length = config.reward.overlong_penalty, config.data.response_length
+    if buffer is None:
+        return
+    if buffer > response_length:
+        yield f"--overlong_penalty {buffer} is more tokens than --response_length {response_length}: use fewer"
+    if config.reward.non_stop_penalty:
+        yield f"--overlong_penalty {buffer} and --non_stop_penalty both punish completions that were cut: keep one"
 
 
 @problems_of_kind("conflict")

@@ -183,6 +183,11 @@ class RewardSection:
     additive_format_reward: bool = flag("add verifiers' rewards where the form is wrong too", False, read_with=R1_STYLE)
     non_stop_penalty: bool = flag("give completions that were cut at the length limit a fixed reward", False)
     non_stop_penalty_value: float = flag("reward of completions that were cut", 0.0, read_with="non_stop_penalty")
+    overlong_penalty: int | None = flag(
+        "DAPO's: over this many last tokens of --response_length a completion's reward falls by up to 1",
+        None,
+        minimum=1,
+    )
 
 
 @dataclass(kw_only=True)

@@ -164,7 +164,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
     config, console = run.config, run.console
     shape = FleetShape.of(config.fleet, config.parallel)
     with ExitStack() as stack:
-        verifiers = VerifierPool(config.reward, say=console.warn)
+        verifiers = VerifierPool(config.reward, say=console.warn, max_tokens=config.data.response_length)
         stack.callback(verifiers.close)
         doing("starting learners and engines")
         logs_folder = run.directory.path / LOGS_FOLDER

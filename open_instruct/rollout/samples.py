@@ -107,14 +107,19 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
 
 
 def verdict_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
-    """`reward`, `verifier/NAME` (means over the completions it judged), and `num_verifier_problems`."""
+    """`reward`, `verifier/NAME` (means over the completions it judged), and `num_verifier_problems`.
+
+    With `--overlong_penalty` also the mean of that.
+    """
     verdicts = all_verdicts(groups)
     scores: defaultdict[str, list[float]] = defaultdict(list)
     for verdict in verdicts:
         for name, score in verdict.scores.items():
             scores[name].append(score)
+    penalties = [verdict.overlong_penalty for verdict in verdicts if verdict.overlong_penalty is not None]
     return {
         "reward": mean([verdict.reward for verdict in verdicts]),
+        **({"overlong_penalty": mean(penalties)} if penalties else {}),
         **{f"verifier/{name}": mean(scores[name]) for name in sorted(scores)},
         "num_verifier_problems": float(sum(len(verdict.problems) for verdict in verdicts)),
     }

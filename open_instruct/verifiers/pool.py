@@ -39,18 +39,22 @@ class Outcome:
 class VerifierPool:
     """Asks verifiers for scores: isolated ones in processes of their own, the others in the caller's.
 
-    `say` gets a message about the first problem of each verifier, with its traceback.
+    `say` gets a message about the first problem of each verifier, with its traceback; `max_tokens` is the length limit
+    of completions, `--response_length`, which `--overlong_penalty` counts from.
 
     Raises:
         InputError: a verifier that `flags` name cannot be loaded.
     """
 
-    def __init__(self, flags: RewardSection, *, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, flags: RewardSection, *, say: Callable[[str], None] = lambda text: None, max_tokens: int = 0
+    ) -> None:
         self.verifiers = known_verifiers(flags)
         # An empty entry of PYTHONPATH would mean the working folder, from which nothing else is to be imported.
         paths = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
         self._environment = {**os.environ, **threads_of_each(flags.num_verifier_processes), "PYTHONPATH": paths}
         self._flags = flags
+        self._max_tokens = max_tokens
         self._start_timeout_s = max(verifier.start_timeout_s for verifier in self.verifiers.values())
         self._say = say
         self._said: set[str] = set()
@@ -68,7 +72,13 @@ class VerifierPool:
         """The verdict on each completion of a prompt; see `verdict_of`."""
         check_outcomes = [self.scores(check, prompt.text, completions) for check in prompt.checks]
         return [
-            verdict_of(prompt, completion, [outcomes[at] for outcomes in check_outcomes], self._flags)
+            verdict_of(
+                prompt,
+                completion,
+                [outcomes[at] for outcomes in check_outcomes],
+                self._flags,
+                max_tokens=self._max_tokens,
+            )
             for at, completion in enumerate(completions)
         ]
 
@@ -136,14 +146,21 @@ class VerifierPool:
                 worker.kill()
 
 
-def verdict_of(prompt: Prompt, completion: Completion, outcomes: Sequence[Outcome], config: RewardSection) -> Verdict:
+def verdict_of(
+    prompt: Prompt,
+    completion: Completion,
+    outcomes: Sequence[Outcome],
+    config: RewardSection,
+    *,
+    max_tokens: int = 0,
+) -> Verdict:
     """The verdict on a completion, from the outcomes of its prompt's checks.
 
     The reward is `verification_reward` times the mean (or the sum: `several_verifiers`) of the scores, weighted by the
     checks' weights. With the format reward, `r1_style_format_reward` is added where the form is right; elsewhere the
     verifiers' part does not count, unless `additive_format_reward`. An environment's rewards are added. With the
     non-stop penalty a completion that was cut gets `non_stop_penalty_value` instead. Scores of a verifier that appears
-    twice are averaged.
+    twice are averaged. At last `overlong_penalty` is added, of the tokens behind the first prompt.
     """
     judged = list(zip(prompt.checks, outcomes, strict=True))
     by_name: dict[str, list[float]] = {}
@@ -166,10 +183,26 @@ def verdict_of(prompt: Prompt, completion: Completion, outcomes: Sequence[Outcom
             reward = 0.0
     if config.non_stop_penalty and completion.is_truncated:
         reward = config.non_stop_penalty_value
+    penalty = None
+    if (buffer := config.overlong_penalty) is not None:
+        penalty = overlong_penalty(len(completion.token_ids), max_tokens=max_tokens, buffer=buffer)
+        reward += penalty
     if unusable := describe_unusable(reward):  # a sum or a product of numbers that each were usable
         problems.append(f"the reward is {unusable}")
         reward = 0.0
-    return Verdict(reward=reward, scores=scores, problems=tuple(problems))
+    return Verdict(reward=reward, scores=scores, problems=tuple(problems), overlong_penalty=penalty)
+
+
+def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int) -> float:
+    """The soft punishment of a completion of `num_tokens`, which is added to its reward: from 0 to -1.
+
+    Nothing up to `max_tokens - buffer` tokens, then less in proportion, and -1 at `max_tokens`: Yu et al. 2025, DAPO
+    (arXiv 2503.14476), equation 13, with L_max = `max_tokens` and L_cache = `buffer`.
+
+    Example: `overlong_penalty(90, max_tokens=100, buffer=20)` is -0.5.
+    """
+    excess = num_tokens - (max_tokens - buffer)
+    return -min(max(excess / buffer, 0.0), 1.0)
 
 
 class _Worker:
