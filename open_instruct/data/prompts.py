@@ -49,6 +49,11 @@ class Prompts:
         theirs = set(others._digests())
         return sum(digest in theirs for digest in self._digests())
 
+    def spread(self, most: int) -> Iterator[Prompt]:
+        """At most so many of the prompts, spread over all of them, so that there are some of each file."""
+        chosen = np.unique(np.linspace(0, len(self) - 1, num=min(most, len(self))).round().astype(int))
+        return map(self.__getitem__, chosen.tolist())
+
     def _digests(self) -> Iterator[bytes]:
         """A digest of the tokens of each prompt."""
         dataset = self.dataset

@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 
 from open_instruct.cluster.actor_host import allocator_environment, without_growing_segments
 from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
@@ -29,6 +30,7 @@ from open_instruct.weights.ways import FOLDER, choose_backend
 from open_instruct.wording import counted
 
 LOGS_FOLDER = "logs"
+MOST_TRIED = 64  # prompts that are looked through for reward functions to try
 
 
 class Fleet:
@@ -166,6 +168,8 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
     with ExitStack() as stack:
         verifiers = VerifierPool(config.reward, say=console.warn, max_tokens=config.data.response_length)
         stack.callback(verifiers.close)
+        for told in try_functions(run, verifiers):
+            console.say(told)
         doing("starting learners and engines")
         logs_folder = run.directory.path / LOGS_FOLDER
         placement = stack.enter_context(start_cluster(config.fleet, shape, say=console.say, logs_folder=logs_folder))
@@ -203,6 +207,17 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         stack.callback(run.directory.pids.unlink, missing_ok=True)
         fleet.write_pids()
         yield fleet
+
+
+def try_functions(run: RolloutRun, verifiers: VerifierPool) -> Iterator[str]:
+    """Call every reward function once, before anything is started; yields a sentence about each.
+
+    Raises:
+        InputError: one of them raises.
+    """
+    doing("trying the reward functions")
+    datasets = [each for each in (run.prompts, run.held_out) if each is not None]
+    return verifiers.try_functions(chain.from_iterable(each.spread(MOST_TRIED) for each in datasets))
 
 
 def _allocator_of_learners(placement: Placement, backend: str, console: Console) -> dict[str, str]:

@@ -20,6 +20,7 @@ class RewardFunction(Verifier):
     """Calls the function once for all completions of a prompt. The rewards may be any numbers.
 
     Its arguments are lists with an entry for each completion: `completions`, `prompts`, and columns of the row by name.
+    Completions and prompts are texts, or for a function in TRL's style lists of messages; see trial.py.
     """
 
     sees_thinking: ClassVar[bool] = True
@@ -29,16 +30,22 @@ class RewardFunction(Verifier):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__  # type: ignore[misc]
-        self._function = function
+        self.function = function
 
     def judge_all(
-        self, *, prompt: str, completions: Sequence[str], ground_truth: Mapping[str, Any], are_truncated: Sequence[bool]
+        self, *, prompt: Any, completions: Sequence[Any], ground_truth: Mapping[str, Any], are_truncated: Sequence[bool]
     ) -> list[float]:
         """`ground_truth` is the row."""
         del are_truncated
-        repeated = {name: [value] * len(completions) for name, value in {**ground_truth, "prompts": prompt}.items()}
-        columns = repeated | {"completions": list(completions)}
-        return awaited(self._function(**taken(self._function, columns)))
+        rewards = self.function(**self.arguments(prompt, completions, ground_truth))
+        if rewards is None:
+            raise TypeError("it returns None: return a list with one reward for each completion")
+        return awaited(rewards)
+
+    def arguments(self, prompt: Any, completions: Sequence[Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        """What the function is called with: of completions, prompts and the row's columns those that it takes."""
+        repeated = {name: [value] * len(completions) for name, value in {**row, "prompts": prompt}.items()}
+        return taken(self.function, repeated | {"completions": list(completions)})
 
 
 def file_with(function: Callable[..., Any]) -> str:

@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,8 +19,18 @@ from open_instruct.sandbox.sandbox import Child, Forks
 from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.event_loop import awaited
 from open_instruct.verifiers.finite import MAX_REWARD, describe_unusable
+from open_instruct.verifiers.function import RewardFunction
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.secret_key import without_key
+from open_instruct.verifiers.trial import (
+    ANSWERS,
+    Trial,
+    Turns,
+    as_messages,
+    find_conversation,
+    refuse_function,
+    try_function,
+)
 from open_instruct.verifiers.verifier import MAX_READ_CHARACTERS, Verifier, is_thought, said, without_thinking
 from open_instruct.wording import counted
 
@@ -55,6 +65,8 @@ class VerifierPool:
         self._environment = {**os.environ, **threads_of_each(flags.num_verifier_processes), "PYTHONPATH": paths}
         self._flags = flags
         self._max_tokens = max_tokens
+        self.read_messages: set[str] = set()
+        """Names of the reward functions that are given messages where a prompt is a conversation."""
         self._start_timeout_s = max(verifier.start_timeout_s for verifier in self.verifiers.values())
         self._say = say
         self._said: set[str] = set()
@@ -92,7 +104,7 @@ class VerifierPool:
         if verifier.isolated and not verifier.judges_groups and len(completions) > 1:  # each has its own time
             return [outcome for each in completions for outcome in self.scores(check, prompt, [each])]
         given = [getattr(each, verifier.reads) for each in completions]
-        asked = {
+        asked: dict[str, Any] = {
             "completions": given
             if verifier.sees_thinking or verifier.reads != "text"
             else ["" if is_thought(prompt, each) else without_thinking(each) for each in given],
@@ -100,6 +112,8 @@ class VerifierPool:
             "ground_truth": check.ground_truth,
             "prompt": prompt,
         }
+        if name in self.read_messages and (turns := find_conversation(check.ground_truth)) is not None:
+            asked |= as_messages(turns, asked["completions"])
         answer = self._ask_worker(name, asked) if verifier.isolated else verdicts(verifier, **asked)
         low, high = (0.0, 1.0) if verifier.is_bounded else (-MAX_REWARD, MAX_REWARD)
         outcomes = []
@@ -114,6 +128,54 @@ class VerifierPool:
                 problem = f"gave {unusable or out_of_bounds}"
                 outcomes.append(self._without_score(name, problem))
         return outcomes
+
+    def try_functions(self, prompts: Iterable[Prompt]) -> Iterator[str]:
+        """Call the reward functions among the judges of `prompts` once, on two made-up answers to a prompt of each
+        form, and settle which are given messages; yields a sentence about each.
+
+        Raises:
+            InputError: a function raises; names its file and line, and what it was given.
+        """
+        tried: set[tuple[str, bool]] = set()
+        for prompt in prompts:
+            for check in prompt.checks:
+                if not isinstance(self.verifiers[check.verifier], RewardFunction):
+                    continue
+                turns = find_conversation(check.ground_truth)
+                form = (check.verifier, turns is not None)
+                if form not in tried:
+                    tried.add(form)
+                    yield self._try_function(check, prompt.text, turns)
+
+    def _try_function(self, check: Check, prompt: str, turns: Turns | None) -> str:
+        name = check.verifier
+        asked: dict[str, Any] = {
+            "completions": list(ANSWERS),
+            "are_truncated": [False] * len(ANSWERS),
+            "ground_truth": check.ground_truth,
+            "prompt": prompt,
+        }
+
+        def call(**arguments: Any) -> Trial | None:
+            answer = self._ask_worker(name, asked | {"is_trial": True} | arguments)
+            return Trial(*answer["trial"]) if "trial" in answer else None
+
+        trial = call()
+        if trial is None:
+            return f"warning: reward function {name}: gave no answer in --verifier_timeout_s, and was not tried"
+        if turns is not None and (trial.reads_messages or trial.problem):
+            with_messages = call(**as_messages(turns, ANSWERS))
+            if with_messages is not None and not with_messages.problem:
+                self.read_messages.add(name)
+                return f"reward function {name}: works on two made-up answers, given as messages"
+            if with_messages is not None and trial.reads_messages:
+                raise refuse_function(name, with_messages, given="messages", is_conversation=True)
+        if trial.problem:
+            raise refuse_function(name, trial, given="texts", is_conversation=turns is not None)
+        told = f"reward function {name}: works on two made-up answers, given as texts"
+        if trial.reads_messages:
+            told = f"warning: {told}, of which it reads keys as if they were messages; its prompts are texts"
+        return told
 
     def _without_score(self, name: str, problem: str, traceback: str = "", **_: object) -> Outcome:
         with self._lock:
@@ -229,10 +291,16 @@ class _Worker:
         self._forks.close()
 
 
-def answered(*, flags: dict[str, Any] | None = None, verifier: str = "", **asked: Any) -> dict[str, str]:
+def answered(
+    *, flags: dict[str, Any] | None = None, verifier: str = "", is_trial: bool = False, **asked: Any
+) -> dict[str, str]:
     """The answer of a process to a request of `_Worker`, which sends the flags first, and then what is to be scored."""
     told: dict[str, Any] = {}
-    if flags is None:
+    if is_trial:
+        function = VERIFIERS[verifier]
+        assert isinstance(function, RewardFunction)
+        told = {"trial": try_function(function, **asked)}
+    elif flags is None:
         told = verdicts(VERIFIERS[verifier], **asked)
     else:
         try:
