@@ -27,6 +27,7 @@ COMMANDS = {
     "grpo": ("train on verifiable rewards: starts Ray, learners and engines", "grpo_olmo_core_actor:main"),
     "configs": ("list the files of settings in the package, or print one", "cli:configs_command"),
     "layout": ("show how a model would be sharded over nodes of GPUs", "parallel.layout_command:layout_command"),
+    "check": ("look at everything that a run could be refused for, and start nothing", "commands.check:main"),
     "plan": ("say what memory, traffic and time a run would need, and how it would fit", "report.plan_command:main"),
     "preview": ("show rows of a run as the model will see them, and what is learned", "preview.command:main"),
     "report": ("make a page of what runs have left: curves, health, rollouts", "report.page:main"),
@@ -43,6 +44,7 @@ RUN = "{commands} [FILE.yaml] --model_name_or_path STR"
 # For `--help` of commands with flags of their own: where these are, how it begins, and a usage line if not theirs.
 FLAGS = {
     "layout": ("parallel.layout_command:LayoutFlags", "layout", ""),
+    "check": ("commands.check:CheckFlags", "check", RUN + " --output_dir STR"),
     "plan": ("planning.request:PlanFlags", "plan", f"{RUN} --gpus_per_node N ..."),
     "preview": ("preview.command:PreviewFlags", "preview", f"{RUN} --mixer_list WORD ..."),
     "report": ("report.page:ReportFlags", "report RUN [RUN ...]", ""),

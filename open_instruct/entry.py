@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
 
-from open_instruct.config.help import asks_for_help, print_help
+from open_instruct.config.help import CHECK, asks_for_help, print_help
 from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.sections import ParallelSection, RanksSection
@@ -118,6 +118,12 @@ def run_entry(
         return run_to_exit_code(start, program=program, log_file=log_file)
 
     return run_to_exit_code(run, program=program)
+
+
+def check_in_place_of_run(check: Callable[[Sequence[str]], int], words: Sequence[str], *, program: str) -> int:
+    """Have `check`, on rank 0, look at all that the words say but for `--check`; returns the exit code."""
+    others = [word for word in words if word != CHECK]
+    return run_to_exit_code(lambda: check(others) if _rank() == 0 else 0, program=typed(program))
 
 
 def _refuse(program: str, error: InputError) -> int:

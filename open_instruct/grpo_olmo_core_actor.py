@@ -21,9 +21,10 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.config.help import asks_for_check
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.prompts import PromptBuilder, row_changes
-from open_instruct.entry import leave, run_entry
+from open_instruct.entry import check_in_place_of_run, leave, run_entry
 from open_instruct.environments.registry import known_environments
 from open_instruct.run.earlier_command import refuse_another_command
 from open_instruct.run.first_look import look_at, look_at_rows
@@ -45,6 +46,9 @@ def run_grpo(
     config_class: type[GRPOConfig], learner_class: type[LearnerProcess], argv: Sequence[str] | None, *, program: str
 ) -> int:
     """Run with the flags in `argv`, whose learners are `learner_class`es, and return the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if asks_for_check(words):
+        return check_in_place_of_run(partial(check, config_class=config_class), words, program=program)
     return run_entry(
         config_class,
         partial(train, learner_class=learner_class),
@@ -53,6 +57,14 @@ def run_grpo(
         validate=validate_grpo,
         look=look_at_run,
     )
+
+
+def check(words: Sequence[str], *, config_class: type[GRPOConfig]) -> int:
+    """Look at everything that a run with these words could be refused for; returns the exit code."""
+    from open_instruct.commands.check import check_run
+    from open_instruct.objectives.policy_gradient import GRPO
+
+    return check_run(GRPO, words, config_class=config_class)
 
 
 # Users' own code is loaded before torch, so that a misspelt name is refused at once.

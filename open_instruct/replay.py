@@ -5,11 +5,9 @@ open-instruct replay RUN --step N [--loss_fn gspo ...]
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -20,7 +18,7 @@ from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import flags_given, parse
 from open_instruct.config.resolved import as_flat_dict
-from open_instruct.config.rollout_sections import CriticSection, LearnerParallelSection
+from open_instruct.config.rollout_sections import CriticSection
 from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.data.files.foreign_json import read_object
@@ -218,42 +216,10 @@ def take_again(
     config: GRPOConfig, groups: Sequence[RolloutGroup], *, step: int, weights: StepWeights, process: Process
 ) -> dict[str, float]:
     """The metrics of `step` under `config`, by the learner's own walk; what it writes is removed."""
-    from open_instruct.learner.grpo import GRPOLearner
-    from open_instruct.parallel.data_parallel import keep_mesh
-    from open_instruct.parallel.layout import layout_of
-    from open_instruct.rollout.samples import RolloutStepBatch, load_conversations, work_of_ranks
-    from open_instruct.run.console import Console
-    from open_instruct.run.opened import Run
-    from open_instruct.run.pretrained import open_pretrained
+    from open_instruct.rollout.lone_step import take_lone_step
 
-    config = on_one_process(config)
-    with tempfile.TemporaryDirectory(prefix="replay_") as folder:
-        run = Run(
-            process=process,
-            layout=layout_of(config.parallel, process.gpus_per_node),
-            directory=RunDirectory(path=Path(folder)),
-            console=Console(speaks=False),
-        )
-
-        def opened(model: str) -> Any:
-            started = replace(config, model=replace(config.model, model_name_or_path=model))
-            return open_pretrained(started, run.directory.hf_model)
-
-        pretrained = opened(weights.model)
-        check_trace_fits(groups, pretrained.hf_config.vocab_size)
-        conversations = load_conversations(config, pretrained.tokenizer)
-        batch = RolloutStepBatch(groups=tuple(groups))
-        learned, (work,) = work_of_ranks(batch, step=step, config=config, conversations=conversations, num_ranks=1)
-        start = opened(config.model.model_name_or_path) if config.loss.beta > 0 else None
-        learner = GRPOLearner(pretrained, reference=start, run=run, config=config)
-        learner.loop.stand_before(step, checkpoint=weights.checkpoint)
-        row = learner.step(work)
-    keep_mesh(None)
-    # Model and trainer hold each other: their memory is wanted before the next ones are built.
-    del learner
-    gc.collect()
-    row = {name: value for name, value in row.items() if not name.startswith(OF_THE_RUN)}
-    return {"num_trained_completions": float(len(learned.samples))} | row
+    row = take_lone_step(config, groups, step=step, model=weights.model, checkpoint=weights.checkpoint, process=process)
+    return {name: value for name, value in row.items() if not name.startswith(OF_THE_RUN)}
 
 
 def as_decided(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
@@ -261,16 +227,6 @@ def as_decided(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
     from open_instruct.run.opened import with_chosen
 
     return with_chosen(config, read_object(directory.plan) if directory.plan.exists() else {})
-
-
-def on_one_process(config: GRPOConfig) -> GRPOConfig:
-    """The config for one process: the same mathematics without shards, and without compilation."""
-    kept = {name: getattr(config.parallel, name) for name in ("single_gpu_mode", "backend", "deepspeed_stage")}
-    return replace(
-        config,
-        parallel=LearnerParallelSection(**kept),
-        memory=replace(config.memory, compile_model=False, activation_memory_budget=1.0),
-    )
 
 
 def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | None) -> StepWeights:
@@ -298,18 +254,6 @@ def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | Non
             "the ratios to the engine are of another policy than the run's"
         )
     return StepWeights(model=start, checkpoint=checkpoint, are_the_steps_own=are_the_steps_own, description=description)
-
-
-def check_trace_fits(groups: Sequence[RolloutGroup], vocab_size: int) -> None:
-    """Raises InputError where a trace has a token that the model does not know."""
-    prompts = (group.prompt.token_ids for group in groups)
-    completions = (completion.token_ids for group in groups for completion in group.completions)
-    largest = max(chain(*prompts, *completions), default=0)
-    if largest >= vocab_size:
-        raise InputError(
-            f"the trace has token {largest}, and the model has vocab_size {vocab_size}: they do not belong together",
-            kind="conflict",
-        )
 
 
 def recorded_row(metrics: Path, step: int) -> dict[str, float] | None:

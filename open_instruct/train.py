@@ -17,10 +17,10 @@ if __name__ == "__main__":
     # Our own folder must not come first: a file of ours would shadow a library of the same name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from open_instruct.config.help import asks_for_help
+from open_instruct.config.help import asks_for_check, asks_for_help
 from open_instruct.config.training import TrainingConfig
 from open_instruct.data.tokenizer import given_folder
-from open_instruct.entry import leave, run_entry, run_to_exit_code, typed
+from open_instruct.entry import check_in_place_of_run, leave, run_entry, run_to_exit_code, typed
 from open_instruct.errors import InputError
 from open_instruct.models.hf.head_kinds import check_head
 from open_instruct.models.hf.hf_config import config_fields
@@ -81,6 +81,9 @@ def run_objective(objective: Objective, argv: Sequence[str] | None = None, *, ow
     `own` are the words that name it, where it is not built in.
     """
     program = f"{objective.name}.py"
+    words = sys.argv[1:] if argv is None else list(argv)
+    if asks_for_check(words):
+        return check_in_place_of_run(partial(check, objective=objective), words, program=program)
     file = Path(__file__) if own else Path(__file__).with_name(program)
     return run_entry(
         objective.config_class,
@@ -91,6 +94,13 @@ def run_objective(objective: Objective, argv: Sequence[str] | None = None, *, ow
         look=partial(look_at_run, objective=objective),
         script=(file, own) if file.is_file() else None,
     )
+
+
+def check(words: Sequence[str], *, objective: Objective) -> int:
+    """Look at everything that a run with these words could be refused for; returns the exit code."""
+    from open_instruct.commands.check import check_run
+
+    return check_run(objective, words)
 
 
 def look_at_run(config: TrainingConfig, *, objective: Objective) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from open_instruct.commands.check import CheckFlags
 from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.config.help import title_of, told_of
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
@@ -65,6 +66,8 @@ def markdown(commands: Sequence[CommandFlags]) -> str:
         parts += _section_tables(command.config_class)
     parts.append("## plan\n\nThe flags of the run that is planned, and these:\n")
     parts += _section_tables(PlanFlags)
+    parts.append("## check\n\nThe flags of the run that is checked, and these:\n")
+    parts += _section_tables(CheckFlags)
     parts.append("## preview\n\nThe flags of the run whose rows are shown, and these:\n")
     parts += _section_tables(PreviewFlags)
     parts.append(MARKDOWN_UPSTREAM)

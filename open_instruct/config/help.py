@@ -18,6 +18,7 @@ from open_instruct.wording import pages_in
 
 MIN_WIDTH, MAX_WIDTH = 40, 110
 ALL = "all"
+CHECK = "--check"
 # What most runs set. A command shows those that it has, with those that must be given and those of one's own objective.
 MOST_USED = frozenset(
     {
@@ -33,6 +34,11 @@ MOST_USED = frozenset(
 
 def asks_for_help(words: Iterable[str]) -> bool:
     return not {"--help", "-h"}.isdisjoint(words)
+
+
+def asks_for_check(words: Sequence[str]) -> bool:
+    """Whether a run is only to be looked at, as `open-instruct check` does it; `--help` comes first."""
+    return CHECK in words and not asks_for_help(words)
 
 
 def help_topic(words: Sequence[str]) -> str | None:
@@ -63,6 +69,7 @@ def help_page(config_class: type, program: str, width: int, usage: str = "", top
         usage=usage,
         required=[f"--{flag.name} {flag.metavar}" for flag in flags_of(config_class).values() if flag.required],
         topic=topic,
+        trains=any(flag.required and flag.name == "output_dir" for flag in flags_of(config_class).values()),
         num_flags=len(flags_of(config_class)),
         num_shown=sum(len(flags) for flags in chosen.values()),
         description=description,

@@ -5,10 +5,10 @@ A backend holds the shards of a run. `--backend` names an entry point of an inst
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from open_instruct.config import sections
 from open_instruct.config.lora import LoRASection
@@ -19,6 +19,9 @@ from open_instruct.errors import InputError
 from open_instruct.shard_layout import ShardLayout
 
 GROUP = "open_instruct.backends"
+KEPT_ON_ONE_PROCESS = ("single_gpu_mode", "backend", "deepspeed_stage")
+
+ConfigT = TypeVar("ConfigT", bound="LearnerConfig")
 
 
 @dataclass(kw_only=True)
@@ -55,6 +58,16 @@ class TrainingConfig(LearnerConfig):
     data: sections.DataSection
     optim: sections.OptimSection
     parallel: sections.RanksSection
+
+
+def on_one_process(config: ConfigT) -> ConfigT:
+    """The config for one process: the same mathematics without shards, and without compilation."""
+    kept = {name: getattr(config.parallel, name) for name in KEPT_ON_ONE_PROCESS}
+    return replace(
+        config,
+        parallel=type(config.parallel)(**kept),
+        memory=replace(config.memory, compile_model=False, activation_memory_budget=1.0),
+    )
 
 
 class BackendRecord(Protocol):

@@ -16,12 +16,9 @@ def open_repository(run: RunSection) -> str:
     Raises:
         InputError: nobody has logged in, the name is not valid, or the hub cannot be reached or refuses.
     """
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import HfApi
 
-    if get_token() is None:
-        raise InputError(
-            "--push_to_hub: nobody has logged in here: run `hf auth login`, or set HF_TOKEN", kind="remote"
-        )
+    refuse_without_login()
     name = _name_of(run)
     try:
         return str(HfApi().create_repo(name, private=run.hub_private or None, exist_ok=True).repo_id)
@@ -31,6 +28,16 @@ def open_repository(run: RunSection) -> str:
             "another --hub_model_id, or leave --push_to_hub out and upload the model when it is there",
             kind="remote",
         ) from error
+
+
+def refuse_without_login() -> None:
+    """:raises InputError: nobody has logged in to the hub here."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise InputError(
+            "--push_to_hub: nobody has logged in here: run `hf auth login`, or set HF_TOKEN", kind="remote"
+        )
 
 
 def upload(run: RunSection, folder: Path) -> str:

@@ -69,6 +69,23 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         return 0
 
 
+def take_first_loss(config: TrainingConfig, *, objective: Objective) -> float:
+    """The loss of the first microbatch under the start model, from a run that is given up there. Collective.
+
+    What the run writes is in the folder of `config`, which the caller takes away.
+    """
+    with open_run(config, objective.name) as run:
+        pretrained = open_pretrained(config, run.directory.hf_model, layout=run.layout, head=objective.head(config))
+        objective.exported(config, pretrained.tokenizer, pretrained.hf_config)
+        learning = _Learning(config, objective, pretrained, run)
+        scores, _ = learning.score_frozen()
+        policy = learning.policy
+        step = policy.prepared(next(learning.loader(scores).rest_of_epoch()))
+        policy.backend.set_mode("eval")
+        loss = policy.microbatch_loss(step.microbatches[0], step.counts).loss
+        return float(loss)
+
+
 class _Learning:
     """The policy with the start model's weights, and the rows as its steps will take them. Methods are collective."""
 

@@ -18,8 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.eval_split import Side
 from open_instruct.data.files.foreign_json import shortened
-from open_instruct.data.mixer import entries_of
+from open_instruct.data.files.rows import RowSource
+from open_instruct.data.mixer import MixerEntry, entries_of
 from open_instruct.data.prompts import PromptBuilder, row_changes
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
@@ -88,24 +90,15 @@ def sample_of(
     Raises:
         InputError: a file, the tokenizer or the template will not do, or no row can be used.
     """
-    data: Any = config.data
     flag = "dataset_mixer_list" if isinstance(config, GRPOConfig) else "mixer_list"
-    entries = entries_of(data, flag)
-    sources = [entry.open(data.columns) for entry in entries]
-    model = config.model
-    folder = Path(model.model_name_or_path).expanduser()
+    opened = open_sources(config, flag)
+    folder = Path(config.model.model_name_or_path).expanduser()
     if (folder / "config.json").is_file():
         fields = config_fields(folder)  # which refuses a model that the run would refuse
         check_head(fields["model_type"], objective.head(config))
-    name = model.tokenizer_name_or_path or model.model_name_or_path
-    tokenizer = load_tokenizer(name, revision=model.revision_of_tokenizer)
-    chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
-    builder = _builder(config, objective, chat, known)
-    entries = tuple(  # the first rows of a large data set; the run takes them too
-        entry if entry.count(len(source)) <= num_read else replace(entry, amount=num_read)
-        for entry, source in zip(entries, sources, strict=True)
-    )
-    arrays, report = builder.build(entries, sources, seed=config.optim.seed)
+    tokenizer, chat = open_chat(config)
+    builder = builder_of_run(config, objective, chat, known)
+    arrays, report = build_rows(builder, opened, num_read=num_read, seed=config.optim.seed)
     dataset = TokenDataset(documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays)
     documents = [document for row in range(len(dataset)) for document in dataset[row]]
     chosen = np.unique(np.linspace(0, len(dataset) - 1, num=min(num_shown, len(dataset))).round().astype(int))
@@ -116,11 +109,55 @@ def sample_of(
         learned=tuple(document.num_label_tokens for document in documents),
         limit_flag=builder.limit(),
         report=report,
-        refusal=builder.refusal(report.num_rows) if report.bad and data.on_bad_row == "error" else None,
+        refusal=builder.refusal(report.num_rows) if report.bad and config.data.on_bad_row == "error" else None,
     )
 
 
-def _builder(config: LearnerConfig, objective: Objective, chat: ChatFormat, known: dict[str, Any]) -> RowBuilder:
+def open_chat(config: LearnerConfig) -> tuple[PreTrainedTokenizerFast, ChatFormat]:
+    """The tokenizer of a run, and its chat template.
+
+    Raises:
+        InputError: one of them will not do.
+    """
+    name = config.model.tokenizer_name_or_path or config.model.model_name_or_path
+    tokenizer = load_tokenizer(name, revision=config.model.revision_of_tokenizer)
+    data = config.data
+    return tokenizer, ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
+
+
+Opened = Sequence[tuple[MixerEntry, RowSource]]
+
+
+def open_sources(config: LearnerConfig, flag: str) -> Opened:
+    """The data sets of the mixer list `flag`, and their rows.
+
+    Raises:
+        InputError: one of them cannot be read.
+    """
+    return [(entry, entry.open(config.data.columns)) for entry in entries_of(config.data, flag)]
+
+
+def build_rows(
+    builder: RowBuilder, opened: Opened, *, num_read: int, seed: int, side: Side | None = None
+) -> tuple[dict[str, np.ndarray], DataReport]:
+    """Build the first `num_read` rows of each data set at most: the arrays of a `TokenDataset`, and the report.
+
+    Args:
+        side: of `--eval_split`; whether it has any rows shows only where all of them are read.
+
+    Raises:
+        InputError: no row can be used.
+    """
+    taken = [entry.count(len(source)) for entry, source in opened]
+    entries = [  # the first rows of a large data set; the run takes them too
+        entry if count <= num_read else replace(entry, amount=num_read)
+        for (entry, _), count in zip(opened, taken, strict=True)
+    ]
+    sources = [source for _, source in opened]
+    return builder.build(entries, sources, seed=seed, side=side if max(taken) <= num_read else None)
+
+
+def builder_of_run(config: LearnerConfig, objective: Objective, chat: ChatFormat, known: dict[str, Any]) -> RowBuilder:
     """The run's builder, which counts bad rows whatever --on_bad_row is, so that good ones can be shown."""
     if isinstance(config, GRPOConfig):
         most = config.data.max_prompt_token_length

@@ -168,8 +168,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
     with ExitStack() as stack:
         verifiers = VerifierPool(config.reward, say=console.warn, max_tokens=config.data.response_length)
         stack.callback(verifiers.close)
-        for told in try_functions(run, verifiers):
-            console.say(told)
+        try_functions(run, verifiers)
         doing("starting learners and engines")
         logs_folder = run.directory.path / LOGS_FOLDER
         placement = stack.enter_context(start_cluster(config.fleet, shape, say=console.say, logs_folder=logs_folder))
@@ -209,15 +208,16 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         yield fleet
 
 
-def try_functions(run: RolloutRun, verifiers: VerifierPool) -> Iterator[str]:
-    """Call every reward function once, before anything is started; yields a sentence about each.
+def try_functions(run: RolloutRun, verifiers: VerifierPool) -> None:
+    """Call every reward function once, before anything is started, and say what it is given.
 
     Raises:
         InputError: one of them raises.
     """
     doing("trying the reward functions")
     datasets = [each for each in (run.prompts, run.held_out) if each is not None]
-    return verifiers.try_functions(chain.from_iterable(each.spread(MOST_TRIED) for each in datasets))
+    prompts = chain.from_iterable(each.spread(MOST_TRIED) for each in datasets)
+    run.console.report("rewards", verifiers.try_functions(prompts))
 
 
 def _allocator_of_learners(placement: Placement, backend: str, console: Console) -> dict[str, str]:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from open_instruct.config.resolved import as_flat_dict
+from open_instruct.config.rollout_sections import PromptDataSection
+from open_instruct.config.sections import DataSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat_templates import check_syntax, template_text
 from open_instruct.data.files.opening import refuse_missing_file
@@ -33,18 +35,63 @@ def look_at(config: LearnerConfig) -> None:
     Raises:
         InputError: names the first mistake, and a value that would work.
     """
+    check_models(config)
+    check_row_files(config)
+    check_tokenizer(config)
+
+
+def check_models(config: LearnerConfig) -> None:
+    """:raises InputError: a folder that a flag names has no config.json, or no weights, that could be read."""
     for flag, value in as_flat_dict(config).items():
         if flag.endswith("model_name_or_path") and value is not None and (folder := given_folder(value)) is not None:
             config_fields(folder)
             weights_file(folder)
-        elif flag.endswith(("mixer_list", "mixer_eval_list")):
+
+
+def check_row_files(config: LearnerConfig, *flags: str) -> None:
+    """:raises InputError: one of the mixer lists `flags` (default: all) names a file that is not there."""
+    for flag, value in as_flat_dict(config).items():
+        if flag.endswith(("mixer_list", "mixer_eval_list")) and (not flags or flag in flags):
             for name in value[::2]:
                 refuse_missing_file(name, flag=f"--{flag}")
+
+
+def check_tokenizer(config: LearnerConfig) -> None:
+    """:raises InputError: the tokenizer's folder has no tokenizer, or the template that a flag names has an error."""
     asked = config.model.tokenizer_name_or_path or config.model.model_name_or_path
     if (tokenizer := given_folder(asked, flag="--tokenizer_name_or_path")) is not None:
         check_tokenizer_folder(tokenizer, flag="--tokenizer_name_or_path")
     if (name := config.data.chat_template_name) is not None:
         check_syntax(f"{name} chat template", template_text(name))
+
+
+def check_sizes(
+    tokenizer: Any,
+    data: DataSection | PromptDataSection,
+    *,
+    tokenizer_folder: Path,
+    model_folder: Path,
+    vocab_size: int | None,
+    num_positions: int | None,
+) -> None:
+    """Hold a tokenizer, and the length of rows, against the sizes of a model; None is no limit.
+
+    Raises:
+        InputError: the tokenizer has more tokens, or the rows have more positions, than the model.
+    """
+    num_tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+    if vocab_size is not None and num_tokens > vocab_size:
+        raise InputError(
+            f"the tokenizer in {tokenizer_folder} has {num_tokens} tokens, but the model in {model_folder} has "
+            f"vocab_size {vocab_size}: they do not belong together",
+            kind="conflict",
+        )
+    if num_positions is not None and data.max_seq_length > num_positions:
+        raise InputError(
+            f"{data.length_flags} {data.max_seq_length} is more than the {num_positions} positions the model in "
+            f"{model_folder} has; use at most {num_positions}",
+            kind="out_of_range",
+        )
 
 
 def look_at_rows(

@@ -108,7 +108,7 @@ def made_ready(
             directory.remove_earlier_run()
         refuse_another_format(directory.path)
         if (step := latest_step(directory.path)) is not None:
-            _refuse_another_run(config, directory, layout, step, console)
+            refuse_another_run(config, directory, layout, step, console)
         directory.write_layout(layout)
         write_config(config, directory.config, {"world_size": layout.world_size} | provenance(), command=command)
         yield
@@ -171,7 +171,7 @@ def memory_of(device: torch.device, *, num_sharing: int) -> int:
     return psutil.virtual_memory().total // num_sharing
 
 
-def _refuse_another_run(
+def refuse_another_run(
     config: LearnerConfig, directory: RunDirectory, layout: ShardLayout, step: int, console: Console
 ) -> None:
     """Refuse to continue a folder's checkpoints in another run, but for a longer one after the first has ended."""

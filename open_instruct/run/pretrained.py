@@ -20,7 +20,6 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import choose_chat_template
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.export import check_destination, check_exportable, export_hf
 from open_instruct.models.family import unknown_fields
@@ -38,7 +37,7 @@ from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
 from open_instruct.planning.plan import check_model
 from open_instruct.planning.subject.model import shape_of_fields
-from open_instruct.run.first_look import local_folder
+from open_instruct.run.first_look import check_sizes, local_folder
 from open_instruct.run.turn_ends import exported_settings
 from open_instruct.shard_layout import ShardLayout
 
@@ -71,20 +70,14 @@ class Pretrained:
 
     def check_sizes(self, data: DataSection | PromptDataSection) -> None:
         """:raises InputError: the tokenizer has more tokens, or the rows have more positions, than the model."""
-        num_tokens = max(len(self.tokenizer), 1 + max(self.tokenizer.get_vocab().values()))
-        if num_tokens > self.hf_config.vocab_size:
-            raise InputError(
-                f"the tokenizer in {self.tokenizer_folder} has {num_tokens} tokens, but the model in {self.folder} has "
-                f"vocab_size {self.hf_config.vocab_size}: they do not belong together",
-                kind="conflict",
-            )
-        longest = getattr(self.hf_config, "max_position_embeddings", None)
-        if longest is not None and data.max_seq_length > longest:
-            raise InputError(
-                f"{data.length_flags} {data.max_seq_length} is more than the {longest} positions the model in "
-                f"{self.folder} has; use at most {longest}",
-                kind="out_of_range",
-            )
+        check_sizes(
+            self.tokenizer,
+            data,
+            tokenizer_folder=self.tokenizer_folder,
+            model_folder=self.folder,
+            vocab_size=self.hf_config.vocab_size,
+            num_positions=getattr(self.hf_config, "max_position_embeddings", None),
+        )
 
     def export(self, model: nn.Module, out_folder: str | Path, **settings: Any) -> int:
         """Write `model` with this checkpoint's configuration, names, tokenizer and chat template. Collective.

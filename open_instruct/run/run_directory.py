@@ -56,6 +56,20 @@ class RunDirectory:
             )
         self.refuse_others()
 
+    def refuse_unusable(self) -> None:
+        """Look, and make nothing.
+
+        :raises InputError: `create` would refuse the folder.
+        """
+        above = next(each for each in (self.path, *self.path.absolute().parents) if each.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            kind = "a folder that cannot be written" if above.is_dir() else "a file"
+            raise InputError(
+                f"--output_dir {self.path} cannot be written ({above} is {kind}): choose another folder",
+                kind="unreadable_file",
+            )
+        self.refuse_others()
+
     def refuse_others(self) -> None:
         """:raises InputError: something else has the name of a run's file or checkpoint."""
         for name in (*OWN_FILES, "run.lock", "run.lease"):

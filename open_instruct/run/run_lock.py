@@ -80,6 +80,27 @@ def locked(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
         os.close(descriptor)
 
 
+def refuse_folder_in_use(folder: Path) -> None:
+    """Look whether a process of this host holds the folder; nothing is written there.
+
+    Raises:
+        InputError: names the process.
+    """
+    from filelock import SoftFileLease
+
+    try:
+        descriptor = os.open(folder / "run.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise _refusal(SoftFileLease(folder / "run.lease", lease_duration=1e9), folder) from None
+    finally:
+        os.close(descriptor)
+
+
 def release_all() -> None:
     """Release the leases of this process, for an end that does not leave its `with` blocks."""
     for lease in _held:

@@ -8,9 +8,9 @@ import re
 from typing import Any, ClassVar, Literal
 
 from open_instruct.config.rollout_sections import RewardSection
-from open_instruct.verifiers.math_answers import are_equal
 from open_instruct.verifiers.math_finder import find_answer, find_answers, find_readings
-from open_instruct.verifiers.math_text import clean
+from open_instruct.verifiers.mathematics.answers import are_equal
+from open_instruct.verifiers.mathematics.text import clean
 from open_instruct.verifiers.verifier import Verifier
 from open_instruct.verifiers.words import (
     between_answer_tags,
@@ -173,7 +173,7 @@ class R1Format(Verifier):
 class Math(Verifier):
     """1 if the answer and the ground truth are the same expression, tuple, interval, set, matrix, relation or text.
 
-    Where a completion says its answer is in math_finder.py; what counts as the same in math_answers.py.
+    Where a completion says its answer is in math_finder.py; what counts as the same in mathematics/answers.py.
     """
 
     name: ClassVar[str] = "math"

@@ -162,19 +162,19 @@ class VerifierPool:
 
         trial = call()
         if trial is None:
-            return f"warning: reward function {name}: gave no answer in --verifier_timeout_s, and was not tried"
+            return f"warning: {name} gave no answer in --verifier_timeout_s, and was not tried"
         if turns is not None and (trial.reads_messages or trial.problem):
             with_messages = call(**as_messages(turns, ANSWERS))
             if with_messages is not None and not with_messages.problem:
                 self.read_messages.add(name)
-                return f"reward function {name}: works on two made-up answers, given as messages"
+                return f"{name} works on two made-up answers, given as messages"
             if with_messages is not None and trial.reads_messages:
                 raise refuse_function(name, with_messages, given="messages", is_conversation=True)
         if trial.problem:
             raise refuse_function(name, trial, given="texts", is_conversation=turns is not None)
-        told = f"reward function {name}: works on two made-up answers, given as texts"
+        told = f"{name} works on two made-up answers, given as texts"
         if trial.reads_messages:
-            told = f"warning: {told}, of which it reads keys as if they were messages; its prompts are texts"
+            told = f"warning: {told}: it asks them for keys of messages, but the prompts are texts"
         return told
 
     def _without_score(self, name: str, problem: str, traceback: str = "", **_: object) -> Outcome:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from open_instruct.commands.chat import ChatFlags
+from open_instruct.commands.check import CheckFlags
 from open_instruct.config.flags import OWN, flags_of
 from open_instruct.config.suites.upstream_flags import upstream_table
 from open_instruct.families import FAMILIES
@@ -464,6 +465,7 @@ def known_flags() -> frozenset[str]:
         ReportFlags,
         ScoreFlags,
         ChatFlags,
+        CheckFlags,
     )
     configs = (*trained, *others, TinyModelFlags)
     flags = [flag for config_class in configs for flag in flags_of(config_class).values()]

@@ -24,7 +24,7 @@ from open_instruct.data.template_trial import refuse_endless
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.replay import check_trace_fits
+from open_instruct.rollout.lone_step import check_trace_fits
 from open_instruct.rollout.traces import read_traces, trace_file
 from open_instruct.toys.tiny import write_tiny_model
 from tests.refusals import refused

@@ -10,6 +10,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, write_config
 from open_instruct.config.rollout_sections import CriticSection
+from open_instruct.config.training import on_one_process
 from open_instruct.errors import InputError
 from open_instruct.objectives.sft import SFTConfig
 from open_instruct.replay import (
@@ -18,7 +19,6 @@ from open_instruct.replay import (
     as_decided,
     differences,
     flags_that_may_differ,
-    on_one_process,
     parse_replay,
     recorded_row,
     table,

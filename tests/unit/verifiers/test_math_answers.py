@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from open_instruct.verifiers.answers import Math
-from open_instruct.verifiers.math_answers import MAX_CHARACTERS, are_equal
-from open_instruct.verifiers.math_text import RULES, Rule
+from open_instruct.verifiers.mathematics.answers import MAX_CHARACTERS, are_equal
+from open_instruct.verifiers.mathematics.text import RULES, Rule
 
 JUDGED = json.loads(Path(__file__).with_name("math_pairs.json").read_text(encoding="utf-8"))
 PAIRS = json.loads(Path(__file__).with_name("math_answers.json").read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ kind, and says nothing (None) of answers that are not of it. Malicious answers m
 import re
 from collections.abc import Callable, Sequence
 
-from open_instruct.verifiers.math_parts import (
+from open_instruct.verifiers.mathematics.parts import (
     WORDS,
     count_minutes,
     find_brackets,
@@ -23,9 +23,9 @@ from open_instruct.verifiers.math_parts import (
     unwrapped,
     without_label,
 )
-from open_instruct.verifiers.math_text import clean
-from open_instruct.verifiers.math_units import are_alike, is_droppable, unit_of
-from open_instruct.verifiers.math_values import are_same_regions, are_same_values
+from open_instruct.verifiers.mathematics.text import clean
+from open_instruct.verifiers.mathematics.units import are_alike, is_droppable, unit_of
+from open_instruct.verifiers.mathematics.values import are_same_regions, are_same_values
 
 MAX_CHARACTERS = 300  # of an expression
 MAX_WRITTEN = 2_000  # characters of an answer as it is written

@@ -4,7 +4,7 @@ import re
 from fractions import Fraction
 from itertools import pairwise
 
-from open_instruct.verifiers.math_units import UNITS, unit_of
+from open_instruct.verifiers.mathematics.units import UNITS, unit_of
 
 _OPENS, _CLOSES = "([{", ")]}"
 WORDS = re.compile(r"⟨([^⟩]*)⟩")

@@ -1,0 +1,76 @@
+"""What `open-instruct check` says: a line for each thing that it looks at, and all refusals at the end."""
+
+from collections.abc import Callable, Sequence
+from textwrap import indent
+
+from open_instruct.errors import InputError, Problem
+from open_instruct.wording import counted, escaped
+
+TITLE_WIDTH = 16
+FLAGS = "flags"
+NOTHING_WRITTEN = "Nothing was started, and nothing written to"
+
+
+class Report:
+    """A line for each thing that is looked at, as it is looked at; and all refusals, to be said together."""
+
+    def __init__(self) -> None:
+        self.refusals: list[Problem] = []
+        self._failed: set[str] = set()
+
+    def look_at(self, title: str, find: Callable[[], str], *, needs: Sequence[str] = ()) -> None:
+        """Print what `find` finds, or that it refuses. Nothing is looked at where one of `needs` was refused."""
+        missing = [need for need in needs if need in self._failed]
+        if missing:
+            self._failed.add(title)
+            self._print(title, f"not looked at, as the {missing[0]} will not do")
+            return
+        try:
+            found = find()
+        except InputError as error:
+            self._failed.add(title)
+            self.refusals += [problem for problem in error.problems if problem not in self.refusals]
+            places = [self.refusals.index(problem) + 1 for problem in error.problems]
+            found = f"refused, see {', '.join(map(str, places))} below"
+        except Exception:
+            if FLAGS not in self._failed:
+                raise
+            # Values that cannot be may lead anywhere: what is behind them is looked at once they are mended.
+            self._failed.add(title)
+            found = "not looked at, as the flags will not do"
+        self._print(title, found)
+
+    def _print(self, title: str, found: str) -> None:
+        first, *more = escaped(found, "\n\t").splitlines() or [""]
+        print(f"{title:{TITLE_WIDTH}}{first}", flush=True)
+        for line in more:
+            print(indent(line, " " * TITLE_WIDTH), flush=True)
+
+    def conclude(self, folder: str) -> int:
+        """The last words, and the exit code.
+
+        Raises:
+            InputError: lists all refusals.
+        """
+        if not self.refusals:
+            print(f"\nNo problems found. {NOTHING_WRITTEN} {folder}.")
+            return 0
+        numbered = [f"{place}. {problem}" for place, problem in enumerate(self.refusals, start=1)]
+        what = counted(len(numbered), "problem")
+        raise InputError("\n".join([f"{what}, for which the run would be refused", *numbered]), problems=self.refusals)
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Make each of the checks, whatever the others find.
+
+    Raises:
+        InputError: with the problems of all of them.
+    """
+    problems: list[Problem] = []
+    for check in checks:
+        try:
+            check()
+        except InputError as error:
+            problems += error.problems
+    if problems:
+        raise InputError("\n".join(problems), problems=problems)

@@ -1,0 +1,142 @@
+"""What judges and answers in a GRPO run is asked once, as `open-instruct check` does it."""
+
+import asyncio
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.data.chat import ChatFormat
+from open_instruct.data.prompts import Prompts
+from open_instruct.data.token_dataset import cache_root
+from open_instruct.environments.environment import Factory, begin_run, make_environment
+from open_instruct.episodes.bridge import check_bridges
+from open_instruct.errors import InputError
+from open_instruct.records import Check, Completion, Prompt
+from open_instruct.sandbox.trial import try_walls
+from open_instruct.verifiers.code import Code, CodeStdio
+from open_instruct.verifiers.function import RewardFunction
+from open_instruct.verifiers.judge import Judge
+from open_instruct.verifiers.pool import VerifierPool
+from open_instruct.verifiers.reward_models import MODEL_VERIFIERS, ModelVerifier
+from open_instruct.verifiers.trial import ANSWERS
+from open_instruct.verifiers.verifier import Verifier
+from open_instruct.wording import counted
+
+MOST_PROMPTS = 64  # that are looked through for what judges and answers them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardLooks:
+    """The looks at what a run's prompts name; the rows must have been read."""
+
+    config: GRPOConfig
+    prompts: Prompts
+    chat: ChatFormat
+    known_verifiers: Mapping[str, Verifier]
+    known_environments: Mapping[str, Factory]
+
+    def try_verifiers(self) -> str:
+        """Have each verifier of the prompts judge two made-up answers.
+
+        Raises:
+            InputError: a reward function raises, a judge does not answer, or programs cannot be kept behind walls.
+        """
+        return "\n".join(self._tried()) or "no verifier judges these prompts"
+
+    def _tried(self) -> Iterator[str]:
+        verifiers, flags = self.known_verifiers, self.config.reward
+        judges, answering = self.prompts.named()
+        runs_programs = bool({Code.name, CodeStdio.name} & judges) and not flags.code_api_url
+        if runs_programs or "python" in answering:
+            notes: list[str] = []
+            try_walls(flags.code_sandbox, say=notes.append, warn=lambda text: notes.append(f"warning: {text}"))
+            yield from notes
+        for name in sorted(judges):
+            if isinstance(verifiers[name], Judge):
+                verifiers[name].begin_run(cache_root(self.config.data.cache_dir))
+                yield f"{name}: {flags.llm_judge_model} answers"
+            elif isinstance(verifiers[name], ModelVerifier):
+                yield f"{name}: its folder has such a model, which the run loads"
+        shown = list(self.prompts.spread(MOST_PROMPTS))
+        with closing(VerifierPool(without_models(flags))) as pool:
+            yield from pool.try_functions(shown)
+            for prompt, check in first_checks(shown):
+                if not isinstance(verifiers[check.verifier], RewardFunction | Judge | ModelVerifier):
+                    yield judge_once(pool, prompt, check)
+
+    def open_environments(self) -> str:
+        """Make each environment of the prompts ready, and open it for one of them.
+
+        Raises:
+            InputError: one cannot be had, or cannot be opened, or the chat template cannot tell turns apart.
+        """
+        _, answering = self.prompts.named()
+        for name in sorted(answering):
+            begin_run(self.known_environments[name])
+        if not answering:
+            return "none answers these prompts"
+        check_bridges(self.chat)
+        first = {prompt.environment: prompt for prompt in reversed(list(self.prompts.spread(MOST_PROMPTS)))}
+        opened = [open_once(name, self.known_environments[name], prompt) for name, prompt in first.items() if name]
+        return "\n".join(opened)
+
+
+def without_models(flags: RewardSection) -> RewardSection:
+    """The flags of one process of verifiers, without those that are models and take long to load."""
+    words = [word for word in flags.verifier if word.partition(":")[0] not in MODEL_VERIFIERS]
+    return replace(flags, verifier=words, num_verifier_processes=1)
+
+
+def first_checks(prompts: list[Prompt]) -> Iterator[tuple[Prompt, Check]]:
+    """Of each verifier, the first prompt that it judges."""
+    seen: set[str] = set()
+    for prompt in prompts:
+        for check in prompt.checks:
+            if check.verifier not in seen:
+                seen.add(check.verifier)
+                yield prompt, check
+
+
+def judge_once(pool: VerifierPool, prompt: Prompt, check: Check) -> str:
+    """What a verifier makes of two made-up answers: their scores, or a warning, as such answers score 0 in a run."""
+    outcomes = pool.scores(check, prompt.text, [made_up(text) for text in ANSWERS])
+    problems = [outcome.problem for outcome in outcomes if outcome.problem is not None]
+    if problems:
+        return f"warning: on a made-up answer {problems[0]}; such answers score 0"
+    return f"{check.verifier}: two made-up answers score {' and '.join(f'{each.score:g}' for each in outcomes)}"
+
+
+def made_up(text: str) -> Completion:
+    return Completion(text=text, token_ids=(0,), logprobs=(0.0,), versions=(0,), finish_reason="stop", seed=0)
+
+
+def open_once(name: str, factory: Factory, prompt: Prompt) -> str:
+    """Open the environment for a prompt, and close it.
+
+    Raises:
+        InputError: it raises; names the line, and the columns of the row.
+    """
+
+    async def opened() -> int:
+        environment = make_environment(factory, prompt.row)
+        try:
+            opening = await environment.start()
+        finally:
+            await environment.close()
+        return len(opening.tools)
+
+    try:
+        num_tools = asyncio.run(opened())
+    except Exception as error:  # foreign code, which may raise anything
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise InputError(
+            f"the environment {name} cannot be opened ({type(error).__name__}: {error}, at {frame.filename}:"
+            f"{frame.lineno}), for a row with {', '.join(prompt.row)}; mend it, or the row",
+            kind="own_code",
+            flag="environment",
+        ) from error
+    tools = f", with {counted(num_tools, 'tool')}" if num_tools else ""
+    return f"{name}: opened and closed once{tools}"

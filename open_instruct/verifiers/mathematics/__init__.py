@@ -1,0 +1,1 @@
+"""When two answers of mathematics are the same: the rules around math-verify."""
