@@ -5,6 +5,7 @@ SIGTERM, 129 after such a SIGHUP. Whatever went wrong, the last line on stderr s
 """
 
 import errno
+import io
 import json
 import logging
 import os
@@ -81,6 +82,7 @@ def run_entry(
         script: what ranks are started from, where the flags ask for some, and its first words.
         look: refuses files and folders that will not do.
     """
+    write_what_encoding_lacks()
     program = typed(program)
     words = sys.argv[1:] if argv is None else list(argv)
 
@@ -170,12 +172,19 @@ def typed(script: str) -> str:
     return f"open-instruct {sys.argv[1]}" if is_command else script
 
 
+def write_what_encoding_lacks() -> None:
+    """Have a letter that is not in the terminal's encoding written as an escape: it must not end a run."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # which stderr has from Python
+
+
 def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | None = None) -> int:
     """Call `run`; whatever it raises becomes a message on stderr and an exit code.
 
     The traceback of an unexpected exception goes to `log_file`, or to stderr where that cannot be
     written. Rank 0 speaks at once; another rank speaks only if it outlives rank 0's report.
     """
+    write_what_encoding_lacks()
     # Without any handler Python prints the warnings of every library; the run's own log comes later.
     logging.getLogger().addHandler(logging.NullHandler())
     reporter = _ErrorReporter(program, log_file)

@@ -7,17 +7,19 @@ from contextlib import contextmanager
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from open_instruct.parallel.peers import doing
 from open_instruct.records import RolloutGroup
 from open_instruct.report.terminal_curve import draw_curve
-from open_instruct.run.console import Console
+from open_instruct.run.console import Console, time_words
 from open_instruct.run.metrics_log import step_words
 from open_instruct.wording import escaped
 
 REFRESHES_PER_S = 2
+BAR_WIDTH = 10
 CURVE_HEIGHT = 6
 SECONDS_BETWEEN_SAMPLES = 60.0
 PROMPT_LETTERS = 60  # the last ones
@@ -33,6 +35,9 @@ class FleetView:
         self.queues = queues
         self.rewards: list[float] = []
         self._step = 0
+        self._first_finish: tuple[int, float] | None = None
+        """The first step that this process finished, and when: it is a slow one, and the pace is that of later ones."""
+
         self._begin_phase("starting")
         self._latest: Mapping[str, float] = {}
         self._live: Live | None = None
@@ -65,22 +70,48 @@ class FleetView:
     def finished(self, row: Mapping[str, float], group: RolloutGroup | None = None) -> None:
         """Take in the metrics of a step, and a group from which a completion is shown now and then."""
         self._step = int(row["step"])
+        if self._first_finish is None:
+            self._first_finish = self._step, time.monotonic()
         self._latest = row
         self.rewards.append(row["reward"])
         interval = max(1, self.num_steps // 40)
         is_said = self._live is not None or self._step % interval == 0 or self._step in (1, self.num_steps)
         say = self.console.say if is_said else self.console.log
-        say(f"step {self._step}/{self.num_steps}  {step_words(row)}")
+        time_left = f"  {words} left" if (words := self._time_left()) else ""
+        say(f"step {self._step}/{self.num_steps}  {step_words(row)}{time_left}")
         if group is not None and time.monotonic() - self._sample_s >= SECONDS_BETWEEN_SAMPLES:
             self._sample = sample_words(group, self._step)
             self._sample_s = time.monotonic()
             say = self.console.say if self._live is None else self.console.log
             say("  ".join(f"{name} {words}" for name, words in self._sample.items()))
 
+    def _time_left(self) -> str:
+        """Words for the time to the last step; none before two steps are finished, and behind the last."""
+        if self._first_finish is None:
+            return ""
+        first_step, finished_s = self._first_finish
+        num_timed, num_left = self._step - first_step, self.num_steps - self._step
+        if num_timed == 0 or num_left == 0:
+            return ""
+        step_s = (time.monotonic() - finished_s) / num_timed
+        return time_words(step_s * num_left)
+
+    def _progress(self) -> RenderableType:
+        progress = Table.grid(padding=(0, 2))
+        progress.add_column()
+        progress.add_column(no_wrap=True)
+        bar = ProgressBar(total=self.num_steps, completed=self._step, width=BAR_WIDTH)
+        progress.add_row(bar, f"{self._step} of {self.num_steps}")
+        return progress
+
     def _draw(self) -> RenderableType:
         waited_s = time.monotonic() - self._phase_began_s
         facts = Table.grid(padding=(0, 2))
-        facts.add_row("step", f"{self._step} of {self.num_steps}")
+        facts.add_column(no_wrap=True)  # in a narrow terminal the numbers go on in another line
+        facts.add_column()
+        facts.add_row("step", self._progress())
+        if time_left := self._time_left():
+            facts.add_row("time left", time_left)
         facts.add_row("now", f"{self._phase}, {waited_s:.0f} s")
         facts.add_row("queues", "  ".join(f"{name} {value:g}" for name, value in self.queues().items()))
         if self._latest:

@@ -74,8 +74,9 @@ class Console:
         if self.is_live:
             above = self._training_bar  # a terminal has room for one drawing
             with self._bar() if above is None else nullcontext(above) as bar:
-                task = bar.add_task(title, total=None, detail="")
-                yield lambda done, total: bar.update(task, completed=done, total=total)
+                # A loop that has nothing to do shows no bar.
+                task = bar.add_task(title, total=None, detail="", visible=False)
+                yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
                 if above is not None:
                     above.remove_task(task)
             return

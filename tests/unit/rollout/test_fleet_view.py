@@ -56,6 +56,10 @@ def drawn(view: FleetView) -> str:
     return view.console.rich.export_text()
 
 
+def without_time_left(line: str) -> str:
+    return re.sub(r"  \S+ \w+ left$", "", line)
+
+
 def test_numbers_of_a_step_in_words() -> None:
     words = "loss -0.0123  41.3 tokens each  0.8 steps old  waited 3.0s  trained 2.5s  synced 0.1s"
     assert step_words(row(2)) == f"reward 0.250  {words}"
@@ -72,8 +76,18 @@ class TestPlainLines:
             for step in range(1, num_steps + 1):
                 view.finished(row(step))
         words = [f"step {step}/{num_steps}  {step_words(row(step))}" for step in range(1, num_steps + 1)]
-        assert lines(view) == [words[step - 1] for step in said]
-        assert [record.message for record in caplog.records] == words
+        assert [without_time_left(line) for line in lines(view)] == [words[step - 1] for step in said]
+        assert [without_time_left(record.message) for record in caplog.records] == words
+
+    def test_time_left_is_that_at_the_pace_of_the_steps_behind_the_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = SimpleNamespace(now=1000.0)
+        monkeypatch.setattr("open_instruct.rollout.view.time.monotonic", lambda: clock.now)
+        view = view_of(is_terminal=False, num_steps=5)
+        for step in (2, 3, 4, 5):  # of a run that goes on behind its first step
+            clock.now += 30
+            view.finished(row(step))
+        assert [line.partition("synced 0.1s")[2] for line in lines(view)] == ["", "  60 s left", "  30 s left", ""]
+        assert "3 of 5" not in drawn(view) and "5 of 5" in drawn(view)
 
     def test_sample_is_one_line_that_steers_no_terminal(self) -> None:
         view = view_of(is_terminal=False)
@@ -118,6 +132,13 @@ class TestPanel:
         assert "8 of 80" in text and "last step" in text and "sample" in text
         assert "1 ┤" in text and "0.125 ┤" in text  # the largest reward and the smallest
         assert max(map(len, text.splitlines())) <= width
+
+    def test_narrow_terminal_cuts_no_word(self) -> None:
+        view = view_of(is_terminal=True, width=40)
+        for step in (1, 2):
+            view.finished(row(step), group("What is 2 + 3?", "The answer is five"))
+        words = set(drawn(view).split())
+        assert {"in_flight", "verifying", "waiting", "sample", "reward", "loss", "trained"} <= words
 
     def test_terminal_of_80_columns_shows_a_sample_whole(self) -> None:
         view = view_of(is_terminal=True, width=80)

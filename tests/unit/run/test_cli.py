@@ -57,6 +57,13 @@ def run_dpo(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     return run_python(f"from open_instruct.cli import main\ncode = main(['dpo', *{list(words)!r}])", **environment)
 
 
+def test_letter_that_the_terminal_lacks_ends_no_command() -> None:
+    code = "from open_instruct.entry import run_to_exit_code\n"
+    code += "code = run_to_exit_code(lambda: print('caf\\xe9 \\u2264 3') or 0, program='x')"
+    done = run_python(code, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "caf\\xe9 \\u2264 3\n", "")
+
+
 EVERY_HELP = """
 from contextlib import redirect_stdout
 from io import StringIO

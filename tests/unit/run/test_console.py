@@ -82,3 +82,10 @@ def test_rows_are_counted_below_the_bar_of_the_training() -> None:
     assert "training" in text and "4/4" in text
     last = text.splitlines()[-1]
     assert last.startswith("exported") and "2/2" in last
+
+
+def test_loop_with_nothing_to_do_shows_no_bar() -> None:
+    console = console_of(80, is_terminal=True)
+    with console.counting("rows of nothing"):
+        pass
+    assert "rows of nothing" not in console.rich.export_text()
