@@ -1,6 +1,7 @@
 """The first loss of a run, of the real model on one process, as `open-instruct check --with_model` takes it."""
 
 import io
+import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -30,6 +31,8 @@ def take_first_loss(config: RunConfig, objective: Objective, *, rows: TokenDatas
     Raises:
         InputError: the run would be refused where it opens the model, or ends with an error there.
     """
+    # Warnings of libraries belong in the log of a run; a look has none.
+    logging.captureWarnings(True)
     with _folder_to_throw_away(config) as config, redirect_stdout(io.StringIO()):
         try:
             if isinstance(config, GRPOConfig):
