@@ -90,24 +90,32 @@ class Allowance:
         return cls(max_threads=counted["threads"], max_bytes=max(share, TABLES["limits"]["AS"]))
 
     def find_excess(self, pids: Collection[int]) -> list[int]:
-        """The programs to end: those with too many threads, and the largest while all have too much memory."""
+        """The programs to end: those with too many threads, and the largest while all have too much memory.
+
+        Every sandbox counts for itself, at the same time as the others. So each ranks the programs of all, and ends
+        those of its own that the ranking begins with: they agree on which is the largest.
+        """
         excess = [pid for pid in pids if read_usage(pid).threads > self._max_threads]
         own_bytes = read_own_bytes(os.getpid(), {*pids} - {*excess})
-        left_bytes = self._max_bytes - self._find_bytes_of_others(sum(own_bytes.values()))
-        while own_bytes and sum(own_bytes.values()) > left_bytes:
-            largest = max(own_bytes, key=own_bytes.__getitem__)
-            excess.append(largest)
-            del own_bytes[largest]
+        of_each = [own_bytes, *self._read_bytes_of_others(sum(own_bytes.values()))]
+        total = sum(sum(each.values()) for each in of_each)
+        # One within its part is left alone: it does not count, and so would not end its own.
+        beyond_their_part = [each for each in of_each if sum(each.values()) * len(of_each) > self._max_bytes]
+        ranked = sorted(((num_bytes, pid) for each in beyond_their_part for pid, num_bytes in each.items()))
+        while ranked and total > self._max_bytes:
+            num_bytes, pid = ranked.pop()
+            total -= num_bytes
+            if pid in own_bytes:
+                excess.append(pid)
         return excess
 
-    def _find_bytes_of_others(self, num_bytes: int) -> int:
-        """The memory of other sandboxes' programs; 0 where `num_bytes`, which is ours, is within our part."""
+    def _read_bytes_of_others(self, num_bytes: int) -> list[dict[int, int]]:
+        """The memory of each other sandbox's programs; none where `num_bytes`, which is ours, is within our part."""
         if num_bytes * MANY_SANDBOXES <= self._max_bytes:
-            return 0
+            return []
         if time.monotonic() > self._next_search_s:
             self._sandboxes = [pid for pid in find_sandboxes() if pid != os.getpid()]
             self._next_search_s = time.monotonic() + SEARCH_INTERVAL_S
         if num_bytes * (len(self._sandboxes) + 1) <= self._max_bytes:
-            return 0
-        of_each = [read_own_bytes(server, find_children(server)) for server in self._sandboxes]
-        return sum(sum(own_bytes.values()) for own_bytes in of_each)
+            return []
+        return [read_own_bytes(server, find_children(server)) for server in self._sandboxes]

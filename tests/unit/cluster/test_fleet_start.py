@@ -56,13 +56,16 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(fleet, "RayEngine", it.engine)
         pool = SimpleNamespace(close=lambda: None, pids=list)
         monkeypatch.setattr(fleet, "EnginePool", lambda *args, **kwargs: pool)
+        console = SimpleNamespace(say=it.said.append, warn=lambda text: None, report=lambda title, lines: list(lines))
         run = SimpleNamespace(
             config=config,
-            console=SimpleNamespace(say=it.said.append, warn=lambda text: None),
+            console=console,
             directory=RunDirectory(path=tmp_path),
             pretrained=SimpleNamespace(folder=tmp_path, tokenizer_folder=tmp_path),
             chat=SimpleNamespace(turn_end_token_ids=tuple),
             environments=None,
+            prompts=None,
+            held_out=None,
         )
         with fleet.start_fleet(object, run):  # type: ignore[arg-type, type-var]
             pass

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
@@ -112,7 +113,10 @@ def test_port_in_use_and_a_file_beside_it_are_refused(server: PageServer, run: P
 def test_watch_says_the_end_of_a_run_and_ends_by_an_interrupt(run: Path) -> None:
     (run / "hf_model").mkdir()
     words = [sys.executable, "-m", "open_instruct.cli", "report", str(run), "--watch"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A shell has what it starts in the background ignore Ctrl-C, and these tests may be such.
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, preexec_fn=hears) as process:
         assert process.stdout is not None and process.stderr is not None
         assert "http://127.0.0.1:" in process.stdout.readline()
         assert f"{run}: ended at step 1" in process.stdout.readline()

@@ -45,11 +45,11 @@ _syscall.abi_version = lambda: min(newest(), {abi})
 """
 # In the warm process: the programs of this test's sandboxes may have 150 MB together.
 SMALL_MACHINE = """
-import os, psutil
+import os
 from open_instruct.sandbox import usage
 find_all = usage.find_sandboxes
 usage.find_sandboxes = lambda: [
-    pid for pid in find_all() if psutil.Process(pid).ppid() == os.getppid()
+    pid for pid in find_all() if pid in usage.find_children(os.getppid())
 ]
 usage.Allowance.for_machine = classmethod(lambda cls: cls(max_threads=100, max_bytes=150_000_000))
 """

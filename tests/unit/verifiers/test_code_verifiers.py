@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 import yaml
 
@@ -42,12 +43,12 @@ def code(kind: type[Code] | type[CodeStdio] = Code, **flags: Any) -> Code | Code
 
 
 def sandboxes() -> set[int]:
-    """The ids of the warm processes that there are, and of their children."""
+    """The ids of the warm processes that this one has started, and of their children."""
     ids = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if b"open_instruct.sandbox.server" in (folder / "cmdline").read_bytes():
-                ids.add(int(folder.name))
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if "open_instruct.sandbox.server" in " ".join(process.cmdline()):
+                ids.add(process.pid)
     return ids
 
 
